@@ -1,0 +1,72 @@
+"""What a fix is: its catalogue record, and the verdict that it gives on a TransformerEngine's source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from .source import Edit, Source, UnrecognizedError
+
+APPLICABLE = "applicable"
+NOT_NEEDED = "not-needed"
+NOT_APPLICABLE = "not-applicable"
+UNRECOGNIZED = "unrecognized"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a source says of one fix: a ``verdict`` word, the ``reason``, and the change where it is applicable.
+
+    ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
+    """
+
+    verdict: str
+    reason: str
+    edits: tuple[Edit, ...] = ()
+    new_modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The modules that the fix changes or adds."""
+        return tuple(sorted({edit.module for edit in self.edits} | set(self.new_modules)))
+
+
+def applicable(reason: str, edits: Sequence[Edit], new_modules: Mapping[str, str] | None = None) -> Verdict:
+    """The defect is there and these edits correct it."""
+    return Verdict(APPLICABLE, reason, tuple(edits), dict(new_modules or {}))
+
+
+def not_needed(reason: str) -> Verdict:
+    """This TE holds the corrected shape."""
+    return Verdict(NOT_NEEDED, reason)
+
+
+def not_applicable(reason: str) -> Verdict:
+    """This TE lacks the feature that has the defect."""
+    return Verdict(NOT_APPLICABLE, reason)
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One catalogue record.
+
+    ``examine`` reads a `Source` and returns a `Verdict`; it raises `UnrecognizedError` where it finds neither the
+    defect nor the corrected shape. ``affected`` is the version range in which one expects the defect, as a specifier.
+    ``requires`` names fixes that must be applied or not needed for this one to be applied.
+    """
+
+    id: str
+    summary: str
+    symptom: str
+    upstream: tuple[str, ...]
+    affected: str
+    examine: Callable[[Source], Verdict]
+    requires: tuple[str, ...] = ()
+
+    def verdict(self, source: Source) -> Verdict:
+        """`examine`, with an unknown shape turned into the verdict ``unrecognized``."""
+        try:
+            return self.examine(source)
+        except UnrecognizedError as error:
+            return Verdict(UNRECOGNIZED, str(error))

@@ -1,0 +1,329 @@
+"""TransformerEngine as source text: find it, parse it, match shapes in it, edit it.
+
+Nothing here imports torch or TransformerEngine (TE). The same classes serve an installed TE and a source tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+TE = "transformer_engine"
+_DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
+
+
+class TENotFoundError(Exception):
+    """There is no TransformerEngine where it was looked for."""
+
+
+class UnrecognizedError(Exception):
+    """A fix did not find the shape that it looks for, so it must not touch this source."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace the characters ``start`` to ``end`` of ``module``'s source by ``text``."""
+
+    module: str
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """One TE: its package folder (or zip entry) and the version that its metadata names."""
+
+    location: str
+    version: str | None
+
+    @classmethod
+    def installed(cls) -> Source:
+        """The TE that ``import transformer_engine`` would find; raises `TENotFoundError`."""
+        try:
+            spec = importlib.util.find_spec(TE)
+        except (ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
+            spec = None
+        if spec is None or not spec.submodule_search_locations:
+            raise TENotFoundError(f"{TE} is not installed in this interpreter")
+        location = next(iter(spec.submodule_search_locations))
+        return cls(location, _version([os.path.dirname(location)]) or _version(None))
+
+    @classmethod
+    def at(cls, folder: str | Path) -> Source:
+        """The TE in ``folder``: a site-packages folder, a checkout, or the package folder itself."""
+        root = Path(folder)
+        package = root if root.name == TE and (root / "__init__.py").is_file() else root / TE
+        if not (package / "__init__.py").is_file():
+            raise TENotFoundError(f"no {TE} package in {root}: expected {root / TE}/__init__.py")
+        return cls(str(package), _version([str(package.parent)]))
+
+    @cached_property
+    def _modules(self) -> dict[str, ModuleSource | None]:
+        return {}
+
+    def find(self, name: str) -> ModuleSource | None:
+        """The source of module ``name``, or None where this TE has no such module."""
+        if name not in self._modules:
+            self._modules[name] = self._read(name)
+        return self._modules[name]
+
+    def module(self, name: str) -> ModuleSource:
+        """The source of module ``name``; raises `UnrecognizedError` where there is none."""
+        found = self.find(name)
+        if found is None:
+            raise UnrecognizedError(f"looked for module {name}, found none in {self.location}")
+        return found
+
+    def definition(self, name: str, qualname: str) -> Definition:
+        """Function or class ``qualname`` of module ``name``; raises `UnrecognizedError` where there is none."""
+        return self.module(name).definition(qualname)
+
+    def _read(self, name: str) -> ModuleSource | None:
+        parent = os.path.join(self.location, *name.split(".")[1:-1])
+        spec = importlib.machinery.PathFinder.find_spec(name, [parent])
+        if spec is None or spec.loader is None:
+            return None
+        try:
+            text = cast(importlib.machinery.SourceFileLoader, spec.loader).get_source(name)
+        except (OSError, ImportError, SyntaxError, UnicodeDecodeError) as error:
+            raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
+        if text is None:
+            raise UnrecognizedError(f"{name} in {self.location} has no source text (only bytecode)")
+        return ModuleSource(name, spec.origin or name, text)
+
+
+def _version(path: list[str] | None) -> str | None:
+    """The version of TE's distribution on ``path`` (None: `sys.path`), or of a checkout's VERSION.txt."""
+    for name in _DISTRIBUTIONS:
+        found = importlib.metadata.distributions(name=name) if path is None else importlib.metadata.distributions(
+            name=name, path=path
+        )
+        for distribution in found:
+            return distribution.version
+    if path is not None:
+        version_file = Path(path[0], "build_tools", "VERSION.txt")
+        if version_file.is_file():
+            return version_file.read_text().strip()
+    return None
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """The text of one module and its syntax tree."""
+
+    name: str
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        try:
+            return ast.parse(self.text, self.path)
+        except SyntaxError as error:
+            raise UnrecognizedError(f"cannot parse {self.path}: {error}") from error
+
+    @cached_property
+    def _line_starts(self) -> list[int]:
+        starts = [0]
+        for line in self.text.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        return starts
+
+    @cached_property
+    def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+        """Every class and function at module or class level, by qualified name; ambiguous names are left out."""
+        return _definitions(self.tree)
+
+    def find(self, qualname: str) -> Definition | None:
+        """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
+        node = self.definitions.get(qualname)
+        return None if node is None else Definition(self, qualname, node)
+
+    def definition(self, qualname: str) -> Definition:
+        """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
+        found = self.find(qualname)
+        if found is None:
+            raise UnrecognizedError(f"looked for one definition of {qualname} in {self.path}, found none or several")
+        return found
+
+    def offset(self, line: int, column: int) -> int:
+        """The character offset of a syntax tree position (1-based line, UTF-8 byte column)."""
+        start = self._line_starts[line - 1]
+        text = self.text[start : self._line_starts[line]]
+        return start + (column if text.isascii() else len(text.encode()[:column].decode()))
+
+    def line_start(self, line: int) -> int:
+        """The character offset at which 1-based ``line`` begins."""
+        return self._line_starts[line - 1]
+
+
+def _definitions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    found: dict[str, list[ast.FunctionDef | ast.ClassDef]] = {}
+
+    def visit(nodes: Iterable[ast.stmt], prefix: str) -> None:
+        for node in nodes:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.setdefault(prefix + node.name, []).append(node)
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{prefix}{node.name}.")
+
+    visit(tree.body, "")
+    return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One function or class, with the means to look for shapes in it and to edit them.
+
+    A *pattern* is Python text. It is matched by syntax, so that layout and comments do not matter. A name that begins
+    with ``ANY`` matches any expression, and a statement ``...`` inside a block matches any number of statements.
+    The methods that return an `Edit` dedent their ``text`` and indent it as the node that it stands for.
+    """
+
+    module: ModuleSource
+    qualname: str
+    node: ast.FunctionDef | ast.ClassDef
+
+    def all(self, pattern: str, within: ast.AST | None = None) -> list[ast.AST]:
+        """Every statement, run of statements or expression in this definition, or in the node ``within``, that matches."""
+        wanted = _parse_pattern(pattern)
+        found: list[ast.AST] = []
+        for node in ast.walk(within or self.node):
+            if isinstance(wanted, list):
+                for body in _bodies(node):
+                    for start in range(len(body)):
+                        if body[start : start + len(wanted)] and _match_run(wanted, body[start : start + len(wanted)]):
+                            found.append(body[start] if len(wanted) == 1 else _Run(body[start : start + len(wanted)]))
+            elif isinstance(node, ast.expr) and _match(wanted, node):
+                found.append(node)
+        return found
+
+    def has(self, pattern: str, within: ast.AST | None = None) -> bool:
+        """Whether the pattern matches at least once."""
+        return bool(self.all(pattern, within))
+
+    def one(self, pattern: str, within: ast.AST | None = None) -> ast.AST:
+        """The only match of ``pattern``; raises `UnrecognizedError` if there is none or more than one."""
+        found = self.all(pattern, within)
+        if len(found) != 1:
+            wanted = " ".join(pattern.split())
+            lines = ", ".join(str(_first(node).lineno) for node in found)
+            raise UnrecognizedError(
+                f"looked for `{wanted}` exactly once in {self.qualname} ({self.module.path}:{self.node.lineno}), "
+                f"found it {len(found)} times" + (f" (lines {lines})" if lines else "")
+            )
+        return found[0]
+
+    def text(self, node: ast.AST) -> str:
+        """The source text of ``node``."""
+        start, end = self._span(node)
+        return self.module.text[start:end]
+
+    def replace(self, node: ast.AST, text: str) -> Edit:
+        """Put ``text`` in the place of ``node``."""
+        start, end = self._span(node)
+        return Edit(self.module.name, start, end, self._indented(node, text).lstrip())
+
+    def insert_before(self, node: ast.AST, text: str) -> Edit:
+        """Put the statements ``text`` on lines of their own before the statement ``node``."""
+        start = self.module.line_start(_first(node).lineno)
+        return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
+
+    def insert_after(self, node: ast.AST, text: str) -> Edit:
+        """Put the statements ``text`` on lines of their own after the statement ``node``."""
+        start = self.module.line_start(cast(int, _last(node).end_lineno) + 1)
+        return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
+
+    def delete(self, node: ast.AST) -> Edit:
+        """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
+        first = _first(node).lineno
+        lines = self.module.text.splitlines()
+        while lines[first - 2].strip().startswith("#"):
+            first -= 1
+        return Edit(
+            self.module.name,
+            self.module.line_start(first),
+            self.module.line_start(cast(int, _last(node).end_lineno) + 1),
+            "",
+        )
+
+    def _span(self, node: ast.AST) -> tuple[int, int]:
+        first, last = _first(node), _last(node)
+        return (
+            self.module.offset(first.lineno, first.col_offset),
+            self.module.offset(cast(int, last.end_lineno), cast(int, last.end_col_offset)),
+        )
+
+    def _indented(self, node: ast.AST, text: str) -> str:
+        start = self.module.line_start(_first(node).lineno)
+        indent = cast(re.Match[str], re.compile(r"[ \t]*").match(self.module.text, start)).group()
+        return textwrap.indent(textwrap.dedent(text).strip("\n"), indent)
+
+
+class _Run(ast.AST):
+    """Consecutive statements that matched a pattern of several statements."""
+
+    def __init__(self, statements: Sequence[ast.stmt]) -> None:
+        super().__init__()
+        self.statements = list(statements)
+
+
+def _first(node: ast.AST) -> ast.stmt:
+    return cast(ast.stmt, node.statements[0] if isinstance(node, _Run) else node)
+
+
+def _last(node: ast.AST) -> ast.stmt:
+    return cast(ast.stmt, node.statements[-1] if isinstance(node, _Run) else node)
+
+
+def _parse_pattern(pattern: str) -> ast.expr | list[ast.stmt]:
+    body = ast.parse(textwrap.dedent(pattern)).body
+    if len(body) == 1 and isinstance(body[0], ast.Expr):
+        return body[0].value
+    return body
+
+
+def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for field in ("body", "orelse", "finalbody"):
+        body = getattr(node, field, None)
+        if isinstance(body, list):
+            yield body
+
+
+def _is_gap(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is Ellipsis
+
+
+def _match_run(wanted: Sequence[ast.AST], found: Sequence[ast.AST]) -> bool:
+    if not wanted:
+        return not found
+    if _is_gap(wanted[0]):
+        return any(_match_run(wanted[1:], found[skip:]) for skip in range(len(found) + 1))
+    return bool(found) and _match(wanted[0], found[0]) and _match_run(wanted[1:], found[1:])
+
+
+def _match(wanted: object, found: object) -> bool:
+    if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
+        return isinstance(found, ast.expr)
+    if isinstance(wanted, list):
+        return isinstance(found, list) and _match_run(wanted, found)
+    if isinstance(wanted, ast.AST):
+        if isinstance(wanted, ast.expr_context):
+            return True
+        return type(wanted) is type(found) and all(
+            _match(getattr(wanted, field, None), getattr(found, field, None))
+            for field in wanted._fields
+            if field not in ("type_comment", "kind")
+        )
+    return type(wanted) is type(found) and wanted == found
