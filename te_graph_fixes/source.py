@@ -188,7 +188,8 @@ class Definition:
 
     A *pattern* is Python text. It is matched by syntax, so that layout and comments do not matter. A name that begins
     with ``ANY`` matches any expression, and a statement ``...`` inside a block matches any number of statements.
-    The methods that return an `Edit` dedent their ``text`` and indent it as the node that it stands for.
+    The methods that return an `Edit` dedent their ``text`` and indent it as the node that it stands for; one line break
+    at either end of it does not count.
     """
 
     module: ModuleSource
@@ -268,7 +269,7 @@ class Definition:
     def _indented(self, node: ast.AST, text: str) -> str:
         start = self.module.line_start(_first(node).lineno)
         indent = cast(re.Match[str], re.compile(r"[ \t]*").match(self.module.text, start)).group()
-        return textwrap.indent(textwrap.dedent(text).strip("\n"), indent)
+        return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
 
 
 class _Run(ast.AST):

@@ -1,0 +1,367 @@
+"""From edits to running code: compose the edits of all fixes, compile what changed, put it in place, take it back.
+
+A function is corrected by giving TransformerEngine's own function object the corrected code. Its identity, globals,
+defaults, decorators, closure cells and every reference that somebody holds or has wrapped stay what they were, and a
+wrapper that another tool has put around it, before or after us, is left alone.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import linecache
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
+
+from .fix import Verdict
+from .source import Edit, ModuleSource, Source
+
+_PLAIN_DECORATORS = {"classmethod": classmethod, "staticmethod": staticmethod}
+
+
+class EngineError(Exception):
+    """The edits of the fixes cannot be put together, or what they give cannot be put in place."""
+
+
+def patched(source: Source, verdicts: Iterable[Verdict]) -> dict[str, tuple[str, str]]:
+    """The text (before, after) of every module that the applicable ``verdicts`` change or add ("" before)."""
+    edits: dict[str, list[Edit]] = {}
+    texts: dict[str, tuple[str, str]] = {}
+    for verdict in verdicts:
+        for edit in verdict.edits:
+            edits.setdefault(edit.module, []).append(edit)
+        for name, text in verdict.new_modules.items():
+            if texts.setdefault(name, ("", text)) != ("", text):
+                raise EngineError(f"two fixes add module {name} with different text")
+            if source.find(name) is not None:
+                raise EngineError(f"module {name} is to be added, but {source.location} has it")
+    for name, module_edits in edits.items():
+        text = source.module(name).text
+        texts[name] = (text, _apply(text, module_edits))
+    return texts
+
+
+def _apply(text: str, edits: Sequence[Edit]) -> str:
+    pieces = []
+    position = 0
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+        if edit.start < position:
+            raise EngineError(f"two fixes edit the same text of {edit.module} at character {edit.start}")
+        pieces += [text[position : edit.start], edit.text]
+        position = edit.end
+    return "".join([*pieces, text[position:]])
+
+
+@dataclass
+class Change:
+    """One function of TransformerEngine, as it was and as it becomes; ``before`` is None for one that is added."""
+
+    module: str
+    qualname: str
+    fixes: frozenset[str]
+    before: CodeType | None
+    after: CodeType
+    lines: list[str]
+    new_defaults: dict[str, Any] = field(default_factory=dict)
+    decorator: str | None = None
+
+
+def changes(source: Source, chosen: Mapping[str, Verdict]) -> list[Change]:
+    """Compile what the verdicts of the ``chosen`` fixes change.
+
+    Raises `EngineError` unless every edit lies inside a function or adds functions to a class.
+    """
+    found = []
+    for name, (before, after) in patched(source, chosen.values()).items():
+        if before:
+            old = source.module(name)
+            edits = [(fix, edit) for fix, verdict in chosen.items() for edit in verdict.edits if edit.module == name]
+            found += _module_changes(old, ModuleSource(name, old.path, after), edits)
+    return found
+
+
+def _module_changes(old: ModuleSource, new: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[Change]:
+    old_functions, new_functions = _functions(old), _functions(new)
+    by: dict[str, set[str]] = {}
+    additions = set()
+    for fix, edit in edits:
+        inside = [
+            name
+            for name, node in old_functions.items()
+            if old.line_start(_first_line(node)) < edit.start and edit.end < old.line_start(cast(int, node.end_lineno) + 1)
+        ]
+        if inside:
+            by.setdefault(inside[0], set()).add(fix)
+        elif edit.start == edit.end:
+            additions.add(fix)
+        else:
+            raise EngineError(f"{fix} replaces text of {old.path} that is not in a function")
+    added = set(new_functions) - set(old_functions)
+    if bool(additions) != bool(added):
+        raise EngineError(f"{', '.join(additions)} adds to {old.path} something other than a function of a class")
+    by.update({name: additions for name in added})
+    found = []
+    line = len(old.text.splitlines()) + 2
+    for name, fixes in sorted(by.items(), key=lambda item: new_functions[item[0]].lineno):
+        node, before = new_functions[name], old_functions.get(name)
+        change = Change(
+            old.name,
+            name,
+            frozenset(fixes),
+            None if before is None else _compile(old, name, before, _first_line(before)),
+            _compile(new, name, node, line + 1),
+            _shown(new, name, node),
+            _new_defaults(before, node),
+            _plain_decorator(node, old) if before is None else None,
+        )
+        if change.before and change.before.co_freevars != change.after.co_freevars:
+            raise EngineError(f"the edits change the free variables of {name} in {old.path}")
+        found.append(change)
+        line += len(change.lines)
+    return found
+
+
+def _functions(module: ModuleSource) -> dict[str, ast.FunctionDef]:
+    return {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
+
+
+def _first_line(node: ast.FunctionDef) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def _lines(module: ModuleSource, node: ast.FunctionDef) -> list[str]:
+    return module.text.splitlines(keepends=True)[_first_line(node) - 1 : node.end_lineno]
+
+
+def _shown(module: ModuleSource, qualname: str, node: ast.FunctionDef) -> list[str]:
+    """The lines of one function, below one that says what they are and keeps their indentation legal."""
+    note = f"# te_graph_fixes: {qualname} as corrected\n"
+    return [f"if True:  {note}" if "." in qualname else note, *_lines(module, node)]
+
+
+def _compile(module: ModuleSource, qualname: str, node: ast.FunctionDef, first_line: int) -> CodeType:
+    """The code of one function as it would be with its first line at ``first_line`` of its file."""
+    *classes, name = qualname.split(".")
+    header = [f"class {classes[0]}:\n"] if classes else []
+    text = "".join(["\n"] * (first_line - 1 - len(header)) + header + _lines(module, node))
+    flags = sum(
+        getattr(__future__, alias.name).compiler_flag
+        for statement in module.tree.body
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        for alias in statement.names
+    )
+    code = compile(text, module.path, "exec", flags=flags, dont_inherit=True)
+    for part in (*classes, name):
+        code = next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == part)
+    return code
+
+
+def _new_defaults(old: ast.FunctionDef | None, new: ast.FunctionDef) -> dict[str, Any]:
+    """Literal defaults of the parameters that ``new`` has beyond ``old``; all else about the call must be the same."""
+    positional, keyword = _parameters(new)
+    known_positional, known_keyword = _parameters(old) if old else ({}, {})
+    if old and (
+        list(positional.items())[: len(known_positional)] != list(known_positional.items())
+        or not known_keyword.items() <= keyword.items()
+        or list(map(ast.dump, old.decorator_list)) != list(map(ast.dump, new.decorator_list))
+    ):
+        raise EngineError(f"the edits change the decorators, or parameters that {new.name} already had")
+    defaults = {
+        name: default
+        for name, default in {**positional, **keyword}.items()
+        if name not in known_positional and name not in known_keyword and (old or default)
+    }
+    try:
+        return {name: ast.literal_eval(default) for name, default in defaults.items()}
+    except (ValueError, SyntaxError) as error:
+        raise EngineError(f"a new parameter of {new.name} has no literal default: {error}") from error
+
+
+def _parameters(node: ast.FunctionDef) -> tuple[dict[str, str], dict[str, str]]:
+    """The positional and the keyword-only parameters with the text of their defaults ("" where there is none)."""
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [""] * (len(positional) - len(arguments.defaults)) + [ast.unparse(node) for node in arguments.defaults]
+    keyword = [ast.unparse(node) if node else "" for node in arguments.kw_defaults]
+    return (
+        {argument.arg: default for argument, default in zip(positional, defaults, strict=True)},
+        {argument.arg: default for argument, default in zip(arguments.kwonlyargs, keyword, strict=True)},
+    )
+
+
+def _plain_decorator(node: ast.FunctionDef, module: ModuleSource) -> str | None:
+    names = [ast.unparse(decorator) for decorator in node.decorator_list]
+    if not names:
+        return None
+    if len(names) > 1 or names[0] not in _PLAIN_DECORATORS:
+        raise EngineError(f"cannot add {node.name} to {module.path} with decorators {names}")
+    return names[0]
+
+
+def live_function(change: Change) -> FunctionType | None:
+    """The function object that ``change`` is about, found through any wrappers; None if TE's own is not there."""
+    found: Any = sys.modules.get(change.module)
+    for part in change.qualname.split("."):
+        if found is None or part not in vars(found):
+            return None
+        found = vars(found)[part]
+    for _ in range(100):
+        if isinstance(found, (classmethod, staticmethod)):
+            found = found.__func__
+        elif type(found) is FunctionType and found.__code__ in (change.before, change.after):
+            return found
+        elif hasattr(found, "__wrapped__"):
+            found = found.__wrapped__
+        else:
+            break
+    return None
+
+
+class Installation:
+    """What has been put in place, and the means to take it back."""
+
+    def __init__(self, source: Source, chosen: Mapping[str, Verdict]) -> None:
+        self._source = source
+        self._chosen = chosen
+        self._changes = changes(source, chosen)
+        self._installed: list[tuple[Change, FunctionType]] = []
+        self._modules: dict[str, ModuleType] = {}
+        self._linecache: dict[str, tuple[Any, Any]] = {}
+
+    def install(self) -> None:
+        """Put every change in place, or none: on any error what was done is taken back and the error is raised."""
+        try:
+            for verdict in self._chosen.values():
+                for name, text in verdict.new_modules.items():
+                    if name not in self._modules:
+                        self._modules[name] = _add_module(name, text)
+            for change in self._changes:
+                self._installed.append((change, _install(change)))
+            self._show_lines()
+        except BaseException:
+            self.revert()
+            raise
+
+    def replaced(self) -> dict[str, str]:
+        """The fixes whose functions are not loaded as the source has them, each with what was found."""
+        found = {}
+        for change in self._changes:
+            owner, _, name = change.qualname.rpartition(".")
+            if change.before is None:
+                wrong = name in vars(vars(sys.modules[change.module])[owner])
+            else:
+                wrong = live_function(change) is None
+            if wrong:
+                text = (
+                    f"looked for {change.qualname} of {change.module} as its source has it, found that somebody has "
+                    "replaced it, or that the file has changed since it was imported"
+                )
+                found.update({fix: text for fix in change.fixes})
+        return found
+
+    def is_live(self, fix_id: str | None = None) -> bool:
+        """Whether what was put in place (for one fix, or for all) is still what runs."""
+        chosen = self._chosen.values() if fix_id is None else [self._chosen[fix_id]]
+        modules = [name for verdict in chosen for name in verdict.new_modules]
+        return all(
+            live_function(change) is function and function.__code__ is change.after
+            for change, function in self._installed
+            if fix_id is None or fix_id in change.fixes
+        ) and all(sys.modules.get(name) is self._modules[name] for name in modules)
+
+    def revert(self) -> None:
+        """Take back, in reverse order, what is still ours."""
+        while self._installed:
+            change, function = self._installed.pop()
+            if function.__code__ is change.after:
+                _uninstall(change, function)
+        for name, module in reversed(list(self._modules.items())):
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+                parent, _, child = name.rpartition(".")
+                if vars(sys.modules.get(parent, module)).get(child) is module:
+                    delattr(sys.modules[parent], child)
+        self._modules.clear()
+        for path, (before, after) in self._linecache.items():
+            if linecache.cache.get(path) is after:
+                linecache.cache.pop(path)
+                if before is not None:
+                    linecache.cache[path] = before
+        self._linecache.clear()
+
+    def _show_lines(self) -> None:
+        """Let tracebacks and `inspect.getsource` show the corrected functions, below the lines of their file."""
+        for name in {change.module for change in self._changes}:
+            module = self._source.module(name)
+            lines = [line + "\n" for line in module.text.splitlines()] + ["\n"]
+            for change in self._changes:
+                if change.module == name:
+                    lines += change.lines
+            entry = (sum(map(len, lines)), None, lines, module.path)
+            self._linecache[module.path] = (linecache.cache.get(module.path), entry)
+            linecache.cache[module.path] = entry
+
+
+def _add_module(name: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__package__ = name.rpartition(".")[0]
+    path = f"<te_graph_fixes: {name}>"
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+    sys.modules[name] = module
+    setattr(sys.modules[module.__package__], name.rpartition(".")[2], module)
+    return module
+
+
+def _install(change: Change) -> FunctionType:
+    if change.before is None:
+        return _add_function(change)
+    function = live_function(change)
+    if function is None:
+        raise EngineError(f"{change.qualname} of {change.module} was replaced while it was being corrected")
+    _set_code(function, change.after, change.new_defaults)
+    return function
+
+
+def _set_code(function: FunctionType, code: CodeType, extra: Mapping[str, Any]) -> None:
+    names = code.co_varnames[: code.co_argcount]
+    positional = tuple(extra[name] for name in names if name in extra)
+    keywords = {name: value for name, value in extra.items() if name not in names}
+    function.__code__ = code
+    if positional:
+        function.__defaults__ = (*(function.__defaults__ or ()), *positional)
+    if keywords:
+        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **keywords}
+
+
+def _uninstall(change: Change, function: FunctionType) -> None:
+    if change.before is None:
+        owner, _, name = change.qualname.rpartition(".")
+        found = vars(sys.modules[change.module]).get(owner)
+        if live_function(change) is function:
+            delattr(found, name)
+        return
+    names = change.after.co_varnames[: change.after.co_argcount]
+    positional = sum(name in names for name in change.new_defaults)
+    function.__code__ = change.before
+    if positional:
+        function.__defaults__ = cast("tuple[Any, ...]", function.__defaults__)[:-positional] or None
+    if len(change.new_defaults) > positional:
+        kept = {k: v for k, v in (function.__kwdefaults__ or {}).items() if k not in change.new_defaults}
+        function.__kwdefaults__ = kept or None
+
+
+def _add_function(change: Change) -> FunctionType:
+    module = sys.modules[change.module]
+    owner, _, name = change.qualname.rpartition(".")
+    function = FunctionType(change.after, vars(module), name)
+    function.__qualname__ = change.qualname
+    function.__module__ = change.module
+    _set_code(function, change.after, change.new_defaults)
+    decorate = _PLAIN_DECORATORS.get(change.decorator or "", lambda function: function)
+    setattr(vars(module)[owner] if owner else module, name, decorate(function))
+    return function
