@@ -122,13 +122,12 @@ class _Activation:
         with self._lock:
             if self._source is None:
                 return
-            if self._installation is not None:
-                if self._installation.is_live():
-                    return
+            if self._installation is not None and not self._installation.is_live():
                 self._installation.revert()
                 self._installation = None
                 self._choose()
-            self._install(name)
+            if self._installation is None:
+                self._install(name)
         self._complain()
         if name == PACKAGE:
             self._announce()

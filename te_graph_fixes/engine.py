@@ -7,8 +7,6 @@ wrapper that another tool has put around it, before or after us, is left alone.
 
 from __future__ import annotations
 
-import __future__
-
 import ast
 import linecache
 import sys
@@ -104,25 +102,33 @@ def _module_changes(old: ModuleSource, new: ModuleSource, edits: Sequence[tuple[
     if bool(additions) != bool(added):
         raise EngineError(f"{', '.join(additions)} adds to {old.path} something other than a function of a class")
     by.update({name: additions for name in added})
-    found = []
+    touched = dict(sorted(by.items(), key=lambda item: new_functions[item[0]].lineno))
+    shown = {name: _shown(new, name, new_functions[name]) for name in touched}
     line = len(old.text.splitlines()) + 2
-    for name, fixes in sorted(by.items(), key=lambda item: new_functions[item[0]].lineno):
-        node, before = new_functions[name], old_functions.get(name)
-        change = Change(
-            old.name,
-            name,
-            frozenset(fixes),
-            None if before is None else _compile(old, name, before, _first_line(before)),
-            _compile(new, name, node, line + 1),
-            _shown(new, name, node),
-            _new_defaults(before, node),
-            _plain_decorator(node, old) if before is None else None,
-        )
-        if change.before and change.before.co_freevars != change.after.co_freevars:
+    defaults = {name: _new_defaults(old_functions.get(name), new_functions[name]) for name in touched}
+    for name in touched:
+        ast.increment_lineno(new_functions[name], line + 1 - _first_line(new_functions[name]))
+        line += len(shown[name])
+    old_code = compile(old.text, old.path, "exec", dont_inherit=True)
+    new_code = compile(new.tree, new.path, "exec", dont_inherit=True)
+    found = []
+    for name, fixes in touched.items():
+        before = _code(old_code, name) if name in old_functions else None
+        after = _code(new_code, name)
+        if before and before.co_freevars != after.co_freevars:
             raise EngineError(f"the edits change the free variables of {name} in {old.path}")
-        found.append(change)
-        line += len(change.lines)
+        decorator = None if before else _plain_decorator(new_functions[name], old)
+        found.append(
+            Change(old.name, name, frozenset(fixes), before, after, shown[name], defaults[name], decorator)
+        )
     return found
+
+
+def _code(module: CodeType, qualname: str) -> CodeType:
+    """The code of function ``qualname``, taken out of the code of its module."""
+    for part in qualname.split("."):
+        module = next(const for const in module.co_consts if isinstance(const, CodeType) and const.co_name == part)
+    return module
 
 
 def _functions(module: ModuleSource) -> dict[str, ast.FunctionDef]:
@@ -133,31 +139,11 @@ def _first_line(node: ast.FunctionDef) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _lines(module: ModuleSource, node: ast.FunctionDef) -> list[str]:
-    return module.text.splitlines(keepends=True)[_first_line(node) - 1 : node.end_lineno]
-
-
 def _shown(module: ModuleSource, qualname: str, node: ast.FunctionDef) -> list[str]:
     """The lines of one function, below one that says what they are and keeps their indentation legal."""
     note = f"# te_graph_fixes: {qualname} as corrected\n"
-    return [f"if True:  {note}" if "." in qualname else note, *_lines(module, node)]
-
-
-def _compile(module: ModuleSource, qualname: str, node: ast.FunctionDef, first_line: int) -> CodeType:
-    """The code of one function as it would be with its first line at ``first_line`` of its file."""
-    *classes, name = qualname.split(".")
-    header = [f"class {classes[0]}:\n"] if classes else []
-    text = "".join(["\n"] * (first_line - 1 - len(header)) + header + _lines(module, node))
-    flags = sum(
-        getattr(__future__, alias.name).compiler_flag
-        for statement in module.tree.body
-        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-        for alias in statement.names
-    )
-    code = compile(text, module.path, "exec", flags=flags, dont_inherit=True)
-    for part in (*classes, name):
-        code = next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == part)
-    return code
+    lines = module.text.splitlines(keepends=True)[_first_line(node) - 1 : node.end_lineno]
+    return [f"if True:  {note}" if "." in qualname else note, *lines]
 
 
 def _new_defaults(old: ast.FunctionDef | None, new: ast.FunctionDef) -> dict[str, Any]:
