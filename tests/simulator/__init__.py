@@ -1,0 +1,33 @@
+"""Run TransformerEngine's own Python, CUDA graphs included, on a machine without a GPU.
+
+Call :func:`install` before anything of TransformerEngine (TE) is imported, or start a program with
+``python -m tests.simulator SCRIPT.py ARGS`` or ``python -m tests.simulator -m MODULE ARGS``. See README.md in this
+folder for what is stood in for and what is not.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["install"]
+
+_installed = False
+
+
+def install() -> None:
+    """Make this process believe that it has one Hopper GPU and a built TE. Calling it again does nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    # TE looks for its shared libraries unless it believes that it is being built.
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
+
+    # dynamo, which TE imports, lists torch's functions once; it must see torch's own.
+    import torch._dynamo
+
+    from . import device, extension, runtime
+
+    device.install()
+    runtime.install()
+    extension.install()

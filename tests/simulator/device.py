@@ -1,0 +1,181 @@
+"""Tensors that say they are on the GPU: ``device="cuda"`` and its kin, on the CPU.
+
+Every tensor of the process is a CPU tensor and says that it is on ``cuda:0``. Only tensors which the program
+explicitly puts on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``) say that they are on the CPU; such tensors
+may be read while a graph is captured, the others may not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import memory
+from .graph import is_on_host, mark_on_host, refuse_in_capture
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+_FACTORIES = (
+    "arange", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "logspace", "ones",
+    "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+)  # fmt: skip
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_READS = ("tolist", "numpy", "__array__")
+
+_plain_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Replace the functions and attributes of torch that name a device."""
+    for name in _FACTORIES:
+        setattr(torch, name, _factory(getattr(torch, name)))
+    for name in _METHODS:
+        setattr(torch.Tensor, name, _factory(getattr(torch.Tensor, name)))
+    for name in _READS:
+        setattr(torch.Tensor, name, _host_read(name, getattr(torch.Tensor, name)))
+    torch.as_tensor = _as_tensor(torch.as_tensor)
+    make_wrapper = torch.Tensor._make_wrapper_subclass
+    torch.Tensor._make_wrapper_subclass = staticmethod(_factory(make_wrapper))  # type: ignore[assignment]
+    torch.Tensor.device = property(_device)  # type: ignore[assignment, misc]
+    torch.Tensor.is_cuda = property(lambda self: _device(self).type == "cuda")  # type: ignore[assignment, misc]
+    torch.Tensor.get_device = lambda self: 0 if _device(self).type == "cuda" else -1  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+    torch.Tensor.to = _to(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.cuda = _cuda  # type: ignore[method-assign]
+    torch.Tensor.cpu = _cpu  # type: ignore[method-assign]
+    context = DeviceContext
+    context.__init__ = _device_context(context.__init__)
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    real = _plain_device(tensor)
+    return CUDA if real.type == "cpu" and not is_on_host(tensor) else real
+
+
+def _asked(device: Any) -> torch.device | None:
+    """The device that an argument asks for, None if it asks for none."""
+    if device is None:
+        return None
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _real(device: torch.device | None) -> torch.device | None:
+    return CPU if device is not None and device.type == "cuda" else device
+
+
+def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a ``device`` which may be CUDA, and without pinned memory, which takes a GPU's driver."""
+
+    @functools.wraps(function)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        device = _asked(kwargs.get("device"))
+        if device is None:
+            return function(*args, **kwargs)
+        kwargs["device"] = _real(device)
+        if device.type != "cpu":
+            return function(*args, **kwargs)
+        with _disable_current_modes():  # host memory is no part of a captured graph
+            return mark_on_host(function(*args, **kwargs))
+
+    return create
+
+
+def _host_read(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_on_host(self):
+            refuse_in_capture(f"Tensor.{name} needs values from the GPU")
+        return function(self, *args, **kwargs)
+
+    return read
+
+
+def _as_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``torch.as_tensor``, which also takes an address in GPU memory (TE's weak references are made so)."""
+    plain = _factory(function)
+
+    @functools.wraps(function)
+    def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        interface = None if isinstance(data, torch.Tensor) else getattr(data, "__cuda_array_interface__", None)
+        return plain(data, *args, **kwargs) if interface is None else _from_interface(interface)
+
+    return as_tensor
+
+
+def _from_interface(interface: dict[str, Any]) -> torch.Tensor:
+    if interface.get("strides") is not None:
+        raise NotImplementedError("simulator: __cuda_array_interface__ with strides")
+    shape, address = tuple(interface["shape"]), interface["data"][0]
+    dtype = _TYPES[interface["typestr"]]
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    with _disable_current_modes():
+        tensor = memory.at_address(address, dtype, shape)
+    if tensor is None:
+        raise NotImplementedError(
+            "simulator: an address in memory that belongs to no graph pool; what is there may be gone at any time"
+        )
+    return tensor
+
+
+_TYPES = {
+    "|b1": torch.bool, "|u1": torch.uint8, "|i1": torch.int8, "<i2": torch.int16, "<i4": torch.int32,
+    "<i8": torch.int64, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64,
+}  # fmt: skip
+
+
+def _to(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        positional, device = list(args), None
+        if "device" in kwargs:
+            device = _asked(kwargs.pop("device"))
+        elif args and isinstance(args[0], (torch.device, str, int)):
+            device = _asked(positional.pop(0))
+        elif args and isinstance(args[0], torch.Tensor):
+            device = args[0].device
+        if device is not None and device.type == "meta":
+            return function(self, "meta", *positional, **kwargs)
+        kwargs.pop("non_blocking", None)
+        converted = function(self, *positional, **kwargs) if positional or kwargs else self
+        if device is None or device.type == _device(self).type:
+            return mark_on_host(converted) if is_on_host(self) else converted
+        return _move(converted, device)
+
+    return to
+
+
+def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stands in for ``Tensor.cuda``."""
+    return _move(self, CUDA) if is_on_host(self) else self
+
+
+def _cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stands in for ``Tensor.cpu``."""
+    return self if is_on_host(self) else _move(self, CPU)
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the other side, as a transfer between host and GPU makes one."""
+    refuse_in_capture(f"a copy of a tensor to {device}")
+    copy = tensor.clone()
+    return mark_on_host(copy) if device.type == "cpu" else copy
+
+
+def _device_context(function: Callable[..., None]) -> Callable[..., None]:
+    """``torch.set_default_device`` and ``with torch.device(...)`` for CUDA."""
+
+    @functools.wraps(function)
+    def init(self: Any, device: Any) -> None:
+        function(self, _real(_asked(device)))
+
+    return init

@@ -1,0 +1,88 @@
+"""A stand-in for TE's C extension ``transformer_engine_torch``, with what the linear modules of TE call.
+
+Each function does what the real one does: it allocates its results and launches a kernel. The kernels compute on the
+CPU: FP8 with the rounding of torch's float8 types, matrix products in float64, so that the order of summation does not
+matter and a replay gives the bits of the eager run. A name that is not here can be imported and looked at; to call it
+raises an error that names it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import itertools
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from . import activation, enums, gemm, general, normalization, quantize
+
+MODULE = "transformer_engine_torch"
+_PARTS = (activation, enums, gemm, general, normalization, quantize)
+
+
+def install() -> None:
+    """Put the stand-in where TE imports its extension from, and keep TE from looking for the real one."""
+    module = ModuleType(MODULE, __doc__)
+    for part in _PARTS:
+        for name in part.__all__:
+            setattr(module, name, getattr(part, name))
+    module.__getattr__ = _missing_from(module)  # type: ignore[method-assign]
+    sys.modules[MODULE] = module
+    common = sys.modules.get("transformer_engine.common")
+    if common is not None:
+        raise RuntimeError("tests.simulator.install() comes too late: transformer_engine is already imported")
+    sys.meta_path.insert(0, _CommonFinder())
+
+
+def _missing_from(module: ModuleType) -> Any:
+    def look_up(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(name, (), {})
+
+    return look_up
+
+
+class _Missing(type):
+    """A name of the extension that is not implemented: fit for annotations and tables, not for calling."""
+
+    _numbers = itertools.count(1000)
+
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)
+        cls._number = next(_Missing._numbers)
+
+    def __int__(cls) -> int:
+        return cls._number
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"simulator: {MODULE}.{cls.__name__} is not implemented")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = _Missing(f"{cls.__name__}.{name}", (), {})
+        setattr(cls, name, member)
+        return member
+
+
+class _CommonFinder(importlib.abc.MetaPathFinder):
+    """Replaces ``transformer_engine.common.load_framework_extension`` as soon as that module has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "transformer_engine.common":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                module.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,101 @@
+"""Activation functions and their backward passes, plain and fused with quantization or a bias gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..graph import launch
+from .quantize import bgrad_quantize, quantize
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gelu_value(x: torch.Tensor) -> torch.Tensor:
+    """GELU with the tanh approximation, TE's kind."""
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x).square()
+
+
+def _gated(function: Function) -> Function:
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        activated, gate = x.chunk(2, dim=-1)
+        return function(activated) * gate
+
+    return gated
+
+
+_FUNCTIONS: dict[str, Function] = {
+    "gelu": gelu_value, "qgelu": _quick_gelu, "relu": torch.relu, "srelu": _squared_relu, "silu": F.silu,
+}  # fmt: skip
+_GATED: dict[str, Function] = {
+    "geglu": _gated(gelu_value), "glu": _gated(torch.sigmoid), "qgeglu": _gated(_quick_gelu),
+    "reglu": _gated(torch.relu), "sreglu": _gated(_squared_relu), "swiglu": _gated(F.silu),
+}  # fmt: skip
+
+
+def _forward(name: str, function: Function, halves: bool) -> Callable[..., Any]:
+    def activation(tensor: torch.Tensor, quantizer: Any) -> Any:
+        width = tensor.shape[-1] // 2 if halves else tensor.shape[-1]
+        out = torch.empty([*tensor.shape[:-1], width], dtype=tensor.dtype)
+        launch(_activate, [out], out, tensor, function)
+        return quantize(out, quantizer)
+
+    activation.__name__ = name
+    return activation
+
+
+def _backward(name: str, function: Function) -> Callable[..., Any]:
+    def activation_backward(grad: torch.Tensor, tensor: torch.Tensor, quantizer: Any) -> Any:
+        return quantize(_gradient(function, grad, tensor), quantizer)
+
+    activation_backward.__name__ = name
+    return activation_backward
+
+
+def _backward_with_bias(name: str, function: Function) -> Callable[..., Any]:
+    def activation_backward(grad: torch.Tensor, tensor: torch.Tensor, quantizer: Any) -> Any:
+        return bgrad_quantize(_gradient(function, grad, tensor), quantizer)
+
+    activation_backward.__name__ = name
+    return activation_backward
+
+
+def _gradient(function: Function, grad: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    result = torch.empty(tensor.shape, dtype=tensor.dtype)
+    launch(_differentiate, [result], result, grad, tensor, function)
+    return result
+
+
+def _activate(out: torch.Tensor, tensor: torch.Tensor, function: Function) -> None:
+    out.copy_(function(tensor.float()))
+
+
+def _differentiate(result: torch.Tensor, grad: torch.Tensor, tensor: torch.Tensor, function: Function) -> None:
+    with torch.enable_grad():
+        at = tensor.float().detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(at), at, grad.float())
+    result.copy_(gradient)
+
+
+_public: dict[str, Callable[..., Any]] = {}
+for _name, _function in _FUNCTIONS.items():
+    _public[_name] = _forward(_name, _function, halves=False)
+    _public[f"dbias_d{_name}"] = _backward_with_bias(f"dbias_d{_name}", _function)
+for _name, _function in _GATED.items():
+    _public[_name] = _forward(_name, _function, halves=True)
+for _name, _function in (_FUNCTIONS | _GATED).items():
+    _public[f"d{_name}"] = _backward(f"d{_name}", _function)
+
+globals().update(_public)
+__all__ = list(_public)  # type: ignore[assignment]

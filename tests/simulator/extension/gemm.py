@@ -1,0 +1,199 @@
+"""Matrix products: ``generic_gemm`` and the grouped GEMM, with bias, GELU and accumulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..graph import launch
+from .activation import gelu_value
+from .enums import torch_dtype
+from .quantize import quantize
+
+__all__ = ["generic_gemm", "te_general_grouped_gemm"]
+
+
+def generic_gemm(
+    A: Any,
+    transa: bool,
+    B: Any,
+    transb: bool,
+    D: torch.Tensor | None,
+    quantizer: Any,
+    out_dtype: int | None,
+    bias: torch.Tensor | None,
+    bias_type: int,
+    gelu: bool,
+    gelu_in: torch.Tensor | None,
+    grad: bool,
+    workspace: torch.Tensor,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: torch.Tensor | None = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """``op(B) @ op(A)`` in the order of memory, as cuBLAS sees it: the output, bias gradient, GELU input."""
+    if comm_overlap is not None:
+        raise NotImplementedError("simulator: generic_gemm with communication overlap")
+    if accumulate and beta not in (None, 1.0):
+        raise NotImplementedError(f"simulator: generic_gemm with beta={beta}")
+    left, right, shape = _operands(A, transa, B, transb)
+    dtype = torch_dtype(out_dtype) if out_dtype is not None else (D if D is not None else B).dtype
+    out = torch.empty(shape, dtype=dtype) if D is None else D
+    if out.numel() != math.prod(shape):
+        raise RuntimeError(f"simulator: generic_gemm: output of shape {tuple(out.shape)} for a product of {shape}")
+    bias_grad = torch.empty(B.shape[-1], dtype=torch_dtype(bias_type)) if grad and bias is not None else None
+    if gelu and not grad:
+        gelu_in = torch.empty(shape, dtype=torch_dtype(bias_type))
+    _launch(left, right, out, alpha, bias_grad if grad else bias, grad, gelu_in if gelu else None, accumulate)
+    if quantizer is not None:
+        out = quantize(out, quantizer)
+    return out, bias_grad, gelu_in if gelu else None, extra_output
+
+
+def te_general_grouped_gemm(
+    A: Sequence[Any],
+    transa: bool,
+    B: Sequence[Any],
+    transb: bool,
+    D: Sequence[torch.Tensor] | None,
+    D_type: int,
+    m_splits: Sequence[int],
+    bias: list[torch.Tensor],
+    bias_type: int,
+    single_output: bool,
+    pre_gelu_out: Sequence[torch.Tensor],
+    grad: bool,
+    workspaces: Sequence[torch.Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> list[torch.Tensor]:
+    """One product for each pair of ``A`` and ``B``, into the given outputs or into consecutive rows of one."""
+    if D is None:
+        raise NotImplementedError("simulator: te_general_grouped_gemm without outputs")
+    row = 0
+    for index, (a, b) in enumerate(zip(A, B, strict=True)):
+        left, right, shape = _operands(a, transa, b, transb)
+        if single_output:
+            rows = math.prod(shape[:-1])
+            out = D[0].view(-1, shape[-1])[row : row + rows]
+            row += rows
+        else:
+            out = D[index]
+        gelu_in = pre_gelu_out[index] if pre_gelu_out[index].numel() else None
+        its_bias = bias[index] if bias[index].numel() else None
+        if out.numel() or its_bias is not None:
+            _launch(left, right, out, 1.0, its_bias, grad, gelu_in, accumulate)
+    return bias
+
+
+class _Operand(NamedTuple):
+    """One side of a product: data as it lies in memory, how to read it as a matrix, and its scale."""
+
+    data: torch.Tensor
+    columns_first: bool
+    dtype: torch.dtype
+    scale_inv: torch.Tensor | None
+
+    def matrix(self) -> torch.Tensor:
+        """The values in float64, without the scale."""
+        if self.columns_first:  # a transpose that was made when the tensor was quantized
+            stored = self.data.reshape(self.data.shape[0], -1).t()
+        else:
+            stored = self.data.reshape(-1, self.data.shape[-1])
+        return stored.view(self.dtype).double() if self.scale_inv is None else _decode(stored, self.dtype)
+
+
+def _decode(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return stored.contiguous().view(dtype).double()
+
+
+def _operand(tensor: Any, columnwise: bool) -> _Operand:
+    """The representation of ``tensor`` that a Hopper GPU reads: FP8 products take only one layout of their inputs."""
+    if not hasattr(tensor, "_scale_inv"):
+        if not isinstance(tensor, torch.Tensor):
+            raise NotImplementedError(f"simulator: GEMM of {type(tensor).__name__}")
+        return _Operand(tensor, False, tensor.dtype, None)
+    if not hasattr(tensor, "_transpose_invalid"):
+        raise NotImplementedError(f"simulator: GEMM of {type(tensor).__name__}")
+    data = tensor._transpose if columnwise else tensor._data
+    if data is None or (columnwise and tensor._transpose_invalid):
+        kind = "column-wise" if columnwise else "row-wise"
+        raise RuntimeError(f"simulator: the GEMM needs {kind} FP8 data, which the tensor does not have")
+    return _Operand(data, columnwise, torch_dtype(tensor._fp8_dtype), tensor._scale_inv)
+
+
+def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[_Side, _Side, list[int]]:
+    """The two factors and the shape of the product."""
+    shape_a, shape_b = list(A.size()), list(B.size())
+    columns = math.prod(shape_a[:-1]) if transa else shape_a[-1]
+    rows = [shape_b[-1]] if transb else shape_b[:-1]
+    return _Side(_operand(B, transb), transb), _Side(_operand(A, not transa), transa), [*rows, columns]
+
+
+class _Side(NamedTuple):
+    operand: _Operand
+    transposed: bool
+
+    def matrix(self) -> torch.Tensor:
+        values = self.operand.matrix()
+        return values.t() if self.transposed else values
+
+
+def _launch(
+    left: _Side,
+    right: _Side,
+    out: torch.Tensor,
+    alpha: float,
+    bias: torch.Tensor | None,
+    grad: bool,
+    gelu_in: torch.Tensor | None,
+    accumulate: bool,
+) -> None:
+    writes = [out]
+    if grad and bias is not None:
+        writes.append(bias)
+    if gelu_in is not None and not grad:
+        writes.append(gelu_in)
+    launch(_gemm, writes, left, right, out, alpha, bias, grad, gelu_in, accumulate)
+
+
+def _gemm(
+    left: _Side,
+    right: _Side,
+    out: torch.Tensor,
+    alpha: float,
+    bias: torch.Tensor | None,
+    grad: bool,
+    gelu_in: torch.Tensor | None,
+    accumulate: bool,
+) -> None:
+    """The kernel. Sums are exact or nearly so in float64, whatever their order; then they are rounded once."""
+    factor = left.matrix()
+    product = (factor @ right.matrix()) * alpha
+    for side in (left, right):
+        if side.operand.scale_inv is not None:
+            product *= side.operand.scale_inv.double()
+    if bias is not None and not grad:
+        product += bias.double()
+    if bias is not None and grad:
+        bias.copy_(factor.sum(dim=1))
+    if gelu_in is not None and not grad:
+        gelu_in.copy_(product.view(gelu_in.shape))
+        product = gelu_value(product)
+    if gelu_in is not None and grad:
+        with torch.enable_grad():
+            at = gelu_in.double().view(product.shape).requires_grad_()
+            (product,) = torch.autograd.grad(gelu_value(at), at, product)
+    product = product.float().view(out.shape)
+    out.copy_(out.float() + product if accumulate else product)

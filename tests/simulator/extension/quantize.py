@@ -1,0 +1,276 @@
+"""Per-tensor FP8: quantization with delayed and current scaling, dequantization, amax histories and scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..graph import launch
+from .enums import torch_dtype
+
+__all__ = [
+    "bgrad_quantize",
+    "compute_amax",
+    "create_empty_quantized_tensor",
+    "dequantize",
+    "fp8_transpose",
+    "fused_amax_and_scale_update_after_reduction",
+    "quantize",
+    "split_quantize",
+]
+
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+
+
+def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
+    """Cast ``tensor`` as the quantizer says; where the flag ``noop`` is 1 the output stays as it is."""
+    if quantizer is None:
+        return tensor
+    kind = _kind(quantizer)
+    if output is None:
+        output = _empty(quantizer, tensor.shape, tensor.dtype)
+    else:
+        _match_usage(output, quantizer)
+    if not tensor.numel():
+        return output
+    rowwise, columnwise, scale_inv = output._data, output._transpose, output._scale_inv
+    results = [one for one in (rowwise, columnwise) if one is not None] + [scale_inv]
+    dtype = torch_dtype(quantizer.dtype)
+    if kind == "delayed":
+        launch(
+            _cast_delayed, [*results, quantizer.amax],
+            tensor, quantizer.scale, quantizer.amax, rowwise, columnwise, scale_inv, noop, dtype,
+        )  # fmt: skip
+        return output
+    if quantizer.with_amax_reduction and torch.distributed.is_initialized():
+        raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
+    amax = getattr(quantizer, "amax", None)
+    scale = getattr(quantizer, "scale", None)
+    amax = torch.empty(1, dtype=torch.float32) if amax is None else amax
+    scale = torch.empty(1, dtype=torch.float32) if scale is None else scale
+    options = (getattr(quantizer, "use_existing_amax", False), quantizer.amax_epsilon, quantizer.force_pow_2_scales)
+    launch(
+        _cast_current, [*results, amax, scale],
+        tensor, scale, amax, rowwise, columnwise, scale_inv, noop, dtype, options,
+    )  # fmt: skip
+    return output
+
+
+def split_quantize(
+    tensor: torch.Tensor, split_sizes: Sequence[int], quantizers: Sequence[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
+    """Quantize consecutive rows of ``tensor``, each part with its own quantizer."""
+    parts = torch.split(tensor, list(split_sizes))
+    return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
+
+
+def bgrad_quantize(grad_output: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
+    """The bias gradient of ``grad_output`` and its quantized form."""
+    bias_grad = torch.empty(grad_output.shape[-1], dtype=grad_output.dtype)
+    launch(_sum_rows, [bias_grad], bias_grad, grad_output)
+    return bias_grad, quantize(grad_output, quantizer)
+
+
+def dequantize(tensor: Any, dtype: int) -> torch.Tensor:
+    """The values of a quantized tensor in a wider type."""
+    if not hasattr(tensor, "_scale_inv"):
+        raise NotImplementedError(f"simulator: transformer_engine_torch.dequantize of {type(tensor).__name__}")
+    if tensor._data is None:
+        raise RuntimeError("simulator: dequantize: the tensor has no row-wise data")
+    result = torch.empty(tensor._data.shape, dtype=torch_dtype(dtype))
+    launch(_dequantize, [result], result, tensor._data, tensor._scale_inv, torch_dtype(tensor._fp8_dtype))
+    return result
+
+
+def fp8_transpose(data: torch.Tensor, dtype: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The transpose of FP8 data, its leading dimensions taken together as rows."""
+    if out is None:
+        out = torch.empty(_transposed_shape(data.shape), dtype=torch.uint8)
+    launch(_transpose, [out], out, data)
+    return out
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+) -> Any:
+    """A quantized tensor without content."""
+    return _empty(quantizer, shape, dtype)
+
+
+def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
+    """Write the largest magnitude in ``tensor`` into ``amax``."""
+    launch(_store_amax, [amax], amax, tensor)
+
+
+def fused_amax_and_scale_update_after_reduction(
+    reduced_amaxes: torch.Tensor,
+    amax_histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    algorithm: str,
+    fp8_dtype: int,
+    margin: float,
+) -> None:
+    """Shift every amax history by one step and derive the scales of the next step from it."""
+    if algorithm not in ("max", "most_recent"):
+        raise NotImplementedError(f"simulator: amax algorithm {algorithm!r}")
+    largest = torch.finfo(torch_dtype(fp8_dtype)).max * 2.0**-margin
+    position = 0
+    for history, scale in zip(amax_histories, scales, strict=True):
+        amaxes = reduced_amaxes[position : position + scale.numel()]
+        position += scale.numel()
+        launch(_update_scale, [history, scale], history, scale, amaxes, algorithm == "max", largest)
+
+
+def _kind(quantizer: Any) -> str:
+    kinds = {"Float8Quantizer": "delayed", "Float8CurrentScalingQuantizer": "current"}
+    name = type(quantizer).__name__
+    if name not in kinds:
+        raise NotImplementedError(f"simulator: quantization with {name}")
+    return kinds[name]
+
+
+def _transposed_shape(shape: Sequence[int]) -> list[int]:
+    return [shape[-1], *shape[:-1]]
+
+
+def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A tensor of TE's own class with the representations that the quantizer asks for (on Hopper: with a transpose)."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor, Float8TensorStorage
+
+    _kind(quantizer)
+    shape = list(shape)
+    parts = {
+        "data": torch.empty(shape, dtype=torch.uint8) if quantizer.rowwise_usage else None,
+        "data_transpose": (
+            torch.empty(_transposed_shape(shape), dtype=torch.uint8) if quantizer.columnwise_usage else None
+        ),
+        "fp8_scale_inv": torch.empty(1, dtype=torch.float32),
+        "fp8_dtype": quantizer.dtype,
+        "quantizer": quantizer,
+    }
+    if not quantizer.internal:
+        return Float8Tensor(shape=shape, dtype=dtype, **parts)
+    if "fake_dtype" in Float8TensorStorage.__new__.__kwdefaults__:  # TE 2.14 and later
+        parts["fake_dtype"] = dtype
+    return Float8TensorStorage(**parts)
+
+
+def _match_usage(output: Any, quantizer: Any) -> None:
+    """Give an existing tensor the representations that the quantizer asks for, and take those it does not."""
+    if not hasattr(output, "_transpose_invalid"):
+        raise NotImplementedError(f"simulator: quantization into {type(output).__name__}")
+    shape = list(output.size())
+    if not quantizer.rowwise_usage:
+        output._data = None
+    elif output._data is None:
+        output._data = torch.empty(shape, dtype=torch.uint8)
+    if not quantizer.columnwise_usage:
+        output._transpose = None
+    elif output._transpose is None:
+        output._transpose = torch.empty(_transposed_shape(shape), dtype=torch.uint8)
+    output._transpose_invalid = not quantizer.columnwise_usage
+    output._fp8_dtype = quantizer.dtype
+
+
+# The kernels.
+
+
+def _skipped(noop: torch.Tensor | None) -> bool:
+    return noop is not None and noop.numel() > 0 and noop.item() == 1.0
+
+
+def _largest_magnitude(values: torch.Tensor) -> torch.Tensor:
+    """As the GPU's fmax has it: NaN does not count."""
+    return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax()
+
+
+def _cast(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    rowwise: torch.Tensor | None,
+    columnwise: torch.Tensor | None,
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    largest = torch.finfo(dtype).max
+    data = (values * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
+    if rowwise is not None:
+        rowwise.copy_(data.view(rowwise.shape))
+    if columnwise is not None:
+        _transpose(columnwise, data)
+    scale_inv.copy_(1.0 / scale)
+
+
+def _cast_delayed(
+    tensor: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    rowwise: torch.Tensor | None,
+    columnwise: torch.Tensor | None,
+    scale_inv: torch.Tensor,
+    noop: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    if _skipped(noop):
+        return
+    values = tensor.float()
+    amax.copy_(torch.maximum(amax, _largest_magnitude(values)))
+    _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
+
+
+def _cast_current(
+    tensor: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    rowwise: torch.Tensor | None,
+    columnwise: torch.Tensor | None,
+    scale_inv: torch.Tensor,
+    noop: torch.Tensor | None,
+    dtype: torch.dtype,
+    options: tuple[bool, float, bool],
+) -> None:
+    if _skipped(noop):
+        return
+    use_existing_amax, epsilon, power_of_two = options
+    values = tensor.float()
+    if not use_existing_amax:
+        amax.fill_(_largest_magnitude(values))
+    bounded = max(amax.item(), epsilon)
+    if bounded == 0.0 or math.isinf(bounded):
+        scale.fill_(1.0)
+    else:
+        scale.copy_((torch.finfo(dtype).max / amax.clamp(min=epsilon)).clamp(max=_LARGEST_FLOAT))
+        if power_of_two:
+            scale.copy_(torch.exp2(torch.floor(torch.log2(scale))))
+    _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
+
+
+def _transpose(out: torch.Tensor, data: torch.Tensor) -> None:
+    out.copy_(data.reshape(-1, data.shape[-1]).t().reshape(out.shape))
+
+
+def _dequantize(result: torch.Tensor, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
+    result.copy_(data.view(dtype).float() * scale_inv)
+
+
+def _sum_rows(result: torch.Tensor, values: torch.Tensor) -> None:
+    result.copy_(values.reshape(-1, values.shape[-1]).double().sum(dim=0))
+
+
+def _store_amax(amax: torch.Tensor, tensor: torch.Tensor) -> None:
+    amax.fill_(_largest_magnitude(tensor.float()))
+
+
+def _update_scale(
+    history: torch.Tensor, scale: torch.Tensor, reduced: torch.Tensor, of_all: bool, largest: float
+) -> None:
+    last = torch.where(reduced != 0, reduced, history[0])
+    shifted = torch.cat([history[1:], last.unsqueeze(0)])
+    amax = shifted.amax(dim=0) if of_all else last
+    history.copy_(shifted)
+    history[0] = 0.0
+    usable = torch.isfinite(amax) & (amax > 0)
+    scale.copy_(torch.where(usable, (largest / amax).clamp(max=_LARGEST_FLOAT), scale))

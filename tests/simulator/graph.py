@@ -1,0 +1,305 @@
+"""Capture and replay: what ``torch.cuda.CUDAGraph`` does on a GPU, done with recorded operations on the CPU.
+
+While a graph is captured, a dispatch mode sees every operation of the calling thread, those of autograd's backward
+included. The operation runs once, so that its result has the right shape; its result moves into the memory pool of the
+capture; and what it wrote is put back at the end of the capture, because on a GPU nothing runs while a graph is
+captured. Replay runs the recorded operations again, each on the memory that it had at capture.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from . import memory
+
+aten = torch.ops.aten
+
+_ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted,
+                aten.new_empty, aten.new_empty_strided}  # fmt: skip
+"""Operations that only allocate: at replay there is nothing to do."""
+
+_REFUSED = {aten.set_, aten.resize_, aten.resize_as_}
+"""Operations that give an existing tensor other memory, which a recorded address cannot follow."""
+
+
+class GraphError(RuntimeError):
+    """The program did with a CUDA graph what a GPU, or this simulator, does not allow."""
+
+
+class CUDAGraph:
+    """Stands in for ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._keep_graph = keep_graph
+        self._pool_id: memory.PoolId | None = None
+        self._capture: Capture | None = None
+        self._operations: list[Callable[[], None]] | None = None
+
+    def capture_begin(
+        self, pool: memory.PoolId | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
+    ) -> None:
+        """Record, from now on, what this thread would run on the GPU."""
+        if check_input_liveness:
+            raise NotImplementedError("simulator: CUDAGraph.capture_begin(check_input_liveness=True)")
+        if self._operations is not None:
+            raise GraphError(
+                "This CUDAGraph instance already owns a captured graph. "
+                "To capture a new graph, create a new instance."
+            )
+        refuse_in_capture("CUDAGraph.capture_begin")
+        self._pool_id = pool or memory.new_pool_id()
+        self._capture = Capture(memory.enter_pool(self._pool_id))
+        self._capture.begin()
+
+    def capture_end(self) -> None:
+        """Stop recording; from now on the graph can be replayed."""
+        if self._capture is None or self._capture is not Capture.current:
+            raise GraphError("CUDA error: invalid argument: CUDAGraph.capture_end without CUDAGraph.capture_begin")
+        capture, self._capture = self._capture, None
+        capture.end()
+        if capture.failure is not None:
+            self._leave_pool()
+            raise GraphError(
+                f"CUDA error: operation failed due to a previous error during capture: {capture.failure}"
+            )
+        self._operations = capture.operations
+
+    def instantiate(self) -> None:
+        """Make a captured graph executable, which takes nothing here."""
+        self._require_graph("instantiate")
+
+    def replay(self) -> None:
+        """Run the recorded operations again, in order, on the same memory."""
+        operations = self._require_graph("replay")
+        refuse_in_capture("CUDAGraph.replay")
+        with _plain_execution():
+            for operation in operations:
+                operation()
+
+    def reset(self) -> None:
+        """Forget the captured graph and let its memory pool go."""
+        if self._capture is not None:
+            raise GraphError("CUDAGraph.reset during the capture of this graph")
+        if self._operations is not None:
+            self._operations = None
+            self._leave_pool()
+
+    def pool(self) -> memory.PoolId:
+        """The handle of the memory pool that this graph uses."""
+        self._require_graph("pool")
+        assert self._pool_id is not None
+        return self._pool_id
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        """Take note of a generator: random operations are refused in captures, so there is nothing to keep."""
+
+    def enable_debug_mode(self) -> None:
+        """Keep debugging data, of which there is none."""
+
+    def __del__(self) -> None:
+        if self._operations is not None:
+            self._operations = None
+            self._leave_pool()
+
+    def _require_graph(self, call: str) -> list[Callable[[], None]]:
+        if self._operations is None:
+            raise GraphError(f"Called CUDAGraph::{call} without a preceding successful capture.")
+        return self._operations
+
+    def _leave_pool(self) -> None:
+        assert self._pool_id is not None
+        memory.leave_pool(self._pool_id)
+        self._pool_id = None
+
+
+class Capture(TorchDispatchMode):
+    """One capture under way: what it has recorded, and how to undo what it has written."""
+
+    current: Capture | None = None
+    """The capture that is under way; a process has at most one."""
+
+    def __init__(self, pool: memory.Pool) -> None:
+        super().__init__()
+        self.operations: list[Callable[[], None]] = []
+        self.failure: str | None = None
+        self._pool = pool
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: set[tuple[Any, ...]] = set()
+
+    def begin(self) -> None:
+        Capture.current = self
+        self.__enter__()
+
+    def end(self) -> None:
+        self.__exit__(None, None, None)
+        Capture.current = None
+        with _plain_execution():
+            for now, before in reversed(self._before):
+                now.copy_(before)
+        self._before.clear()
+
+    def refuse(self, what: str) -> GraphError:
+        """The error for something that cannot be captured; it spoils the capture, as on a GPU."""
+        self.failure = self.failure or what
+        return GraphError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+
+    def launch(self, kernel: Callable[..., None], writes: Iterable[torch.Tensor], arguments: Sequence[Any]) -> None:
+        """Run and record one kernel, which writes into ``writes`` (all among ``arguments``)."""
+        with _plain_execution():
+            for tensor in writes:
+                self._keep(tensor)
+            kernel(*arguments)
+            self.operations.append(functools.partial(kernel, *_aliases(arguments)))
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(getattr(kind, "__torch_dispatch__", None) not in _NO_DISPATCH for kind in types):
+            return NotImplemented  # a tensor subclass: it takes itself apart, and its parts come back here
+        inputs = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if inputs and all(map(is_on_host, inputs)):
+            return tree_map_only(torch.Tensor, mark_on_host, func(*args, **kwargs))
+        self._check(func, args)
+        with _plain_execution():
+            return self._run(func, inputs, args, kwargs)
+
+    def _check(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+        tags, name = func.tags, func.name()
+        if torch.Tag.data_dependent_output in tags:
+            raise self.refuse(f"{name} needs a value from the GPU")
+        if func.overloadpacket is aten.index:
+            if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+                raise self.refuse(f"{name} with a mask has a result whose size depends on values from the GPU")
+        elif torch.Tag.dynamic_output_shape in tags:
+            raise self.refuse(f"{name} has a result whose size depends on values from the GPU")
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise self.refuse(f"{name} draws random numbers, which the simulator cannot replay")
+        if func.overloadpacket in _REFUSED:
+            raise self.refuse(f"{name} exchanges the memory of a tensor, which the simulator cannot replay")
+
+    def _run(
+        self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        written = list(_written(func, args, kwargs))
+        for tensor in written:
+            self._keep(tensor)
+        result = func(*args, **kwargs)
+        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        moved: dict[int, torch.UntypedStorage] = {}
+        fresh: list[tuple[torch.Tensor, int]] = []
+
+        def place(position_and_value: tuple[int, Any]) -> Any:
+            position, tensor = position_and_value
+            if not isinstance(tensor, torch.Tensor) or any(tensor is one for one in inputs):
+                return tensor
+            storage = tensor.untyped_storage()
+            if not storage.nbytes() or storage.data_ptr() in known:
+                return tensor
+            if storage.data_ptr() not in moved:
+                moved[storage.data_ptr()] = self._allocate(storage)
+            placed = memory.view(moved[storage.data_ptr()], tensor, tensor.storage_offset() * tensor.element_size())
+            fresh.append((memory.alias(placed), position))
+            return placed
+
+        values, spec = torch.utils._pytree.tree_flatten(result)
+        result = torch.utils._pytree.tree_unflatten([place(pair) for pair in enumerate(values)], spec)
+        if func.overloadpacket not in _ALLOCATIONS and (fresh or written):
+            self.operations.append(functools.partial(_again, func, *_aliases((args, kwargs)), fresh))
+        return result
+
+    def _allocate(self, content: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Memory of the pool, holding what ``content`` holds until the capture ends."""
+        storage = self._pool.allocate(content.nbytes())
+        block = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._keep(block)
+        block.copy_(torch.empty(0, dtype=torch.uint8).set_(content))
+        return storage
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        """Remember what is in the memory that is about to be written, to put it back when the capture ends."""
+        if not tensor.numel():
+            return
+        key = (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
+        if key in self._kept:
+            return
+        self._kept.add(key)
+        now = memory.alias(tensor)
+        self._before.append((now, now.clone()))
+
+
+def launch(kernel: Callable[..., None], writes: Iterable[torch.Tensor], *arguments: Any) -> None:
+    """Run ``kernel(*arguments)`` as the GPU would: at once, or, while a graph is captured, at each of its replays.
+
+    The kernel writes only into the tensors ``writes``, which are among its arguments.
+    """
+    if Capture.current is not None:
+        Capture.current.launch(kernel, writes, arguments)
+    else:
+        with _plain_execution():
+            kernel(*arguments)
+
+
+def refuse_in_capture(what: str) -> None:
+    """Raise the error that a GPU gives for something that must not happen during a capture."""
+    if Capture.current is not None:
+        raise Capture.current.refuse(what)
+
+
+def mark_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Say that a tensor is in host memory: a program may read it during a capture."""
+    tensor._simulator_on_host = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the program asked for this very tensor with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``."""
+    return "_simulator_on_host" in tensor.__dict__
+
+
+_NO_DISPATCH = (None, torch._C._disabled_torch_dispatch_impl)
+
+
+class _plain_execution:
+    """Operations in this context are run by the CPU and by nothing else: no autograd, no recording, no overriding."""
+
+    def __enter__(self) -> None:
+        self._contexts = (_disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad())
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
+
+
+def _again(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], fresh: list[tuple[torch.Tensor, int]]
+) -> None:
+    values = torch.utils._pytree.tree_leaves(func(*args, **kwargs))
+    for target, position in fresh:
+        target.copy_(values[position])
+
+
+def _aliases(values: Any) -> Any:
+    return tree_map_only(torch.Tensor, memory.alias, values)
+
+
+def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
+    """The tensors among the arguments that the operation writes into, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (one for one in tree_iter(value) if isinstance(one, torch.Tensor))

@@ -1,0 +1,151 @@
+"""The memory of CUDA graphs: pools whose blocks are handed out again once the tensors in them are gone.
+
+As in torch's caching allocator, a block is cut from a larger segment, the smallest free block that is large enough is
+taken, and neighbouring free blocks are joined. A block is free as soon as the last tensor that owns it is gone; who
+still looks at it through an address (TE's weak references, a captured graph) sees what the next owner writes there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+PoolId = tuple[int, int]
+
+BLOCK = 512
+"""Sizes are rounded up to a multiple of this, as torch does for small allocations."""
+
+SEGMENT = 2 << 20
+"""The least that is taken from the system at a time."""
+
+POISON = 0xFF
+"""Fills memory that no graph has written yet: NaN in every floating-point type, -1 in integers."""
+
+
+@dataclass
+class _Block:
+    offset: int
+    size: int
+    free: bool = True
+
+
+class _Segment:
+    """One stretch of memory and the blocks that it is cut into, in the order of their addresses."""
+
+    def __init__(self, size: int) -> None:
+        raw = np.full(size + BLOCK, POISON, dtype=np.uint8)
+        start = -raw.ctypes.data % BLOCK
+        self.memory = raw[start : start + size]
+        self.storage = torch.from_numpy(self.memory).untyped_storage()
+        self.address = self.memory.ctypes.data
+        self.end = self.address + size
+        self.blocks = [_Block(0, size)]
+
+    def take(self, block: _Block, size: int) -> None:
+        block.free = False
+        if block.size > size:
+            self.blocks.insert(self.blocks.index(block) + 1, _Block(block.offset + size, block.size - size))
+            block.size = size
+
+    def release(self, block: _Block) -> None:
+        block.free = True
+        at = self.blocks.index(block)
+        if at + 1 < len(self.blocks) and self.blocks[at + 1].free:
+            block.size += self.blocks.pop(at + 1).size
+        if at and self.blocks[at - 1].free:
+            self.blocks[at - 1].size += block.size
+            del self.blocks[at]
+
+
+class Pool:
+    """The memory that the captures of one pool handle share."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []
+        self.graphs = 0
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Storage of ``nbytes`` bytes which goes back to this pool when nothing owns it any more."""
+        size = -(-nbytes // BLOCK) * BLOCK
+        fitting = [(block.size, segment.address + block.offset, segment, block)
+                   for segment in self._segments for block in segment.blocks if block.free and block.size >= size]
+        if fitting:
+            _, _, segment, block = min(fitting, key=lambda found: found[:2])
+        else:
+            segment = _Segment(max(SEGMENT, size))
+            self._segments.append(segment)
+            _SEGMENTS.add(segment)
+            block = segment.blocks[0]
+        segment.take(block, size)
+        # torch.from_numpy holds this very array for as long as the storage lives.
+        array = segment.memory[block.offset : block.offset + nbytes]
+        weakref.finalize(array, segment.release, block).atexit = False
+        return torch.from_numpy(array).untyped_storage()
+
+    def allocated(self) -> int:
+        """Bytes in blocks which are owned by somebody."""
+        return sum(block.size for segment in self._segments for block in segment.blocks if not block.free)
+
+    def reserved(self) -> int:
+        """Bytes taken from the system."""
+        return sum(segment.end - segment.address for segment in self._segments)
+
+
+_SEGMENTS: weakref.WeakSet[_Segment] = weakref.WeakSet()
+_POOLS: dict[PoolId, Pool] = {}
+_ids = itertools.count(1)
+
+
+def new_pool_id() -> PoolId:
+    """A handle for a pool, as ``torch.cuda.graph_pool_handle`` gives it out."""
+    return (0, next(_ids))
+
+
+def enter_pool(pool_id: PoolId) -> Pool:
+    """The pool of a handle, which one more graph uses from now on."""
+    pool = _POOLS.setdefault(pool_id, Pool())
+    pool.graphs += 1
+    return pool
+
+
+def leave_pool(pool_id: PoolId) -> None:
+    """One graph fewer uses the pool; with the last one the handle stands for a new, empty pool."""
+    _POOLS[pool_id].graphs -= 1
+    if not _POOLS[pool_id].graphs:
+        del _POOLS[pool_id]
+
+
+def pools() -> list[Pool]:
+    """All pools which a graph uses."""
+    return list(_POOLS.values())
+
+
+def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int = 0) -> torch.Tensor:
+    """A tensor in ``storage`` with the type, sizes and strides of ``like``, ``nbytes_offset`` bytes from its start."""
+    offset = nbytes_offset // like.element_size()
+    return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as ``tensor`` without being an owner of it, where it is a pool's; elsewhere an owner."""
+    address = tensor.data_ptr()
+    segment = _segment_at(address)
+    if segment is None:
+        return tensor.detach()
+    return view(segment.storage, tensor, address - segment.address)
+
+
+def at_address(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """A contiguous tensor at an address in some pool's memory, not an owner of it; None if no pool has the address."""
+    segment = _segment_at(address)
+    if segment is None:
+        return None
+    return view(segment.storage, torch.empty(shape, dtype=dtype, device="meta"), address - segment.address)
+
+
+def _segment_at(address: int) -> _Segment | None:
+    return next((segment for segment in _SEGMENTS if segment.address <= address < segment.end), None)

@@ -1,0 +1,197 @@
+"""What TE and training scripts use of ``torch.cuda``, for a single GPU on which everything happens in order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from . import memory
+from .graph import Capture, CUDAGraph, refuse_in_capture
+
+CAPABILITY = (9, 0)
+"""Hopper, the GPU of the measurements that the simulator is held against."""
+
+PROPERTIES = SimpleNamespace(
+    name="simulated Hopper GPU", major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132,
+    total_memory=141 << 30, warp_size=32, shared_memory_per_block_optin=232448, L2_cache_size=50 << 20,
+)  # fmt: skip
+
+
+class Stream:
+    """Stands in for ``torch.cuda.Stream``: operations of all streams happen in the order of the program."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **other: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self.priority = priority
+        self.cuda_stream = id(self)
+        self.stream_id = id(self)
+        self.device_index = 0
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Wait for what is in the other stream, which is done already."""
+
+    def wait_event(self, event: Event) -> None:
+        """Wait for an event, which has happened already."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event at this point of the stream."""
+        return event or Event()
+
+    def query(self) -> bool:
+        """Whether all work of the stream is done."""
+        refuse_in_capture("Stream.query")
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the stream, which a capture does not allow."""
+        refuse_in_capture("Stream.synchronize")
+
+    def __enter__(self) -> Stream:
+        self._previous = _current.stream
+        _current.stream = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _current.stream = self._previous
+
+
+class Event:
+    """Stands in for ``torch.cuda.Event``. It keeps no time: there is no GPU whose time could be meant."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Happen at this point of the stream."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream wait for this event, which has happened already."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        refuse_in_capture("Event.query")
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for it, which a capture does not allow."""
+        refuse_in_capture("Event.synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        """The time between two events, which is refused."""
+        raise NotImplementedError("simulator: Event.elapsed_time: there is no GPU to time")
+
+
+_current = SimpleNamespace(stream=Stream())
+_DEFAULT_STREAM = _current.stream
+
+
+def install() -> None:
+    """Replace ``torch.cuda`` piece by piece; what is left of it fails as it does on any machine without a GPU."""
+    for name, value in _REPLACEMENTS.items():
+        setattr(torch.cuda, name, value)
+    for module in (torch.cuda.graphs, torch.cuda.streams, torch.cuda.random, torch.cuda.memory):
+        for name in vars(module).keys() & _REPLACEMENTS.keys():
+            setattr(module, name, _REPLACEMENTS[name])
+    torch._C._graph_pool_handle = memory.new_pool_id  # type: ignore[attr-defined, assignment]
+    torch._C._host_emptyCache = lambda: None  # type: ignore[attr-defined, assignment]
+    torch.version.cuda = "13.0"
+    torch.compile = _compile  # type: ignore[assignment]
+    torch.autocast.__init__ = _autocast(torch.autocast.__init__)  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _stream_context(stream: Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    with stream:
+        yield
+
+
+@contextlib.contextmanager
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _synchronize(device: Any = None) -> None:
+    refuse_in_capture("torch.cuda.synchronize")
+
+
+def _memory_allocated(device: Any = None) -> int:
+    return sum(pool.allocated() for pool in memory.pools())
+
+
+def _memory_reserved(device: Any = None) -> int:
+    return sum(pool.reserved() for pool in memory.pools())
+
+
+def _compile(model: Any = None, **options: Any) -> Any:
+    """``torch.compile`` leaves the function as it is: compiled code would pass the recording by."""
+    return (lambda function: function) if model is None else model
+
+
+def _autocast(function: Any) -> Any:
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type == "cuda" and enabled:
+            raise NotImplementedError("simulator: torch.autocast('cuda'): CPU tensors are not cast by its rules")
+        function(self, device_type, dtype, enabled, cache_enabled)
+
+    return init
+
+
+def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.default_generator.set_state(state)
+
+
+def _get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+_REPLACEMENTS: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "init": _ignore,
+    "_lazy_init": _ignore,
+    "_lazy_call": lambda function, **kwargs: function(),
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "set_device": _ignore,
+    "device": _nothing,
+    "get_device_capability": lambda device=None: CAPABILITY,
+    "get_device_properties": lambda device=None: PROPERTIES,
+    "get_device_name": lambda device=None: PROPERTIES.name,
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "get_arch_list": lambda: ["sm_90"],
+    "synchronize": _synchronize,
+    "Stream": Stream,
+    "Event": Event,
+    "stream": _stream_context,
+    "set_stream": lambda stream: setattr(_current, "stream", stream),
+    "current_stream": lambda device=None: _current.stream,
+    "default_stream": lambda device=None: _DEFAULT_STREAM,
+    "CUDAGraph": CUDAGraph,
+    "graph_pool_handle": memory.new_pool_id,
+    "is_current_stream_capturing": lambda: Capture.current is not None,
+    "default_generators": (torch.default_generator,),
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
+    "initial_seed": torch.default_generator.initial_seed,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "get_rng_state_all": lambda: [_get_rng_state()],
+    "set_rng_state_all": lambda states: _set_rng_state(states[0]),
+    "empty_cache": _ignore,
+    "ipc_collect": _ignore,
+    "reset_peak_memory_stats": _ignore,
+    "memory_allocated": _memory_allocated,
+    "memory_reserved": _memory_reserved,
+    "nvtx": SimpleNamespace(range_push=_ignore, range_pop=_ignore, mark=_ignore, range=_nothing),
+}
