@@ -27,7 +27,8 @@ A chunk without wgrads whose modules delay theirs nevertheless has them captured
 as TE 2.10 does; they are to be replayed at that place too.
 
 What lives how long: the static inputs of a forward are read last by the wgrad of its microbatch if the chunk has
-wgrads, else by the dgrad; so is the buffer that a dgrad reads its grad output from.
+wgrads, else by the dgrad; so is the buffer that a dgrad reads its grad output from. For the grad inputs that a dgrad returns see
+`grad_input_releases`.
 
 This module needs neither torch nor TransformerEngine.
 """
@@ -37,8 +38,10 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 FORWARD = "forward"
@@ -313,3 +316,112 @@ def _signature(tensor: Any) -> Hashable:
 
 def _copy(tensor: Any) -> Any:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+MODEL_CHUNKS = "TE_GRAPH_FIXES_MODEL_CHUNKS"
+"""Environment variable with which a caller who passes layers as chunks says how many make up a model chunk: one number
+for all model chunks, or a comma list that adds up to the number of chunks. ``1`` is TE's own rule."""
+
+
+def grad_input_releases(
+    order: Sequence[float], layers_per_chunk: Sequence[int], model_chunks: str | None = None
+) -> list[list[int]]:
+    """Which grad inputs may go back to the graph pool just before each entry of ``order`` is captured.
+
+    Element ``i`` of the result lists callables by TE's index (chunk by chunk, within it microbatch by microbatch,
+    within it layer by layer): of each, the gradient that its dgrad returns is read for the last time before entry
+    ``i`` runs. Only the first layer of a chunk occurs; for the others TE has a rule of its own, which is right.
+
+    Who reads it: the backward of the layer below, which comes before the next dgrad; and for the first layer of a model
+    chunk the send to the previous pipeline stage. Megatron-Core waits for that send once the next model chunk's
+    backward, and the forward that overlaps it, have been issued. So it is held through the next model chunk's last
+    dgrad and through the forwards of a model chunk that is under way at that point.
+
+    Where a chunk has several layers the chunks are the model chunks, and this is TE's rule: released after the next
+    chunk's dgrad. Where every chunk is one layer, as under Megatron's ``overlap_moe_expert_parallel_comm``, the order
+    does not name the model chunks. Chunks ``c`` and ``c + 1`` can be of one model chunk only if each forward of ``c``
+    is directly followed, among the forwards, by one of ``c + 1``, and each dgrad of ``c + 1``, among the dgrads, by one
+    of ``c``. An interleaved schedule of real model chunks never looks like that, for it runs a chunk for several
+    microbatches before the next: its lifetimes are TE's. Otherwise a gradient is held for as long as the worst division
+    of the chunks into model chunks needs. ``model_chunks`` (default: the environment variable `MODEL_CHUNKS`) says
+    which division it is: then only the first layer of each model chunk is held longer than TE holds it. Raises
+    ValueError where it does not fit the order.
+    """
+    num_chunks = len(layers_per_chunk)
+    known = None
+    if any(layers != 1 for layers in layers_per_chunk):
+        sizes = [1] * num_chunks
+    else:
+        known = _model_chunks(os.environ.get(MODEL_CHUNKS, "") if model_chunks is None else model_chunks, num_chunks)
+        sizes = known or _longest_model_chunks(order, num_chunks)
+    model_chunk = [number for number, size in enumerate(sizes) for _ in range(size)]
+
+    def in_one_model_chunk(lower: float, upper: float) -> bool:
+        return 0 < lower == upper - 1 and model_chunk[int(lower) - 1] == model_chunk[int(upper) - 1]
+
+    microbatches = sum(entry > 0 for entry in order) // num_chunks
+    next_callable = [microbatches * layers for layers in accumulate(layers_per_chunk, initial=0)]
+    dgrads, callables, ends = [], [], []
+    for i, entry in enumerate(order):
+        if _is_dgrad(entry) and layers_per_chunk[-int(entry) - 1]:
+            chunk = -int(entry)
+            dgrads.append(chunk)
+            callables.append(next_callable[chunk - 1])
+            ends.append((i + 1, _end_of_forwards(order, i, in_one_model_chunk)))
+            next_callable[chunk - 1] += layers_per_chunk[chunk - 1]
+
+    releases: list[list[int]] = [[] for _ in range(len(order) + 1)]
+    last = len(dgrads) - 1  # dgrad of the model chunk and microbatch that dgrad k + 1 belongs to
+    for k in reversed(range(len(dgrads) - 1)):
+        if k + 1 < last and not in_one_model_chunk(dgrads[k + 2], dgrads[k + 1]):
+            last = k + 1
+        read_by_layer_below = known is not None and in_one_model_chunk(dgrads[k + 1], dgrads[k])
+        releases[ends[k + 1][0] if read_by_layer_below else ends[last][1]].append(callables[k])
+    return releases[:-1]
+
+
+def _is_dgrad(entry: float) -> bool:
+    return entry < 0 and math.ceil(entry) == entry
+
+
+def _end_of_forwards(order: Sequence[float], dgrad: int, in_one_model_chunk: Callable[[float, float], bool]) -> int:
+    """The entry after ``dgrad``, or after the last forward before the next dgrad of the model chunk under way there."""
+    end = dgrad + 1
+    under_way = next((entry for entry in reversed(order[:dgrad]) if entry > 0), 0)
+    for i in range(dgrad + 1, len(order)):
+        if order[i] > 0 and in_one_model_chunk(under_way, order[i]):
+            under_way, end = order[i], i + 1
+        elif order[i] > 0 or _is_dgrad(order[i]):
+            break
+    return end
+
+
+def _longest_model_chunks(order: Sequence[float], num_chunks: int) -> list[int]:
+    """The sizes of the longest model chunks that an order with one layer a chunk allows."""
+    forwards = [entry for entry in order if entry > 0]
+    dgrads = [-entry for entry in reversed(order) if _is_dgrad(entry)]
+    neighbours = list(pairwise([0, *forwards, 0, *dgrads, 0]))
+    sizes = [1]
+    for chunk in range(1, num_chunks):
+        if all((first == chunk) == (second == chunk + 1) for first, second in neighbours):
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+    return sizes
+
+
+def _model_chunks(text: str, num_chunks: int) -> list[int] | None:
+    if not text.strip():
+        return None
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if len(sizes) == 1 and sizes[0] > 0 and num_chunks % sizes[0] == 0:
+        sizes *= num_chunks // sizes[0]
+    if min(sizes) < 1 or sum(sizes) != num_chunks:
+        raise ValueError(
+            f"{MODEL_CHUNKS} is {text!r}: it must be a number that divides the {num_chunks} chunks of the order, or a "
+            f"comma list of positive numbers that adds up to {num_chunks}"
+        )
+    return sizes

@@ -1,0 +1,251 @@
+"""``backward-dw-order``: delayed weight gradients are captured, or fed, out of order.
+
+Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) lets ``_order`` hold wgrads; the rest is open.
+
+Symptom, by order: wrong weight gradients without an error (``[1,-1,1,-1.5,-1,-1.5]``: off by 0.993 of their norm), "CUDAGraph
+instance already owns a captured graph" (``[1,1,-1,-1,-1.5,-1.5]``), ``KeyError: -1`` (``[1,-1.5,-1]``), and on TE 2.10
+``TypeError: list indices must be integers`` for any order with wgrads.
+
+`_make_graphed_callables` numbers a wgrad by the dgrads before it instead of the wgrads, and hands a microbatch's static
+inputs and its grad-output buffer on at its dgrad although its wgrad reads them later. A plan made once from the order
+(`te_graph_fixes/provided/graph_order.py`, the grammar of orders; shipped beside the patched module) now says what is
+captured where and which buffers it uses, and refuses an illegal order at the start. Where modules delay their wgrad and
+the order does not say when it runs, it is captured right after its dgrad, as TE 2.10 does and TE 2.11 and later refuse.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from typing import cast
+
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..provided import plan_module
+from ..source import Definition, Edit, Source, UnrecognizedError
+
+MAKE_PLAN = """
+from ._te_graph_order import make_plan
+
+_order_plan = make_plan(
+    _order,
+    _num_layers_per_chunk,
+    callables=len(callables),
+    sample_args=len(sample_args),
+    sample_kwargs=len(sample_kwargs),
+    training=is_training,
+)
+_order, _num_layers_per_chunk = _order_plan.order, _order_plan.layers
+if _order_plan.delayed:
+    sample_args, sample_kwargs = _order_plan.assign_inputs(
+        sample_args,
+        sample_kwargs,
+        reuse=_reuse_graph_input_output_buffers,
+        flatten=_tree_flatten,
+        unflatten=_tree_unflatten,
+    )
+"""
+
+NUMBER_OF_MICROBATCHES = """
+num_model_chunks = max(_order)
+num_microbatches = len(_order) // num_model_chunks // 2
+assert num_model_chunks * num_microbatches * 2 == len(_order)
+"""
+
+REUSE_INPUTS = """
+fwd_sample_qs = {}
+consumed_sample_q = {}
+fwd_idx = [0] * num_model_chunks
+for c_id in _order:
+    m_chunk = ANY_CHUNK
+    if c_id > 0:
+        ...
+    else:
+        ...
+"""
+
+CAPTURE = """
+for ANY_ENTRY in ANY_ORDER:
+    if c_id > 0:
+        ...
+    else:
+        m_chunk = ANY_CHUNK
+        previous_per_callable_bwd_idx = None
+        for l_no in list(reversed(range(_num_layers_per_chunk[m_chunk]))):
+            ...
+        ...
+"""
+
+INDEX = """
+per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
+    bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
+)
+"""
+
+WGRAD = """
+if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
+    if wgrad_validation_list[i] is None:
+        ...
+    ...
+elif ceil(c_id) != c_id:
+    ...
+    bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+    with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
+        ...
+    continue
+"""
+
+WGRAD_CHECKS = (
+    """
+    per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
+    assert is_training, ANY
+    assert ceil(c_id) - c_id == 0.5, ANY
+    assert need_bwd_dw_graph[per_callable_bwd_idx], ANY
+    """,
+    """
+    per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
+    if not is_training:
+        raise RuntimeError(ANY)
+    if ceil(c_id) - c_id != 0.5:
+        raise ValueError(ANY)
+    if not need_bwd_dw_graph[per_callable_bwd_idx]:
+        raise RuntimeError(ANY)
+    """,
+)
+
+GRAD_OUTPUTS = """
+static_grad_outputs_keys = ANY_KEYS
+if static_grad_outputs_keys in static_grad_outputs_dict:
+    static_grad_outputs = static_grad_outputs_dict[static_grad_outputs_keys]
+else:
+    static_grad_outputs = ANY_BUFFERS
+    static_grad_outputs_dict[static_grad_outputs_keys] = static_grad_outputs
+"""
+
+CHOOSE_BUFFER = "static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)"
+
+DGRAD_2_10 = """
+static_input_surface = per_callable_static_input_surfaces[per_callable_bwd_idx]
+static_outputs = per_callable_static_outputs[per_callable_bwd_idx]
+bwd_graph = bwd_graphs[per_callable_bwd_idx]
+if _reuse_graph_input_output_buffers:
+    ...
+else:
+    ...
+"""
+
+CAPTURE_2_10 = """
+if is_training:
+    with _graph_context_wrapper(bwd_graph, pool=mempool):
+        grad_inputs = ANY_GRADS
+    if need_bwd_dw_graph[per_callable_bwd_idx]:
+        bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+        with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
+            ...
+"""
+
+
+def examine(source: Source) -> Verdict:
+    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
+    if not capture.has("bwd_dw_graphs = ANY"):
+        return not_applicable("graphs of delayed weight gradients are not captured")
+    if "_order_plan" in capture.text(capture.node):
+        capture.one("_order, _num_layers_per_chunk = _order_plan.order, _order_plan.layers")
+        capture.one("for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph): ...")
+        capture.one(CHOOSE_BUFFER)
+        return not_needed("captures follow a plan made from the order")
+    for name in ("_tree_flatten", "_tree_unflatten"):
+        if f"as {name}\n" not in capture.module.text:
+            raise UnrecognizedError(f"looked for an import of {name} in {capture.module.path}, found none")
+    loop = cast(ast.For, capture.one(CAPTURE))
+    layers = cast(ast.For, capture.one("for l_no in list(reversed(range(ANY))): ...", within=loop))
+    reuse = cast(ast.For, _statements(capture.one(REUSE_INPUTS))[-1])
+    index = cast(ast.Assign, capture.one(INDEX, within=layers))
+    edits = [
+        capture.replace(reuse.iter, "() if _order_plan.delayed else _order"),
+        capture.replace(layers.target, "l_no, is_wgrad"),
+        capture.replace(layers.iter, "_order_plan.backward(i, need_bwd_dw_graph)"),
+        capture.replace(index.value, "_order_plan.index(i, l_no)"),
+    ]
+    if capture.has(NUMBER_OF_MICROBATCHES):
+        reason = "the order cannot hold wgrads"
+        edits += _edits_2_10(capture, loop, layers)
+    else:
+        reason = "wgrads are numbered by the dgrads before them, and read what was handed on at the dgrad"
+        edits += _edits(capture, layers)
+    return applicable(
+        f"{reason}; where an order gives no wgrads, delayed ones are captured right after their dgrad",
+        edits,
+        plan_module(source),
+    )
+
+
+def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
+    """For TE 2.11 and later: orders may hold wgrads."""
+    capture.one("for i, c_id in enumerate(_order): ...")
+    checks = [capture.one(pattern, within=layers) for pattern in WGRAD_CHECKS if capture.has(pattern, within=layers)]
+    if len(checks) != 1:
+        raise UnrecognizedError(f"looked for the checks of a wgrad entry in {capture.module.path}, found another shape")
+    wgrad = cast(ast.If, capture.one(WGRAD, within=layers))
+    otherwise = cast(ast.If, wgrad.orelse[0])
+    module = capture.module
+    start = module.offset(wgrad.lineno, wgrad.col_offset)
+    end = module.offset(cast(int, otherwise.test.end_lineno), cast(int, otherwise.test.end_col_offset))
+    return [
+        capture.insert_before(capture.one("_order_without_wgrad = []"), MAKE_PLAN),
+        capture.delete(capture.one("wgrad_validation_list = [None] * len(_order)")),
+        Edit(module.name, start, end, "if is_wgrad"),
+        capture.delete(checks[0]),
+        capture.insert_after(_statements(capture.one(GRAD_OUTPUTS, within=layers))[0], CHOOSE_BUFFER),
+    ]
+
+
+def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edit]:
+    """For TE 2.10: orders hold whole numbers, and each wgrad is captured with its dgrad."""
+    dgrad = _statements(capture.one(DGRAD_2_10, within=layers))
+    graphs = cast(ast.If, capture.one(CAPTURE_2_10, within=layers))
+    grads, wgrad = graphs.body[0], cast(ast.If, graphs.body[1])
+    choose = capture.insert_after(_statements(capture.one(GRAD_OUTPUTS, within=dgrad[-1]))[0], CHOOSE_BUFFER)
+    chunk = cast(ast.Assign, cast(ast.If, loop.body[0]).orelse[0])
+    numbers = "num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches"
+    return [
+        capture.replace(capture.one(NUMBER_OF_MICROBATCHES), MAKE_PLAN.strip("\n") + "\n" + numbers),
+        capture.replace(loop.target, "i, c_id"),
+        capture.replace(loop.iter, "enumerate(_order)"),
+        capture.replace(chunk.value, "_order_plan.entries[i].chunk"),
+        _only_dgrad(capture, dgrad, choose),
+        _only_dgrad(capture, [grads]),
+        capture.replace(wgrad.test, "is_wgrad"),
+        capture.insert_before(
+            capture.one("static_grad_inputs = []", within=layers),
+            """
+            if is_wgrad:
+                continue
+            """,
+        ),
+    ]
+
+
+def _statements(node: ast.AST) -> list[ast.stmt]:
+    """The statements that a pattern of one or several statements matched."""
+    return cast(list[ast.stmt], getattr(node, "statements", [node]))
+
+
+def _only_dgrad(capture: Definition, statements: list[ast.stmt], *inner: Edit) -> Edit:
+    """Put ``statements``, with the ``inner`` insertions made in them, under the condition that this is not a wgrad."""
+    module = capture.module
+    start, end = module.line_start(statements[0].lineno), module.line_start(cast(int, statements[-1].end_lineno) + 1)
+    text = module.text[start:end]
+    for edit in inner:
+        text = text[: edit.start - start] + edit.text + text[edit.end - start :]
+    indent = " " * statements[0].col_offset
+    return Edit(module.name, start, end, f"{indent}if not is_wgrad:\n" + textwrap.indent(text, "    "))
+
+
+FIX = Fix(
+    id="backward-dw-order",
+    summary="delayed weight gradients are captured out of order, or read buffers that were handed on",
+    symptom="wrong weight gradients, 'already owns a captured graph' or KeyError: -1, depending on the order",
+    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2376",),
+    affected=">=2.10",
+    examine=examine,
+)
