@@ -1,0 +1,122 @@
+"""``grad-input-lifetime``: a grad input is overwritten while it is still being sent to the previous pipeline stage.
+
+Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; that this is its cause is inference)
+
+Symptom: with ``--overlap-moe-expert-parallel-comm``, virtual pipeline stages of two or more layers and TE graphs,
+gradients turn to garbage (norm 13 becomes 6e6) as soon as a stage receives some milliseconds late.
+
+With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` gives a chunk's static grad input back to the graph
+pool once the next chunk's dgrad is captured, for by then Megatron-Core has waited for the send. Where every layer is
+passed as a chunk, Megatron waits only after the next *model* chunk's backward, and graphs captured in between write
+into the buffer. The gradients of the caller's inputs are released where `grad_input_releases` says instead; those of
+parameters stay with TE's rule.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from .. import provided
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..source import Definition, Source, UnrecognizedError
+
+PLAN_MODULE = "transformer_engine.pytorch._te_graph_order"
+PLAN_TEXT = Path(provided.__file__).with_name("graph_order.py").read_text(encoding="utf-8")
+
+LOOP = """
+previous_chunk_last_callable_bwd_idx = None
+for ANY_TARGET in ANY_ORDER:
+    if c_id > 0:
+        ...
+    else:
+        ...
+"""
+RELEASE = """
+if l_no == 0:
+    if previous_chunk_last_callable_bwd_idx is not None:
+        idx = previous_chunk_last_callable_bwd_idx
+        per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
+    previous_chunk_last_callable_bwd_idx = per_callable_bwd_idx
+"""
+USER_ARGS = "per_callable_len_user_args = [len(args) for args in flatten_sample_args]"
+GRAD_INPUTS = "per_callable_static_grad_inputs[per_callable_bwd_idx] = static_grad_inputs"
+INDEX = """
+per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
+    bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
+)
+"""
+
+PLAN = """
+if _reuse_graph_input_output_buffers:
+    from ._te_graph_order import grad_input_releases
+
+    released_grad_inputs = iter(grad_input_releases(_order, _num_layers_per_chunk))
+"""
+PLANNED_RELEASE = """
+if _reuse_graph_input_output_buffers:
+    for idx in next(released_grad_inputs):
+        per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
+"""
+PARAMETERS_RELEASE = """
+if l_no == 0:
+    if previous_chunk_last_callable_bwd_idx is not None:
+        idx = previous_chunk_last_callable_bwd_idx
+        # Of the inputs' grads, released_grad_inputs says when they have been read.
+        num_user_args = per_callable_len_user_args[idx]
+        per_callable_static_grad_inputs[idx] = per_callable_static_grad_inputs[idx][
+            :num_user_args
+        ] + make_weak_ref(per_callable_static_grad_inputs[idx][num_user_args:])
+    previous_chunk_last_callable_bwd_idx = per_callable_bwd_idx
+"""
+
+
+def examine(source: Source) -> Verdict:
+    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
+    if not capture.has("_reuse_graph_input_output_buffers"):
+        return not_applicable("static buffers are not reused")
+    if all(capture.has(pattern) for pattern in (PLAN, PLANNED_RELEASE, PARAMETERS_RELEASE)):
+        return not_needed("grad inputs are held until their last reader")
+    loop = _loop(capture)
+    capture.one(USER_ARGS)
+    capture.one(INDEX, within=loop)
+    capture.one(GRAD_INPUTS, within=loop)
+    return applicable(
+        "grad inputs are released at the next chunk's dgrad, though a chunk may be one layer of a model chunk",
+        [
+            capture.insert_before(loop, PLAN),
+            capture.insert_before(loop.body[0], PLANNED_RELEASE),
+            capture.replace(capture.one(RELEASE, within=loop), PARAMETERS_RELEASE),
+        ],
+        _new_modules(source),
+    )
+
+
+def _new_modules(source: Source) -> dict[str, str]:
+    found = source.find(PLAN_MODULE)
+    if found is None:
+        return {PLAN_MODULE: PLAN_TEXT}
+    if found.text != PLAN_TEXT:
+        raise UnrecognizedError(f"looked for this package's graph_order.py in {found.path}, found another text")
+    return {}
+
+
+def _loop(capture: Definition) -> ast.For:
+    """The loop that captures the entries of the order, one after the other."""
+    loop: ast.For = getattr(capture.one(LOOP), "statements")[1]
+    if ast.unparse(loop.iter) not in ("_order", "enumerate(_order)"):
+        raise UnrecognizedError(
+            f"looked for a loop over _order in {capture.qualname} ({capture.module.path}:{loop.lineno}), found one over "
+            f"{ast.unparse(loop.iter)}"
+        )
+    return loop
+
+
+FIX = Fix(
+    id="grad-input-lifetime",
+    summary="grad inputs are overwritten while they are sent, where every layer is passed as a chunk",
+    symptom="gradient norms of millions once a pipeline stage is late, with EP overlap and virtual stages",
+    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5966",),
+    affected=">=2.7",
+    examine=examine,
+)
