@@ -166,11 +166,17 @@ class _Activation:
         self._found, self._targets = {}, frozenset()
 
     def _examine(self) -> None:
-        from .source import Source
+        from .fix import UNRECOGNIZED, Verdict
+        from .fixes import CATALOGUE
+        from .source import Source, TENotFoundError
         from .verdicts import verdicts
 
-        source = Source.installed()
-        found = verdicts(source)
+        try:
+            source = Source.installed()
+            found = verdicts(source)
+        except TENotFoundError as error:
+            source = Source("", None)
+            found = {fix_id: Verdict(UNRECOGNIZED, str(error)) for fix_id in CATALOGUE}
         with self._lock:
             if self._source is None and self._settings is not None:
                 self._source, self._found = source, found

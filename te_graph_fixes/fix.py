@@ -65,8 +65,10 @@ class Fix:
     requires: tuple[str, ...] = ()
 
     def verdict(self, source: Source) -> Verdict:
-        """`examine`, with an unknown shape turned into the verdict ``unrecognized``."""
+        """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``."""
         try:
             return self.examine(source)
         except UnrecognizedError as error:
             return Verdict(UNRECOGNIZED, str(error))
+        except Exception as error:
+            return Verdict(UNRECOGNIZED, f"reading the source failed: {type(error).__name__}: {error}")

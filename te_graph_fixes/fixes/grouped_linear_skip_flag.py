@@ -8,7 +8,8 @@ overwritten (x0.577 for three microbatches).
 
 `GroupedLinear.forward` hands a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. It becomes
 what `Linear` does: under capture read the graph's skip tensor and, where there is one, pass it on and force
-``is_first_microbatch=False``. The slot differs by version (16, 18 or 19), so it is found by its name.
+``is_first_microbatch=False``. The slot differs by version (16, 18 or 19), so it is found by its name. TE up to 2.9 passes
+the flag.
 """
 
 from __future__ import annotations
@@ -32,17 +33,9 @@ if FP8GlobalStateManager.fp8_graph_capturing():
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.module.grouped_linear")
     forward = module.definition("GroupedLinear.forward")
-    names = _tuple(module.definition("_GroupedLinear.forward"), "ANY = non_tensor_args", "targets")
-    slots = [index for index, name in enumerate(names) if isinstance(name, ast.Name) and name.id == SLOT]
-    values = _tuple(forward, "non_tensor_args = ANY", "value")
-    if len(slots) != 1 or len(values) != len(names):
-        raise UnrecognizedError(
-            f"looked for the slot {SLOT} of non_tensor_args in {module.path}, found it {len(slots)} times among "
-            f"{len(names)} names for {len(values)} values"
-        )
-    value = values[slots[0]]
-    if isinstance(value, ast.Name) and value.id == SLOT:
-        forward.one("is_first_microbatch = False", within=_first_guard(forward))
+    value = _value_of_slot(module.definition("_GroupedLinear.forward"), forward)
+    guarded = forward.has(f"if {SLOT} is not None: is_first_microbatch = False")
+    if isinstance(value, ast.Name) and value.id == SLOT and guarded:
         return not_needed(f"GroupedLinear passes {SLOT} on")
     if not (isinstance(value, ast.Constant) and value.value is None) or forward.has(SLOT):
         raise UnrecognizedError(
@@ -59,19 +52,26 @@ def examine(source: Source) -> Verdict:
     )
 
 
-def _tuple(definition: Definition, pattern: str, field: str) -> list[ast.expr]:
-    assignment = getattr(definition.one(pattern), field)
-    found = assignment[0] if isinstance(assignment, list) else assignment
-    if not isinstance(found, ast.Tuple):
-        raise UnrecognizedError(f"looked for a tuple in `{pattern}` of {definition.qualname}, found {found}")
-    return found.elts
+def _value_of_slot(inner: Definition, forward: Definition) -> ast.expr:
+    """What ``forward`` gives ``inner`` in the slot: an item of ``non_tensor_args``, or up to TE 2.9 an argument."""
+    unpacking = inner.all("ANY = non_tensor_args")
+    if unpacking:
+        names = [getattr(name, "id", None) for name in _items(unpacking[0].targets[0])]  # type: ignore[attr-defined]
+        values = _items(forward.one("non_tensor_args = ANY").value)  # type: ignore[attr-defined]
+    else:
+        names = [argument.arg for argument in inner.node.args.args[1:]]  # type: ignore[union-attr]
+        values = [item for item in _items(forward.one("args += ANY").value)]  # type: ignore[attr-defined]
+        values = [item for item in values if not isinstance(item, ast.Starred)]
+    if names.count(SLOT) != 1 or len(values) != len(names):
+        raise UnrecognizedError(
+            f"looked for the slot {SLOT} of {inner.qualname} ({inner.module.path}), found it {names.count(SLOT)} times "
+            f"among {len(names)} names for {len(values)} values"
+        )
+    return values[names.index(SLOT)]
 
 
-def _first_guard(forward: Definition) -> ast.AST:
-    guards = forward.all(f"if {SLOT} is not None: ...")
-    if not guards:
-        raise UnrecognizedError(f"{forward.qualname} passes {SLOT} on, but does not force is_first_microbatch=False")
-    return guards[0]
+def _items(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else []
 
 
 def _skip_tensor(source: Source) -> str:

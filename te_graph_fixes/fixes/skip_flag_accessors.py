@@ -32,7 +32,8 @@ def get_skip_fp8_weight_update_tensor(cls):
 
 
 def examine(source: Source) -> Verdict:
-    module = source.module("transformer_engine.pytorch.quantization")
+    fp8 = "transformer_engine.pytorch.fp8"  # the home of the class up to TE 2.8
+    module = source.find("transformer_engine.pytorch.quantization") or source.module(fp8)
     manager = module.definition("FP8GlobalStateManager")
     names = [f"FP8GlobalStateManager.{verb}_skip_fp8_weight_update_tensor" for verb in ("get", "set")]
     if all(module.find(name) for name in names):
