@@ -297,8 +297,12 @@ def _add_module(name: str, text: str) -> ModuleType:
     module.__package__ = name.rpartition(".")[0]
     path = f"<te_graph_fixes: {name}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    exec(compile(text, path, "exec", dont_inherit=True), vars(module))
     sys.modules[name] = module
+    try:
+        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
     setattr(sys.modules[module.__package__], name.rpartition(".")[2], module)
     return module
 
