@@ -53,6 +53,7 @@ class _Missing(type):
     def __init__(cls, *args: Any) -> None:
         super().__init__(*args)
         cls._number = next(_Missing._numbers)
+        cls.__members__: dict[str, _Missing] = {}  # as in an enumeration: those that TE has asked for
 
     def __int__(cls) -> int:
         return cls._number
@@ -64,6 +65,7 @@ class _Missing(type):
         if name.startswith("__"):
             raise AttributeError(name)
         member = _Missing(f"{cls.__name__}.{name}", (), {})
+        cls.__members__[name] = member
         setattr(cls, name, member)
         return member
 
