@@ -7,7 +7,9 @@ may be read while a graph is captured, the others may not.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -120,10 +122,9 @@ def _from_interface(interface: dict[str, Any]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     with _disable_current_modes():
         tensor = memory.at_address(address, dtype, shape)
-    if tensor is None:
-        raise NotImplementedError(
-            "simulator: an address in memory that belongs to no graph pool; what is there may be gone at any time"
-        )
+        if tensor is None:  # memory of no graph pool: an alias does not keep it alive, here as on a GPU
+            memory_there = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+            tensor = torch.frombuffer(memory_there, dtype=dtype).view(shape)
     return tensor
 
 
