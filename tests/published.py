@@ -1,0 +1,44 @@
+"""The Python sources of the published TransformerEngine (TE), fetched from the package index once.
+
+They are kept in the folder that the environment variable ``TE_SOURCES`` names, by default ``.tox/te-sources``: one
+folder a version, as `te_graph_fixes.source.Source.at` takes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+VERSIONS = (
+    *("2.7.0", "2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
+    *("2.16.0", "2.16.1", "2.17.0", "2.17.1", "2.18.0", "2.19.0", "2.20.2"),
+)
+
+
+@functools.cache
+def source(version: str) -> Path:
+    """The folder with the sources of one version, or of the newest where ``version`` is ``newest``."""
+    folder = Path(os.environ.get("TE_SOURCES") or Path(__file__).parent.parent / ".tox" / "te-sources").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / version).is_dir():
+            _fetch(version, folder)
+    return folder / version
+
+
+def _fetch(version: str, folder: Path) -> None:
+    wanted = "transformer_engine" + ("" if version == "newest" else f"=={version}")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--only-binary", ":all:", "--dest", scratch, wanted], check=True)
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(Path(scratch, "unpacked"))
+        Path(scratch, "unpacked").rename(folder / version)
