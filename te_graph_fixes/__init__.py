@@ -5,8 +5,8 @@ Import this package before or after TE, anywhere in a program: from then on TE's
     import te_graph_fixes
     te_graph_fixes.report()
 
-Environment: ``TE_GRAPH_FIXES`` = ``on`` (default), ``off``, or a comma list of fix ids; ``TE_GRAPH_FIXES_DISABLE`` = ids;
-``TE_GRAPH_FIXES_STRICT=1`` raises `FixNotAppliedError` where a needed fix cannot be applied, instead of warning.
+Environment: ``TE_GRAPH_FIXES`` = ``on`` (default), ``off``, or a comma list of fix ids; ``TE_GRAPH_FIXES_DISABLE`` =
+ids; ``TE_GRAPH_FIXES_STRICT=1`` raises `FixNotAppliedError` where a needed fix cannot be applied, instead of warning.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, cast
 
 import wrapt
 
-from .status import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
 from .settings import Settings
+from .status import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
 
 if TYPE_CHECKING:
     from .engine import Installation
@@ -33,7 +33,7 @@ PACKAGE = "transformer_engine.pytorch"
 _logger = logging.getLogger("te_graph_fixes")
 
 
-class _Loader(wrapt.ObjectProxy):  # type: ignore[misc]
+class _Loader(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A module's own loader, which in addition tells us before and after the module is executed."""
 
     def exec_module(self, module: ModuleType) -> None:
@@ -91,7 +91,7 @@ class _Activation:
             self._settings, self._statuses = settings, {}
             if settings.off:
                 return
-            sys.meta_path.insert(0, self._finder)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, self._finder)
         package = sys.modules.get(PACKAGE)
         if package is not None:
             if _initializing(package):
@@ -159,7 +159,7 @@ class _Activation:
 
     def _take_back(self) -> None:
         if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)  # type: ignore[arg-type]
+            sys.meta_path.remove(self._finder)
         if self._installation is not None:
             self._installation.revert()
         self._installation = self._source = self._settings = None

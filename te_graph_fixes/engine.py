@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
@@ -18,7 +18,7 @@ from typing import Any, cast
 from .fix import Verdict
 from .source import Edit, ModuleSource, Source
 
-_PLAIN_DECORATORS = {"classmethod": classmethod, "staticmethod": staticmethod}
+_PLAIN_DECORATORS: dict[str, Callable[[Any], Any]] = {"classmethod": classmethod, "staticmethod": staticmethod}
 
 
 class EngineError(Exception):
@@ -84,14 +84,14 @@ def changes(source: Source, chosen: Mapping[str, Verdict]) -> list[Change]:
 
 def _module_changes(old: ModuleSource, new: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[Change]:
     old_functions, new_functions = _functions(old), _functions(new)
+    spans = {
+        name: (old.line_start(_first_line(node)), old.line_start(cast(int, node.end_lineno) + 1))
+        for name, node in old_functions.items()
+    }
     by: dict[str, set[str]] = {}
     additions = set()
     for fix, edit in edits:
-        inside = [
-            name
-            for name, node in old_functions.items()
-            if old.line_start(_first_line(node)) < edit.start and edit.end < old.line_start(cast(int, node.end_lineno) + 1)
-        ]
+        inside = [name for name, (start, end) in spans.items() if start < edit.start and edit.end < end]
         if inside:
             by.setdefault(inside[0], set()).add(fix)
         elif edit.start == edit.end:
@@ -104,7 +104,7 @@ def _module_changes(old: ModuleSource, new: ModuleSource, edits: Sequence[tuple[
     by.update({name: additions for name in added})
     touched = dict(sorted(by.items(), key=lambda item: new_functions[item[0]].lineno))
     shown = {name: _shown(new, name, new_functions[name]) for name in touched}
-    line = len(old.text.splitlines()) + 2
+    line = len(old.lines) + 2
     defaults = {name: _new_defaults(old_functions.get(name), new_functions[name]) for name in touched}
     for name in touched:
         ast.increment_lineno(new_functions[name], line + 1 - _first_line(new_functions[name]))
@@ -142,7 +142,7 @@ def _first_line(node: ast.FunctionDef) -> int:
 def _shown(module: ModuleSource, qualname: str, node: ast.FunctionDef) -> list[str]:
     """The lines of one function, below one that says what they are and keeps their indentation legal."""
     note = f"# te_graph_fixes: {qualname} as corrected\n"
-    lines = module.text.splitlines(keepends=True)[_first_line(node) - 1 : node.end_lineno]
+    lines = module.lines[_first_line(node) - 1 : node.end_lineno]
     return [f"if True:  {note}" if "." in qualname else note, *lines]
 
 
@@ -283,7 +283,7 @@ class Installation:
         """Let tracebacks and `inspect.getsource` show the corrected functions, below the lines of their file."""
         for name in {change.module for change in self._changes}:
             module = self._source.module(name)
-            lines = [line + "\n" for line in module.text.splitlines()] + ["\n"]
+            lines = [*module.lines, "\n"]
             for change in self._changes:
                 if change.module == name:
                     lines += change.lines
@@ -352,6 +352,6 @@ def _add_function(change: Change) -> FunctionType:
     function.__qualname__ = change.qualname
     function.__module__ = change.module
     _set_code(function, change.after, change.new_defaults)
-    decorate = _PLAIN_DECORATORS.get(change.decorator or "", lambda function: function)
-    setattr(vars(module)[owner] if owner else module, name, decorate(function))
+    decorate = _PLAIN_DECORATORS.get(change.decorator or "")
+    setattr(vars(module)[owner], name, decorate(function) if decorate else function)
     return function

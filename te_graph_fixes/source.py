@@ -9,12 +9,14 @@ import ast
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import io
 import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
@@ -134,11 +136,13 @@ class ModuleSource:
             raise UnrecognizedError(f"cannot parse {self.path}: {error}") from error
 
     @cached_property
+    def lines(self) -> list[str]:
+        """The lines, with their line breaks, as Python counts them."""
+        return list(io.StringIO(self.text))
+
+    @cached_property
     def _line_starts(self) -> list[int]:
-        starts = [0]
-        for line in self.text.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
-        return starts
+        return [0, *accumulate(map(len, self.lines))]
 
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
@@ -160,7 +164,7 @@ class ModuleSource:
     def offset(self, line: int, column: int) -> int:
         """The character offset of a syntax tree position (1-based line, UTF-8 byte column)."""
         start = self._line_starts[line - 1]
-        text = self.text[start : self._line_starts[line]]
+        text = self.lines[line - 1]
         return start + (column if text.isascii() else len(text.encode()[:column].decode()))
 
     def line_start(self, line: int) -> int:
@@ -197,7 +201,7 @@ class Definition:
     node: ast.FunctionDef | ast.ClassDef
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[ast.AST]:
-        """Every statement, run of statements or expression in this definition, or in the node ``within``, that matches."""
+        """Every statement, run of statements or expression here, or in the node ``within``, that matches."""
         wanted = _parse_pattern(pattern)
         found: list[ast.AST] = []
         for node in ast.walk(within or self.node):
@@ -249,8 +253,7 @@ class Definition:
     def delete(self, node: ast.AST) -> Edit:
         """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
         first = _first(node).lineno
-        lines = self.module.text.splitlines()
-        while lines[first - 2].strip().startswith("#"):
+        while self.module.lines[first - 2].strip().startswith("#"):
             first -= 1
         return Edit(
             self.module.name,
