@@ -1,0 +1,88 @@
+"""``backward-dw-hooks``: after the replay of a delayed wgrad nobody is told that the gradient is ready.
+
+Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2614 (TE 2.13), reported as
+https://github.com/NVIDIA/Megatron-LM/issues/2999
+
+Symptom: Megatron's DDP waits for, or never reduces, gradients of captured layers with delayed wgrad.
+
+`backward_dw` of a module ends with the hooks given to `register_wgrad_accumulation_and_reduce_hooks`; `backward_dw` of a
+graphed callable only replays. It now runs the hooks of its modules after the replay, in the order in which the callable
+holds its modules (TE 2.13 iterates a set, whose order may differ between ranks).
+"""
+
+from __future__ import annotations
+
+import ast
+
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..source import Definition, Source, UnrecognizedError
+
+REPLAY = "bwd_dw_graphs[graph_idx].replay()"
+
+DEFECT = f"""
+def backward_dw():
+    if need_bwd_dw_graph.get(graph_idx, False):
+        {REPLAY}
+"""
+
+HOOKS = """
+# Tell whoever waits for the weight gradients.
+for module in graph_callables[graph_idx].modules():
+    if (
+        module in visited_te_modules.get(graph_idx, ())
+        and isinstance(module, TransformerEngineBaseModule)
+        and module.need_backward_dw()
+    ):
+        for wgrad_accumulation_and_reduce_hook in module.wgrad_accumulation_and_reduce_hooks:
+            wgrad_accumulation_and_reduce_hook()
+"""
+
+UPSTREAM_HOOKS = """
+for module in te_modules:
+    if ANY_CONDITION:
+        module._trigger_wgrad_accumulation_and_reduce_hooks()
+"""
+
+
+def examine(source: Source) -> Verdict:
+    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
+    if not capture.has("bwd_dw_graphs = ANY"):
+        return not_applicable("graphs of delayed weight gradients are not captured")
+    replay = _backward_dw(capture)
+    if replay.has(UPSTREAM_HOOKS) or replay.has(HOOKS):
+        return not_needed("the hooks are run after the replay")
+    capture.one(DEFECT)
+    for name in ("graph_callables[ANY] = func", "visited_te_modules = {}"):
+        if not capture.has(name):
+            raise UnrecognizedError(f"looked for `{name}` in {capture.qualname} ({capture.module.path}), found none")
+    base = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.backward_dw")
+    base.one("for ANY_HOOK in self.wgrad_accumulation_and_reduce_hooks: ANY_HOOK()")
+    return applicable(
+        "backward_dw of a graphed callable replays without running the hooks",
+        [replay.insert_after(replay.one(REPLAY), HOOKS)],
+    )
+
+
+def _backward_dw(capture: Definition) -> Definition:
+    """The function that becomes ``backward_dw`` of a graphed callable."""
+    found = [
+        node for node in ast.walk(capture.node) if isinstance(node, ast.FunctionDef) and node.name == "backward_dw"
+    ]
+    if len(found) != 1:
+        raise UnrecognizedError(
+            f"looked for one function backward_dw in {capture.qualname} ({capture.module.path}), found {len(found)}"
+        )
+    return Definition(capture.module, f"{capture.qualname}.backward_dw", found[0])
+
+
+FIX = Fix(
+    id="backward-dw-hooks",
+    summary="replaying backward_dw skips the wgrad accumulation and reduce hooks",
+    symptom="Megatron's DDP never sees the gradients of captured layers with delayed wgrad as ready",
+    upstream=(
+        "https://github.com/NVIDIA/TransformerEngine/pull/2614",
+        "https://github.com/NVIDIA/Megatron-LM/issues/2999",
+    ),
+    affected=">=2.10,<2.13",
+    examine=examine,
+)
