@@ -1,0 +1,51 @@
+"""Orders to test with: those of the issue, and random ones. Plain lists, no torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+
+# TransformerEngine #2376: three chunks, eight microbatches.
+PIPELINED = [
+    *(1, 1, 1, 1, 2, 3, 2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5),
+    *(1, -3, -3.5, -2, -2.5, 1, -1, -1.5, 1, -1, -1.5, 1, -1, -1.5, 2, -1, 3, -1.5, 2, -3, -3.5, 3, -2, -2.5),
+    *(2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5, -1, -1.5, -1, -1.5),
+]
+
+NAMED: dict[str, list[float]] = {
+    "next forward before the wgrad": [1, -1, 1, -1.5, -1, -1.5],
+    "two chunks, wgrads last": [1, 2, -2, -1, -2.5, -1.5],
+    "two microbatches, wgrads last": [1, 1, -1, -1, -1.5, -1.5],
+    "TE #2376": PIPELINED,
+}
+
+
+def random_order(rng: random.Random, chunks: int, microbatches: int, delayed: Collection[int]) -> list[float]:
+    """A random legal order; the chunks in ``delayed`` (counted from 1) have wgrads."""
+    done = {(kind, chunk): 0 for kind in "fdw" for chunk in range(1, chunks + 1)}
+    order: list[float] = []
+    while True:
+        next_entries: list[tuple[tuple[str, int], float]] = []
+        for chunk in range(1, chunks + 1):
+            forwards, dgrads, wgrads = (done[kind, chunk] for kind in "fdw")
+            if forwards < microbatches:
+                next_entries.append((("f", chunk), chunk))
+            if dgrads < forwards:
+                next_entries.append((("d", chunk), -chunk))
+            if wgrads < dgrads and chunk in delayed:
+                next_entries.append((("w", chunk), -chunk - 0.5))
+        if not next_entries:
+            return order
+        counted, entry = rng.choice(next_entries)
+        done[counted] += 1
+        order.append(entry)
+
+
+def random_orders(seed: int, number: int) -> list[list[float]]:
+    """``number`` random legal orders of up to 4 chunks and 6 microbatches, all chunks with wgrads."""
+    rng = random.Random(seed)
+    orders = []
+    for _ in range(number):
+        chunks = rng.randint(1, 4)
+        orders.append(random_order(rng, chunks, rng.randint(1, 6), range(1, chunks + 1)))
+    return orders
