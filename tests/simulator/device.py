@@ -7,9 +7,7 @@ may be read while a graph is captured, the others may not.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +45,7 @@ def install() -> None:
     torch.Tensor._make_wrapper_subclass = staticmethod(_factory(make_wrapper))  # type: ignore[assignment]
     torch.Tensor.device = property(_device)  # type: ignore[assignment, misc]
     torch.Tensor.is_cuda = property(lambda self: _device(self).type == "cuda")  # type: ignore[assignment, misc]
+    torch.Tensor.data_ptr = _data_ptr(torch.Tensor.data_ptr)  # type: ignore[method-assign]
     torch.Tensor.get_device = lambda self: 0 if _device(self).type == "cuda" else -1  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
@@ -101,6 +100,17 @@ def _host_read(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
+def _data_ptr(function: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+    @functools.wraps(function)
+    def data_ptr(self: torch.Tensor) -> int:
+        address = function(self)
+        if address:
+            memory.address_taken(self)
+        return address
+
+    return data_ptr
+
+
 def _as_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``torch.as_tensor``, which also takes an address in GPU memory (TE's weak references are made so)."""
     plain = _factory(function)
@@ -121,11 +131,7 @@ def _from_interface(interface: dict[str, Any]) -> torch.Tensor:
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     with _disable_current_modes():
-        tensor = memory.at_address(address, dtype, shape)
-        if tensor is None:  # memory of no graph pool: an alias does not keep it alive, here as on a GPU
-            memory_there = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
-            tensor = torch.frombuffer(memory_there, dtype=dtype).view(shape)
-    return tensor
+        return memory.at_address(address, dtype, shape)
 
 
 _TYPES = {

@@ -232,7 +232,7 @@ class Capture(TorchDispatchMode):
         """Remember what is in the memory that is about to be written, to put it back when the capture ends."""
         if not tensor.numel():
             return
-        key = (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
+        key = (memory.address(tensor), tensor.size(), tensor.stride(), tensor.dtype)
         if key in self._kept:
             return
         self._kept.add(key)

@@ -99,6 +99,9 @@ _SEGMENTS: weakref.WeakSet[_Segment] = weakref.WeakSet()
 _POOLS: dict[PoolId, Pool] = {}
 _ids = itertools.count(1)
 
+address = torch.Tensor.data_ptr
+"""The address of a tensor's first element, with nobody taking note of it."""
+
 
 def new_pool_id() -> PoolId:
     """A handle for a pool, as ``torch.cuda.graph_pool_handle`` gives it out."""
@@ -132,19 +135,37 @@ def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int =
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as ``tensor`` without being an owner of it, where it is a pool's; elsewhere an owner."""
-    address = tensor.data_ptr()
-    segment = _segment_at(address)
+    at = address(tensor)
+    segment = _segment_at(at)
     if segment is None:
         return tensor.detach()
-    return view(segment.storage, tensor, address - segment.address)
+    return view(segment.storage, tensor, at - segment.address)
 
 
-def at_address(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """A contiguous tensor at an address in some pool's memory, not an owner of it; None if no pool has the address."""
-    segment = _segment_at(address)
-    if segment is None:
-        return None
-    return view(segment.storage, torch.empty(shape, dtype=dtype, device="meta"), address - segment.address)
+def address_taken(tensor: torch.Tensor) -> None:
+    """The program takes a tensor's address, perhaps to make a weak reference of it."""
+    global _last_taken
+    if _segment_at(address(tensor)) is None:
+        _last_taken = tensor.untyped_storage()
+
+
+def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor at an address which the program has just taken.
+
+    In the memory of a pool it does not own what is there. Elsewhere it does, for the CPU gives freed memory to
+    anybody: to read it would be no use-after-free of the graph, as it is on a GPU, but one of this process.
+    """
+    segment = _segment_at(at)
+    if segment is not None:
+        storage, start = segment.storage, segment.address
+    elif _last_taken is not None and 0 <= at - _last_taken.data_ptr() < _last_taken.nbytes():
+        storage, start = _last_taken, _last_taken.data_ptr()
+    else:
+        raise NotImplementedError(f"simulator: a tensor at the address {at:#x}, which belongs to nobody known")
+    return view(storage, torch.empty(shape, dtype=dtype, device="meta"), at - start)
+
+
+_last_taken: torch.UntypedStorage | None = None
 
 
 def _segment_at(address: int) -> _Segment | None:
