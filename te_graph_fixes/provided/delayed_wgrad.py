@@ -1,0 +1,62 @@
+"""Where the gradients go that a module's `backward_dw` (delayed wgrad) computes, eagerly and after a graph's replay.
+
+A gradient belongs into the ``.grad`` of its parameter, added to what is there, as autograd does. A replayed graph runs no
+Python, so what `backward_dw` assigns while it is captured (tensors in the graph's memory) is kept, and each replay is
+followed by adding it. Gradients that are fused into ``main_grad`` are added by the graph itself.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+
+
+def accumulate_grads(parameters: Sequence[Parameter], grad: Tensor | None) -> None:
+    """Add ``grad``, the gradient of the parameters concatenated along their first dimension, to their ``.grad``.
+
+    None or an empty tensor says that `backward_dw` has no such gradient: the dgrad has returned it to autograd.
+    """
+    if grad is None or grad.numel() == 0:
+        return
+    parts = [grad] if len(parameters) == 1 else grad.split([parameter.shape[0] for parameter in parameters])
+    for parameter, part in zip(parameters, parts):
+        if parameter.grad is None:
+            parameter.grad = part.to(parameter.dtype)
+        else:
+            parameter.grad.add_(part.to(parameter.dtype))
+
+
+def take_grads(module: Module) -> list[tuple[Parameter, Tensor]]:
+    """Run the `backward_dw` of ``module`` for warmup or capture; return the gradients which it gives to parameters.
+
+    Every ``.grad`` is left as it was, and the module's wgrad hooks are not run: they are for the gradients of a replay.
+    """
+    parameters = list(module.parameters())
+    grads = [parameter.grad for parameter in parameters]
+    hooks = getattr(module, "wgrad_accumulation_and_reduce_hooks", [])
+    held = list(hooks)
+    try:
+        hooks.clear()
+        for parameter in parameters:
+            parameter.grad = None
+        module.backward_dw()
+        return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    finally:
+        hooks[:] = held
+        for parameter, grad in zip(parameters, grads):
+            parameter.grad = grad
+
+
+def deliver_grads(grads: Iterable[tuple[Parameter, Tensor]]) -> None:
+    """Add what a replay has left in a graph's memory to the ``.grad`` of each parameter, which never aliases it."""
+    for parameter, grad in grads:
+        if parameter.grad is None:
+            parameter.grad = grad.clone()
+        else:
+            parameter.grad.add_(grad)
