@@ -237,30 +237,41 @@ class Definition:
 
     def replace(self, node: ast.AST, text: str) -> Edit:
         """Put ``text`` in the place of ``node``."""
+        if isinstance(node, (ast.stmt, _Run)):
+            self._whole_lines(node)
         start, end = self._span(node)
         return Edit(self.module.name, start, end, self._indented(node, text).lstrip())
 
     def insert_before(self, node: ast.AST, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own before the statement ``node``."""
-        start = self.module.line_start(_first(node).lineno)
+        start, _ = self._whole_lines(node)
         return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
 
     def insert_after(self, node: ast.AST, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own after the statement ``node``."""
-        start = self.module.line_start(cast(int, _last(node).end_lineno) + 1)
-        return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
+        _, end = self._whole_lines(node)
+        return Edit(self.module.name, end, end, self._indented(node, text) + "\n")
 
     def delete(self, node: ast.AST) -> Edit:
         """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
+        _, end = self._whole_lines(node)
         first = _first(node).lineno
         while self.module.lines[first - 2].strip().startswith("#"):
             first -= 1
-        return Edit(
-            self.module.name,
-            self.module.line_start(first),
-            self.module.line_start(cast(int, _last(node).end_lineno) + 1),
-            "",
-        )
+        return Edit(self.module.name, self.module.line_start(first), end, "")
+
+    def _whole_lines(self, node: ast.AST) -> tuple[int, int]:
+        """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
+        start, end = self._span(node)
+        first = self.module.line_start(_first(node).lineno)
+        last = self.module.line_start(cast(int, _last(node).end_lineno) + 1)
+        after = self.module.text[end:last].strip()
+        if self.module.text[first:start].strip() or (after and not after.startswith("#")):
+            raise UnrecognizedError(
+                f"looked for a statement on lines of its own in {self.qualname} ({self.module.path}), found "
+                f"`{self.module.text[first:last].strip()}`"
+            )
+        return first, last
 
     def _span(self, node: ast.AST) -> tuple[int, int]:
         first, last = _first(node), _last(node)
