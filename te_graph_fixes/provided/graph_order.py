@@ -142,7 +142,7 @@ class Plan:
         one. With ``reuse``, the fewest sets of inputs that allow for this serve all. ``flatten`` and ``unflatten`` are
         those of torch's pytree.
         """
-        samples = list(zip(sample_args, sample_kwargs))
+        samples = list(zip(sample_args, sample_kwargs, strict=True))
         buffers = Buffers()
         assigned: dict[Hashable, Any] = {}
         busy: dict[int, float] = {}
@@ -160,7 +160,7 @@ class Plan:
                 shared = [busy.get(leaf.data_ptr(), -1) > position for leaf in leaves]
                 if any(shared):
                     separated += 1
-                    leaves = [_copy(leaf) if copy else leaf for leaf, copy in zip(leaves, shared)]
+                    leaves = [_copy(leaf) if copy else leaf for leaf, copy in zip(leaves, shared, strict=True)]
                     samples[index] = unflatten(leaves, spec)
                 busy.update((leaf.data_ptr(), math.inf if reuse else entry.last_read) for leaf in leaves)
                 assigned[slot] = samples[index]

@@ -12,17 +12,13 @@ import argparse
 import gc
 import json
 import os
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+import torch
 
-import te_graph_fixes  # noqa: E402  (before TransformerEngine)
-import torch  # noqa: E402
-
-from tests.order_cases import compare, train  # noqa: E402
-from tests.orders import NAMED, random_orders  # noqa: E402
+import te_graph_fixes
+from tests.order_cases import compare, train
+from tests.orders import NAMED, random_orders
 
 SEED = 4
 
