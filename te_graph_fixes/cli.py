@@ -50,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)")
     diff.set_defaults(command=_diff)
 
+    verify = commands.add_parser("verify", help="on a GPU: measure each defect without and with the fixes")
+    verify.add_argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.add_argument("--quick", action="store_true", help="one or two cases for each fix")
+    verify.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for one case (default: 60)")
+    verify.set_defaults(command=_verify)
+
     listing = commands.add_parser("list", help="the catalogue of fixes")
     listing.set_defaults(command=_list)
     return parser
@@ -141,6 +148,19 @@ def _unified(path: str, before: str, after: str) -> Iterator[str]:
     old = f"a/{path}" if before else "/dev/null"
     for line in difflib.unified_diff(before.splitlines(True), after.splitlines(True), old, f"b/{path}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from .verify.cases import select
+    from .verify.runner import no_gpu, verify
+
+    cases = select(options.wanted, options.quick)
+    Source.installed()
+    reason = no_gpu()
+    if reason:
+        print(f"te-graph-fixes: verify needs a GPU: {reason}", file=sys.stderr)
+        return NO_TE
+    return verify(cases, options.json, options.limit)
 
 
 def _list(_: argparse.Namespace) -> int:

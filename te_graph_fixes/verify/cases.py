@@ -1,0 +1,100 @@
+"""The registry of cases. Nothing here imports torch or TransformerEngine (TE)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..fixes import CATALOGUE
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement of graph replay against eager.
+
+    ``function`` (``module:name`` within this package) is called with ``options`` and returns measures, by name. Its
+    ``errors`` hold lists of numbers by name, all 0.0 where replay and eager are the same bit for bit.
+    ``fixes`` are the ids that the case is about; ``quick`` cases are those of ``verify --quick``.
+    """
+
+    name: str
+    fixes: tuple[str, ...]
+    function: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    quick: bool = False
+
+    def measure(self) -> dict[str, Any]:
+        """Run the case in this process, which must be able to import TE and have a GPU."""
+        module, _, name = self.function.partition(":")
+        measures: dict[str, Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(**self.options)
+        return measures
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        return cls(**json.loads(text))
+
+
+# TE #2376: three chunks, eight microbatches.
+PIPELINED = (
+    *(1, 1, 1, 1, 2, 3, 2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5),
+    *(1, -3, -3.5, -2, -2.5, 1, -1, -1.5, 1, -1, -1.5, 1, -1, -1.5, 2, -1, 3, -1.5, 2, -3, -3.5, 3, -2, -2.5),
+    *(2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5, -1, -1.5, -1, -1.5),
+)
+
+SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
+PARAM_GRADS, ACCESSORS = "param-grad-lifetime", "skip-flag-accessors"
+
+
+def _training(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
+    return Case(name, tuple(fixes), "training:compare", options, quick)
+
+
+def _order(name: str, order: Iterable[float], quick: bool = False, **options: Any) -> Case:
+    """Delayed wgrads in ``order``, of modules that do not mark first microbatches."""
+    options = {"order": tuple(order), "delay": True, "mark_first": False, "reuse": True, **options}
+    return _training(name, (ORDER,), quick, **options)
+
+
+_ALL = (
+    _training("experts-fp8-delayed", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-delayed", quick=True),
+    _training("experts-fp8-current", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-current"),
+    _training("experts-fp8-block", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-block"),
+    _training("experts-bf16", (WARMUP,), module="GroupedLinear", quick=True),
+    _training("linear-bf16", (WARMUP,)),
+    _training("linear-fp8-delayed", (WARMUP,), recipe="fp8-delayed"),
+    _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
+    _order("forward-before-wgrad", (1, -1, 1, -1.5, -1, -1.5), quick=True),
+    _order("two-chunks-wgrads-last", (1, 2, -2, -1, -2.5, -1.5)),
+    _order("two-microbatches-wgrads-last", (1, 1, -1, -1, -1.5, -1.5)),
+    _order("pipelined", PIPELINED),
+    _order("pipelined-experts-fp8", PIPELINED, module="GroupedLinear", recipe="fp8-current"),
+    _order("wgrads-not-in-order", (1, 1, -1, -1), reuse=False),
+    Case("wgrad-before-dgrad", (ORDER,), "refusal:illegal_order"),
+    _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
+    _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
+)
+
+CASES: dict[str, Case] = {case.name: case for case in _ALL}
+"""Every case by its name."""
+
+
+def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
+    """The cases that fix ids and case names ask for, all if there are none; ValueError for an unknown one."""
+    names = list(wanted)
+    unknown = [name for name in names if name not in CATALOGUE and name not in CASES]
+    if unknown:
+        raise ValueError(
+            f"unknown fix or case {', '.join(map(repr, unknown))}; fixes: {', '.join(CATALOGUE)}; "
+            f"cases: {', '.join(map(repr, CASES))}"
+        )
+    return [
+        case
+        for case in CASES.values()
+        if (case.quick or not quick) and (not names or case.name in names or set(case.fixes) & set(names))
+    ]

@@ -1,0 +1,83 @@
+"""``python -m te_graph_fixes.verify.child [CASE ...]``: measure cases in this process, one JSON line for each.
+
+A CASE is the name of a registered case or a `Case` as JSON; without any they are read from standard input, one a line.
+``outcome`` of a line is ``measured`` (then ``error`` is the largest of the errors), ``failed`` (``detail`` is the
+exception: a crash in capture is a result), ``skipped`` or ``unmeasured``. After an exception the process may be
+damaged: then it ends, with status 1, and its line says ``last``. The fixes are those that the environment asks for.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import te_graph_fixes
+
+from .cases import CASES, Case
+
+
+def main(arguments: list[str]) -> int:
+    """Measure the cases that are named or come in; 1 if one fails, and then no further one is measured."""
+    results = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    broken = _broken()
+    for text in arguments or _lines():
+        case = Case.from_json(text) if text.startswith("{") else CASES[text]
+        start = time.perf_counter()
+        result = {"outcome": "unmeasured", "detail": broken} if broken else _measure(case)
+        last = not broken and result["outcome"] in ("failed", "unmeasured")
+        seconds = round(time.perf_counter() - start, 3)
+        report = te_graph_fixes.report()
+        applied = [fix_id for fix_id, status in report.fixes.items() if status.status == "applied"]
+        about = {"case": case.name, "last": last, "te": report.te_version, "applied": applied, "seconds": seconds}
+        print(json.dumps({**about, **result}), file=results)
+        if last:
+            return 1
+    return 0
+
+
+def _lines() -> Iterable[str]:
+    return (line.strip() for line in sys.stdin)
+
+
+def _broken() -> str | None:
+    """Why nothing can be measured here, or None."""
+    try:
+        import torch
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:
+        return f"transformer_engine does not import: {_one_line(error)}"
+    return None if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def _measure(case: Case) -> dict[str, Any]:
+    import torch
+
+    from .training import Skipped
+
+    gpu = {"gpu": torch.cuda.get_device_name()}
+    try:
+        measures = case.measure()
+        gc.collect()
+        torch.cuda.empty_cache()
+    except Skipped as why:
+        return {"outcome": "skipped", "detail": str(why), **gpu}
+    except torch.OutOfMemoryError as error:
+        return {"outcome": "unmeasured", "detail": f"out of GPU memory: {_one_line(error)}", **gpu}
+    except Exception as error:
+        return {"outcome": "failed", "detail": _one_line(error), **gpu}
+    errors = [number for numbers in measures["errors"].values() for number in numbers]
+    return {"outcome": "measured", "error": max(errors), "measures": measures, **gpu}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,277 @@
+"""Measure cases in child processes, once with the package off and once with it on, several children at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ..settings import SWITCH
+from .cases import Case
+
+CHILD = (sys.executable, "-m", f"{__package__}.child")
+LIMIT = 60.0
+"""Seconds that a case may take, the start of its process included."""
+
+WITHOUT, WITH = "without", "with"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a child said of a case.
+
+    ``outcome`` is ``measured`` (then ``error`` is a number, 0.0 for bit for bit), ``failed`` (the case raised ``detail``, or
+    its process died), ``skipped`` or ``unmeasured`` (because of ``detail``).
+    """
+
+    outcome: str
+    error: float | None = None
+    detail: str = ""
+    te: str | None = None
+    gpu: str | None = None
+    applied: tuple[str, ...] = ()
+    seconds: float = 0.0
+    measures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool:
+        return self.outcome == "measured" and self.error == 0.0
+
+    @property
+    def wrong(self) -> bool:
+        return self.outcome in ("measured", "failed") and not self.right
+
+    @property
+    def text(self) -> str:
+        """One cell of the table."""
+        if self.outcome != "measured" or self.error is None:
+            return self.detail if self.outcome == "failed" else self.outcome
+        return f"{self.error:.3g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case, measured without and with the fixes."""
+
+    case: Case
+    without: Outcome
+    with_fixes: Outcome
+
+    @property
+    def verdict(self) -> str:
+        """``fixed``, ``not affected``, ``STILL WRONG``, ``skipped: why`` or ``not measured: why``."""
+        for outcome in (self.with_fixes, self.without):
+            if outcome.outcome == "skipped":
+                return f"skipped: {outcome.detail}"
+        if self.with_fixes.wrong:
+            return "STILL WRONG"
+        for switch, outcome in ((WITH, self.with_fixes), (WITHOUT, self.without)):
+            if outcome.outcome == "unmeasured":
+                return f"not measured {switch} the fixes: {outcome.detail}"
+        return "not affected" if self.without.right else "fixed"
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, or unknown, with the package on."""
+        return self.with_fixes.right or self.with_fixes.outcome == "skipped"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "case": self.case.name,
+            "fixes": list(self.case.fixes),
+            "verdict": self.verdict,
+            WITHOUT: asdict(self.without),
+            WITH: asdict(self.with_fixes),
+        }
+
+
+class Child:
+    """A process that measures cases, started when it is needed and again after it has ended."""
+
+    def __init__(self, switch: str, command: Sequence[str] = CHILD, environ: Mapping[str, str] = os.environ) -> None:
+        self._command = command
+        self._environ = {**environ, SWITCH: "off" if switch == WITHOUT else _wanted(environ)}
+        self._process: subprocess.Popen[str] | None = None
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")
+
+    def measure(self, case: Case, limit: float = LIMIT) -> Outcome:
+        """The outcome of ``case``; a child that takes longer than ``limit`` seconds is killed."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+            )
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Event()
+        timer = threading.Timer(limit, lambda: (late.set(), process.kill()))
+        timer.start()
+        try:
+            print(case.to_json(), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if not line:
+            self._end()
+            if late.is_set():
+                return Outcome("unmeasured", detail=f"no result in {limit:g} s")
+            return Outcome("failed", detail=f"the process ended with status {process.returncode}: {self._last_words()}")
+        found = json.loads(line)
+        if found.pop("last"):
+            self._end()
+        del found["case"]
+        return Outcome(**{**found, "applied": tuple(found["applied"])})
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._end()
+        self._stderr.close()
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self._process = None
+
+    def _last_words(self) -> str:
+        self._stderr.seek(0)
+        lines = [line.strip() for line in self._stderr if line.strip()]
+        return lines[-1] if lines else "it said nothing"
+
+
+def _wanted(environ: Mapping[str, str]) -> str:
+    """The user's own choice of fixes, unless that is none."""
+    from ..settings import Settings
+
+    return "on" if Settings.read(environ=environ).off else environ.get(SWITCH, "on")
+
+
+def measure(
+    cases: Sequence[Case],
+    limit: float = LIMIT,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    command: Sequence[str] = CHILD,
+) -> list[Row]:
+    """Measure ``cases`` without and with the fixes in ``workers`` processes (default: up to 8, by the CPUs).
+
+    ``say`` gets a line of progress for each result; ``command`` starts a child.
+    """
+    results: dict[tuple[str, str], Outcome] = {}
+    queues: dict[str, SimpleQueue[Case]] = {WITHOUT: SimpleQueue(), WITH: SimpleQueue()}
+    for switch in queues:
+        for case in cases:
+            queues[switch].put(case)
+    each = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
+    children = [(switch, Child(switch, command)) for switch in queues for _ in range(each)]
+
+    def work(switch: str, child: Child) -> None:
+        while True:
+            try:
+                case = queues[switch].get_nowait()
+            except Empty:
+                return
+            outcome = child.measure(case, limit)
+            results[switch, case.name] = outcome
+            say(f"[{len(results)}/{2 * len(cases)}] {case.name}, {switch} the fixes: {outcome.text}")
+
+    try:
+        with ThreadPoolExecutor(len(children)) as pool:
+            try:
+                for done in [pool.submit(work, switch, child) for switch, child in children]:
+                    done.result()
+            except BaseException:
+                queues[WITHOUT], queues[WITH] = SimpleQueue(), SimpleQueue()  # nothing more is started
+                raise
+    finally:
+        for _, child in children:
+            child.close()
+    return [Row(case, results[WITHOUT, case.name], results[WITH, case.name]) for case in cases]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows as text, one line each."""
+    lines = [("FIX", "CASE", "TE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
+    for row in rows:
+        te = row.with_fixes.te or row.without.te or "?"
+        cells = [_short(outcome.text) for outcome in (row.without, row.with_fixes)]
+        lines.append((", ".join(row.case.fixes), row.case.name, te, *cells, row.verdict))  # type: ignore[arg-type]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _short(text: str, width: int = 40) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def no_gpu() -> str | None:
+    """Why there is no GPU here, or None. Asks the driver, without importing torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver (libcuda.so.1)"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
+        return f"the NVIDIA driver shows no GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+    return None
+
+
+def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT) -> int:
+    """Measure ``cases`` and print the table, or JSON; progress goes to stderr.
+
+    The exit status is 0 only if, with the package on, every case that this GPU can run is bit-identical to eager.
+    """
+    start = time.perf_counter()
+    rows = measure(cases, limit, say=lambda line: print(line, file=sys.stderr, flush=True))
+    seconds = time.perf_counter() - start
+    bad = [row for row in rows if not row.ok]
+    gpu = next((row.with_fixes.gpu for row in rows if row.with_fixes.gpu), None)
+    te = next((row.with_fixes.te for row in rows if row.with_fixes.te), None)
+    if as_json:
+        found = {"te_version": te, "gpu": gpu, "seconds": round(seconds, 1), "ok": not bad}
+        print(json.dumps({**found, "cases": [_finite(row.as_dict()) for row in rows]}, indent=2, allow_nan=False))
+    else:
+        print(table(rows))
+        counts: dict[str, int] = {}
+        for row in rows:
+            word = row.verdict.partition(":")[0]
+            counts[word] = counts.get(word, 0) + 1
+        summary = ", ".join(f"{number} {word}" for word, number in counts.items())
+        print(f"{len(rows)} cases on {gpu or 'no GPU'}, TransformerEngine {te or '?'}, {seconds:.0f} s: {summary}")
+    for row in bad:
+        why = row.with_fixes.text if row.with_fixes.wrong else row.verdict
+        print(f"te-graph-fixes: {row.case.name}: {why}", file=sys.stderr)
+    return int(bool(bad))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no inf and nan: they become strings that ``float`` reads."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,278 @@
+"""Several steps of several microbatches, through graphs and eagerly, and the errors between the two.
+
+As in Megatron-Core, modules may mark first microbatches (they pass ``is_first_microbatch`` to TransformerEngine, TE, and
+set it to False after their forward; it is set to True before a step), the wgrad may be fused into ``main_grad``
+(float32, zeroed before a step), and an optimizer step changes the weights between steps. Eager training never delays
+its wgrads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+HIDDEN = 128
+TOKENS = 256
+LEARNING_RATE = 0.1
+FIRST = "is_first_microbatch"
+
+RECIPES: dict[str, tuple[str, str]] = {
+    "fp8-delayed": ("DelayedScaling", "is_fp8_available"),
+    "fp8-current": ("Float8CurrentScaling", "is_fp8_available"),
+    "fp8-block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
+}
+"""By the name of a recipe, TE's class and the function that says whether this GPU has it. ``bf16`` needs neither."""
+
+
+class Skipped(Exception):
+    """This GPU or this TE lacks what a case needs."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained. ``order`` is TE's ``_order``; None makes one graph for the microbatches of a step.
+
+    ``mark_first``: modules mark first microbatches, and FP8 weights are cached. ``set_flag``: the caller sets the flag
+    that says whether weights are new, as Megatron-Core does, besides. ``delay``: graphs delay their wgrads; without
+    wgrad entries in ``order`` each is replayed right after its dgrad. ``reuse``: buffers are reused.
+    """
+
+    module: str = "Linear"
+    recipe: str = "bf16"
+    order: Sequence[float] | None = None
+    microbatches: int = 3
+    steps: int = 3
+    fused: bool = True
+    bias: bool = False
+    delay: bool = False
+    reuse: bool = False
+    mark_first: bool = True
+    set_flag: bool = False
+    fp8_params: bool = False
+    experts: int = 2
+    uneven: bool = False
+    warmup: int = 3
+
+    @property
+    def schedule(self) -> Sequence[float]:
+        """The entries of a step, with a wgrad after each dgrad where the order has none and wgrads are delayed."""
+        order = self.order or (1, -1) * self.microbatches
+        if not self.delay or any(entry % 1 for entry in order):
+            return order
+        return [each for entry in order for each in ([entry, entry - 0.5] if entry < 0 else [entry])]
+
+    @property
+    def caches_weights(self) -> bool:
+        return self.mark_first and self.recipe != "bf16"
+
+
+@dataclass
+class Step:
+    """What one step computed: outputs and dgrads in the order of the schedule, every parameter's gradient at its end."""
+
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    dgrads: list[torch.Tensor] = field(default_factory=list)
+    wgrads: list[torch.Tensor] = field(default_factory=list)
+
+
+def make_recipe(name: str) -> Any:
+    """The recipe of this name, None for ``bf16``; `Skipped` where the GPU lacks it."""
+    if name == "bf16":
+        return None
+    recipe, available = RECIPES[name]
+    has, why = getattr(te, available)(return_reason=True)
+    if not has:
+        raise Skipped(" ".join(why.split()))
+    return getattr(recipes, recipe)()
+
+
+def make_module(setup: Setup, seed: int, delay: bool) -> Any:
+    """A module of ``setup``; equal seeds give equal weights."""
+    options: dict[str, Any] = {
+        "bias": setup.bias,
+        "fuse_wgrad_accumulation": setup.fused,
+        "delay_wgrad_compute": delay,
+        "params_dtype": torch.bfloat16,
+        "device": "cuda",
+    }
+    sizes: tuple[int, ...] = (HIDDEN, HIDDEN)
+    arguments: tuple[Any, ...] = ()
+    if setup.module == "GroupedLinear":
+        sizes, arguments = (setup.experts, *sizes), (token_splits(setup.experts, setup.uneven),)
+    torch.manual_seed(seed)
+    context = nullcontext()
+    if setup.fp8_params:
+        context = te.quantized_model_init(enabled=True, recipe=make_recipe(setup.recipe))
+    with context:
+        module = getattr(te, setup.module)(*sizes, **options)
+    forward = module.forward
+
+    def marked(x: torch.Tensor) -> torch.Tensor:
+        out = forward(x, *arguments, is_first_microbatch=module.is_first_microbatch)
+        module.is_first_microbatch = False
+        return out  # type: ignore[no-any-return]
+
+    if setup.mark_first:
+        module.is_first_microbatch = True
+        module.forward = marked
+    elif arguments:
+        module.forward = lambda x: forward(x, *arguments)
+    for parameter in module.parameters():
+        if in_main_grad(setup, parameter):
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device="cuda")
+            parameter.grad_added_to_main_grad = False
+    return module
+
+
+def token_splits(experts: int, uneven: bool) -> list[int]:
+    """The tokens of each expert: multiples of 16, as FP8 needs; uneven ones leave the last of several without any."""
+    even = TOKENS // experts
+    splits = [even] * experts
+    if uneven and experts > 1:
+        splits[0], splits[-1] = even + splits[-1], 0
+    return splits
+
+
+def in_main_grad(setup: Setup, parameter: torch.Tensor) -> bool:
+    """TE fuses the accumulation of weights only; norms and biases get a ``.grad``."""
+    return setup.fused and parameter.dim() == 2
+
+
+def capture(setup: Setup, modules: Sequence[Any], recipe: Any) -> list[Any]:
+    """A graphed callable for each microbatch of each chunk."""
+    options: dict[str, Any] = {
+        "num_warmup_iters": setup.warmup,
+        "enabled": recipe is not None,
+        "recipe": recipe,
+        "cache_quantized_params": setup.caches_weights,
+    }
+    if setup.order is None:
+        graphed = te.make_graphed_callables(modules[0], (_random().requires_grad_(),), **options)
+        return [graphed] * setup.microbatches
+    samples = [(_random().requires_grad_(),) for _ in range(_count(setup.order))]
+    return list(
+        te.make_graphed_callables(
+            tuple(modules),
+            samples,
+            allow_unused_input=True,
+            _order=list(setup.order),
+            _num_layers_per_chunk=[1] * len(modules),
+            _reuse_graph_input_output_buffers=setup.reuse,
+            **options,
+        )
+    )
+
+
+def train(setup: Setup, graphed: bool) -> Iterator[Step]:
+    """Train eagerly or through graphs, and give what each step computed."""
+    recipe = make_recipe(setup.recipe)
+    FP8GlobalStateManager.reset()
+    schedule = setup.schedule
+    chunks = int(max(schedule))
+    microbatches = _count(schedule) // chunks
+    modules = [make_module(setup, seed, setup.delay and graphed) for seed in range(chunks)]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    torch.manual_seed(100)
+    shape = (setup.steps, chunks, microbatches, TOKENS, HIDDEN)
+    inputs = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    output_grads = torch.randn_like(inputs)
+    runs = capture(setup, modules, recipe) if graphed else [each for each in modules for _ in range(microbatches)]
+    for step in range(setup.steps):
+        _begin(setup, modules)
+        done = Step()
+        counts: dict[float, int] = {}
+        leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        for entry in schedule:
+            chunk, microbatch = abs(math.ceil(entry)) - 1, counts.get(entry, 0)
+            counts[entry] = microbatch + 1
+            run = runs[chunk * microbatches + microbatch]
+            if entry > 0:
+                x = inputs[step, chunk, microbatch].clone().requires_grad_()
+                if setup.set_flag:
+                    FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(microbatch > 0)
+                marks = {FIRST: microbatch == 0} if graphed and setup.caches_weights else {}
+                with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
+                    leaves[chunk, microbatch] = x, run(x, **marks)
+                done.outputs.append(leaves[chunk, microbatch][1].detach().clone())
+            elif entry % 1 == 0:
+                x, out = leaves.pop((chunk, microbatch))
+                out.backward(output_grads[step, chunk, microbatch])
+                done.dgrads.append(_or_zeros(x.grad, x).clone())
+                for parameter in modules[chunk].parameters():
+                    if in_main_grad(setup, parameter):
+                        parameter.grad = None  # a dummy
+            elif graphed:
+                run.backward_dw()
+        torch.cuda.synchronize()
+        done.wgrads += _optimizer_step(setup, parameters)
+        yield done
+
+
+def _count(order: Sequence[float]) -> int:
+    return sum(entry > 0 for entry in order)
+
+
+def _random() -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+
+def _begin(setup: Setup, modules: Iterable[Any]) -> None:
+    for module in modules:
+        if setup.mark_first:
+            module.is_first_microbatch = True
+        for parameter in module.parameters():
+            parameter.grad = None
+            if in_main_grad(setup, parameter):
+                parameter.main_grad.zero_()
+
+
+def _optimizer_step(setup: Setup, parameters: Iterable[Any]) -> list[torch.Tensor]:
+    """Change every parameter by its gradient, and give the gradients."""
+    found = []
+    with torch.no_grad():
+        for parameter in parameters:
+            grad = parameter.main_grad if in_main_grad(setup, parameter) else _or_zeros(parameter.grad, parameter)
+            found.append(grad.clone())
+            weight = parameter.dequantize() if setup.fp8_params and parameter.dim() == 2 else parameter
+            parameter.copy_(weight - (LEARNING_RATE * grad).to(weight.dtype))
+    return found
+
+
+def _or_zeros(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A gradient that was never delivered counts as zeros: an error of 1.0."""
+    return torch.zeros(like.shape, dtype=torch.bfloat16, device="cuda") if grad is None else grad
+
+
+def error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """The norm of the difference over the norm of what is wanted; 0.0 is bit for bit, inf where a value is not finite."""
+    if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+        return 0.0
+    difference = _norm([a.double() - b.double() for a, b in zip(found, wanted, strict=True)])
+    return difference / _norm(wanted) if math.isfinite(difference) else math.inf
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return math.hypot(*(float(tensor.double().norm()) for tensor in tensors))
+
+
+def compare(**options: Any) -> dict[str, Any]:
+    """Train a `Setup` with these ``options`` both ways: for each step the errors, and the wgrad norm relative to eager."""
+    setup = Setup(**options)
+    errors: dict[str, list[float]] = {"outputs": [], "dgrads": [], "wgrads": []}
+    norms = []
+    eager = list(train(setup, graphed=False))
+    for graphed, wanted in zip(train(setup, graphed=True), eager, strict=True):
+        for name, found in errors.items():
+            found.append(error(getattr(graphed, name), getattr(wanted, name)))
+        norms.append(_norm(graphed.wgrads) / _norm(wanted.wgrads))
+    return {"errors": errors, "wgrad_norm": norms}
