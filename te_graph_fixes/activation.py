@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import importlib.util
 import logging
 import os
 import sys
@@ -19,8 +20,6 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
-import wrapt
-
 from .settings import Settings
 from .status import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
 
@@ -29,25 +28,15 @@ if TYPE_CHECKING:
     from .fix import Verdict
     from .source import Source
 
+if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only with TE: it is slow to import
+    raise ImportError("te_graph_fixes needs wrapt, which is not installed: pip install 'wrapt>=1.16,<3'", name="wrapt")
+
 PACKAGE = "transformer_engine.pytorch"
 _logger = logging.getLogger("te_graph_fixes")
 
 
-class _Loader(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A module's own loader, which in addition tells us before and after the module is executed."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        loader = self.__wrapped__
-        module.__loader__ = loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = loader
-        _activation.before(module.__name__)
-        loader.exec_module(module)
-        _activation.after(module.__name__)
-
-
 class _Finder:
-    """Finds the watched modules as the other finders do, and puts a `_Loader` around their loader."""
+    """Finds the watched modules as the other finders do, and puts a `Loader` around their loader."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -57,6 +46,8 @@ class _Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         if not _activation.watches(name) or getattr(self._local, "busy", False):
             return None
+        from .loader import Loader
+
         self._local.busy = True
         try:
             for finder in sys.meta_path:
@@ -64,7 +55,7 @@ class _Finder:
                 spec = find(name, path, target) if find and finder is not self else None
                 if spec is not None:
                     if hasattr(spec.loader, "exec_module"):
-                        spec.loader = _Loader(spec.loader)
+                        spec.loader = Loader(spec.loader, _activation.before, _activation.after)
                     return cast("importlib.machinery.ModuleSpec", spec)
             return None
         finally:
