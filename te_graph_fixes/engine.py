@@ -91,7 +91,11 @@ def _module_changes(old: ModuleSource, new: ModuleSource, edits: Sequence[tuple[
     by: dict[str, set[str]] = {}
     additions = set()
     for fix, edit in edits:
-        inside = [name for name, (start, end) in spans.items() if start < edit.start and edit.end < end]
+        inside = [
+            name
+            for name, (start, end) in spans.items()
+            if start < edit.start and (edit.end < end or edit.start < edit.end == end)
+        ]
         if inside:
             by.setdefault(inside[0], set()).add(fix)
         elif edit.start == edit.end:
@@ -99,7 +103,7 @@ def _module_changes(old: ModuleSource, new: ModuleSource, edits: Sequence[tuple[
         else:
             raise EngineError(f"{fix} replaces text of {old.path} that is not in a function")
     added = set(new_functions) - set(old_functions)
-    if bool(additions) != bool(added):
+    if bool(additions) != bool(added) or not all("." in name for name in added):
         raise EngineError(f"{', '.join(additions)} adds to {old.path} something other than a function of a class")
     by.update({name: additions for name in added})
     touched = dict(sorted(by.items(), key=lambda item: new_functions[item[0]].lineno))

@@ -52,7 +52,7 @@ def test_the_version_of_a_checkout_is_in_its_version_file(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_te_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(TENotFoundError, match="expected .*transformer_engine/__init__.py"):
+    with pytest.raises(TENotFoundError, match=r"expected .*transformer_engine/__init__.py"):
         Source.at(tmp_path)
 
 
@@ -90,7 +90,7 @@ def test_bytecode_without_source_is_unrecognized(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"def run(:\n", b"\xff\xfe bad", b"# coding: no-such\nx = 1\n", b"x = 1\0\n"])
 def test_a_module_that_cannot_be_read_or_parsed_is_unrecognized(tmp_path: Path, content: bytes) -> None:
     (tree(tmp_path) / "transformer_engine" / "pytorch" / "code.py").write_bytes(content)
-    with pytest.raises(UnrecognizedError, match="cannot (read|parse)"):
+    with pytest.raises(UnrecognizedError, match=r"cannot (read|parse)"):
         Source.at(tmp_path).definition(CODE, "run")
 
 
@@ -99,7 +99,7 @@ def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two()
     module = ModuleSource(CODE, "code.py", text)
     assert set(module.definitions) == {"A", "A.f", "g"}
     assert module.find("twice") is None
-    with pytest.raises(UnrecognizedError, match="one definition of twice in code.py, found none or several"):
+    with pytest.raises(UnrecognizedError, match=r"one definition of twice in code.py, found none or several"):
         module.definition("twice")
 
 
@@ -137,7 +137,7 @@ def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
     with pytest.raises(UnrecognizedError) as failure:
         run.one("a = ANY")
     assert str(failure.value) == ("looked for `a = ANY` exactly once in run (code.py:2), found it 2 times (lines 3, 4)")
-    with pytest.raises(UnrecognizedError, match="found it 0 times$"):
+    with pytest.raises(UnrecognizedError, match=r"found it 0 times$"):
         run.one("b = ANY")
 
 
