@@ -141,8 +141,9 @@ def batches(step: int) -> Iterator[torch.Tensor]:
 def forward_step(data: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[..., Any]]:
     tokens = next(data)
     positions = torch.arange(TOKENS, device="cuda").unsqueeze(0)
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="cuda").triu(1)
     run = model.build_schedule_plan if return_schedule_plan else model
-    return run(tokens, positions, None, labels=tokens.roll(-1, 1)), loss
+    return run(tokens, positions, mask, labels=tokens.roll(-1, 1)), loss
 
 
 def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
