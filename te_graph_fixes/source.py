@@ -132,7 +132,7 @@ class ModuleSource:
     def tree(self) -> ast.Module:
         try:
             return ast.parse(self.text, self.path)
-        except SyntaxError as error:
+        except (SyntaxError, ValueError) as error:  # ValueError: Python 3.10 for null bytes
             raise UnrecognizedError(f"cannot parse {self.path}: {error}") from error
 
     @cached_property
