@@ -48,7 +48,8 @@ PIPELINED = (
 )
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
-PARAM_GRADS, ACCESSORS = "param-grad-lifetime", "skip-flag-accessors"
+PARAM_GRADS, ACCESSORS, HOOKS = "param-grad-lifetime", "skip-flag-accessors", "backward-dw-hooks"
+GRAD_INPUTS, DELIVERY, SAFETY = "grad-input-lifetime", "delayed-wgrad-delivery", "capture-exception-safety"
 
 
 def _training(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
@@ -76,6 +77,13 @@ _ALL = (
     _order("pipelined-experts-fp8", PIPELINED, module="GroupedLinear", recipe="fp8-current"),
     _order("wgrads-not-in-order", (1, 1, -1, -1), reuse=False),
     Case("wgrad-before-dgrad", (ORDER,), "refusal:illegal_order"),
+    Case("layers-as-chunks", (GRAD_INPUTS,), "pipeline:sent_gradients", quick=True),
+    _training("hooks-after-wgrad", (HOOKS,), delay=True, mark_first=False, hooks=True, quick=True),
+    _training("delayed-unfused", (DELIVERY,), delay=True, mark_first=False, fused=False, quick=True),
+    _training("delayed-bias", (DELIVERY,), delay=True, mark_first=False, bias=True),
+    _training("delayed-bias-fp8", (DELIVERY,), delay=True, mark_first=False, bias=True, recipe="fp8-current"),
+    _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
+    _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
 )

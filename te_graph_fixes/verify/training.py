@@ -44,7 +44,8 @@ class Setup:
 
     ``mark_first``: modules mark first microbatches, and FP8 weights are cached. ``set_flag``: the caller sets the flag
     that says whether weights are new, as Megatron-Core does, besides. ``delay``: graphs delay their wgrads; without
-    wgrad entries in ``order`` each is replayed right after its dgrad. ``reuse``: buffers are reused.
+    wgrad entries in ``order`` each is replayed right after its dgrad. ``hooks``: the values of ``main_grad`` that hooks
+    see after each wgrad are compared too. ``reuse``: buffers are reused.
     """
 
     module: str = "Linear"
@@ -55,6 +56,7 @@ class Setup:
     fused: bool = True
     bias: bool = False
     delay: bool = False
+    hooks: bool = False
     reuse: bool = False
     mark_first: bool = True
     set_flag: bool = False
@@ -83,6 +85,7 @@ class Step:
     outputs: list[torch.Tensor] = field(default_factory=list)
     dgrads: list[torch.Tensor] = field(default_factory=list)
     wgrads: list[torch.Tensor] = field(default_factory=list)
+    seen_by_hooks: list[torch.Tensor] = field(default_factory=list)
 
 
 def make_recipe(name: str) -> Any:
@@ -109,6 +112,8 @@ def make_module(setup: Setup, seed: int, delay: bool) -> Any:
     arguments: tuple[Any, ...] = ()
     if setup.module == "GroupedLinear":
         sizes, arguments = (setup.experts, *sizes), (token_splits(setup.experts, setup.uneven),)
+    elif setup.module == "LayerNormMLP":
+        sizes = HIDDEN, 2 * HIDDEN
     torch.manual_seed(seed)
     context = nullcontext()
     if setup.fp8_params:
@@ -186,6 +191,13 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
     shape = (setup.steps, chunks, microbatches, TOKENS, HIDDEN)
     inputs = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
     output_grads = torch.randn_like(inputs)
+    done = Step()
+
+    def hook() -> None:
+        done.seen_by_hooks.extend(parameter.main_grad.clone() for parameter in parameters)
+
+    if setup.hooks and graphed:
+        modules[0].register_wgrad_accumulation_and_reduce_hooks(hook)
     runs = capture(setup, modules, recipe) if graphed else [each for each in modules for _ in range(microbatches)]
     for step in range(setup.steps):
         _begin(setup, modules)
@@ -211,6 +223,8 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
                 for parameter in modules[chunk].parameters():
                     if in_main_grad(setup, parameter):
                         parameter.grad = None  # a dummy
+                if setup.hooks and not graphed:
+                    hook()
             elif graphed:
                 run.backward_dw()
         torch.cuda.synchronize()
@@ -254,11 +268,20 @@ def _or_zeros(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The norm of the difference over the norm of what is wanted; 0.0 is bit for bit, inf where a value is not finite."""
-    if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+    """The largest error of a tensor: the norm of the difference over the norm of what is wanted.
+
+    0.0 is bit for bit. Missing tensors are an error of 1.0, values that are not finite one of inf.
+    """
+    if len(found) != len(wanted):
+        return 1.0
+    return max((_error(a, b) for a, b in zip(found, wanted, strict=True)), default=0.0)
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if torch.equal(found, wanted):
         return 0.0
-    difference = _norm([a.double() - b.double() for a, b in zip(found, wanted, strict=True)])
-    return difference / _norm(wanted) if math.isfinite(difference) else math.inf
+    difference, norm = _norm([found.double() - wanted.double()]), _norm([wanted])
+    return difference / norm if math.isfinite(difference) and norm else math.inf
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -268,7 +291,7 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 def compare(**options: Any) -> dict[str, Any]:
     """Train a `Setup` with these ``options`` both ways: for each step the errors, and the wgrad norm relative to eager."""
     setup = Setup(**options)
-    errors: dict[str, list[float]] = {"outputs": [], "dgrads": [], "wgrads": []}
+    errors: dict[str, list[float]] = {"outputs": [], "dgrads": [], "wgrads": [], "seen_by_hooks": []}
     norms = []
     eager = list(train(setup, graphed=False))
     for graphed, wanted in zip(train(setup, graphed=True), eager, strict=True):
