@@ -1,0 +1,212 @@
+"""``capture-exception-safety``: a capture that fails leaves the process damaged, and hides why it failed.
+
+Upstream: open, TE 2.10 to main.
+
+Symptom: after an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have lost
+their grads, eager FP8 forwards and backwards still take the graph path, modules keep the capture's recipe and its
+forward hooks, later wgrads come out of order, random numbers or FP8 scales differ from what they were. Where a
+forbidden operation has spoiled the capture one sees "operation failed due to a previous error during capture" instead
+of the error itself, work goes on in the capture's stream, and drawing random numbers raises "Offset increment outside
+graph capture encountered unexpectedly".
+
+What was done after ``yield`` or after the capture is now done in ``finally`` or ``except`` clauses, the first exception
+is raised again, and a capture that PyTorch could not end is cleaned up.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import cast
+
+from ..fix import Fix, Verdict, applicable, not_needed
+from ..source import Definition, Edit, Source, UnrecognizedError
+
+CAPTURE = """
+with torch.cuda.graph(*args, **kwargs):
+    yield
+if gc_is_enabled:
+    gc.enable()
+"""
+
+SAFE_CAPTURE = """
+stream = torch.cuda.current_stream()
+failure = None
+try:
+    with torch.cuda.graph(*args, **kwargs):
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+except BaseException as error:
+    if error is failure:
+        raise
+    # PyTorch could not end the capture, and has left its stream, its memory pool and the random
+    # number generators in it. An empty capture brings the generators out.
+    with contextlib.suppress(AttributeError, KeyError, RuntimeError):
+        torch.cuda.set_stream(stream)
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), kwargs["pool"])
+        torch._C._cuda_releasePool(torch.cuda.current_device(), kwargs["pool"])
+    with contextlib.suppress(RuntimeError):
+        empty_graph = torch.cuda.CUDAGraph()
+        if graph_safe_rng_available():
+            for state in get_all_rng_states().values():
+                empty_graph.register_generator_state(state)
+        with torch.cuda.graph(empty_graph):
+            torch.zeros(1, device="cuda")
+    if failure is None:
+        raise
+    # Show what went wrong in the capture last, where one looks for it.
+    error.__context__ = failure.__context__
+    raise failure
+finally:
+    failure = None
+    if gc_is_enabled:
+        gc.enable()
+"""
+
+GRADS = """
+yield
+for input_tensor, original_grad in zip(inputs, original_input_grads):
+    input_tensor.grad = original_grad
+"""
+
+SAFE_GRADS = """
+try:
+    yield
+finally:
+    for input_tensor, original_grad in zip(inputs, original_input_grads):
+        input_tensor.grad = original_grad
+"""
+
+WARMUP = """
+ANY_OUTPUTS = ANY_FORWARD
+for hook in hooks:
+    hook.remove()
+"""
+
+SAFE_WARMUP = """
+try:
+    {forward}
+finally:
+    for hook in hooks:
+        hook.remove()
+"""
+
+UNWRAP = """
+for module_cls, old_call in old_call_funcs.items():
+    module_cls.__call__ = old_call
+"""
+
+SAFE_CALL = """
+
+# What the capture changes is put back where it fails, too, as far as the device still answers.
+submodules = [m for module in modules for m in module.modules()]
+first_microbatch = [
+    (m, m.is_first_microbatch) for m in submodules if hasattr(m, "is_first_microbatch")
+]
+delayed_wgrads = [getattr(getattr(m, "wgrad_store", None), "context", None) for m in submodules]
+delayed_wgrads = [(context, list(context.queue)) for context in delayed_wgrads if context]
+try:
+    set_capture_start()
+    for module in modules:
+        wrap_autocast(module)
+    graphed_callables = capture()
+except BaseException:
+    for m, value in first_microbatch:
+        m.is_first_microbatch = value
+    for context, pending in delayed_wgrads:
+        context.queue.clear()
+        context.queue.extend(pending)
+    with contextlib.suppress(Exception):
+        restore_fp8_tensors(modules, saved_fp8_tensors)
+    with contextlib.suppress(Exception):
+        if graph_safe_rng_available():
+            for gen, state in zip(generators, original_rng_states):
+                gen.set_state(state)
+        else:
+            torch.cuda.set_rng_state(original_rng_states)
+    raise
+finally:
+    set_capture_end()
+    for module_cls, old_call in old_call_funcs.items():
+        module_cls.__call__ = old_call
+"""
+
+
+def examine(source: Source) -> Verdict:
+    module = source.module("transformer_engine.pytorch.graph")
+    edits = [
+        *_graph_context(module.definition("_graph_context_wrapper")),
+        *_warmup(module.definition("_make_graphed_callables")),
+        *_public(module.definition("make_graphed_callables")),
+    ]
+    none_grad = module.find("_none_grad_context_wrapper")
+    if none_grad:
+        edits += _none_grad(none_grad)
+    if not edits:
+        return not_needed("a capture that fails is undone")
+    return applicable("what a capture changes is put back only where it succeeds", edits)
+
+
+def _graph_context(wrapper: Definition) -> list[Edit]:
+    if _in_finally(wrapper, "gc.enable()"):
+        return []
+    return [wrapper.replace(wrapper.one(CAPTURE), SAFE_CAPTURE)]
+
+
+def _none_grad(wrapper: Definition) -> list[Edit]:
+    if _in_finally(wrapper, "input_tensor.grad = original_grad"):
+        return []
+    return [wrapper.replace(wrapper.one(GRADS), SAFE_GRADS)]
+
+
+def _warmup(capture: Definition) -> list[Edit]:
+    if _in_finally(capture, "hook.remove()"):
+        return []
+    warmup = capture.one(WARMUP)
+    forward = capture.text(cast(list[ast.stmt], getattr(warmup, "statements"))[0])
+    return [capture.replace(warmup, SAFE_WARMUP.format(forward=forward))]
+
+
+def _public(public: Definition) -> list[Edit]:
+    if _in_finally(public, "set_capture_end()"):
+        return []
+    call = cast(ast.Assign, public.one("graphed_callables = ANY"))
+    if not isinstance(call.value, ast.Call) or ast.unparse(call.value.func) != "_make_graphed_callables":
+        raise UnrecognizedError(f"looked for a call of _make_graphed_callables in {public.module.path}, found another")
+    for pattern in ("saved_fp8_tensors = ANY", "original_rng_states = [state.get_state() for state in generators]"):
+        public.one(pattern)
+    function = call.value.func
+    return [
+        public.delete(public.one("set_capture_start()")),
+        public.delete(public.one("wrap_autocast(module)")),
+        Edit(
+            public.module.name,
+            public.module.offset(call.lineno, call.col_offset),
+            public.module.offset(function.lineno, function.col_offset),
+            "capture = lambda: ",
+        ),
+        public.insert_after(call, SAFE_CALL),
+        public.delete(public.one(UNWRAP)),
+        public.delete(public.one("set_capture_end()")),
+    ]
+
+
+def _in_finally(definition: Definition, pattern: str) -> bool:
+    return any(
+        definition.has(pattern, within=statement)
+        for node in ast.walk(definition.node)
+        if isinstance(node, ast.Try)
+        for statement in node.finalbody
+    )
+
+
+FIX = Fix(
+    id="capture-exception-safety",
+    summary="a capture that fails leaves the process damaged, and hides why it failed",
+    symptom="after a failed capture: no garbage collection, lost grads, eager FP8 in the graph path, wrong recipe",
+    upstream=(),
+    affected=">=2.8",
+    examine=examine,
+)
