@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..settings import SWITCH
+from ..settings import SWITCH, Settings
 from .cases import Case
 
 CHILD = (sys.executable, "-m", f"{__package__}.child")
@@ -99,9 +99,8 @@ class Row:
 class Child:
     """A process that measures cases, started when it is needed and again after it has ended."""
 
-    def __init__(self, switch: str, command: Sequence[str] = CHILD, environ: Mapping[str, str] = os.environ) -> None:
-        self._command = command
-        self._environ = {**environ, SWITCH: "off" if switch == WITHOUT else _wanted(environ)}
+    def __init__(self, environ: Mapping[str, str], command: Sequence[str] = CHILD) -> None:
+        self._command, self._environ = command, environ
         self._process: subprocess.Popen[str] | None = None
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")
 
@@ -163,11 +162,11 @@ class Child:
         return lines[-1] if lines else "it said nothing"
 
 
-def _wanted(environ: Mapping[str, str]) -> str:
-    """The user's own choice of fixes, unless that is none."""
-    from ..settings import Settings
-
-    return "on" if Settings.read(environ=environ).off else environ.get(SWITCH, "on")
+def environment(switch: str) -> dict[str, str]:
+    """This process's environment with the fixes off, or with the user's own choice of fixes, all if that is none."""
+    if switch == WITHOUT:
+        return {**os.environ, SWITCH: "off"}
+    return {**os.environ, SWITCH: "on"} if Settings.read().off else dict(os.environ)
 
 
 def measure(
@@ -187,7 +186,7 @@ def measure(
         for case in cases:
             queues[switch].put(case)
     each = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
-    children = [(switch, Child(switch, command)) for switch in queues for _ in range(each)]
+    children = [(switch, Child(environment(switch), command)) for switch in queues for _ in range(each)]
 
     def work(switch: str, child: Child) -> None:
         while True:
