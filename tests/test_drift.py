@@ -1,0 +1,201 @@
+"""Every fix against the sources of every published TransformerEngine (TE): verdicts, and that the edits fit.
+
+Nothing is imported from TE. What is fetched, and where it is kept, is in `tests.published`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from te_graph_fixes.cli import main
+from te_graph_fixes.engine import changes, patched
+from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Verdict
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.source import ModuleSource, Source
+from te_graph_fixes.verdicts import unmet, verdicts
+from tests.published import VERSIONS, source
+
+FIRST = {
+    "backward-dw-hooks": "2.10.0",
+    "backward-dw-order": "2.10.0",
+    "delayed-wgrad-delivery": "2.10.0",
+    "grouped-linear-skip-flag": "2.10.0",
+    "skip-flag-accessors": "2.15.0",
+}
+"""The first published version with the defect, where it is not the first of all."""
+
+LAST = {
+    "backward-dw-hooks": "2.12.0",
+    "grouped-linear-skip-flag": "2.16.1",
+    "param-grad-lifetime": "2.18.0",
+    "skip-flag-accessors": "2.16.1",
+    "warmup-reset": "2.13.0",
+}
+"""The last published version with the defect, where it is not in the newest."""
+
+LACKS = ("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery")
+"""The fixes of features which the versions before `FIRST` do not have."""
+
+REPRESENTATIVE = ("2.10.0", "2.12.0", "2.15.0", VERSIONS[-1])
+"""Versions that between them have every defect and every layout of the source."""
+
+
+def position(version: str) -> int:
+    return VERSIONS.index(version)
+
+
+def wanted(fix: str, version: str) -> str:
+    if position(version) < position(FIRST.get(fix, VERSIONS[0])):
+        return NOT_APPLICABLE if fix in LACKS else NOT_NEEDED
+    return APPLICABLE if position(version) <= position(LAST.get(fix, VERSIONS[-1])) else NOT_NEEDED
+
+
+@functools.cache
+def found(version: str) -> tuple[Source, Mapping[str, Verdict]]:
+    tree = Source.at(source(version))
+    return tree, verdicts(tree)
+
+
+def needed(version: str) -> dict[str, Verdict]:
+    return {fix: verdict for fix, verdict in found(version)[1].items() if verdict.verdict == APPLICABLE}
+
+
+def baked(tree: Source, chosen: Iterable[Verdict]) -> Source:
+    """``tree`` with the edits of the verdicts in its text."""
+    result = Source(tree.location, tree.version)
+    for name, (_, text) in patched(tree, chosen).items():
+        original = tree.find(name)
+        result._modules[name] = ModuleSource(name, original.path if original else name, text)
+    return result
+
+
+def words(found: Mapping[str, Verdict]) -> dict[str, str]:
+    return {fix: verdict.verdict for fix, verdict in found.items()}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_verdicts(version: str) -> None:
+    assert found(version)[0].version == version
+    assert words(found(version)[1]) == {fix: wanted(fix, version) for fix in CATALOGUE}
+
+
+@pytest.mark.parametrize("origin", ["newest", "TE_SOURCE"])
+def test_the_newest_te_is_recognized(origin: str) -> None:
+    if origin == "TE_SOURCE" and not os.environ.get("TE_SOURCE"):
+        pytest.skip("TE_SOURCE names no checkout")
+    tree = Source.at(source("newest") if origin == "newest" else os.environ["TE_SOURCE"])
+    unknown = {fix: verdict.reason for fix, verdict in verdicts(tree).items() if verdict.verdict == UNRECOGNIZED}
+    assert not unknown
+    chosen = {fix: verdict for fix, verdict in verdicts(tree).items() if verdict.verdict == APPLICABLE}
+    assert changes(tree, chosen)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, verdict_of = found(version)
+    chosen = {
+        fix: verdict
+        for fix, verdict in needed(version).items()
+        if not unmet(CATALOGUE[fix], needed(version), verdict_of)
+    }
+    assert main(["diff", "--source", tree.location]) == 0
+    shutil.copytree(Path(tree.location).parent, tmp_path, dirs_exist_ok=True)
+    patch = ["patch", "-p1", "--fuzz=0"] if shutil.which("patch") else ["git", "apply", "-p1", "-"]
+    subprocess.run(patch, input=capsys.readouterr().out.encode(), cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+
+    copy = Source.at(tmp_path)
+    for name, (_, after) in patched(tree, chosen.values()).items():
+        assert copy.module(name).text == after
+    for change in changes(tree, chosen):
+        on_disk = functions(copy.module(change.module))
+        assert shape(change.after) == shape(on_disk[change.qualname])
+        if change.before:
+            assert change.before == functions(tree.module(change.module))[change.qualname]
+    assert words(verdicts(copy)) == {
+        fix: NOT_NEEDED if fix in chosen else verdict.verdict for fix, verdict in verdict_of.items()
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_only_the_functions_that_are_named_differ(version: str) -> None:
+    tree, chosen = found(version)[0], needed(version)
+    touched = {(change.module, change.qualname) for change in changes(tree, chosen)}
+    for name, (before, after) in patched(tree, chosen.values()).items():
+        if before:
+            names = {qualname for module, qualname in touched if module == name}
+            assert without(before, names) == without(after, names)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_fixes_do_not_overlap_in_any_pair(version: str) -> None:
+    tree, chosen = found(version)[0], needed(version)
+    for pair in itertools.combinations(chosen, 2):
+        together = patched(tree, [chosen[fix] for fix in pair])
+        assert together == patched(tree, [chosen[fix] for fix in reversed(pair)])
+        if version in REPRESENTATIVE:
+            assert changes(tree, {fix: chosen[fix] for fix in pair})
+
+
+@pytest.mark.parametrize("version", REPRESENTATIVE)
+def test_a_fix_that_is_in_the_source_does_not_hide_another(version: str) -> None:
+    tree, verdict_of = found(version)
+    everything = patched(tree, needed(version).values())
+    for fix, verdict in needed(version).items():
+        partly = baked(tree, [verdict])
+        again = verdicts(partly)
+        assert words(again) == {**words(verdict_of), fix: NOT_NEEDED}
+        rest = baked(partly, [verdict for verdict in again.values() if verdict.verdict == APPLICABLE])
+        assert {name: rest.module(name).text for name in everything} == {
+            name: text for name, (_, text) in everything.items()
+        }
+
+
+def functions(module: ModuleSource) -> dict[str, CodeType]:
+    """The code of every function and method by its qualified name."""
+    result = {}
+
+    def visit(code: CodeType, prefix: str) -> None:
+        for const in code.co_consts:
+            if isinstance(const, CodeType):
+                name = prefix + const.co_name
+                if name in module.definitions:
+                    result[name] = const
+                    if isinstance(module.definitions[name], ast.ClassDef):
+                        visit(const, f"{name}.")
+
+    visit(compile(module.text, module.path, "exec", dont_inherit=True), "")
+    return result
+
+
+def shape(code: CodeType) -> tuple[Any, ...]:
+    """All of a code object but where its lines are."""
+    return (
+        *(code.co_code, code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
+        *(code.co_flags, code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount),
+        tuple(shape(const) if isinstance(const, CodeType) else (type(const), const) for const in code.co_consts),
+    )
+
+
+def without(text: str, names: set[str]) -> str:
+    """The syntax of a module with the definitions ``names`` taken out."""
+
+    def strip(body: list[ast.stmt], prefix: str) -> list[ast.stmt]:
+        kept = [node for node in body if prefix + getattr(node, "name", "") not in names]
+        for node in kept:
+            if isinstance(node, ast.ClassDef):
+                node.body = strip(node.body, f"{prefix}{node.name}.")
+        return kept
+
+    tree = ast.parse(text)
+    return ast.dump(ast.Module(strip(tree.body, ""), []))
