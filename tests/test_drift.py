@@ -57,6 +57,9 @@ HIDES = {
 }
 """A fix which, alone in a source, makes the other unrecognized. That is said; the two are to be baked together."""
 
+ACCESSOR = ("quantization_state.skip_fp8_weight_update_tensor", "get_skip_fp8_weight_update_tensor()")
+"""How the skip tensor is read where there is no accessor, and where there is one."""
+
 
 def position(version: str) -> int:
     return VERSIONS.index(version)
@@ -166,9 +169,8 @@ def test_a_fix_that_is_in_the_source_does_not_hide_another(version: str) -> None
         assert words(again) == {**words(verdict_of), fix: NOT_NEEDED, **hidden}
         rest = baked(partly, [verdict for verdict in again.values() if verdict.verdict == APPLICABLE])
         if not hidden:
-            assert {name: rest.module(name).text for name in everything} == {
-                name: text for name, (_, text) in everything.items()
-            }
+            for name, (_, text) in everything.items():
+                assert rest.module(name).text in (text, text.replace(*ACCESSOR))
 
 
 def functions(module: ModuleSource) -> dict[str, CodeType]:
