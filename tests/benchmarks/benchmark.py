@@ -1,0 +1,208 @@
+"""What the fixes cost and gain on the installed TransformerEngine (TE): JSON, a table and a picture.
+
+    python tests/benchmarks/benchmark.py --json benchmark.json --png benchmark.png
+
+Three variants of the same TE are compared, in processes of their own that take turns: ``unpatched``, ``patched`` (by this
+package, in memory) and ``source`` (a copy of TE with the change of ``te-graph-fixes diff`` on disk, this package off).
+Without a GPU only the import times are measured, with ``--no-gpu``. Needs matplotlib for the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from te_graph_fixes.cli import _chosen
+from te_graph_fixes.engine import patched
+from te_graph_fixes.source import Source, TENotFoundError
+from te_graph_fixes.verdicts import verdicts
+
+ROOT = Path(__file__).parents[2]
+UNPATCHED, PATCHED, SOURCE = "unpatched", "patched", "source"
+ROUNDS = {"forward": 9, "replay": 5, "captures": 3}
+
+Samples = dict[str, dict[str, list[float]]]
+"""Measure -> variant -> one number for each round."""
+
+
+def patched_copy(source: Source, folder: Path) -> None:
+    """A copy of TE with the fixes in its source; what is not Python is linked to."""
+
+    def copy(old: str, new: str) -> str:
+        shutil.copyfile(old, new) if old.endswith(".py") else os.symlink(old, new)
+        return new
+
+    location = Path(source.location)
+    for entry in location.parent.glob("transformer_engine*"):
+        if entry.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(entry, folder / entry.name, copy_function=copy, ignore=ignore, symlinks=False)
+        else:
+            copy(str(entry), str(folder / entry.name))
+    for name, (_, after) in patched(source, _chosen([], verdicts(source)).values()).items():
+        module = source.find(name)
+        path = Path(module.path).relative_to(location.parent) if module else Path(*name.split(".")).with_suffix(".py")
+        (folder / path).write_text(after, encoding="utf-8")
+
+
+class Worker:
+    """A process of `worker.py`."""
+
+    def __init__(self, switch: str, first_on_path: Path | None = None) -> None:
+        path = [str(first_on_path)] if first_on_path else []
+        path += [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("worker.py"))],
+            env={**os.environ, "TE_GRAPH_FIXES": switch, "PYTHONPATH": os.pathsep.join(path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def hello(self) -> dict[str, Any]:
+        """The version of TE, the GPU and the fixes that are applied, once it has started."""
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
+
+    def measure(self, part: str) -> dict[str, float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(part, file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def import_ms(statement: str) -> float:
+    """The time that ``statement`` takes in a fresh interpreter."""
+    code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return 1e3 * float(done.stdout.split()[-1])
+
+
+def imports(te: bool) -> Samples:
+    """Import times in pairs that run side by side: of this package and of wrapt, of TE with and without this package."""
+    pairs = {"import_ms": ("import wrapt", "import te_graph_fixes", 15)}
+    if te:
+        alone = "import transformer_engine.pytorch"
+        pairs["import_te_ms"] = (alone, f"import te_graph_fixes; {alone}", 8)
+    found: Samples = {}
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4 * 2)) as pool:
+        for name, (without, with_fixes, rounds) in pairs.items():
+            list(pool.map(import_ms, (without, with_fixes)))  # fills the caches
+            measured = list(pool.map(import_ms, (without, with_fixes) * rounds))
+            found[name] = {UNPATCHED: measured[::2], PATCHED: measured[1::2]}
+    return found
+
+
+def on_gpu(source: Source) -> tuple[dict[str, Any], Samples]:
+    """About the variants, and what they measure in turns."""
+    found: Samples = {}
+    with tempfile.TemporaryDirectory() as folder:
+        patched_copy(source, Path(folder))
+        workers = {UNPATCHED: Worker("off"), PATCHED: Worker("on"), SOURCE: Worker("off", Path(folder))}
+        try:
+            about = {variant: worker.hello() for variant, worker in workers.items()}
+            for part, rounds in ROUNDS.items():
+                for turn in range(rounds + 1):
+                    order = list(workers.items())
+                    for variant, worker in order[turn % 3 :] + order[: turn % 3]:
+                        for name, value in worker.measure(part).items():
+                            if turn:  # the first is for warming up
+                                found.setdefault(name, {}).setdefault(variant, []).append(value)
+        finally:
+            for worker in workers.values():
+                worker.close()
+    return about, found
+
+
+def table(samples: Samples) -> str:
+    """Medians with the smallest and largest value; the ratio of ``patched`` to each other variant, round by round."""
+    lines = [("MEASURE", f"{UNPATCHED} (import_ms: wrapt)", PATCHED, SOURCE, "PATCHED / UNPATCHED", "PATCHED / SOURCE")]
+    for name, variants in samples.items():
+        cells = [_spread(variants[variant]) if variant in variants else "" for variant in (UNPATCHED, PATCHED, SOURCE)]
+        ratios = [
+            _spread(ratio(variants, other)) if other in variants else "" for other in (UNPATCHED, SOURCE)
+        ]
+        lines.append((name, *cells, *ratios))  # type: ignore[arg-type]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def ratio(variants: dict[str, list[float]], other: str) -> list[float]:
+    """``patched`` over ``other`` for each round."""
+    pairs = zip(variants[PATCHED], variants[other], strict=True)
+    return [a / b if b else float("nan") for a, b in pairs]
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.4g} [{min(values):.4g}, {max(values):.4g}]"
+
+
+def picture(samples: Samples, title: str, path: str) -> None:
+    """Replay times of the variants, and the ratios of what is patched in memory to what is patched on disk."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    places = {"first_ms": "first microbatch", "later_ms": "later microbatches"}
+    for i, variant in enumerate((UNPATCHED, PATCHED, SOURCE)):
+        medians = [statistics.median(samples[name][variant]) for name in places]
+        bars = left.bar([place + 0.27 * (i - 1) for place in range(len(places))], medians, 0.25, label=variant)
+        left.bar_label(bars, fmt="%.2f", fontsize=8)
+    left.set_xticks(range(len(places)), list(places.values()))
+    left.set_ylabel("forward replay, ms")
+    left.set_title(f"8 experts, {4096} to {14336}, FP8 delayed scaling")
+    left.legend()
+    names = [name for name, variants in samples.items() if SOURCE in variants]
+    for i, name in enumerate(names):
+        values = ratio(samples[name], SOURCE)
+        right.plot(values, [i] * len(values), "|", color="tab:blue", markersize=12)
+        right.plot(statistics.median(values), i, "o", color="tab:blue")
+    right.axvline(1.0, color="gray", linewidth=1)
+    right.set_yticks(range(len(names)), names)
+    right.set_xlabel("patched in memory / patched on disk")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write every sample here")
+    parser.add_argument("--png", metavar="FILE", help="draw the picture here")
+    parser.add_argument("--no-gpu", action="store_true", help="only import times")
+    options = parser.parse_args()
+    try:
+        source = Source.installed()
+    except TENotFoundError:
+        source = None
+    if source is None and not options.no_gpu:
+        sys.exit("TransformerEngine is not installed: only --no-gpu works")
+    samples = imports(te=not options.no_gpu)
+    about: dict[str, Any] = {}
+    if source is not None and not options.no_gpu:
+        about, measured = on_gpu(source)
+        samples.update(measured)
+        print(f"TransformerEngine {about[PATCHED]['te']} on {about[PATCHED]['gpu']}, applied: {about[PATCHED]['applied']}")
+    print(table(samples))
+    if options.json:
+        Path(options.json).write_text(json.dumps({"about": about, "samples": samples}, indent=1) + "\n")
+    if options.png and about:
+        picture(samples, f"TransformerEngine {about[PATCHED]['te']}, {about[PATCHED]['gpu']}", options.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
