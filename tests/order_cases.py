@@ -82,11 +82,11 @@ def train(
     graphed: bool,
     reuse: bool = False,
     shared: bool = False,
-    wgrad_at_dgrad: bool = False,
 ) -> Values:
     """Run ``order`` for some steps. ``graphed``: through graphs with delayed wgrads; else eagerly without delay.
 
-    With ``wgrad_at_dgrad`` a wgrad is replayed right after its dgrad, for orders without wgrad entries.
+    A wgrad for which the order has no entry is replayed right after its dgrad. ``shared``: static inputs are shared by
+    the caller.
     """
     make_recipe = RECIPES[recipe_name]
     recipe = make_recipe() if make_recipe else None
@@ -144,7 +144,7 @@ def train(
                         if parameter.dim() == 1:
                             sums[parameter] += parameter.grad
                         parameter.grad = None
-                if graphed and wgrad_at_dgrad:
+                if graphed and entry - 0.5 not in order:
                     runs[index].backward_dw()
             elif graphed:
                 runs[index].backward_dw()

@@ -49,3 +49,53 @@ def random_orders(seed: int, number: int) -> list[list[float]]:
         chunks = rng.randint(1, 4)
         orders.append(random_order(rng, chunks, rng.randint(1, 6), range(1, chunks + 1)))
     return orders
+
+
+def legal(order: list[float]) -> bool:
+    """Whether an order of whole and half numbers is legal; looked at chunk by chunk."""
+    chunks = {int(abs(value)) for value in order}
+    if not order or chunks != set(range(1, len(chunks) + 1)) or any(value > 0 and value % 1 for value in order):
+        return False
+    microbatches = order.count(1)
+    for chunk in chunks:
+        places = [[i for i, v in enumerate(order) if v == value] for value in (chunk, -chunk, -chunk - 0.5)]
+        if len(places[0]) != microbatches or len(places[1]) != microbatches or len(places[2]) not in (0, microbatches):
+            return False
+        rows = zip(*places[: 3 if places[2] else 2], strict=True)
+        if any(list(row) != sorted(row) for row in rows):
+            return False
+    return True
+
+
+def changed_order(order: list[float], choices: random.Random) -> list[float]:
+    """``order`` with one or two random changes; it may still be legal."""
+    changed = list(order)
+    for _ in range(choices.randint(1, 2)):
+        position = choices.randrange(len(changed))
+        change = choices.choice(["drop", "repeat", "swap", "half", "negate", "chunk"])
+        if change == "drop" and len(changed) > 1:
+            del changed[position]
+        elif change == "repeat":
+            changed.insert(choices.randrange(len(changed) + 1), changed[position])
+        elif change == "swap":
+            other = choices.randrange(len(changed))
+            changed[position], changed[other] = changed[other], changed[position]
+        elif change == "half":
+            changed[position] += choices.choice([-0.5, 0.5])
+        elif change == "negate":
+            changed[position] = -changed[position]
+        elif change == "chunk":
+            changed[position] += choices.choice([-1, 1])
+    return changed
+
+
+def illegal_orders(seed: int, number: int) -> list[list[float]]:
+    """``number`` random illegal orders, each close to a legal one."""
+    rng = random.Random(seed)
+    found: list[list[float]] = []
+    while len(found) < number:
+        chunks = rng.randint(1, 4)
+        order = changed_order(random_order(rng, chunks, rng.randint(1, 6), range(1, chunks + 1)), rng)
+        if not legal(order):
+            found.append(order)
+    return found

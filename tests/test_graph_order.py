@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from te_graph_fixes.provided.graph_order import DGRAD, FORWARD, WGRAD, Entry, Plan, make_plan, parse
-from tests.orders import NAMED, random_order
+from tests.orders import NAMED, changed_order, legal, random_order
 
 SLOW = settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CHOICES = st.integers(0, 2**32).map(random.Random)
@@ -145,41 +145,9 @@ def check_inputs(order: list[float], choices: random.Random) -> None:
             }
 
 
-def legal(order: list[float]) -> bool:
-    """Whether an order of whole and half numbers is legal, chunk by chunk."""
-    chunks = {int(abs(value)) for value in order}
-    if not order or chunks != set(range(1, len(chunks) + 1)) or any(value > 0 and value % 1 for value in order):
-        return False
-    microbatches = order.count(1)
-    for chunk in chunks:
-        places = [[i for i, v in enumerate(order) if v == value] for value in (chunk, -chunk, -chunk - 0.5)]
-        if len(places[0]) != microbatches or len(places[1]) != microbatches or len(places[2]) not in (0, microbatches):
-            return False
-        rows = zip(*places[: 3 if places[2] else 2], strict=True)
-        if any(list(row) != sorted(row) for row in rows):
-            return False
-    return True
-
-
 def check_mutated(order: list[float], choices: random.Random) -> None:
     """A changed order is refused if and only if it is illegal, with one line that says where and why."""
-    changed = list(order)
-    for _ in range(choices.randint(1, 2)):
-        position = choices.randrange(len(changed))
-        change = choices.choice(["drop", "repeat", "swap", "half", "negate", "chunk"])
-        if change == "drop" and len(changed) > 1:
-            del changed[position]
-        elif change == "repeat":
-            changed.insert(choices.randrange(len(changed) + 1), changed[position])
-        elif change == "swap":
-            other = choices.randrange(len(changed))
-            changed[position], changed[other] = changed[other], changed[position]
-        elif change == "half":
-            changed[position] += choices.choice([-0.5, 0.5])
-        elif change == "negate":
-            changed[position] = -changed[position]
-        elif change == "chunk":
-            changed[position] += choices.choice([-1, 1])
+    changed = changed_order(order, choices)
     if legal(changed):
         assert len(parse(changed)) == len(changed)
         return
