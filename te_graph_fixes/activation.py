@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
-from .settings import Settings
+from .settings import EXPECT, Settings
 from .status import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class _Activation:
         """``name`` is about to be executed: if it is the package, read TE's source; in strict mode refuse at once."""
         if name == PACKAGE:
             self._examine()
+            self._compare()
             self._complain()
 
     def after(self, name: str) -> None:
@@ -275,6 +276,24 @@ class _Activation:
         warnings.warn(message, TEGraphFixesWarning, stacklevel=2)
         self._said.add(text)
 
+    def _compare(self) -> None:
+        """Warn once a process where TE's verdicts are not those that `te-graph-fixes run --print-env` found."""
+        from .verdicts import fingerprint
+
+        expected = os.environ.get(EXPECT)
+        if not expected or EXPECT in self._said:
+            return
+        found = fingerprint(self._version, self._found)
+        if found != expected:
+            theirs, ours = (
+                ", ".join(sorted(set(a.split(",")) - set(b.split(",")))) or "nothing more"
+                for a, b in ((expected, found), (found, expected))
+            )
+            message = f"TransformerEngine here is not that of the other processes: {EXPECT} has {theirs}; found {ours}"
+            _logger.warning("%s", message)
+            warnings.warn(message, TEGraphFixesWarning, stacklevel=2)
+        self._said.add(EXPECT)
+
     def _announce(self) -> None:
         """One INFO line a process, on rank 0."""
         groups: dict[str, list[str]] = {}
@@ -321,5 +340,3 @@ def deactivate() -> None:
 def report() -> Report:
     """The status of every fix, read from the live objects."""
     return _activation.report()
-
-

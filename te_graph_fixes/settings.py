@@ -9,6 +9,7 @@ from dataclasses import dataclass
 SWITCH = "TE_GRAPH_FIXES"
 DISABLE = "TE_GRAPH_FIXES_DISABLE"
 STRICT = "TE_GRAPH_FIXES_STRICT"
+EXPECT = "TE_GRAPH_FIXES_EXPECT"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")

@@ -44,3 +44,9 @@ def unmet(fix: Fix, chosen: Mapping[str, Verdict], found: Mapping[str, Verdict])
         if required not in chosen and found[required].verdict not in (NOT_NEEDED, NOT_APPLICABLE):
             return required
     return None
+
+
+def fingerprint(version: str | None, found: Mapping[str, Verdict]) -> str:
+    """The version of TransformerEngine (TE) and the verdicts as one word, to compare TE on many machines by."""
+    words = {"te": version or "unknown"} | {fix_id: verdict.verdict for fix_id, verdict in sorted(found.items())}
+    return ",".join(f"{name}={word}" for name, word in words.items())

@@ -1,0 +1,50 @@
+"""Activates te_graph_fixes in every Python process below ``te-graph-fixes run``, which puts this folder on PYTHONPATH.
+
+Runs at the start of any interpreter there, so it is quick, needs nothing but the standard library and keeps to syntax
+that old interpreters know. The package is imported when TransformerEngine (TE) is. The ``sitecustomize`` that Python
+would have found without this folder is run as Python would have.
+"""
+
+import os
+import sys
+
+PACKAGE = "transformer_engine.pytorch"
+
+
+class Activator:
+    """Imports te_graph_fixes just before TE is imported, then steps aside."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        if name != PACKAGE or self not in sys.meta_path:
+            return None
+        import importlib.util
+
+        try:
+            import te_graph_fixes  # noqa: F401
+        except ImportError as error:
+            # Not an ImportError: TE takes one to mean that there is no torch, and goes on without its layers.
+            raise RuntimeError(
+                "te-graph-fixes run: TransformerEngine's graphs would not be corrected here, because "
+                + sys.executable
+                + " cannot import te_graph_fixes ("
+                + str(error)
+                + "). Install te-graph-fixes for this interpreter, or start it without `te-graph-fixes run`"
+            ) from error
+        sys.meta_path.remove(self)
+        return importlib.util.find_spec(name)
+
+
+def chain(folder: str) -> None:
+    """Run the ``sitecustomize`` that comes after ``folder`` on ``sys.path``, if there is one."""
+    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    ours = sys.modules.pop("sitecustomize")
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        sys.modules["sitecustomize"] = ours
+
+
+sys.meta_path.insert(0, Activator())
+chain(os.path.dirname(__file__))

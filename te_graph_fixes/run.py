@@ -1,0 +1,101 @@
+"""``te-graph-fixes run``: start a program with the fixes active in it and in all its children, through the environment.
+
+The variable PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start. Then the program takes
+the place of this process, so that its signals, exit status and streams are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+from .settings import EXPECT, Settings
+
+USAGE = """\
+usage: te-graph-fixes run [--] CMD [ARG ...]
+       te-graph-fixes run --print-env
+
+Start CMD (a Python script's interpreter, torchrun, a shell script) with the fixes active in it and in all its children.
+With --print-env, print the variables that do it, one NAME=VALUE a line, for a Dockerfile or a Slurm script.
+"""
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
+BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Become the program that ``arguments`` name; return an exit status only where that cannot be done."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if list(arguments) == ["--print-env"]:
+        print_environment()
+        return 0
+    command = list(arguments[1:] if arguments and arguments[0] == "--" else arguments)
+    if not command or (command[0].startswith("-") and arguments[0] != "--"):
+        return _fail(BAD_USAGE, f"no command, or an unknown option\n{USAGE.rstrip()}")
+    problem = _unreachable(command)
+    if problem:
+        return _fail(BAD_USAGE, problem)
+    try:
+        Settings.read()
+    except ValueError as error:
+        return _fail(BAD_USAGE, str(error))
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these at its start, and a program would inherit that
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, {**os.environ, "PYTHONPATH": python_path()})
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        return _fail(NOT_FOUND if missing else NOT_EXECUTABLE, f"cannot start {command[0]}: {error.strerror}")
+
+
+def python_path() -> str:
+    """PYTHONPATH with our folder at its front."""
+    inherited = os.environ.get("PYTHONPATH")
+    entries = inherited.split(os.pathsep) if inherited else []  # an empty entry is the current folder
+    return os.pathsep.join([FOLDER, *(entry for entry in entries if entry != FOLDER)])
+
+
+def print_environment() -> None:
+    """Print the variables that activate the fixes, and the one with which every process compares its TE with ours."""
+    from .source import Source, TENotFoundError
+    from .verdicts import fingerprint, verdicts
+
+    print(f"PYTHONPATH={python_path()}")
+    try:
+        source = Source.installed()
+    except TENotFoundError as error:
+        print(f"te-graph-fixes run: {EXPECT} is left out: {error}", file=sys.stderr)
+    else:
+        print(f"{EXPECT}={fingerprint(source.version, verdicts(source))}")
+
+
+def _unreachable(command: Sequence[str]) -> str | None:
+    """Why the variable PYTHONPATH would not reach the Python that ``command`` starts, if it would not."""
+    if not re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])):
+        return None
+    words = iter(command[1:])
+    for word in words:
+        options = re.fullmatch(r"-([a-zA-Z]+)", word)
+        if options is None:
+            break
+        flags, last, value = re.fullmatch(r"([^cmWX]*)([cmWX]?)(.*)", options[1]).groups()
+        for flag in "EIS":
+            if flag in flags:
+                return (
+                    f"{command[0]} -{flag} takes no notice of PYTHONPATH, so `run` cannot reach it: drop -{flag}, or put "
+                    "`import te_graph_fixes` into the program"
+                )
+        if last in ("c", "m"):
+            break
+        if last and not value:
+            next(words, None)
+    return None
+
+
+def _fail(status: int, message: str) -> int:
+    print(f"te-graph-fixes run: {message}", file=sys.stderr)
+    return status
