@@ -8,10 +8,12 @@ wrapper that another tool has put around it, before or after us, is left alone.
 from __future__ import annotations
 
 import ast
+import copy
+import io
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -69,85 +71,114 @@ class Change:
 
 
 def changes(source: Source, chosen: Mapping[str, Verdict]) -> list[Change]:
-    """Compile what the verdicts of the ``chosen`` fixes change.
+    """Compile what the verdicts of the ``chosen`` fixes change: only the functions concerned, as in their modules.
 
     Raises `EngineError` unless every edit lies inside a function or adds functions to a class.
     """
+    edits: dict[str, list[tuple[str, Edit]]] = {}
+    for fix, verdict in chosen.items():
+        for edit in verdict.edits:
+            edits.setdefault(edit.module, []).append((fix, edit))
+    return [change for name, found in edits.items() for change in _module_changes(source.module(name), found)]
+
+
+def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[Change]:
+    line = len(module.lines) + 2
     found = []
-    for name, (before, after) in patched(source, chosen.values()).items():
-        if before:
-            old = source.module(name)
-            edits = [(fix, edit) for fix, verdict in chosen.items() for edit in verdict.edits if edit.module == name]
-            found += _module_changes(old, ModuleSource(name, old.path, after), edits)
+    for fixes, owner, text in _pieces(module, edits):
+        for node, lines in _functions(module.path, owner, text):
+            qualname = f"{owner}.{node.name}" if owner else node.name
+            old = module.definitions.get(qualname)
+            lines.insert(0, _heading(owner, qualname))
+            ast.increment_lineno(node, line + 1 - _first_line(node))
+            line += len(lines)
+            before = _compile(module, owner, old) if isinstance(old, ast.FunctionDef) else None
+            after = _compile(module, owner, node)
+            if before and before.co_freevars != after.co_freevars:
+                raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
+            defaults = _new_defaults(old if isinstance(old, ast.FunctionDef) else None, node)
+            decorator = None if before else _plain_decorator(node, module)
+            found.append(Change(module.name, qualname, fixes, before, after, lines, defaults, decorator))
     return found
 
 
-def _module_changes(old: ModuleSource, new: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[Change]:
-    old_functions, new_functions = _functions(old), _functions(new)
-    spans = {
-        name: (old.line_start(_first_line(node)), old.line_start(cast(int, node.end_lineno) + 1))
-        for name, node in old_functions.items()
-    }
-    by: dict[str, set[str]] = {}
-    additions = set()
+def _pieces(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[tuple[frozenset[str], str, str]]:
+    """Each function that the edits change, and each addition to a class: the fixes, the class or "", and the text."""
+    spans = {name: _span(module, node) for name, node in module.definitions.items()}
+    functions = [name for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)]
+    inside: dict[str, list[tuple[str, Edit]]] = {}
+    pieces = []
     for fix, edit in edits:
-        inside = [
+        names = [
+            name
+            for name in functions
+            if spans[name][0] < edit.start and (edit.end < spans[name][1] or edit.start < edit.end == spans[name][1])
+        ]
+        owners = [
             name
             for name, (start, end) in spans.items()
-            if start < edit.start and (edit.end < end or edit.start < edit.end == end)
+            if name not in functions and start < edit.start == edit.end <= end
         ]
-        if inside:
-            by.setdefault(inside[0], set()).add(fix)
-        elif edit.start == edit.end:
-            additions.add(fix)
+        if names:
+            inside.setdefault(names[0], []).append((fix, edit))
+        elif owners:
+            pieces.append((frozenset([fix]), owners[-1], edit.text))
         else:
-            raise EngineError(f"{fix} replaces text of {old.path} that is not in a function")
-    added = set(new_functions) - set(old_functions)
-    if bool(additions) != bool(added) or not all("." in name for name in added):
-        raise EngineError(f"{', '.join(additions)} adds to {old.path} something other than a function of a class")
-    by.update({name: additions for name in added})
-    touched = dict(sorted(by.items(), key=lambda item: new_functions[item[0]].lineno))
-    shown = {name: _shown(new, name, new_functions[name]) for name in touched}
-    line = len(old.lines) + 2
-    defaults = {name: _new_defaults(old_functions.get(name), new_functions[name]) for name in touched}
-    for name in touched:
-        ast.increment_lineno(new_functions[name], line + 1 - _first_line(new_functions[name]))
-        line += len(shown[name])
-    old_code = compile(old.text, old.path, "exec", dont_inherit=True)
-    new_code = compile(new.tree, new.path, "exec", dont_inherit=True)
-    found = []
-    for name, fixes in touched.items():
-        before = _code(old_code, name) if name in old_functions else None
-        after = _code(new_code, name)
-        if before and before.co_freevars != after.co_freevars:
-            raise EngineError(f"the edits change the free variables of {name} in {old.path}")
-        decorator = None if before else _plain_decorator(new_functions[name], old)
-        found.append(
-            Change(old.name, name, frozenset(fixes), before, after, shown[name], defaults[name], decorator)
-        )
-    return found
+            raise EngineError(f"{fix} changes text of {module.path} that is not in a function, nor adds one to a class")
+    for name, its in inside.items():
+        start, end = spans[name]
+        moved = [replace(edit, start=edit.start - start, end=edit.end - start) for _, edit in its]
+        text = _apply(module.text[start:end], moved)
+        pieces.append((frozenset(fix for fix, _ in its), name.rpartition(".")[0], text))
+    return pieces
 
 
-def _code(module: CodeType, qualname: str) -> CodeType:
-    """The code of function ``qualname``, taken out of the code of its module."""
-    for part in qualname.split("."):
-        module = next(const for const in module.co_consts if isinstance(const, CodeType) and const.co_name == part)
-    return module
+def _span(module: ModuleSource, node: ast.FunctionDef | ast.ClassDef) -> tuple[int, int]:
+    return module.line_start(_first_line(node)), module.line_start(cast(int, node.end_lineno) + 1)
 
 
-def _functions(module: ModuleSource) -> dict[str, ast.FunctionDef]:
-    return {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
-
-
-def _first_line(node: ast.FunctionDef) -> int:
+def _first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _shown(module: ModuleSource, qualname: str, node: ast.FunctionDef) -> list[str]:
-    """The lines of one function, below one that says what they are and keeps their indentation legal."""
+def _heading(owner: str, qualname: str) -> str:
+    """The line above a corrected function where its lines are shown; it keeps the indentation of a method legal."""
     note = f"# te_graph_fixes: {qualname} as corrected\n"
-    lines = module.lines[_first_line(node) - 1 : node.end_lineno]
-    return [f"if True:  {note}" if "." in qualname else note, *lines]
+    return f"if True:  {note}" if owner else note
+
+
+def _functions(path: str, owner: str, text: str) -> list[tuple[ast.FunctionDef, list[str]]]:
+    """The functions in a piece of text, each with its lines; `EngineError` if there is anything else."""
+    text = f"class {owner}:\n{text}" if owner else text
+    try:
+        tree = ast.parse(text, path)
+    except SyntaxError as error:
+        raise EngineError(f"the edits do not leave Python text in {path}: {error}") from error
+    body = cast(ast.ClassDef, tree.body[0]).body if owner else tree.body
+    lines = list(io.StringIO(text))
+    found = [
+        (node, lines[_first_line(node) - 1 : node.end_lineno]) for node in body if isinstance(node, ast.FunctionDef)
+    ]
+    if len(found) != len(body) or len(tree.body) != 1:
+        raise EngineError(f"the edits leave something other than functions in {path}")
+    return found
+
+
+def _compile(module: ModuleSource, owner: str, node: ast.FunctionDef) -> CodeType:
+    """The code of one function, compiled among what its module has besides functions and classes, imports above all."""
+    definition: ast.stmt = node
+    if owner:
+        definition = outer = copy.copy(cast(ast.ClassDef, module.definitions[owner]))
+        outer.body, outer.bases, outer.keywords, outer.decorator_list = [node], [], [], []
+    others = [
+        statement
+        for statement in module.tree.body
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    ]
+    code = compile(ast.Module([*others, definition], []), module.path, "exec", dont_inherit=True)
+    for name in filter(None, (owner, node.name)):
+        code = next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+    return code
 
 
 def _new_defaults(old: ast.FunctionDef | None, new: ast.FunctionDef) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import io
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -161,6 +161,16 @@ class ModuleSource:
             raise UnrecognizedError(f"looked for one definition of {qualname} in {self.path}, found none or several")
         return found
 
+    def index(self, node: ast.AST) -> Index:
+        """The `Index` of a definition of this module."""
+        if node not in self._indexes:
+            self._indexes[node] = Index(node)
+        return self._indexes[node]
+
+    @cached_property
+    def _indexes(self) -> dict[ast.AST, Index]:
+        return {}
+
     def offset(self, line: int, column: int) -> int:
         """The character offset of a syntax tree position (1-based line, UTF-8 byte column)."""
         start = self._line_starts[line - 1]
@@ -170,6 +180,28 @@ class ModuleSource:
     def line_start(self, line: int) -> int:
         """The character offset at which 1-based ``line`` begins."""
         return self._line_starts[line - 1]
+
+
+class Index:
+    """What stands below a node: its expressions, and the bodies and places of its statements, by type."""
+
+    def __init__(self, root: ast.AST) -> None:
+        self.expressions: dict[type[ast.AST], list[ast.expr]] = {}
+        self.places: dict[type[ast.AST], list[tuple[list[ast.stmt], int]]] = {}
+        pending = [root]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, ast.expr):
+                self.expressions.setdefault(type(node), []).append(node)
+            for value in vars(node).values():
+                if isinstance(value, list):
+                    for place, item in enumerate(value):
+                        if isinstance(item, ast.stmt):
+                            self.places.setdefault(type(item), []).append((value, place))
+                        if isinstance(item, ast.AST):
+                            pending.append(item)
+                elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+                    pending.append(value)
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.ClassDef]:
@@ -201,18 +233,21 @@ class Definition:
     node: ast.FunctionDef | ast.ClassDef
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[ast.AST]:
-        """Every statement, run of statements or expression here, or in the node ``within``, that matches."""
+        """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
         wanted = _parse_pattern(pattern)
+        index = self.module.index(self.node)
         found: list[ast.AST] = []
-        for node in ast.walk(within or self.node):
-            if isinstance(wanted, list):
-                for body in _bodies(node):
-                    for start in range(len(body)):
-                        if body[start : start + len(wanted)] and _match_run(wanted, body[start : start + len(wanted)]):
-                            found.append(body[start] if len(wanted) == 1 else _Run(body[start : start + len(wanted)]))
-            elif isinstance(node, ast.expr) and _match(wanted, node):
-                found.append(node)
-        return found
+        if isinstance(wanted, list):
+            for body, start in index.places.get(type(wanted[0]), []):
+                run = body[start : start + len(wanted)]
+                if _match_run(wanted, run):
+                    found.append(run[0] if len(run) == 1 else _Run(run))
+        else:
+            found += [node for node in index.expressions.get(type(wanted), []) if _match(wanted, node)]
+        if within is not None:
+            start, end = self._span(within)
+            found = [node for node in found if start <= self._span(node)[0] and self._span(node)[1] <= end]
+        return sorted(found, key=lambda node: self._span(node)[0])
 
     def has(self, pattern: str, within: ast.AST | None = None) -> bool:
         """Whether the pattern matches at least once."""
@@ -307,13 +342,6 @@ def _parse_pattern(pattern: str) -> ast.expr | list[ast.stmt]:
     if len(body) == 1 and isinstance(body[0], ast.Expr):
         return body[0].value
     return body
-
-
-def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    for field in ("body", "orelse", "finalbody"):
-        body = getattr(node, field, None)
-        if isinstance(body, list):
-            yield body
 
 
 def _is_gap(node: ast.AST) -> bool:
