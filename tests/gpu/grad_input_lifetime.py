@@ -1,9 +1,9 @@
 """``grad-input-lifetime`` with TransformerEngine (TE) alone, on one GPU or on the simulator.
 
-    python tests/gpu/grad_input_lifetime.py check          # sent gradients, main_grad and memory, for several schedules
+    python tests/gpu/grad_input_lifetime.py check [HIDDEN TOKENS SCHEDULE ...]  # sent gradients, main_grad, memory
     python tests/gpu/grad_input_lifetime.py memory HIDDEN  # graph memory for PP 4, VPP 2 and 4
     python tests/gpu/grad_input_lifetime.py time           # replay time
-    python -m tests.simulator tests/gpu/grad_input_lifetime.py check
+    python -m tests.simulator tests/gpu/grad_input_lifetime.py check 64 64
 
 Prints one JSON line for each schedule and setting. A schedule is run as Megatron-Core runs it: the gradient that leaves
 a model chunk is sent to the previous stage; Megatron waits for the send once the next model chunk's backward and the
@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +191,13 @@ class Stage:
         while sent:
             result.receive(sent.pop(0))
         result.main_grads = [p.main_grad.clone() for layer in self.layers for p in layer.parameters()]
-        for layer_module in self.layers:
-            for parameter in layer_module.parameters():
-                parameter.main_grad.zero_()
+        self.clear_main_grads()
         return result
+
+    def clear_main_grads(self) -> None:
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                parameter.main_grad.zero_()  # type: ignore[union-attr]
 
 
 class Send:
@@ -262,31 +265,32 @@ def say(**values: Any) -> None:
     print(json.dumps({"te": te_graph_fixes.report().te_version, **values}), flush=True)
 
 
-def check(hidden: int, tokens: int) -> None:
-    for schedule in (
-        Schedule(2, 0, [2, 2], 8),
-        Schedule(2, 1, [2, 2], 8),
-        Schedule(2, 0, [1, 3], 4),
-        Schedule(2, 0, [3, 1], 4),
-        Schedule(4, 0, [4, 4], 8),
-        Schedule(2, 0, [2, 2], 8, wgrads=True),
-        Schedule(2, 0, [1, 1], 8),
-        Schedule(2, 0, [2, 2], 8, layer_wise=False),
-        Schedule(2, 0, [1, 1], 8, layer_wise=False),
-    ):
-        stage = Stage(schedule, hidden, tokens)
-        eager = stage.run(None) if not schedule.wgrads else Stage(Schedule(
-            schedule.stages, schedule.stage, schedule.layers, schedule.microbatches), hidden, tokens).run(None)
+SCHEDULES = {
+    "first": Schedule(2, 0, [2, 2], 8),
+    "last": Schedule(2, 1, [2, 2], 8),
+    "longer": Schedule(2, 0, [1, 3], 4),
+    "shorter": Schedule(2, 0, [3, 1], 4),
+    "deep": Schedule(4, 0, [4, 4], 8),
+    "wgrads": Schedule(2, 0, [2, 2], 8, wgrads=True),
+    "one layer": Schedule(2, 0, [1, 1], 8),
+    "model chunks": Schedule(2, 0, [2, 2], 8, layer_wise=False),
+    "model chunks of one layer": Schedule(2, 0, [1, 1], 8, layer_wise=False),
+}
+
+
+def check(hidden: int, tokens: int, *names: str) -> None:
+    for short in names or SCHEDULES:
+        schedule = SCHEDULES[short]
+        eager = Stage(replace(schedule, wgrads=False), hidden, tokens).run(None)
         for name, fixes, model_chunks in settings(schedule):
             stage = Stage(schedule, hidden, tokens)
             with setting(fixes, model_chunks):
                 graphs = stage.capture()
-            for layer in stage.layers:
-                for parameter in layer.parameters():
-                    parameter.main_grad.zero_()
+            stage.clear_main_grads()
             steps = [stage.run(graphs) for _ in range(2)]
             say(
-                schedule=schedule.name,
+                schedule=short,
+                what=schedule.name,
                 setting=name,
                 sends=len(steps[0].received),
                 overwritten=[sum(map(bool, step.changed)) for step in steps],
@@ -337,10 +341,13 @@ def replay_time(hidden: int, tokens: int, rounds: int = 15) -> None:
 
 
 if __name__ == "__main__":
-    command, *numbers = sys.argv[1:]
+    command, *arguments = sys.argv[1:]
     if command == "check":
-        check(*(map(int, numbers) if numbers else (1024, 2048)))
+        hidden, tokens, *names = arguments or ("1024", "2048")
+        check(int(hidden), int(tokens), *names)
     elif command == "memory":
-        memory(*map(int, numbers or (1024,)), tokens=4096)
+        memory(int(arguments[0]), tokens=4096)
+    elif command == "time":
+        replay_time(hidden=2048, tokens=2048)
     else:
-        replay_time(*map(int, numbers or (2048,)), tokens=2048)
+        sys.exit(__doc__)

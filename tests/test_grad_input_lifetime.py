@@ -1,0 +1,203 @@
+"""``grad-input-lifetime``: the plan of lifetimes on its own, and gradients that are being sent, on the simulator."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.provided.graph_order import MODEL_CHUNKS, grad_input_releases
+from te_graph_fixes.source import Source
+from tests.pipeline_orders import interleaved, layer_wise
+
+FIX = CATALOGUE["grad-input-lifetime"]
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Stage:
+    """One stage of an interleaved pipeline, and its part of a step with every layer as a chunk."""
+
+    stages: int
+    stage: int
+    layers: list[int]
+    microbatches: int
+    wgrads: bool
+
+    @property
+    def model_order(self) -> list[int]:
+        return interleaved(self.stages, self.stage, len(self.layers), self.microbatches)
+
+    @property
+    def order(self) -> list[float]:
+        return layer_wise(self.model_order, self.layers, self.wgrads)
+
+    @property
+    def ones(self) -> list[int]:
+        return [1] * sum(self.layers)
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> Stage:
+    number = draw(st.integers(2, 4))
+    layers = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+    return Stage(number, draw(st.integers(0, number - 1)), layers, number * draw(st.integers(1, 3)), draw(st.booleans()))
+
+
+def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, int]:
+    """For each dgrad (by position) whose grad input is released, the position of the entry before which it is."""
+    microbatches = sum(entry == 1 for entry in order)
+    first = [microbatches * before for before in accumulate(layers, initial=0)]
+    seen = [0] * len(layers)
+    dgrad_of = {}
+    for position, entry in enumerate(order):
+        if entry < 0 and entry == int(entry) and layers[-int(entry) - 1]:
+            chunk = -int(entry) - 1
+            dgrad_of[first[chunk] + seen[chunk] * layers[chunk]] = position
+            seen[chunk] += 1
+    released = [(dgrad_of[index], position) for position, indices in enumerate(releases) for index in indices]
+    assert len(dict(released)) == len(released), "released twice"
+    return dict(released)
+
+
+def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
+    """TE's own rule: a chunk's grad input is released as soon as the next chunk's dgrad has been captured."""
+    dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry) and layers[-int(entry) - 1]]
+    return {this: after + 1 for this, after in zip(dgrads, dgrads[1:], strict=False) if after + 1 < len(order)}
+
+
+def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
+    """When Megatron has read each grad input, as the entry before which that is, for known model chunks.
+
+    The layer below reads it at the next dgrad. What leaves a model chunk is sent, and waited for when all of the step
+    that holds the next model chunk's backward is issued: its dgrads and its forwards, but not its last wgrad.
+    """
+    place = [(chunk, depth) for chunk, size in enumerate(layers) for depth in range(size)]
+    dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry)]
+    ends = []  # the last dgrads of model chunks, each with the end of its step
+    for i in dgrads:
+        if place[-int(order[i]) - 1][1] == 0:
+            end = i + 1
+            while end < len(order) and order[end] > 0 and place[int(order[end]) - 1][1] > 0:
+                end += 1
+            ends.append((i, end))
+    reads = {i: after + 1 for i, after in zip(dgrads, dgrads[1:], strict=False) if place[-int(order[i]) - 1][1] > 0}
+    reads |= {i: end for (i, _), (_, end) in zip(ends, ends[1:], strict=False)}
+    return {i: end for i, end in reads.items() if end < len(order)}
+
+
+def divisions(size: int) -> Iterator[list[int]]:
+    """All ways to cut a run of ``size`` layers into model chunks."""
+    for cuts in product((False, True), repeat=size - 1):
+        sizes = [1]
+        for cut in cuts:
+            if cut:
+                sizes.append(1)
+            else:
+                sizes[-1] += 1
+        yield sizes
+
+
+@given(stages(), st.data())
+@settings(deadline=None)
+def test_real_model_chunks_keep_the_rule_of_te(stage: Stage, data: st.DataObject) -> None:
+    order = stage.model_order
+    for layers in ([1] * len(stage.layers), stage.layers, data.draw(st.permutations([0, *stage.layers[1:]]))):
+        assert released_before(order, grad_input_releases(order, layers), layers) == te_rule(order, layers)
+
+
+@given(stages())
+@settings(deadline=None)
+def test_one_layer_a_model_chunk_keeps_the_rule_of_te(stage: Stage) -> None:
+    stage.layers = [1] * len(stage.layers)
+    assert released_before(stage.order, grad_input_releases(stage.order, stage.ones), stage.ones) == te_rule(
+        stage.order, stage.ones
+    )
+
+
+@given(stages())
+@settings(deadline=None)
+def test_known_model_chunks_are_held_just_as_long_as_they_are_read(stage: Stage) -> None:
+    text = ",".join(map(str, stage.layers))
+    releases = grad_input_releases(stage.order, stage.ones, text)
+    assert released_before(stage.order, releases, stage.ones) == last_reads(stage.order, stage.layers)
+
+
+@given(stages())
+@settings(deadline=None)
+def test_without_a_say_the_worst_division_counts(stage: Stage) -> None:
+    order = stage.order
+    found = released_before(order, grad_input_releases(order, stage.ones, ""), stage.ones)
+    worst: dict[int, int] = {}
+    for parts in product(*(list(divisions(size)) for size in stage.layers)):
+        division = [size for part in parts for size in part]
+        reads = last_reads(order, division)
+        for i in {i for i, entry in enumerate(order) if entry < 0 and entry == int(entry)}:
+            worst[i] = max(worst.get(i, 0), reads.get(i, len(order)))
+    assert {i: found.get(i, len(order)) for i in worst} == worst
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_one_microbatch_may_be_divided_anyhow(layers: int) -> None:
+    order = [*range(1, layers + 1), *range(-layers, 0)]
+    found = released_before(order, grad_input_releases(order, [1] * layers), [1] * layers)
+    assert found == {}, "every grad input may be in use to the end"
+
+
+def test_the_environment_names_the_model_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = layer_wise(interleaved(2, 0, 2, 4), [2, 2])
+    ones = [1] * 4
+    given = {text: grad_input_releases(order, ones, text) for text in ("1", "2", "2,2", "1,2,1", "")}
+    assert given["2"] == given["2,2"] == given[""]
+    assert len({str(releases) for releases in given.values()}) == 3
+    assert released_before(order, given["1"], ones) == te_rule(order, ones)
+    for text, releases in given.items():
+        monkeypatch.setenv(MODEL_CHUNKS, text)
+        assert grad_input_releases(order, ones) == releases
+
+
+@pytest.mark.parametrize("text", ["3", "0", "-2,6", "2,1", "2;2", "two", "2,,2"])
+def test_model_chunks_that_do_not_fit_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = layer_wise(interleaved(2, 0, 2, 4), [2, 2])
+    monkeypatch.setenv(MODEL_CHUNKS, text)
+    with pytest.raises(ValueError, match=f"^{MODEL_CHUNKS} is '{text}': it must be a number that divides the 4 chunks"):
+        grad_input_releases(order, [1] * 4)
+    grad_input_releases(interleaved(2, 0, 2, 4), [2, 2])  # model chunks: nothing to say
+
+
+def run(*names: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """``tests/gpu/grad_input_lifetime.py check`` in a child process on the simulator."""
+    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/grad_input_lifetime.py", "check", "64", "64", *names]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {(line["schedule"], line["setting"]): line for line in lines}
+
+
+@pytest.mark.skipif(FIX.verdict(Source.installed()).verdict != "applicable", reason="this TE has the corrected code")
+@pytest.mark.parametrize("schedule", ["first", "longer", "wgrads"])
+def test_what_is_sent_stays_intact(schedule: str) -> None:
+    found = run(schedule)
+    assert found[schedule, "without"]["overwritten"][0] > 0
+    assert found[schedule, "without"]["received_wrong"][0] > 0
+    for setting in ("with", "with, model chunks given"):
+        assert found[schedule, setting]["overwritten"] == [0, 0]
+        assert found[schedule, setting]["received_wrong"] == [0, 0]
+
+
+def test_model_chunks_are_right_as_they_are() -> None:
+    for line in run("model chunks", "one layer").values():
+        assert line["overwritten"] == [0, 0]
+        assert line["received_wrong"] == [0, 0]
