@@ -84,7 +84,7 @@ def build(kind: str, fused: bool, bias: bool, delay: bool) -> tuple[torch.nn.Mod
 
 def capture(module: torch.nn.Module, recipe: Any, order: Sequence[float] | None) -> list[Any]:
     """A graphed callable for each microbatch."""
-    options: dict[str, Any] = {"enabled": recipe is not None, "recipe": recipe}
+    options: dict[str, Any] = {"enabled": recipe is not None, "recipe": recipe, "allow_unused_input": True}
     sample = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
     if order is None:
         return [te.make_graphed_callables(module, (sample.requires_grad_(),), **options)] * MICROBATCHES
