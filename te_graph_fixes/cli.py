@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for one case (default: 60)")
     verify.set_defaults(command=_verify)
 
+    # For the list of commands only: `__main__` starts `run` without this module.
+    commands.add_parser("run", help="start a program with the fixes active in it and its children")
+
     listing = commands.add_parser("list", help="the catalogue of fixes")
     listing.set_defaults(command=_list)
     return parser

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .settings import EXPECT, Settings
+from .settings import EXPECT
 
 USAGE = """\
 usage: te-graph-fixes run [--] CMD [ARG ...]
@@ -39,10 +39,6 @@ def main(arguments: Sequence[str]) -> int:
     problem = _unreachable(command)
     if problem:
         return _fail(BAD_USAGE, problem)
-    try:
-        Settings.read()
-    except ValueError as error:
-        return _fail(BAD_USAGE, str(error))
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these at its start, and a program would inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:

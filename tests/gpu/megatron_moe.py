@@ -101,7 +101,7 @@ def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, 
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
-    tensor_parallel.model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
     torch.manual_seed(1)
     made = config(recipe, graphs)
     layers = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
@@ -142,7 +142,8 @@ def forward_step(data: Iterator[Any], model: Any) -> tuple[Any, Callable[..., An
 
     tokens = next(data)
     positions = torch.arange(TOKENS, device="cuda").unsqueeze(0)
-    return model(tokens, positions, None, labels=tokens.roll(-1, 1)), loss
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="cuda").triu(1)
+    return model(tokens, positions, mask, labels=tokens.roll(-1, 1)), loss
 
 
 def loss(output: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,0 +1,366 @@
+"""``te-graph-fixes run`` as users meet it: every test starts programs, and a stand-in for TransformerEngine (TE)."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.run import FOLDER
+
+ROOT = Path(__file__).parent.parent
+# Where te_graph_fixes comes from: the checkout, or, where it is installed, nothing to add.
+PACKAGE = [str(ROOT)] if Path(FOLDER).is_relative_to(ROOT) else []
+STATE = "import sys, transformer_engine.pytorch; print('te_graph_fixes' in sys.modules)"
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder on PYTHONPATH with a TE that holds none of the functions that the fixes look for."""
+    package = tmp_path / "site" / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path) -> Run:
+    """Start a command below ``te-graph-fixes run``, in ``folder``, with only the variables that it needs."""
+
+    def start(*command: str, python_path: str = "", **options: object) -> subprocess.CompletedProcess[str]:
+        entries = [*filter(None, [python_path]), str(folder / "site"), *PACKAGE]
+        environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join(entries),
+            "TE_GRAPH_FIXES_DISABLE": ALL,
+        }
+        environment.update(options.pop("environment", {}))  # type: ignore[call-overload]
+        return subprocess.run(
+            [sys.executable, "-m", "te_graph_fixes", "run", *command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            **options,  # type: ignore[call-overload]
+        )
+
+    return start
+
+
+def catalogue() -> str:
+    from te_graph_fixes.fixes import CATALOGUE
+
+    return ",".join(CATALOGUE)
+
+
+ALL = catalogue()
+
+
+def script(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def outcome(result: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_without_run_nothing_is_active(folder: Path) -> None:
+    environment = {"PYTHONPATH": os.pathsep.join([str(folder / "site"), *PACKAGE])}
+    found = subprocess.run([sys.executable, "-c", STATE], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_python_code(run: Run, separator: list[str]) -> None:
+    assert outcome(run(*separator, sys.executable, "-c", STATE)) == (0, "True\n", "")
+
+
+def test_a_script_with_arguments_that_imports_its_sibling(run: Run, folder: Path) -> None:
+    script(folder / "job" / "sibling.py", "NAME = 'sibling'\n")
+    train = script(
+        folder / "job" / "train.py", f"import sibling, sys\nprint(sibling.NAME, *sys.argv[1:], __name__)\n{STATE}\n"
+    )
+    assert outcome(run(sys.executable, train, "--run", "-- 1")) == (0, "sibling --run -- 1 __main__\nTrue\n", "")
+
+
+def test_a_module(run: Run, folder: Path) -> None:
+    script(folder / "job" / "train.py", STATE)
+    (folder / "job" / "__init__.py").touch()
+    assert outcome(run(sys.executable, "-m", "job.train")) == (0, "True\n", "")
+
+
+def test_a_shell_script_that_starts_python(run: Run, folder: Path) -> None:
+    path = script(folder / "job.sh", f'#!/bin/sh\n"{sys.executable}" -c "{STATE}" | cat\n')
+    os.chmod(path, 0o755)
+    assert outcome(run(path)) == (0, "True\n", "")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers(run: Run, folder: Path, method: str) -> None:
+    train = script(
+        folder / "train.py",
+        f"""
+        import multiprocessing
+
+        def work():
+            {STATE}
+
+        if __name__ == "__main__":
+            worker = multiprocessing.get_context({method!r}).Process(target=work)
+            worker.start()
+            worker.join()
+        """,
+    )
+    assert outcome(run(sys.executable, train)) == (0, "True\n", "")
+
+
+def test_the_package_is_not_imported_before_te(run: Run) -> None:
+    code = "import sys; print('te_graph_fixes' in sys.modules, 'sitecustomize' in sys.modules)"
+    assert outcome(run(sys.executable, "-c", code)) == (0, "False True\n", "")
+
+
+def test_looking_for_te_does_not_import_anything(run: Run) -> None:
+    code = (
+        "import importlib.util, sys; print(importlib.util.find_spec('transformer_engine') is not None,"
+        " 'te_graph_fixes' in sys.modules)"
+    )
+    assert outcome(run(sys.executable, "-c", code)) == (0, "True False\n", "")
+
+
+def test_the_fixes_are_active_and_can_be_taken_back(run: Run) -> None:
+    code = """
+import transformer_engine.pytorch, te_graph_fixes
+print({status.status for status in te_graph_fixes.report().fixes.values()})
+te_graph_fixes.deactivate()
+"""
+    found = run(sys.executable, "-W", "ignore", "-c", code, environment={"TE_GRAPH_FIXES_DISABLE": ""})
+    assert "unrecognized" in found.stdout, found
+
+
+def test_strict_mode_reaches_the_program(run: Run) -> None:
+    strict = {"TE_GRAPH_FIXES_DISABLE": "", "TE_GRAPH_FIXES_STRICT": "1"}
+    found = run(sys.executable, "-c", STATE, environment=strict)
+    assert found.returncode == 1
+    assert "FixNotAppliedError" in found.stderr
+
+
+def test_the_users_own_sitecustomize_runs(run: Run, folder: Path) -> None:
+    script(folder / "own" / "sitecustomize.py", "import sys; VALUE = 7; PATH = list(sys.path); NAME = __name__")
+    code = (
+        "import sitecustomize as own, sys; print(own.VALUE, own.NAME, own.__file__);"
+        f"print({FOLDER!r} in own.PATH, {FOLDER!r} in sys.path)"
+    )
+    found = run(sys.executable, "-c", f"{code}\n{STATE}", python_path=str(folder / "own"))
+    own = folder / "own" / "sitecustomize.py"
+    assert outcome(found) == (0, f"7 sitecustomize {own}\nFalse False\nTrue\n", "")
+
+
+@pytest.mark.parametrize("failure", ["raise KeyError('own')", "import missing_module"])
+def test_a_users_sitecustomize_that_fails_is_reported_as_python_does(folder: Path, failure: str) -> None:
+    script(folder / "own" / "sitecustomize.py", failure)
+
+    def start(*first: str) -> tuple[int, str, str]:
+        entries = [*first, str(folder / "own"), str(folder / "site"), *PACKAGE]
+        environment = {"PYTHONPATH": os.pathsep.join(entries), "TE_GRAPH_FIXES_DISABLE": ALL}
+        command = [sys.executable, "-c", STATE]
+        return outcome(subprocess.run(command, env=environment, capture_output=True, text=True, check=False))
+
+    status, state, errors = start()
+    assert (status, state) == (0, "False\n")
+    assert "Error" in errors
+    assert start(FOLDER) == (0, "True\n", errors)
+
+
+def test_the_path_of_the_program_is_its_own(run: Run) -> None:
+    code = "import sys; print(sys.path)"
+    found = run(sys.executable, "-c", code, python_path=os.pathsep.join(["/first", "", "/last"]))
+    assert "launcher" not in found.stdout
+    entries = eval(found.stdout)
+    assert entries.index("/first") < entries.index("/last")
+
+
+@pytest.mark.parametrize("code", [0, 3, 255])
+def test_the_exit_status_is_the_programs(run: Run, code: int) -> None:
+    assert run(sys.executable, "-c", f"raise SystemExit({code})").returncode == code
+
+
+def test_standard_streams_are_the_programs(run: Run) -> None:
+    code = "import sys; sys.stdout.write(sys.stdin.read().upper()); sys.stderr.write('problem')"
+    assert outcome(run(sys.executable, "-c", code, input="text")) == (0, "TEXT", "problem")
+
+
+def test_the_program_takes_the_place_of_run(folder: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(PACKAGE)}
+    command = [sys.executable, "-m", "te_graph_fixes", "run", sys.executable, "-c"]
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([*command, code], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+def test_signals_that_python_ignores_are_not_ignored_by_the_program(run: Run) -> None:
+    found = run("sh", "-c", "grep SigIgn /proc/self/status")
+    plain = subprocess.run(
+        ["sh", "-c", "grep SigIgn /proc/self/status"], capture_output=True, text=True, check=True, restore_signals=True
+    )
+    assert found.stdout == plain.stdout
+
+
+def test_a_run_in_a_run(run: Run) -> None:
+    nested = [sys.executable, "-m", "te_graph_fixes", "run", sys.executable, "-c"]
+    code = "import os; print(os.environ['PYTHONPATH'])"
+    found = run(*nested, code)
+    assert found.stdout.count(FOLDER) == 1
+
+
+def test_print_env(run: Run, folder: Path) -> None:
+    found = run("--print-env")
+    variables = dict(line.split("=", 1) for line in found.stdout.splitlines())
+    assert found.returncode == 0
+    assert list(variables) == ["PYTHONPATH", "TE_GRAPH_FIXES_EXPECT"]
+    assert variables["PYTHONPATH"].split(os.pathsep) == [FOLDER, str(folder / "site"), *PACKAGE]
+    assert re.fullmatch(r"te=unknown(,[a-z0-9-]+=[a-z-]+)+", variables["TE_GRAPH_FIXES_EXPECT"])
+    active = subprocess.run(
+        ["sh", "-c", f'export $(cat) && "{sys.executable}" -c "{STATE}"'],
+        input=found.stdout,
+        env={"TE_GRAPH_FIXES_DISABLE": ALL},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome(active) == (0, "True\n", "")
+
+
+def test_print_env_without_te(run: Run, folder: Path) -> None:
+    (folder / "site" / "transformer_engine" / "__init__.py").unlink()
+    (folder / "site").rename(folder / "gone")
+    found = run("--print-env")
+    assert found.returncode == 0
+    assert list(line.split("=")[0] for line in found.stdout.splitlines()) == ["PYTHONPATH"]
+    assert "transformer_engine is not installed" in found.stderr
+
+
+def test_an_unexpected_te_is_said(run: Run) -> None:
+    variables = dict(line.split("=", 1) for line in run("--print-env").stdout.splitlines())
+    expected = variables["TE_GRAPH_FIXES_EXPECT"]
+    same = run(sys.executable, "-c", STATE, environment={"TE_GRAPH_FIXES_EXPECT": expected})
+    assert outcome(same) == (0, "True\n", "")
+    other = expected.replace("te=unknown", "te=2.12.0").replace("warmup-reset=unrecognized", "warmup-reset=applicable")
+    different = run(sys.executable, "-c", STATE, environment={"TE_GRAPH_FIXES_EXPECT": other})
+    assert different.stdout == "True\n"
+    assert different.stderr.count("has te=2.12.0, warmup-reset=applicable; found te=unknown, warmup-reset=") >= 1
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ([], 2, "usage"),
+        (["--unknown", "python"], 2, "unknown option"),
+        (["no-such-command-anywhere"], 127, "cannot start no-such-command-anywhere: No such file or directory"),
+        (["/etc"], 126, "cannot start /etc: Permission denied"),
+        (["python3", "-I", "train.py"], 2, "python3 -I takes no notice of PYTHONPATH"),
+        (["/usr/bin/python3.12", "-u", "-X", "dev", "-BE", "-m", "train"], 2, "-E takes no notice"),
+        (["python", "-uS"], 2, "-S takes no notice"),
+    ],
+)
+def test_what_cannot_be_started(run: Run, command: list[str], status: int, message: str) -> None:
+    found = run(*command)
+    assert (found.returncode, found.stdout) == (status, "")
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("options", [["-c", "print('-I', 'E')", "-I"], ["-W", "ignore::Warning", "-c", "pass", "-S"]])
+def test_options_of_the_program_are_left_alone(run: Run, options: list[str]) -> None:
+    assert run(sys.executable, *options).returncode == 0
+
+
+def test_bad_settings_are_refused_before_the_program_starts(run: Run) -> None:
+    found = run(sys.executable, "-c", "print(1)", environment={"TE_GRAPH_FIXES": "warmup-rest"})
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "unknown fix warmup-rest; valid: " in found.stderr
+
+
+def test_help(run: Run) -> None:
+    found = run("--help")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "usage: te-graph-fixes run" in found.stdout
+
+
+def without_package(folder: Path) -> dict[str, str]:
+    """The variables that ``run`` gives a child which cannot import te_graph_fixes."""
+    launcher = folder / "launcher"
+    launcher.mkdir()
+    (launcher / "sitecustomize.py").write_text(Path(FOLDER, "sitecustomize.py").read_text())
+    return {"PYTHONPATH": os.pathsep.join([str(launcher), str(folder / "site")])}
+
+
+@pytest.mark.skipif(not PACKAGE, reason="te_graph_fixes is installed in this interpreter")
+def test_an_interpreter_without_the_package(folder: Path) -> None:
+    environment = without_package(folder)
+    start = {"env": environment, "cwd": folder, "capture_output": True, "text": True, "check": False}
+    harmless = subprocess.run([sys.executable, "-c", "print('works')"], **start)  # type: ignore[call-overload]
+    assert outcome(harmless) == (0, "works\n", "")
+    for _ in range(2):
+        refused = subprocess.run([sys.executable, "-c", STATE], **start)  # type: ignore[call-overload]
+        assert refused.returncode == 1
+        assert (
+            "RuntimeError: te-graph-fixes run: TransformerEngine's graphs would not be corrected here, because "
+            in (refused.stderr)
+        )
+        assert f"{sys.executable} cannot import te_graph_fixes" in refused.stderr
+
+
+def test_a_retried_import_is_refused_again(folder: Path) -> None:
+    if not PACKAGE:
+        pytest.skip("te_graph_fixes is installed in this interpreter")
+    code = """
+for _ in range(2):
+    try:
+        import transformer_engine.pytorch
+    except RuntimeError as error:
+        print(str(error)[:18])
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=without_package(folder),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome(found) == (0, "te-graph-fixes run\nte-graph-fixes run\n", "")
+
+
+def test_start_up_costs_less_than_60_ms(folder: Path) -> None:
+    """Processor time, best of nine: the wall clock also counts what else this machine does."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(PACKAGE)}
+
+    def best(*command: str) -> float:
+        times = []
+        for _ in range(9):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(command, env=environment, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(times)
+
+    program = [sys.executable, "-c", "pass"]
+    plain = best(*program)
+    assert best(sys.executable, "-m", "te_graph_fixes", "run", *program) - plain < 0.06
