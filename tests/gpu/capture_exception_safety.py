@@ -1,4 +1,4 @@
-"""What a failed capture leaves behind: prints one JSON line for a place of failure.
+"""What a failed capture leaves behind: prints one JSON line for each place of failure.
 
     python tests/gpu/capture_exception_safety.py capture-forward
     TE_GRAPH_FIXES=off python tests/gpu/capture_exception_safety.py capture-forward
@@ -211,10 +211,10 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        result = check(sys.argv[1])
         report = te_graph_fixes.report()
         applied = [fix for fix, status in report.fixes.items() if status.status == "applied"]
-        print(json.dumps({"te": report.te_version, "place": sys.argv[1], "applied": applied, **result}))
+        for place in sys.argv[1:]:
+            print(json.dumps({"te": report.te_version, "place": place, "applied": applied, **check(place)}), flush=True)
     else:
         started = [subprocess.Popen([sys.executable, os.path.abspath(__file__), place]) for place in PLACES]
         sys.exit(max(process.wait() for process in started))
