@@ -17,8 +17,9 @@ import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 from .settings import EXPECT, Settings
 from .status import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
@@ -74,6 +75,7 @@ class _Activation:
         self._statuses: dict[str, FixStatus] = {}
         self._targets: frozenset[str] = frozenset()
         self._installation: Installation | None = None
+        self._earlier: WeakKeyDictionary[FunctionType, tuple[str, str]] = WeakKeyDictionary()
         self._said: set[str] = set()
 
     def activate(self, settings: Settings) -> None:
@@ -88,7 +90,7 @@ class _Activation:
             if _initializing(package):
                 importlib.import_module(PACKAGE)  # waits while another thread imports it
             self.before(PACKAGE)
-            self.after(PACKAGE)
+            self.after(PACKAGE if _loaded(PACKAGE) else "")  # not yet loaded: it is TE that is importing us
 
     def deactivate(self) -> None:
         with self._lock:
@@ -115,7 +117,7 @@ class _Activation:
             if self._source is None:
                 return
             if self._installation is not None and not self._installation.is_live():
-                self._installation.revert()
+                self._earlier.update(self._installation.revert())
                 self._installation = None
                 self._choose()
             if self._installation is None:
@@ -153,7 +155,7 @@ class _Activation:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         if self._installation is not None:
-            self._installation.revert()
+            self._earlier.update(self._installation.revert())
         self._installation = self._source = self._settings = None
         self._found, self._targets = {}, frozenset()
 
@@ -231,7 +233,7 @@ class _Activation:
                 waiting = {name for name in edited if name != executed and not _loaded(name)}
                 if waiting and executed != PACKAGE:
                     return
-                installation = Installation(self._source, chosen)
+                installation = Installation(self._source, chosen, self._earlier)
                 refused = {
                     fix_id: f"{PACKAGE} did not import {', '.join(sorted(waiting))}"
                     for fix_id, verdict in chosen.items()

@@ -243,13 +243,21 @@ def live_function(change: Change) -> FunctionType | None:
 
 
 class Installation:
-    """What has been put in place, and the means to take it back."""
+    """What has been put in place, and the means to take it back.
 
-    def __init__(self, source: Source, chosen: Mapping[str, Verdict]) -> None:
+    ``earlier`` are functions, each with its module and qualified name, of which a reload has made new ones: somebody may
+    hold them, so they are corrected as well.
+    """
+
+    def __init__(
+        self, source: Source, chosen: Mapping[str, Verdict], earlier: Mapping[FunctionType, tuple[str, str]] | None = None
+    ) -> None:
         self._source = source
         self._chosen = chosen
         self._changes = changes(source, chosen)
+        self._earlier = earlier or {}
         self._installed: list[tuple[Change, FunctionType]] = []
+        self._kept: list[tuple[Change, FunctionType]] = []
         self._modules: dict[str, ModuleType] = {}
         self._linecache: dict[str, tuple[Any, Any]] = {}
 
@@ -262,6 +270,10 @@ class Installation:
                         self._modules[name] = _add_module(name, text)
             for change in self._changes:
                 self._installed.append((change, _install(change)))
+                for function, name in self._earlier.items():
+                    if name == (change.module, change.qualname) and function.__code__ == change.before:
+                        _set_code(function, change.after, change.new_defaults)
+                        self._kept.append((change, function))
             self._show_lines()
         except BaseException:
             self.revert()
@@ -294,12 +306,16 @@ class Installation:
             if fix_id is None or fix_id in change.fixes
         ) and all(sys.modules.get(name) is self._modules[name] for name in modules)
 
-    def revert(self) -> None:
-        """Take back, in reverse order, what is still ours."""
-        while self._installed:
-            change, function = self._installed.pop()
+    def revert(self) -> dict[FunctionType, tuple[str, str]]:
+        """Take back, in reverse order, what is still ours; returns the functions that have their own code again."""
+        restored = {}
+        for change, function in reversed(self._installed + self._kept):
             if function.__code__ is change.after:
                 _uninstall(change, function)
+                if change.before is not None:
+                    restored[function] = (change.module, change.qualname)
+        self._installed.clear()
+        self._kept.clear()
         for name, module in reversed(list(self._modules.items())):
             if sys.modules.get(name) is module:
                 del sys.modules[name]
@@ -313,6 +329,7 @@ class Installation:
                 if before is not None:
                     linecache.cache[path] = before
         self._linecache.clear()
+        return restored
 
     def _show_lines(self) -> None:
         """Let tracebacks and `inspect.getsource` show the corrected functions, below the lines of their file."""
