@@ -252,7 +252,7 @@ def test_print_env_without_te(run: Run, folder: Path) -> None:
     (folder / "site").rename(folder / "gone")
     found = run("--print-env")
     assert found.returncode == 0
-    assert list(line.split("=")[0] for line in found.stdout.splitlines()) == ["PYTHONPATH"]
+    assert [line.split("=")[0] for line in found.stdout.splitlines()] == ["PYTHONPATH"]
     assert "transformer_engine is not installed" in found.stderr
 
 
