@@ -7,6 +7,7 @@ folder for what is stood in for and what is not.
 
 from __future__ import annotations
 
+import importlib
 import os
 
 __all__ = ["install"]
@@ -24,8 +25,7 @@ def install() -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
 
     # dynamo, which TE imports, lists torch's functions once; it must see torch's own.
-    import torch._dynamo
-
+    importlib.import_module("torch._dynamo")
     from . import device, extension, runtime
 
     device.install()

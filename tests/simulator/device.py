@@ -27,33 +27,41 @@ _FACTORIES = (
     "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
 )  # fmt: skip
 _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_FROM_HOST = ("tensor", "new_tensor")
 _READS = ("tolist", "numpy", "__array__")
 
-_plain_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_plain_device: Callable[[torch.Tensor], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 
 
 def install() -> None:
     """Replace the functions and attributes of torch that name a device."""
     for name in _FACTORIES:
-        setattr(torch, name, _factory(getattr(torch, name)))
+        replace(torch, **{name: _factory(getattr(torch, name))})
     for name in _METHODS:
-        setattr(torch.Tensor, name, _factory(getattr(torch.Tensor, name)))
+        replace(torch.Tensor, **{name: _factory(getattr(torch.Tensor, name))})
     for name in _READS:
-        setattr(torch.Tensor, name, _host_read(name, getattr(torch.Tensor, name)))
-    torch.as_tensor = _as_tensor(torch.as_tensor)
-    make_wrapper = torch.Tensor._make_wrapper_subclass
-    torch.Tensor._make_wrapper_subclass = staticmethod(_factory(make_wrapper))  # type: ignore[assignment]
-    torch.Tensor.device = property(_device)  # type: ignore[assignment, misc]
-    torch.Tensor.is_cuda = property(lambda self: _device(self).type == "cuda")  # type: ignore[assignment, misc]
-    torch.Tensor.data_ptr = _data_ptr(torch.Tensor.data_ptr)  # type: ignore[method-assign]
-    torch.Tensor.get_device = lambda self: 0 if _device(self).type == "cuda" else -1  # type: ignore[assignment]
-    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
-    torch.Tensor.to = _to(torch.Tensor.to)  # type: ignore[method-assign]
-    torch.Tensor.cuda = _cuda  # type: ignore[method-assign]
-    torch.Tensor.cpu = _cpu  # type: ignore[method-assign]
-    context = DeviceContext
-    context.__init__ = _device_context(context.__init__)
+        replace(torch.Tensor, **{name: _host_read(name, getattr(torch.Tensor, name))})
+    replace(torch, as_tensor=_as_tensor(torch.as_tensor))
+    replace(
+        torch.Tensor,
+        _make_wrapper_subclass=staticmethod(_factory(torch.Tensor._make_wrapper_subclass)),
+        device=property(_device),
+        is_cuda=property(lambda self: _device(self).type == "cuda"),
+        get_device=lambda self: 0 if _device(self).type == "cuda" else -1,
+        data_ptr=_data_ptr(torch.Tensor.data_ptr),
+        pin_memory=lambda self, device=None: self,
+        record_stream=lambda self, stream: None,
+        to=_to(torch.Tensor.to),
+        cuda=_cuda,
+        cpu=_cpu,
+    )
+    replace(DeviceContext, __init__=_device_context(DeviceContext.__init__))
+
+
+def replace(owner: Any, **values: Any) -> None:
+    """Set attributes of a module or class of torch."""
+    for name, value in values.items():
+        setattr(owner, name, value)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
@@ -82,6 +90,8 @@ def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
         if device is None:
             return function(*args, **kwargs)
         kwargs["device"] = _real(device)
+        if device.type == "cuda" and function.__name__ in _FROM_HOST:
+            refuse_in_capture(f"torch.{function.__name__} copies values from the host")
         if device.type != "cpu":
             return function(*args, **kwargs)
         with _disable_current_modes():  # host memory is no part of a captured graph
@@ -100,7 +110,7 @@ def _host_read(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def _data_ptr(function: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+def _data_ptr(function: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(function)
     def data_ptr(self: torch.Tensor) -> int:
         address = function(self)

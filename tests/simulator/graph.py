@@ -49,8 +49,7 @@ class CUDAGraph:
             raise NotImplementedError("simulator: CUDAGraph.capture_begin(check_input_liveness=True)")
         if self._operations is not None:
             raise GraphError(
-                "This CUDAGraph instance already owns a captured graph. "
-                "To capture a new graph, create a new instance."
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
             )
         refuse_in_capture("CUDAGraph.capture_begin")
         self._pool_id = pool or memory.new_pool_id()
@@ -65,9 +64,7 @@ class CUDAGraph:
         capture.end()
         if capture.failure is not None:
             self._leave_pool()
-            raise GraphError(
-                f"CUDA error: operation failed due to a previous error during capture: {capture.failure}"
-            )
+            raise GraphError(f"CUDA error: operation failed due to a previous error during capture: {capture.failure}")
         self._operations = capture.operations
 
     def instantiate(self) -> None:
@@ -280,7 +277,7 @@ class _plain_execution:
         for context in self._contexts:
             context.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*error)
 

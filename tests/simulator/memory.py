@@ -71,8 +71,12 @@ class Pool:
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Storage of ``nbytes`` bytes which goes back to this pool when nothing owns it any more."""
         size = -(-nbytes // BLOCK) * BLOCK
-        fitting = [(block.size, segment.address + block.offset, segment, block)
-                   for segment in self._segments for block in segment.blocks if block.free and block.size >= size]
+        fitting = [
+            (block.size, segment.address + block.offset, segment, block)
+            for segment in self._segments
+            for block in segment.blocks
+            if block.free and block.size >= size
+        ]
         if fitting:
             _, _, segment, block = min(fitting, key=lambda found: found[:2])
         else:

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from . import memory
+from .device import replace
 from .graph import Capture, CUDAGraph, refuse_in_capture
 
 CAPABILITY = (9, 0)
@@ -50,12 +52,12 @@ class Stream:
         """Wait for the stream, which a capture does not allow."""
         refuse_in_capture("Stream.synchronize")
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         self._previous = _current.stream
         _current.stream = self
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         _current.stream = self._previous
 
 
@@ -91,16 +93,13 @@ _DEFAULT_STREAM = _current.stream
 
 def install() -> None:
     """Replace ``torch.cuda`` piece by piece; what is left of it fails as it does on any machine without a GPU."""
-    for name, value in _REPLACEMENTS.items():
-        setattr(torch.cuda, name, value)
+    replace(torch.cuda, **_REPLACEMENTS)
     for module in (torch.cuda.graphs, torch.cuda.streams, torch.cuda.random, torch.cuda.memory):
-        for name in vars(module).keys() & _REPLACEMENTS.keys():
-            setattr(module, name, _REPLACEMENTS[name])
-    torch._C._graph_pool_handle = memory.new_pool_id  # type: ignore[attr-defined, assignment]
-    torch._C._host_emptyCache = lambda: None  # type: ignore[attr-defined, assignment]
-    torch.version.cuda = "13.0"
-    torch.compile = _compile  # type: ignore[assignment]
-    torch.autocast.__init__ = _autocast(torch.autocast.__init__)  # type: ignore[method-assign]
+        replace(module, **{name: _REPLACEMENTS[name] for name in vars(module).keys() & _REPLACEMENTS.keys()})
+    replace(torch._C, _graph_pool_handle=memory.new_pool_id, _host_emptyCache=_ignore)
+    replace(torch.version, cuda="13.0")
+    replace(torch, compile=_compile)
+    replace(torch.autocast, __init__=_autocast(torch.autocast.__init__))
 
 
 @contextlib.contextmanager

@@ -98,4 +98,4 @@ for _name, _function in (_FUNCTIONS | _GATED).items():
     _public[f"d{_name}"] = _backward(f"d{_name}", _function)
 
 globals().update(_public)
-__all__ = list(_public)  # type: ignore[assignment]
+__all__ = list(_public)

@@ -111,11 +111,19 @@ class _Operand(NamedTuple):
             stored = self.data.reshape(self.data.shape[0], -1).t()
         else:
             stored = self.data.reshape(-1, self.data.shape[-1])
-        return stored.view(self.dtype).double() if self.scale_inv is None else _decode(stored, self.dtype)
+        return stored.double() if self.scale_inv is None else stored.contiguous().view(self.dtype).double()
 
 
-def _decode(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return stored.contiguous().view(dtype).double()
+class _Factor(NamedTuple):
+    """One side of a product as it is multiplied."""
+
+    operand: _Operand
+    transposed: bool
+
+    def matrix(self) -> torch.Tensor:
+        """The values in float64, without the scale."""
+        values = self.operand.matrix()
+        return values.t() if self.transposed else values
 
 
 def _operand(tensor: Any, columnwise: bool) -> _Operand:
@@ -133,26 +141,17 @@ def _operand(tensor: Any, columnwise: bool) -> _Operand:
     return _Operand(data, columnwise, torch_dtype(tensor._fp8_dtype), tensor._scale_inv)
 
 
-def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[_Side, _Side, list[int]]:
+def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[_Factor, _Factor, list[int]]:
     """The two factors and the shape of the product."""
     shape_a, shape_b = list(A.size()), list(B.size())
     columns = math.prod(shape_a[:-1]) if transa else shape_a[-1]
     rows = [shape_b[-1]] if transb else shape_b[:-1]
-    return _Side(_operand(B, transb), transb), _Side(_operand(A, not transa), transa), [*rows, columns]
-
-
-class _Side(NamedTuple):
-    operand: _Operand
-    transposed: bool
-
-    def matrix(self) -> torch.Tensor:
-        values = self.operand.matrix()
-        return values.t() if self.transposed else values
+    return _Factor(_operand(B, transb), transb), _Factor(_operand(A, not transa), transa), [*rows, columns]
 
 
 def _launch(
-    left: _Side,
-    right: _Side,
+    left: _Factor,
+    right: _Factor,
     out: torch.Tensor,
     alpha: float,
     bias: torch.Tensor | None,
@@ -169,8 +168,8 @@ def _launch(
 
 
 def _gemm(
-    left: _Side,
-    right: _Side,
+    left: _Factor,
+    right: _Factor,
     out: torch.Tensor,
     alpha: float,
     bias: torch.Tensor | None,
@@ -179,15 +178,15 @@ def _gemm(
     accumulate: bool,
 ) -> None:
     """The kernel. Sums are exact or nearly so in float64, whatever their order; then they are rounded once."""
-    factor = left.matrix()
-    product = (factor @ right.matrix()) * alpha
-    for side in (left, right):
-        if side.operand.scale_inv is not None:
-            product *= side.operand.scale_inv.double()
+    rows = left.matrix()
+    product = (rows @ right.matrix()) * alpha
+    for factor in (left, right):
+        if factor.operand.scale_inv is not None:
+            product *= factor.operand.scale_inv.double()
     if bias is not None and not grad:
         product += bias.double()
     if bias is not None and grad:
-        bias.copy_(factor.sum(dim=1))
+        bias.copy_(rows.sum(dim=1))
     if gelu_in is not None and not grad:
         gelu_in.copy_(product.view(gelu_in.shape))
         product = gelu_value(product)

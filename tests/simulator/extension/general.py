@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..graph import launch
 
 __all__ = [
     "device_supports_multicast",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
     "get_cublasLt_version",
     "get_cudnn_version",
     "get_num_cublas_streams",
@@ -53,6 +57,27 @@ def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) ->
         out = torch.empty([tensor.shape[1], tensor.shape[0], *tensor.shape[2:]], dtype=tensor.dtype)
     launch(_swap, [out], out, tensor)
     return out
+
+
+def fused_multi_row_padding(
+    tensor: torch.Tensor, out: torch.Tensor, rows: Sequence[int], padded_rows: Sequence[int]
+) -> None:
+    """Copy each group of rows to the head of its larger group in ``out`` and fill up with zeros."""
+    launch(_copy_groups, [out], out, tensor, list(rows), list(padded_rows))
+
+
+def fused_multi_row_unpadding(
+    tensor: torch.Tensor, out: torch.Tensor, padded_rows: Sequence[int], rows: Sequence[int]
+) -> None:
+    """Copy the head of each group of rows to its smaller group in ``out``."""
+    launch(_copy_groups, [out], out, tensor, list(padded_rows), list(rows))
+
+
+def _copy_groups(out: torch.Tensor, tensor: torch.Tensor, rows: list[int], out_rows: list[int]) -> None:
+    for group, source in zip(out.split(out_rows), tensor.split(rows), strict=True):
+        common = min(len(group), len(source))
+        group[:common] = source[:common]
+        group[common:] = 0
 
 
 def _swap(out: torch.Tensor, tensor: torch.Tensor) -> None:
