@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
-from .. import provided
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..provided import module_text
 from ..source import Definition, Edit, Source, UnrecognizedError
 
 PROVIDED = "transformer_engine.pytorch._te_delayed_wgrad"
-PROVIDED_TEXT = Path(provided.__file__).with_name("delayed_wgrad.py").read_text(encoding="utf-8")
+PROVIDED_TEXT = module_text("delayed_wgrad")
 
 IMPORT = "from {dots}_te_delayed_wgrad import accumulate_grads\n"
 

@@ -15,14 +15,13 @@ parameters stay with TE's rule.
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-from .. import provided
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..provided import module_text
 from ..source import Definition, Source, UnrecognizedError
 
 PLAN_MODULE = "transformer_engine.pytorch._te_graph_order"
-PLAN_TEXT = Path(provided.__file__).with_name("graph_order.py").read_text(encoding="utf-8")
+PLAN_TEXT = module_text("graph_order")
 
 LOOP = """
 previous_chunk_last_callable_bwd_idx = None

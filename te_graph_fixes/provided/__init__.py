@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import pkgutil
+from typing import cast
 
 from ..source import Source, UnrecognizedError
 
 PLAN_MODULE = "transformer_engine.pytorch._te_graph_order"
 
 
+def module_text(name: str) -> str:
+    """The text of module ``name`` of this package, which may be in a zip."""
+    return cast(bytes, pkgutil.get_data(__name__, f"{name}.py")).decode()
+
+
 def plan_module(source: Source) -> dict[str, str]:
     """The ``new_modules`` of a verdict whose edits import the order plan; empty where ``source`` has it already."""
-    text = Path(__file__).with_name("graph_order.py").read_text(encoding="utf-8")
+    text = module_text("graph_order")
     found = source.find(PLAN_MODULE)
     if found is None:
         return {PLAN_MODULE: text}
