@@ -8,7 +8,7 @@ rank is compared with eager, for several steps, without and with the fix (all ot
 one JSON line a rank and setting, and exits with 1 unless the fix makes all of them equal and its absence does not.
 
 Megatron-Core insists on expert parallelism of two or more for the overlap. The pipeline takes all the ranks here, so
-the option is set after that check; tokens are then dispatched within the rank.
+the option is set after that check; tokens are then dispatched within the rank, by a copy (`dispatch_by_copy`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Model:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.config = config(stages, graphs)
-        tensor_parallel.model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
         torch.manual_seed(1 + dist.get_rank())
         self.chunks = []
         for vp_stage in range(2) if stages > 1 else [None]:
@@ -151,6 +151,14 @@ def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return mean, {"loss": mean.detach()}
 
 
+def dispatch_by_copy() -> None:
+    """Let an all-to-all within one rank give a new tensor, as it does between ranks: the overlap frees its input."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    exchange = token_dispatcher.all_to_all
+    token_dispatcher.all_to_all = lambda *args, **kwargs: exchange(*args, **kwargs).clone()
+
+
 def make_rank_0_late() -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -186,6 +194,7 @@ def main() -> int:
         pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual
     )
     init_num_microbatches_calculator(rank, None, MICROBATCHES, 1, 1)
+    dispatch_by_copy()
     make_rank_0_late()
 
     eager = Model(stages, graphs=False)
