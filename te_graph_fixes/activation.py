@@ -7,6 +7,7 @@ that is reloaded, and an import of TE that failed and is tried again, are correc
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.machinery
 import importlib.util
@@ -15,7 +16,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, cast
@@ -121,7 +123,8 @@ class _Activation:
                 self._installation = None
                 self._choose()
             if self._installation is None:
-                self._install(name)
+                with _without_collection():
+                    self._install(name)
         self._complain()
         if name == PACKAGE:
             self._announce()
@@ -167,7 +170,8 @@ class _Activation:
 
         try:
             source = Source.installed()
-            found = verdicts(source)
+            with _without_collection():
+                found = verdicts(source)
         except TENotFoundError as error:
             source = Source("", None)
             found = {fix_id: Verdict(UNRECOGNIZED, str(error)) for fix_id in CATALOGUE}
@@ -307,6 +311,18 @@ class _Activation:
         if text not in self._said and os.environ.get("RANK", "0") == "0":
             self._said.add(text)
             _logger.info("%s", text)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Hold garbage collection off: next to torch's objects it takes longer than reading TE's source does."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _initializing(module: ModuleType) -> bool:
