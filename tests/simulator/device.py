@@ -152,40 +152,33 @@ _TYPES = {
 
 def _to(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(function)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        positional, device = list(args), None
+    def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
+        if args and isinstance(args[0], int):
+            args = (_asked(args[0]), *args[1:])
         if "device" in kwargs:
-            device = _asked(kwargs.pop("device"))
-        elif args and isinstance(args[0], (torch.device, str, int)):
-            device = _asked(positional.pop(0))
-        elif args and isinstance(args[0], torch.Tensor):
+            kwargs["device"] = _asked(kwargs["device"])
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if args and isinstance(args[0], torch.Tensor):
             device = args[0].device
         if device is not None and device.type == "meta":
-            return function(self, "meta", *positional, **kwargs)
-        kwargs.pop("non_blocking", None)
-        converted = function(self, *positional, **kwargs) if positional or kwargs else self
-        if device is None or device.type == _device(self).type:
-            return mark_on_host(converted) if is_on_host(self) else converted
-        return _move(converted, device)
+            return function(self, "meta", dtype, copy=copy, memory_format=memory_format)
+        moves = device is not None and device.type != _device(self).type
+        if moves:
+            refuse_in_capture(f"a copy of a tensor to {device}")
+        result = function(self, dtype=dtype or self.dtype, copy=copy or moves, memory_format=memory_format)
+        return mark_on_host(result) if (device or _device(self)).type == "cpu" else result
 
     return to
 
 
 def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Stands in for ``Tensor.cuda``."""
-    return _move(self, CUDA) if is_on_host(self) else self
+    return self.to(CUDA)
 
 
 def _cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Stands in for ``Tensor.cpu``."""
-    return self if is_on_host(self) else _move(self, CPU)
-
-
-def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the other side, as a transfer between host and GPU makes one."""
-    refuse_in_capture(f"a copy of a tensor to {device}")
-    copy = tensor.clone()
-    return mark_on_host(copy) if device.type == "cpu" else copy
+    return self.to(CPU)
 
 
 def _device_context(function: Callable[..., None]) -> Callable[..., None]:

@@ -187,6 +187,11 @@ def _largest_magnitude(values: torch.Tensor) -> torch.Tensor:
     return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax()
 
 
+def _quotient(largest: float, amax: torch.Tensor) -> torch.Tensor:
+    """The scale, rounded once: ``number / tensor`` is in torch a product with the reciprocal, rounded twice."""
+    return torch.full_like(amax, largest).div(amax).clamp(max=_LARGEST_FLOAT)
+
+
 def _cast(
     values: torch.Tensor,
     scale: torch.Tensor,
@@ -242,7 +247,7 @@ def _cast_current(
     if bounded == 0.0 or math.isinf(bounded):
         scale.fill_(1.0)
     else:
-        scale.copy_((torch.finfo(dtype).max / amax.clamp(min=epsilon)).clamp(max=_LARGEST_FLOAT))
+        scale.copy_(_quotient(torch.finfo(dtype).max, amax.clamp(min=epsilon)))
         if power_of_two:
             scale.copy_(torch.exp2(torch.floor(torch.log2(scale))))
     _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
@@ -273,4 +278,4 @@ def _update_scale(
     history.copy_(shifted)
     history[0] = 0.0
     usable = torch.isfinite(amax) & (amax > 0)
-    scale.copy_(torch.where(usable, (largest / amax).clamp(max=_LARGEST_FLOAT), scale))
+    scale.copy_(torch.where(usable, _quotient(largest, amax), scale))

@@ -1,0 +1,445 @@
+"""What a CUDA graph does on a GPU, and so must do here."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def capture(function: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of what ``function`` does, and what it returned."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = function()
+    return graph, result
+
+
+def gpu(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device="cuda")
+
+
+def weak(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory by its address, as TE's ``make_weak_ref`` does it."""
+
+    class Address:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+    return torch.as_tensor(Address())
+
+
+def refused(function: Callable[[], Any], named: str) -> None:
+    """``function`` cannot be captured, and both errors of it say why."""
+    graph = torch.cuda.CUDAGraph()
+    expected = rf"failed due to a previous error during capture: .*{named}"
+    with pytest.raises(RuntimeError, match=expected) as raised, torch.cuda.graph(graph):
+        function()
+    cause = raised.value.__context__
+    assert "not permitted when stream is capturing" in str(cause)
+    assert named in str(cause)
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    assert not torch.cuda.is_current_stream_capturing()
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+
+
+def check_tensors_say_they_are_on_the_gpu() -> None:
+    assert torch.cuda.is_available()
+    assert torch.cuda.get_device_capability() == (9, 0)
+    tensor = torch.zeros(2, device="cuda")
+    assert tensor.is_cuda
+    assert tensor.device == torch.device("cuda", 0)
+    assert torch.empty_like(tensor, device="cuda:0").is_cuda
+    assert torch.nn.Linear(2, 2).cuda().weight.is_cuda
+    assert torch.nn.Linear(2, 2, device="cuda").to("cuda").weight.is_cuda
+    assert torch.empty(2, device="meta").device.type == "meta"
+    with torch.device("cuda"):
+        assert torch.ones(2).is_cuda
+
+
+def check_copies_to_the_host_are_copies() -> None:
+    tensor = gpu(1, 2)
+    host = [tensor.cpu(), tensor.to("cpu"), tensor.to(device="cpu", dtype=torch.float64)]
+    back = host[0].cuda()
+    tensor.zero_()
+    assert all(copy.tolist() == [1, 2] and copy.device.type == "cpu" and not copy.is_cuda for copy in host)
+    host[0].zero_()
+    assert back.tolist() == [1, 2]
+    assert all(same is tensor for same in (tensor.cuda(), tensor.to("cuda"), tensor.to(0), tensor.to(device=0)))
+    assert tensor.to("cuda", torch.float16).dtype == tensor.to(torch.float16).dtype == torch.float16
+    assert host[0].to(torch.float16).device.type == "cpu"
+    assert tensor.to(host[0]).device.type == "cpu"
+    assert tensor.to("cuda", copy=True) is not tensor
+
+
+def check_replay_computes_again_with_new_input() -> None:
+    x = gpu(1, 2, 3)
+    graph, y = capture(lambda: torch.relu(x * 2 - 2).sum())
+    for values in ([1.0, 2.0, 3.0], [4.0, 5.0, -6.0]):
+        x.copy_(torch.tensor(values))
+        graph.replay()
+        assert y.item() == sum(max(2 * value - 2, 0) for value in values)
+
+
+def check_nothing_runs_at_capture() -> None:
+    total, x = gpu(10), gpu(3)
+    view = total.view(1, 1)
+    graph, y = capture(lambda: (total.add_(x), view.mul_(2), torch.add(x, 1, out=x), x * 5)[-1])
+    assert (total.item(), x.item()) == (10, 3)
+    assert torch.isnan(y).all()
+    graph.replay()
+    assert (total.item(), x.item(), y.item()) == (26, 4, 20)
+
+
+def check_python_control_flow_is_frozen() -> None:
+    x, first, calls = gpu(1), [True], []
+
+    def body() -> torch.Tensor:
+        calls.append(1)
+        return x + 1 if first[0] else x - 1
+
+    graph, y = capture(body)
+    first[0] = False
+    graph.replay()
+    assert (y.item(), len(calls)) == (2, 1)
+
+
+def check_autograd_is_recorded() -> None:
+    x = gpu(1, 2).requires_grad_()
+    weight = torch.nn.Parameter(gpu(3, 4))
+    grad = gpu(1, 1)
+    pool = torch.cuda.graph_pool_handle()
+    forward, y = capture(lambda: (x * weight).square(), pool)
+
+    def body() -> Tensors:
+        x.grad = weight.grad = None
+        y.backward(grad)
+        assert x.grad is not None
+        assert weight.grad is not None
+        return x.grad, weight.grad
+
+    backward, (dx, dw) = capture(body, pool)
+    with torch.no_grad():
+        x.copy_(gpu(5, 6))
+    forward.replay()
+    backward.replay()
+    assert y.tolist() == [225, 576]
+    assert dx.tolist() == [2 * 5 * 9, 2 * 6 * 16]
+    assert dw.tolist() == [2 * 25 * 3, 2 * 36 * 4]
+
+
+def check_outputs_keep_their_memory() -> None:
+    x = gpu(1, 2)
+    graph, y = capture(lambda: x + 1)
+    address = y.data_ptr()
+    for _ in range(3):
+        graph.replay()
+    assert y.data_ptr() == address
+    x.mul_(10)
+    assert y.tolist() == [2, 3]
+
+
+def check_views_and_strides() -> None:
+    x = torch.arange(12.0, device="cuda").view(3, 4)
+
+    def body() -> Tensors:
+        y = x.t() * 2
+        left, right = y.split(2)
+        right.zero_()
+        return y, left, y.unsqueeze_(0)[0, 1:, :2].contiguous()
+
+    graph, (y, left, part) = capture(body)
+    x.add_(1)
+    graph.replay()
+    expected = x.t() * 2
+    expected[2:] = 0
+    assert torch.equal(y[0], expected)
+    assert torch.equal(left, expected[:2])
+    assert torch.equal(part, expected[1:, :2])
+    assert y[0].stride() == (x.t() * 2).stride()
+
+
+def check_lists_of_tensors() -> None:
+    xs = [gpu(1, 2), gpu(3)]
+    graph, ys = capture(lambda: (torch._foreach_add_(xs, 1), torch._foreach_mul(xs, 2), torch.cat(xs))[1:])
+    assert [x.tolist() for x in xs] == [[1, 2], [3]]
+    graph.replay()
+    assert [y.tolist() for y in ys[0]] == [[4, 6], [8]]
+    assert ys[1].tolist() == [2, 3, 4]
+
+
+def check_freed_memory_goes_to_later_captures_of_the_pool() -> None:
+    x, pool = gpu(1, 2), torch.cuda.graph_pool_handle()
+    first, y = capture(lambda: x + 1, pool)
+    seen = weak(y)
+    second, z = capture(lambda: x * 100, pool)
+    assert z.data_ptr() != y.data_ptr()
+    del y
+    third, w = capture(lambda: x * -1, pool)
+    assert w.data_ptr() == seen.data_ptr()
+    first.replay()
+    assert seen.tolist() == [2, 3]
+    second.replay()
+    assert seen.tolist() == [2, 3]
+    third.replay()
+    assert seen.tolist() == [-1, -2]
+    assert z.tolist() == [100, 200]
+
+
+def check_freed_memory_is_used_again_within_a_capture() -> None:
+    x = torch.ones(256, device="cuda")
+    addresses = []
+
+    def body() -> torch.Tensor:
+        y = x + 1
+        addresses.append(y.data_ptr())
+        y = y * 2
+        z = y + 1
+        addresses.append(z.data_ptr())
+        return z
+
+    graph, z = capture(body)
+    assert addresses[0] == addresses[1]
+    graph.replay()
+    assert torch.equal(z, x * 5)
+
+
+def check_a_view_owns_memory_and_a_weak_reference_does_not() -> None:
+    x, pool = torch.ones(200, device="cuda"), torch.cuda.graph_pool_handle()
+    _, y = capture(lambda: x + 1, pool)
+    address, view = y.data_ptr(), y[3:5]
+    del y
+    _, z = capture(lambda: x + 2, pool)
+    assert z.data_ptr() != address
+    del view
+    _, w = capture(lambda: x + 3, pool)
+    assert w.data_ptr() == address
+
+
+def check_autograd_owns_what_it_saved() -> None:
+    x, pool = torch.ones(8, device="cuda", requires_grad=True), torch.cuda.graph_pool_handle()
+    addresses = []
+
+    def body() -> torch.Tensor:
+        inner = x * 2
+        addresses.append(inner.data_ptr())
+        return inner.square()
+
+    _, y = capture(body, pool)
+    _, z = capture(lambda: x.detach() + 1, pool)
+    assert z.data_ptr() != addresses[0]
+    del y
+    _, w = capture(lambda: x.detach() + 1, pool)
+    assert w.data_ptr() == addresses[0]
+
+
+def check_pools_are_kept_apart() -> None:
+    x = gpu(1)
+    graph, y = capture(lambda: x + 1)
+    address = y.data_ptr()
+    del y
+    _, z = capture(lambda: x + 1)
+    assert z.data_ptr() != address
+    _, w = capture(lambda: x + 1, graph.pool())
+    assert w.data_ptr() == address
+
+
+def check_the_smallest_block_that_fits_is_taken() -> None:
+    pool = torch.cuda.graph_pool_handle()
+
+    def sizes(*counts: int) -> list[torch.Tensor]:
+        return [torch.empty(count, dtype=torch.uint8, device="cuda") for count in counts]
+
+    _, blocks = capture(lambda: sizes(4096, 512, 1024, 512), pool)
+    addresses = [block.data_ptr() for block in blocks]
+    assert [b - a for a, b in itertools.pairwise(addresses)] == [4096, 512, 1024]
+    blocks[0] = blocks[2] = torch.empty(0)
+    _, (small,) = capture(lambda: sizes(600), pool)
+    assert small.data_ptr() == addresses[2]
+    del small, blocks
+    _, (whole,) = capture(lambda: sizes(6000), pool)
+    assert whole.data_ptr() == addresses[0]
+
+
+def check_memory_is_counted() -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    graph, y = capture(lambda: torch.empty(1000, dtype=torch.uint8, device="cuda"))
+    assert torch.cuda.memory_allocated() == before + 1024
+    assert torch.cuda.memory_reserved() >= 1024
+    del y
+    assert torch.cuda.memory_allocated() == before
+    graph.reset()
+
+
+def check_a_second_capture_is_refused() -> None:
+    x = gpu(1)
+    graph, y = capture(lambda: x + 1)
+    expected = "This CUDAGraph instance already owns a captured graph"
+    with pytest.raises(RuntimeError, match=expected), torch.cuda.graph(graph):
+        pass
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    graph.replay()
+    assert y.item() == 2
+    graph.reset()
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+    with torch.cuda.graph(graph):
+        y = x + 2
+    graph.replay()
+    assert y.item() == 3
+
+
+def check_replay_and_pool_need_a_capture() -> None:
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="CUDAGraph::replay without a preceding successful capture"):
+        graph.replay()
+    with pytest.raises(RuntimeError, match="CUDAGraph::pool without a preceding successful capture"):
+        graph.pool()
+    with pytest.raises(RuntimeError, match="capture_end without"):
+        graph.capture_end()
+
+
+def check_captures_do_not_nest() -> None:
+    refused(lambda: capture(lambda: None), "synchronize")
+    refused(lambda: torch.cuda.CUDAGraph().capture_begin(), "capture_begin")
+    graph, _ = capture(lambda: None)
+    refused(graph.replay, "CUDAGraph.replay")
+
+
+def check_values_cannot_be_read_in_a_capture() -> None:
+    x = gpu(1, 2)
+    refused(lambda: x.sum().item(), "_local_scalar_dense")
+    refused(lambda: bool(x.sum() > 0), "_local_scalar_dense")
+    refused(lambda: torch.equal(x, x), "aten::equal")
+    refused(x.tolist, "tolist")
+    refused(x.numpy, "numpy")
+    refused(x.cpu, "cpu")
+    refused(torch.cuda.synchronize, "synchronize")
+    refused(torch.cuda.Event().synchronize, "Event.synchronize")
+    refused(lambda: gpu(1), "copies values from the host")
+
+
+def check_sizes_cannot_depend_on_values_in_a_capture() -> None:
+    x = gpu(1, 0, 2)
+    refused(x.nonzero, "nonzero")
+    refused(lambda: x[x > 0], "aten::index")
+    refused(x.unique, "unique")
+    graph, y = capture(lambda: x[torch.zeros(2, dtype=torch.long)])
+    graph.replay()
+    assert y.tolist() == [1, 1]
+
+
+def check_what_cannot_be_replayed_is_refused() -> None:
+    x = gpu(1, 0, 2)
+    refused(lambda: torch.nn.functional.dropout(x, 0.5), "random")
+    refused(lambda: torch.rand(2, device="cuda"), "random")
+    refused(lambda: x.resize_(7), "resize_")
+    refused(lambda: x.set_(torch.empty(1, device="cuda")), "set_")
+    assert x.tolist() == [1, 0, 2]
+
+
+def check_tensors_on_the_host_can_be_read_in_a_capture() -> None:
+    x = gpu(1, 2, 3)
+
+    def body() -> Tensors:
+        sizes = torch.tensor([1, 2], dtype=torch.int32, device="cpu").to(torch.int64)
+        assert sizes.tolist() == [1, 2]
+        assert (sizes + 1).sum().item() == 5
+        return torch.split(x * 2, sizes.tolist())
+
+    graph, (first, second) = capture(body)
+    graph.replay()
+    assert (first.tolist(), second.tolist()) == ([2], [4, 6])
+
+
+def check_an_exception_ends_the_capture() -> None:
+    x, graph = gpu(1), torch.cuda.CUDAGraph()
+
+    def body() -> None:
+        x.add_(1)
+        raise ValueError("from the body")
+
+    with pytest.raises(ValueError, match="from the body"), torch.cuda.graph(graph):
+        body()
+    assert not torch.cuda.is_current_stream_capturing()
+    assert x.item() == 1
+    graph.replay()
+    assert x.item() == 2
+
+
+def check_streams_and_events_can_be_used() -> None:
+    side, x = torch.cuda.Stream(), gpu(1)
+
+    def body() -> torch.Tensor:
+        assert torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event()
+        event.record()
+        side.wait_stream(torch.cuda.current_stream())
+        side.wait_event(event)
+        with torch.cuda.stream(side):
+            assert torch.cuda.current_stream() is side
+            y = x + 1
+        torch.cuda.current_stream().wait_stream(side)
+        return y * 2
+
+    graph, y = capture(body)
+    assert torch.cuda.current_stream() is torch.cuda.default_stream()
+    graph.replay()
+    assert y.item() == 4
+
+
+def check_times_and_autocast_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="elapsed_time"):
+        torch.cuda.Event().elapsed_time(torch.cuda.Event())
+    with pytest.raises(NotImplementedError, match="autocast"):
+        torch.autocast("cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", enabled=False):
+        pass
+
+
+def check_weak_references_outside_of_pools() -> None:
+    x = gpu(1, 2)
+    seen = weak(x)
+    del x
+    gc.collect()
+    junk = [torch.full((2,), 7.0, device="cuda") for _ in range(100)]
+    assert seen.tolist() == [1, 2]
+    assert len(junk) == 100
+
+    class Nowhere:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (2,),
+            "typestr": "<f4",
+            "data": (64, False),
+            "version": 3,
+        }
+
+    with pytest.raises(NotImplementedError, match="0x40"):
+        torch.as_tensor(Nowhere())
+
+
+def check_torchs_own_graphed_callables_work() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4)).cuda()
+    x = torch.randn(3, 4, device="cuda")
+    wanted = module(x)
+    wanted.sum().backward()
+    grads = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    module.zero_grad()
+    graphed = torch.cuda.make_graphed_callables(module, (torch.randn(3, 4, device="cuda"),))
+    found = graphed(x)
+    found.sum().backward()
+    assert torch.equal(found, wanted)
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(module.parameters(), grads, strict=True))

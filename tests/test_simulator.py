@@ -1,0 +1,78 @@
+"""The simulator itself. Each test is a check of ``tests/simulator/checks``, which run in a child process."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("graphs", "extension")
+
+
+def names(part: str) -> list[str]:
+    tree = ast.parse((ROOT / "tests" / "simulator" / "checks" / f"{part}.py").read_text())
+    functions = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    return [f"{part}.{name}" for name in functions if name.startswith("check_")]
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.simulator", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+@functools.cache
+def results(part: str) -> dict[str, str | None]:
+    done = run("-m", "tests.simulator.checks", part)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, done.stderr
+    return {line["check"]: line["error"] for line in lines}
+
+
+@pytest.mark.parametrize("name", [name for part in PARTS for name in names(part)])
+def test_check(name: str) -> None:
+    error = results(name.partition(".")[0])[name]
+    assert error is None, error
+
+
+def test_a_script_runs_as_main_with_its_arguments_and_folder(tmp_path: Path) -> None:
+    (tmp_path / "sibling.py").write_text("value = 42\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, sibling, torch\nprint(__name__, sys.argv[1:], sibling.value, torch.ones(1).is_cuda)\n"
+    )
+    done = run(str(script), "-x", "y", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("__main__ ['-x', 'y'] 42 True\n", "")
+
+
+def test_a_module_runs_as_main_with_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "some_module.py").write_text("import sys\nprint(__name__, sys.argv)\n")
+    done = run("-m", "some_module", "-m", "z", cwd=tmp_path)
+    assert done.stdout == f"__main__ {[str(tmp_path / 'some_module.py'), '-m', 'z']}\n", done.stderr
+
+
+def test_no_program_is_an_error() -> None:
+    done = run()
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: ")
+
+
+def test_installing_after_transformer_engine_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os\n"
+        "os.environ['NVTE_PROJECT_BUILDING'] = '1'\n"
+        "import transformer_engine.common\n"
+        "from tests.simulator import install\n"
+        "install()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert "comes too late" in done.stderr
