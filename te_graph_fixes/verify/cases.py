@@ -66,6 +66,7 @@ _ALL = (
     _training("experts-fp8-delayed", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-delayed", quick=True),
     _training("experts-fp8-current", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-current"),
     _training("experts-fp8-block", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-block"),
+    _training("experts-fp8-fit", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-delayed", fit=True, steps=6),
     _training("experts-bf16", (WARMUP,), module="GroupedLinear", quick=True),
     _training("linear-bf16", (WARMUP,)),
     _training("linear-fp8-delayed", (WARMUP,), recipe="fp8-delayed"),
@@ -85,6 +86,7 @@ _ALL = (
     _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
     _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
+    _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
 )
 

@@ -43,7 +43,8 @@ class Setup:
     """What is trained. ``order`` is TE's ``_order``; None makes one graph for the microbatches of a step.
 
     ``mark_first``: modules mark first microbatches, and FP8 weights are cached. ``set_flag``: the caller sets the flag
-    that says whether weights are new, as Megatron-Core does, besides. ``delay``: graphs delay their wgrads; without
+    that says whether weights are new, as Megatron-Core does, besides. ``fit``: the loss is the squared distance to fixed
+    targets, so that gradients depend on the weights; else output grads are given. ``delay``: graphs delay their wgrads; without
     wgrad entries in ``order`` each is replayed right after its dgrad. ``hooks``: the values of ``main_grad`` that hooks
     see after each wgrad are compared too. ``reuse``: buffers are reused.
     """
@@ -60,6 +61,7 @@ class Setup:
     reuse: bool = False
     mark_first: bool = True
     set_flag: bool = False
+    fit: bool = False
     fp8_params: bool = False
     experts: int = 2
     uneven: bool = False
@@ -190,7 +192,9 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
     torch.manual_seed(100)
     shape = (setup.steps, chunks, microbatches, TOKENS, HIDDEN)
     inputs = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    output_grads = torch.randn_like(inputs)
+    output_grads = torch.randn_like(inputs)  # with ``fit``, the targets
+    if setup.fit:
+        inputs[:], output_grads[:] = inputs[0].clone(), output_grads[0].clone()
     done = Step()
 
     def hook() -> None:
@@ -218,7 +222,8 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
                 done.outputs.append(leaves[chunk, microbatch][1].detach().clone())
             elif entry % 1 == 0:
                 x, out = leaves.pop((chunk, microbatch))
-                out.backward(output_grads[step, chunk, microbatch])
+                given = output_grads[step, chunk, microbatch]
+                out.backward(out.detach() - given if setup.fit else given)
                 done.dgrads.append(_or_zeros(x.grad, x).clone())
                 for parameter in modules[chunk].parameters():
                     if in_main_grad(setup, parameter):
@@ -258,7 +263,8 @@ def _optimizer_step(setup: Setup, parameters: Iterable[Any]) -> list[torch.Tenso
             grad = parameter.main_grad if in_main_grad(setup, parameter) else _or_zeros(parameter.grad, parameter)
             found.append(grad.clone())
             weight = parameter.dequantize() if setup.fp8_params and parameter.dim() == 2 else parameter
-            parameter.copy_(weight - (LEARNING_RATE * grad).to(weight.dtype))
+            rate = 0.25 / (TOKENS * setup.microbatches) if setup.fit else LEARNING_RATE
+            parameter.copy_(weight - (rate * grad).to(weight.dtype))
     return found
 
 

@@ -27,7 +27,7 @@ from te_graph_fixes.source import Source, TENotFoundError
 from te_graph_fixes.verdicts import verdicts
 
 ROOT = Path(__file__).parents[2]
-UNPATCHED, PATCHED, SOURCE = "unpatched", "patched", "source"
+UNPATCHED, PATCHED, SOURCE, WRAPT = "unpatched", "patched", "source", "wrapt"
 ROUNDS = {"forward": 9, "replay": 5, "captures": 3}
 
 Samples = dict[str, dict[str, list[float]]]
@@ -83,25 +83,26 @@ class Worker:
         self._process.wait()
 
 
-def import_ms(statement: str) -> float:
-    """The time that ``statement`` takes in a fresh interpreter."""
-    code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+def import_ms(statement: str, before: str = "pass") -> float:
+    """The time that ``statement`` takes in a fresh interpreter, after ``before``."""
+    code = f"import time; {before}; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return 1e3 * float(done.stdout.split()[-1])
 
 
 def imports(te: bool) -> Samples:
-    """Import times in pairs that run side by side: of this package and of wrapt, of TE with and without this package."""
-    pairs = {"import_ms": ("import wrapt", "import te_graph_fixes", 15)}
-    if te:
-        alone = "import transformer_engine.pytorch"
-        pairs["import_te_ms"] = (alone, f"import te_graph_fixes; {alone}", 8)
-    found: Samples = {}
-    with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4 * 2)) as pool:
-        for name, (without, with_fixes, rounds) in pairs.items():
-            list(pool.map(import_ms, (without, with_fixes)))  # fills the caches
-            measured = list(pool.map(import_ms, (without, with_fixes) * rounds))
-            found[name] = {UNPATCHED: measured[::2], PATCHED: measured[1::2]}
+    """Import times of this package and of wrapt, in pairs that run side by side, and what TE's import becomes longer by.
+
+    The latter is the time of importing this package after TE: all the fixes are then put in place at once.
+    """
+    statements = "import wrapt", "import te_graph_fixes"
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(import_ms, statements))  # fills the caches
+        measured = list(pool.map(import_ms, statements * 15))
+        found: Samples = {"import_ms": {WRAPT: measured[::2], PATCHED: measured[1::2]}}
+        if te:
+            added = list(pool.map(import_ms, statements[1:] * 8, ["import transformer_engine.pytorch"] * 8))
+            found["added_to_te_import_ms"] = {PATCHED: added}
     return found
 
 
@@ -128,24 +129,24 @@ def on_gpu(source: Source) -> tuple[dict[str, Any], Samples]:
 
 def table(samples: Samples) -> str:
     """Medians with the smallest and largest value; the ratio of ``patched`` to each other variant, round by round."""
-    lines = [("MEASURE", f"{UNPATCHED} (import_ms: wrapt)", PATCHED, SOURCE, "PATCHED / UNPATCHED", "PATCHED / SOURCE")]
+    others = (UNPATCHED, SOURCE, WRAPT)
+    lines: list[tuple[str, ...]] = [("MEASURE", PATCHED, *others, *(f"{PATCHED} / {other}" for other in others))]
     for name, variants in samples.items():
-        cells = [_spread(variants[variant]) if variant in variants else "" for variant in (UNPATCHED, PATCHED, SOURCE)]
-        ratios = [
-            _spread(ratio(variants, other)) if other in variants else "" for other in (UNPATCHED, SOURCE)
-        ]
-        lines.append((name, *cells, *ratios))  # type: ignore[arg-type]
+        cells = [_spread(variants.get(variant, [])) for variant in (PATCHED, *others)]
+        ratios = [_spread(ratio(variants, other)) for other in others]
+        lines.append((name, *cells, *ratios))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def ratio(variants: dict[str, list[float]], other: str) -> list[float]:
     """``patched`` over ``other`` for each round."""
-    pairs = zip(variants[PATCHED], variants[other], strict=True)
-    return [a / b if b else float("nan") for a, b in pairs]
+    return [a / b for a, b in zip(variants[PATCHED], variants.get(other, [])) if b]
 
 
 def _spread(values: list[float]) -> str:
+    if not values:
+        return ""
     return f"{statistics.median(values):.4g} [{min(values):.4g}, {max(values):.4g}]"
 
 

@@ -90,12 +90,14 @@ def replay(rounds: int = 20) -> dict[str, float]:
         events[name].append((start, end))
         return result
 
-    with te.autocast(enabled=True, recipe=make_recipe("fp8-delayed")):
-        for _ in range(rounds):
-            for microbatch in range(3):
-                out = timed("later" if microbatch else "first", lambda first=not microbatch: run(x, is_first_microbatch=first))
-                timed("backward", lambda out=out: out.backward(out))
-                x.grad = None
+    recipe = make_recipe("fp8-delayed")
+    for _ in range(rounds):
+        for microbatch in range(3):
+            with te.autocast(enabled=True, recipe=recipe):  # TE reads is_first_microbatch once for each autocast
+                first = not microbatch
+                out = timed("first" if first else "later", lambda first=first: run(x, is_first_microbatch=first))
+            timed("backward", lambda out=out: out.backward(out))
+            x.grad = None
     torch.cuda.synchronize()
     return {
         f"{name}_ms": statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()

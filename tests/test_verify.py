@@ -1,0 +1,212 @@
+"""``verify``: its cases on the simulator, its verdicts, and children that fail, hang, die or cannot import TE."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes import cli
+from te_graph_fixes.fix import APPLICABLE
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import verdicts
+from te_graph_fixes.verify import runner
+from te_graph_fixes.verify.cases import CASES, Case, select
+from te_graph_fixes.verify.runner import Child, Outcome, Row
+
+ROOT = Path(__file__).parent.parent
+ON_SIMULATOR = (sys.executable, "-m", "tests.simulator", "-m", "te_graph_fixes.verify.child")
+SIMULATED = [case for case in CASES.values() if case.options.get("recipe") != "fp8-block"]
+"""The simulator has no block scaling."""
+APPLICABLE_FIXES = {
+    fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE
+}
+
+RIGHT, WRONG = Outcome("measured", 0.0), Outcome("measured", 1.0)
+CRASH, SKIP = Outcome("failed", detail="KeyError: -1"), Outcome("skipped", detail="no FP8")
+HANG = Outcome("unmeasured", detail="no result in 60 s")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children find what this process finds, and ``tests``."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
+        return {row.case.name: row for row in runner.measure(SIMULATED, limit=300, workers=2, command=ON_SIMULATOR)}
+
+
+@pytest.mark.parametrize("name", [case.name for case in SIMULATED])
+def test_replay_is_bit_identical_to_eager(rows: dict[str, Row], name: str) -> None:
+    assert rows[name].with_fixes.right, rows[name].with_fixes
+    assert rows[name].verdict in ("fixed", "not affected")
+
+
+@pytest.mark.parametrize("fix_id", sorted({fix_id for case in CASES.values() for fix_id in case.fixes}))
+def test_defects_show_where_the_fix_applies_and_only_there(rows: dict[str, Row], fix_id: str) -> None:
+    about = [row for row in rows.values() if fix_id in row.case.fixes]
+    if fix_id in APPLICABLE_FIXES:
+        assert any(row.verdict == "fixed" for row in about)
+    else:
+        assert all(row.verdict == "not affected" for row in about if not APPLICABLE_FIXES & set(row.case.fixes))
+
+
+def test_every_fix_has_a_case_and_a_quick_one() -> None:
+    for fix_id in CATALOGUE:
+        assert any(fix_id in case.fixes for case in CASES.values()), fix_id
+        assert any(fix_id in case.fixes and case.quick for case in CASES.values()), fix_id
+
+
+@pytest.mark.parametrize(
+    ("without", "with_fixes", "verdict", "ok"),
+    [
+        (WRONG, RIGHT, "fixed", True),
+        (CRASH, RIGHT, "fixed", True),
+        (RIGHT, RIGHT, "not affected", True),
+        (WRONG, WRONG, "STILL WRONG", False),
+        (RIGHT, CRASH, "STILL WRONG", False),
+        (SKIP, SKIP, "skipped: no FP8", True),
+        (WRONG, HANG, "not measured with the fixes: no result in 60 s", False),
+        (HANG, RIGHT, "not measured without the fixes: no result in 60 s", True),
+        (HANG, WRONG, "STILL WRONG", False),
+    ],
+)
+def test_verdicts(without: Outcome, with_fixes: Outcome, verdict: str, ok: bool) -> None:
+    row = Row(CASES["linear-bf16"], without, with_fixes)
+    assert (row.verdict, row.ok) == (verdict, ok)
+
+
+def test_selection() -> None:
+    assert select([]) == list(CASES.values())
+    assert [case.name for case in select(["linear-bf16"])] == ["linear-bf16"]
+    assert {case.name for case in select(["warmup-reset"])} >= {"linear-bf16", "experts-fp8-delayed"}
+    assert 0 < len(select([], quick=True)) < len(CASES)
+    with pytest.raises(ValueError, match="'nonsense'.*warmup-reset.*linear-bf16"):
+        select(["nonsense"])
+
+
+def fake(script: str, **options: object) -> Outcome:
+    """What a child that runs ``script`` gives for a case."""
+    child = Child(os.environ, (sys.executable, "-c", script))
+    try:
+        return child.measure(CASES["linear-bf16"], **options)  # type: ignore[arg-type]
+    finally:
+        child.close()
+
+
+def test_a_child_that_hangs_is_killed() -> None:
+    found = fake("import time; time.sleep(60)", limit=0.5)
+    assert (found.outcome, found.detail) == ("unmeasured", "no result in 0.5 s")
+
+
+def test_a_child_that_dies_is_a_failure_with_its_last_words() -> None:
+    found = fake("import os, sys; print('oh no', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)")
+    assert found.outcome == "failed"
+    assert found.detail == "the process ended with status -11: oh no"
+
+
+def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[str, object]]:
+    """The lines of a child on the simulator, in which ``prelude`` is run first."""
+    program = f"{prelude}\nimport runpy, sys\nfrom tests import simulator\nsimulator.install()\n"
+    program += f"sys.argv = ['child', *{list(arguments)!r}]\n"
+    program += "runpy.run_module('te_graph_fixes.verify.child', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+    assert done.stdout, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_child_stops_after_a_failure() -> None:
+    broken = Case("broken", (), "training:compare", {"module": "NoSuchModule"})
+    (line,) = child(broken.to_json(), "linear-bf16")
+    assert (line["outcome"], line["last"]) == ("failed", True)
+    assert str(line["detail"]).startswith("AttributeError: ")
+
+
+def test_running_out_of_memory_is_not_a_measurement() -> None:
+    prelude = (
+        "import torch\nfrom te_graph_fixes.verify.cases import Case\n"
+        "def measure(self): raise torch.OutOfMemoryError('no memory left')\n"
+        "Case.measure = measure"
+    )
+    (line,) = child("linear-bf16", prelude=prelude)
+    assert line["outcome"] == "unmeasured"
+    assert line["detail"] == "out of GPU memory: OutOfMemoryError: no memory left"
+
+
+def test_te_that_does_not_import_is_said_for_each_case(tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "pytorch" / "__init__.py").write_text("raise ImportError('libtransformer_engine.so: not found')")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "te_graph_fixes.verify.child", "linear-bf16", "plain-grad"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "TE_GRAPH_FIXES": "off"},
+        check=False,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["case"] for line in lines] == ["linear-bf16", "plain-grad"]
+    for line in lines:
+        assert line["outcome"] == "unmeasured"
+        assert line["detail"] == "transformer_engine does not import: ImportError: libtransformer_engine.so: not found"
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, without: Outcome, with_fixes: Outcome) -> None:
+    """Let every case have these outcomes."""
+    monkeypatch.setattr(runner, "no_gpu", lambda: None)
+    monkeypatch.setattr(runner, "measure", lambda cases, *_, **__: [Row(case, without, with_fixes) for case in cases])
+
+
+def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    measured(monkeypatch, CRASH, RIGHT)
+    assert cli.main(["verify", "wgrad-before-dgrad"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split("  ")[0] == "FIX"
+    assert out.splitlines()[1].split() == ["backward-dw-order", "wgrad-before-dgrad", "?", "KeyError:", "-1", "0", "fixed"]
+    measured(monkeypatch, WRONG, HANG)
+    assert cli.main(["verify", "linear-bf16", "plain-grad"]) == 1
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 4
+    assert "te-graph-fixes: linear-bf16: not measured with the fixes: no result in 60 s" in captured.err.splitlines()
+
+
+def test_json_holds_no_infinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    measured(monkeypatch, Outcome("measured", float("inf"), measures={"errors": {"wgrads": [float("nan")]}}), RIGHT)
+    assert cli.main(["verify", "--json", "linear-bf16"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["ok"] is True
+    assert found["cases"][0]["without"]["error"] == "inf"
+    assert found["cases"][0]["verdict"] == "fixed"
+
+
+def test_no_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(runner, "no_gpu", lambda: "there is no NVIDIA driver (libcuda.so.1)")
+    assert cli.main(["verify"]) == 2
+    assert capsys.readouterr().err == "te-graph-fixes: verify needs a GPU: there is no NVIDIA driver (libcuda.so.1)\n"
+
+
+def test_the_parent_imports_neither_torch_nor_te() -> None:
+    code = "import sys; from te_graph_fixes.cli import main; main(['verify']); print({'torch', 'transformer_engine'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_the_users_choice_of_fixes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_GRAPH_FIXES", "warmup-reset")
+    assert runner.environment("with")["TE_GRAPH_FIXES"] == "warmup-reset"
+    assert runner.environment("without")["TE_GRAPH_FIXES"] == "off"
+    monkeypatch.setenv("TE_GRAPH_FIXES", "off")
+    assert runner.environment("with")["TE_GRAPH_FIXES"] == "on"
