@@ -82,27 +82,30 @@ def train(
     graphed: bool,
     reuse: bool = False,
     shared: bool = False,
+    layers: int = 1,
 ) -> Values:
     """Run ``order`` for some steps. ``graphed``: through graphs with delayed wgrads; else eagerly without delay.
 
     A wgrad for which the order has no entry is replayed right after its dgrad. ``shared``: static inputs are shared by
-    the caller.
+    the caller. Each of the ``layers`` of a chunk has inputs of its own.
     """
     make_recipe = RECIPES[recipe_name]
     recipe = make_recipe() if make_recipe else None
     FP8GlobalStateManager.reset()
     chunks = int(max(order))
     microbatches = sum(entry == 1 for entry in order)
-    modules = tuple(module(kind, seed, delay=graphed) for seed in range(chunks))
+    modules = tuple(module(kind, seed, delay=graphed) for seed in range(chunks * layers))
     parameters = [parameter for made in modules for parameter in made.parameters()]
     torch.manual_seed(100)
-    shape = (STEPS, chunks, microbatches, TOKENS, HIDDEN)
+    shape = (STEPS, chunks * microbatches * layers, TOKENS, HIDDEN)
     inputs = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
     output_grads = torch.randn_like(inputs)
 
-    runs: list[Any] = [made for made in modules for _ in range(microbatches)]
+    chunk_modules = [modules[start : start + layers] for start in range(0, len(modules), layers)]
+    runs: list[Any] = [made for chunk in chunk_modules for _ in range(microbatches) for made in chunk]
+    owners = list(runs)
     if graphed:
-        samples: list[Any] = [(torch.randn_like(inputs[0, 0, 0]).requires_grad_(),) for _ in runs]
+        samples: list[Any] = [(torch.randn_like(inputs[0, 0]).requires_grad_(),) for _ in runs]
         if shared:
             shared_samples(order, samples, microbatches)
         runs = list(
@@ -114,7 +117,7 @@ def train(
                 enabled=recipe is not None,
                 recipe=recipe,
                 _order=list(order),
-                _num_layers_per_chunk=[1] * chunks,
+                _num_layers_per_chunk=[layers] * chunks,
                 _reuse_graph_input_output_buffers=reuse,
             )
         )
@@ -126,28 +129,28 @@ def train(
         done: dict[float, int] = {}
         leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for entry in order:
-            chunk, microbatch = abs(ceil(entry)) - 1, done.get(entry, 0)
-            done[entry] = microbatch + 1
-            index = chunk * microbatches + microbatch
+            first = ((abs(ceil(entry)) - 1) * microbatches + done.get(entry, 0)) * layers
+            done[entry] = done.get(entry, 0) + 1
             if entry > 0:
-                x = inputs[step, chunk, microbatch].clone().requires_grad_()
-                with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
-                    leaves[index] = x, runs[index](x)
-                values.outputs.append(leaves[index][1].detach().clone())
-            elif entry == ceil(entry):
-                x, out = leaves.pop(index)
-                out.backward(output_grads[step, chunk, microbatch])
-                assert x.grad is not None
-                values.dgrads.append(x.grad.clone())
-                for parameter in modules[chunk].parameters():
-                    if parameter.grad is not None:  # of a norm; of a weight with fused wgrad it is a dummy
-                        if parameter.dim() == 1:
-                            sums[parameter] += parameter.grad
-                        parameter.grad = None
-                if graphed and entry - 0.5 not in order:
+                for index in range(first, first + layers):
+                    x = inputs[step, index].clone().requires_grad_()
+                    with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
+                        leaves[index] = x, runs[index](x)
+                    values.outputs.append(leaves[index][1].detach().clone())
+                continue
+            for index in reversed(range(first, first + layers)):
+                if entry == ceil(entry):
+                    x, out = leaves.pop(index)
+                    out.backward(output_grads[step, index])
+                    assert x.grad is not None
+                    values.dgrads.append(x.grad.clone())
+                    for parameter in owners[index].parameters():
+                        if parameter.grad is not None:  # of a norm; of a weight with fused wgrad it is a dummy
+                            if parameter.dim() == 1:
+                                sums[parameter] += parameter.grad
+                            parameter.grad = None
+                if graphed and (entry != ceil(entry) or entry - 0.5 not in order):
                     runs[index].backward_dw()
-            elif graphed:
-                runs[index].backward_dw()
         torch.cuda.synchronize()
         with torch.no_grad():
             for parameter in parameters:
@@ -170,7 +173,18 @@ def compare(found: Values, wanted: Values) -> dict[str, float]:
     return {name: error(getattr(found, name), getattr(wanted, name)) for name in ("outputs", "dgrads", "wgrads")}
 
 
-def errors(kind: str, recipe_name: str, order: Sequence[float], **options: Any) -> dict[str, float]:
-    """The errors of graph replay in ``order`` against eager."""
-    eager = train(kind, recipe_name, order, graphed=False)
-    return compare(train(kind, recipe_name, order, graphed=True, **options), eager)
+def inference_error(kind: str, order: Sequence[float]) -> float:
+    """The error of outputs where modules in evaluation mode are captured in an order without wgrads."""
+    modules = tuple(module(kind, seed, delay=False).eval() for seed in range(int(max(order))))
+    runs = [made for made in modules for _ in range(sum(entry == 1 for entry in order))]
+    inputs = torch.randn(len(runs), TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        graphs = te.make_graphed_callables(
+            modules,
+            [(torch.zeros_like(x),) for x in inputs],
+            sample_kwargs=[{} for _ in runs],
+            _order=list(order),
+            _num_layers_per_chunk=[1] * len(modules),
+        )
+        found = [graph(x).clone() for graph, x in zip(graphs, inputs, strict=True)]
+        return error(found, [run(x) for run, x in zip(runs, inputs, strict=True)])

@@ -113,6 +113,7 @@ def test_every_order_gives_what_eager_gives() -> None:
     summary, lines = sweep(FIX.id, "Linear", "LayerNormLinear", "GroupedLinear", "--random", "4", "--longest", "20")
     assert summary["bit-identical"] == summary["cases"] >= 12 * 4, lines
     assert summary["applied"] == [FIX.id]
+    assert summary["inference"] == 0.0
 
 
 @pytest.mark.slow
@@ -125,6 +126,11 @@ def test_long_orders_give_what_eager_gives() -> None:
 def test_shared_samples_and_orders_without_wgrads(variant: str) -> None:
     summary, lines = sweep(FIX.id, "Linear", "--random", "4", *SHORT, variant)
     assert summary["bit-identical"] == summary["cases"] >= 6, lines
+
+
+def test_chunks_of_two_layers_without_wgrads() -> None:
+    summary, lines = sweep(FIX.id, "LayerNormLinear", *SHORT, "--whole", "--layers", "2")
+    assert summary["bit-identical"] == summary["cases"] == 6, lines
 
 
 def test_illegal_orders_are_refused() -> None:

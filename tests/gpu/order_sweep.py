@@ -3,9 +3,10 @@
     TE_GRAPH_FIXES=backward-dw-order python tests/gpu/order_sweep.py Linear --random 50 --seconds 90
     TE_GRAPH_FIXES=off python tests/gpu/order_sweep.py Linear
 
-Each order runs in bf16 and FP8, with and without buffer reuse; ``--share`` with static inputs that the caller has shared
-as Megatron-Core does, ``--whole`` without its wgrad entries, so that wgrads run right after their dgrads. ``--illegal N``
-gives N illegal orders instead; each must be a ValueError that names the place in the order.
+Each order runs in bf16 and FP8, with and without buffer reuse; with ``--share`` the caller shares static inputs as
+Megatron-Core does; with ``--whole`` the orders lack their wgrad entries, so that wgrads run right after their dgrads.
+``--illegal N`` gives N illegal orders instead: each must be a ValueError that names the place in the order.
+``inference`` in the summary is the error of graphs captured in an order in evaluation mode.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ import os
 import re
 import sys
 import time
+from typing import Any
 
 import torch
 
 import te_graph_fixes
-from tests.order_cases import Values, compare, train
+from tests.order_cases import Values, compare, inference_error, train
 from tests.orders import NAMED, illegal_orders, random_orders
 
 SEED = 4
 
 
-def outcome(kind: str, recipe: str, order: list[float], eager: Values, **options: bool) -> dict[str, object]:
+def outcome(kind: str, recipe: str, order: list[float], eager: Values, **options: Any) -> dict[str, object]:
     """The errors against ``eager``, or how it failed."""
     try:
         return dict(compare(train(kind, recipe, order, graphed=True, **options), eager))
-    except Exception as failure:  # noqa: BLE001
+    except Exception as failure:
         gc.enable()  # TransformerEngine leaves it off where a capture fails
         return {"failed": f"{type(failure).__name__}: {failure}"}
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=["bf16", "fp8-delayed"])
     parser.add_argument("--share", action="store_true")
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--layers", type=int, default=1, help="layers of each chunk, with --whole")
     parser.add_argument("--illegal", type=int, default=0)
     parser.add_argument("--longest", type=int, default=1000, help="leave out orders of more entries")
     parser.add_argument("--seconds", type=float, default=600.0, help="stop before the first order after this time")
@@ -65,9 +68,10 @@ def main() -> None:
         counts["orders"] += 1
         run = [entry for entry in order if entry == int(entry)] if options.whole else order
         for kind, recipe in itertools.product(options.kinds, options.recipes):
-            eager = train(kind, recipe, run, graphed=False)
+            eager = train(kind, recipe, run, graphed=False, layers=options.layers)
             for reuse in (False, True):
-                result = outcome(kind, recipe, run, eager, reuse=reuse, shared=options.share)
+                variant = {"reuse": reuse, "shared": options.share, "layers": options.layers}
+                result = outcome(kind, recipe, run, eager, **variant)
                 key = "failed" if "failed" in result else "different" if any(result.values()) else "bit-identical"
                 counts["cases"] += 1
                 counts[key] += 1
@@ -76,6 +80,10 @@ def main() -> None:
                     print(json.dumps({**case, **result}), flush=True)
         gc.collect()
     illegal = [order for order in illegal_orders(SEED, options.illegal) if refused(options.kinds[0], order)]
+    try:
+        inference: object = inference_error(options.kinds[0], [1, 2, -2, -1])
+    except Exception as failure:
+        inference = f"{type(failure).__name__}: {failure}"
     report = te_graph_fixes.report()
     summary = {
         "te": report.te_version,
@@ -85,6 +93,7 @@ def main() -> None:
         **counts,
         "illegal": options.illegal,
         "refused": len(illegal),
+        "inference": inference,
         "seconds": round(time.monotonic() - start, 1),
         "device": torch.cuda.get_device_properties(0).name,
     }
