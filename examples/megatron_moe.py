@@ -1,0 +1,185 @@
+"""A small MoE GPT of Megatron-Core, trained with TransformerEngine's (TE's) graphs and without, to compare gradients.
+
+    python examples/megatron_moe.py                       # one GPU, TE and megatron-core
+    TE_GRAPH_FIXES=off python examples/megatron_moe.py    # the same with the fixes off
+
+Two layers, experts padded to their capacity, fused weight gradients in fp32 ``main_grad``, FP8, whole layers captured
+(``cuda_graph_impl="transformer_engine"``), three optimizer steps of three microbatches. Without the line
+``import te_graph_fixes``, ``te-graph-fixes run python examples/megatron_moe.py`` does the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import te_graph_fixes
+
+os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+os.environ.setdefault("MASTER_PORT", "29511")
+
+RECIPES = {
+    "bf16": {},
+    "fp8-delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "fp8-current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+}
+STEPS = MICROBATCHES = 3
+LAYERS, HIDDEN, EXPERTS = 2, 512, 8
+TOKENS, VOCABULARY = 1024, 1024
+LEARNING_RATE = 1e-3
+
+
+def start() -> None:
+    """Set up a job of one process."""
+    import torch
+
+    stand_in_for_apex()
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    init_num_microbatches_calculator(0, None, MICROBATCHES, 1, 1)
+
+
+def stand_in_for_apex() -> None:
+    """Megatron's embedding and output layers take fused weight gradients from an extension of apex."""
+    import torch
+
+    def accumulate(inputs: torch.Tensor, grads: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.add_(grads.t() @ inputs)
+
+    module = ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = accumulate  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+
+
+def config(recipe: str, graphs: bool) -> Any:
+    import torch
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        moe_ffn_hidden_size=2 * HIDDEN,
+        num_attention_heads=8,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_expert_capacity_factor=1.0,
+        moe_pad_expert_input_to_capacity=True,
+        moe_grouped_gemm=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_backend=AttnBackend.unfused,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=True,
+        cuda_graph_impl="transformer_engine" if graphs else "none",
+        cuda_graph_warmup_steps=0,
+        **RECIPES[recipe],
+    )
+
+
+def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, Any]]]:
+    """The loss of every microbatch and the ``main_grad`` of every parameter, for each step."""
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    tensor_parallel.model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
+    torch.manual_seed(1)
+    made = config(recipe, graphs)
+    layers = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
+    gpt = GPTModel(made, layers, VOCABULARY, TOKENS, position_embedding_type="rope").cuda().bfloat16()
+    # As Megatron's training loop does: gradients that accumulate on the default stream cannot be captured.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model = DistributedDataParallel(made, DistributedDataParallelConfig(grad_reduce_in_fp32=True), gpt)
+    torch.cuda.current_stream().wait_stream(stream)
+    if graphs:
+        TECudaGraphHelper([model], made, TOKENS, 1, []).create_cudagraphs()
+    losses, grads = [], []
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        found = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches(step),
+            model=model,
+            num_microbatches=MICROBATCHES,
+            seq_length=TOKENS,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        torch.cuda.synchronize()
+        losses.append([float(microbatch["loss"]) for microbatch in found])
+        grads.append({name: parameter.main_grad.clone() for name, parameter in gpt.named_parameters()})
+        with torch.no_grad():
+            for parameter in gpt.parameters():
+                parameter.sub_(LEARNING_RATE * parameter.main_grad.sign())
+    del model, gpt
+    gc.collect()
+    return losses, grads
+
+
+def batches(step: int) -> Iterator[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(100 + step)
+    for _ in range(MICROBATCHES):
+        yield torch.randint(VOCABULARY, (1, TOKENS), generator=generator).cuda()
+
+
+def forward_step(data: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
+    import torch
+
+    tokens = next(data)
+    positions = torch.arange(TOKENS, device="cuda").unsqueeze(0)
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="cuda").triu(1)
+    return model(tokens, positions, mask, labels=tokens.roll(-1, 1)), loss
+
+
+def loss(output: Any) -> tuple[Any, dict[str, Any]]:
+    mean = output.float().mean()
+    return mean, {"loss": mean.detach()}
+
+
+def main() -> int:
+    start()
+    recipe = sys.argv[1] if len(sys.argv) > 1 else "fp8-delayed"
+    eager_losses, eager_grads = train(recipe, graphs=False)
+    losses, grads = train(recipe, graphs=True)
+    worst = 0.0
+    for step in range(STEPS):
+        error = max(
+            float((found - grads[step][name]).norm() / found.norm()) for name, found in eager_grads[step].items()
+        )
+        worst = max(worst, error)
+        with_graphs, eager = losses[step][-1], eager_losses[step][-1]
+        print(f"step {step}: loss {with_graphs:.6f}, eager {eager:.6f}; gradients off by {error:.3g}")
+    report = te_graph_fixes.report()
+    applied = [fix_id for fix_id, status in report.fixes.items() if status.status == "applied"]
+    print(f"TransformerEngine {report.te_version}; fixes applied: {', '.join(applied) or 'none'}")
+    return int(worst > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
