@@ -222,6 +222,15 @@ def test_shared_samples_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     assert "1 of 2 samples shared tensors" in caplog.text
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+def test_reused_samples_leave_the_callers_list(reuse: bool) -> None:
+    args = [(Tensor(),), (Tensor(),)]
+    given = list(args)
+    found, _ = plan_of([1, -1, -1.5, 1, -1, -1.5]).assign_inputs(given, [{}, {}], reuse, flatten, unflatten)
+    assert found == [args[0], args[0 if reuse else 1]]
+    assert given == (found if reuse else args)
+
+
 class Index:
     """An integer of another library, such as numpy's."""
 

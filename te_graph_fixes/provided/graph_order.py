@@ -139,8 +139,9 @@ class Plan:
         """The static inputs of each forward (by `index`), for an order with wgrads.
 
         Microbatches that are in use at the same time never share a tensor, even where the caller gave them the same
-        one. With ``reuse``, the fewest sets of inputs that allow for this serve all. ``flatten`` and ``unflatten`` are
-        those of torch's pytree.
+        one. With ``reuse``, the fewest sets of inputs that allow for this serve all, and lists are changed in place, as
+        TE does, so that the caller does not keep alive what is not used. ``flatten`` and ``unflatten`` are those of
+        torch's pytree.
         """
         samples = list(zip(sample_args, sample_kwargs, strict=True))
         buffers = Buffers()
@@ -167,11 +168,15 @@ class Plan:
             samples[index] = assigned[slot]
         if separated:
             _logger.info(
-                "%d of %d samples shared tensors with a microbatch whose wgrad was still to come: they have their own now",
+                "%d of %d samples shared tensors with a microbatch that is in use at the same time: they have their own",
                 separated,
                 len(samples),
             )
-        return [args for args, _ in samples], [kwargs for _, kwargs in samples]
+        args, kwargs = [args for args, _ in samples], [kwargs for _, kwargs in samples]
+        for given, found in ((sample_args, args), (sample_kwargs, kwargs)):
+            if reuse and isinstance(given, list):
+                given[:] = found
+        return args, kwargs
 
 
 def make_plan(
