@@ -45,6 +45,7 @@ per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
     bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
 )
 """
+PLANNED_INDEX = "per_callable_bwd_idx = _order_plan.index(i, l_no)"  # by backward-dw-order
 
 PLAN = """
 if _reuse_graph_input_output_buffers:
@@ -78,7 +79,8 @@ def examine(source: Source) -> Verdict:
         return not_needed("grad inputs are held until their last reader")
     loop = _loop(capture)
     capture.one(USER_ARGS)
-    capture.one(INDEX, within=loop)
+    if not capture.has(PLANNED_INDEX, within=loop):
+        capture.one(INDEX, within=loop)
     capture.one(GRAD_INPUTS, within=loop)
     return applicable(
         "grad inputs are released at the next chunk's dgrad, though a chunk may be one layer of a model chunk",
