@@ -1,0 +1,177 @@
+"""``grouped-linear-skip-flag``, ``warmup-reset`` and ``skip-flag-accessors`` on the simulator, against an H200.
+
+The cases are those of ``te-graph-fixes verify``: three steps of three microbatches through one graph, the wgrad fused
+into ``main_grad``, an optimizer step between steps.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from te_graph_fixes.fix import APPLICABLE
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import verdicts
+from tests.child import python, simulate
+
+SKIP_FLAG, WARMUP, ACCESSORS = "grouped-linear-skip-flag", "warmup-reset", "skip-flag-accessors"
+NEEDED = {fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE}
+
+CASES = (
+    *("experts-fp8-delayed", "experts-fp8-current", "experts-bf16"),
+    *("linear-bf16", "linear-fp8-delayed", "flag-set-by-caller"),
+)
+
+LOST = {"outputs": [0.0, 0.82, 0.81], "dgrads": [0.0, 0.82, 0.81], "wgrads": [0.82, 0.82, 0.81]}
+"""Only the last of three microbatches counts, on an H200 with TE 2.12."""
+STALE = {"outputs": [0.0, 1.03, 1.0], "dgrads": [0.0, 1.03, 1.0], "wgrads": [0.0, 0.0, 0.0]}
+"""The weights are never quantized again, on an H200 with TE 2.15."""
+LOST_FP8 = {"outputs": [0.033, 9.58, 0.81], "dgrads": [0.033, 9.62, 0.81], "wgrads": [0.82, 0.82, 0.81]}
+"""As `LOST`, with FP8 scales of an earlier step besides; the second step's errors depend on the random numbers."""
+LARGE = 5.0
+
+if WARMUP in NEEDED:
+    WITHOUT = {"experts-fp8-delayed": LOST_FP8, "experts-fp8-current": LOST, "experts-bf16": LOST, "linear-bf16": LOST}
+elif SKIP_FLAG in NEEDED:
+    WITHOUT = {"experts-fp8-delayed": STALE, "experts-fp8-current": STALE}
+else:
+    WITHOUT = {}
+
+
+def measure(setting: str, *cases: str) -> dict[str, dict[str, Any]]:
+    """What a child says of the cases, with ``setting`` in ``TE_GRAPH_FIXES``."""
+    done = python("-m", "tests.simulator", "-m", "te_graph_fixes.verify.child", *cases, TE_GRAPH_FIXES=setting)
+    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, dict[str, Any]]:
+    return measure("off", *CASES)
+
+
+@pytest.fixture(scope="module")
+def fixed() -> dict[str, dict[str, Any]]:
+    return measure(",".join((SKIP_FLAG, WARMUP, ACCESSORS)), *CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_the_fixes_replay_is_eager_bit_for_bit(fixed: dict[str, dict[str, Any]], case: str) -> None:
+    assert set(fixed[case]["applied"]) == NEEDED & {SKIP_FLAG, WARMUP, ACCESSORS}
+    assert (fixed[case]["outcome"], fixed[case].get("error")) == ("measured", 0.0), fixed[case]
+    assert fixed[case]["measures"]["wgrad_norm"] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case in WITHOUT])
+def test_without_them_the_errors_are_those_of_the_gpu(without: dict[str, dict[str, Any]], case: str) -> None:
+    found = without[case]["measures"]
+    for name, numbers in WITHOUT[case].items():
+        for number, measured in zip(numbers, found["errors"][name], strict=True):
+            if number > LARGE:
+                assert measured > LARGE
+            else:
+                assert measured == pytest.approx(number, rel=0.05, abs=0.005 if number else 0)
+    norm = 3**-0.5 if WARMUP in NEEDED else 1.0
+    assert found["wgrad_norm"] == pytest.approx([norm] * 3, rel=0.02)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WITHOUT])
+def test_what_has_no_defect_has_none(without: dict[str, dict[str, Any]], case: str) -> None:
+    if case == "flag-set-by-caller" and ACCESSORS in NEEDED:
+        missing = "type object 'FP8GlobalStateManager' has no attribute 'set_skip_fp8_weight_update_tensor'"
+        assert without[case]["detail"] == f"AttributeError: {missing}"
+    else:
+        assert without[case]["error"] == 0.0
+
+
+@pytest.mark.skipif(WARMUP not in NEEDED, reason="this TE has no warmup reset")
+def test_the_skip_flag_alone_does_not_help_where_warmup_resets() -> None:
+    found = measure(SKIP_FLAG, "experts-bf16")["experts-bf16"]
+    assert found["applied"] == [SKIP_FLAG]
+    assert found["measures"]["errors"]["wgrads"] == pytest.approx(LOST["wgrads"], rel=0.05)
+
+
+@pytest.mark.skipif(WARMUP not in NEEDED, reason="this TE has no warmup reset")
+def test_without_the_skip_flag_the_reset_stays() -> None:
+    found = measure(WARMUP, "experts-bf16")["experts-bf16"]
+    assert found["applied"] == []
+    assert found["measures"]["errors"]["wgrads"] == pytest.approx(LOST["wgrads"], rel=0.05)
+
+
+SLOTS = """
+import ast, inspect, textwrap, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module import grouped_linear
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+tree = ast.parse(textwrap.dedent(inspect.getsource(grouped_linear._GroupedLinear.forward)))
+names = next([each.id for each in node.targets[0].elts] for node in ast.walk(tree)
+             if isinstance(node, ast.Assign) and ast.unparse(node.value) == "non_tensor_args")
+seen = []
+
+def record(*arguments):
+    found = next(each for each in arguments if isinstance(each, tuple) and len(each) == len(names))
+    seen.append(dict(zip(names, found)))
+    raise StopIteration
+
+grouped_linear._GroupedLinear.apply = record
+grouped_linear._GroupedLinear.forward = lambda context, *arguments: record(*arguments)
+module = te.GroupedLinear(2, 16, 16, bias=False, params_dtype=torch.bfloat16, device="cuda")
+x = torch.randn(32, 16, dtype=torch.bfloat16)
+state = getattr(Manager, "quantization_state", Manager)
+flag = torch.ones(1)
+for capturing in (False, True):
+    for tensor in (None, flag):
+        for first in (None, True, False):
+            for grad in (True, False):
+                Manager.fp8_graph_capturing = classmethod(lambda cls, capturing=capturing: capturing)
+                state.skip_fp8_weight_update_tensor = tensor
+                try:
+                    with torch.set_grad_enabled(grad):
+                        module(x, [16, 16], is_first_microbatch=first)
+                except StopIteration:
+                    pass
+                passed = seen.pop()
+                reads = capturing and tensor is not None
+                assert passed["skip_fp8_weight_update"] is (tensor if reads else None), (capturing, first, passed)
+                assert passed["is_first_microbatch"] is (False if reads else first), (capturing, first, passed)
+assert not seen
+"""
+
+
+def test_the_flag_is_read_only_in_a_capture_with_cached_weights() -> None:
+    simulate(SLOTS)
+
+
+@pytest.mark.skipif(SKIP_FLAG not in NEEDED, reason="this TE reads the flag")
+def test_without_the_fix_the_flag_is_not_read() -> None:
+    with pytest.raises(AssertionError, match="'skip_fp8_weight_update': None"):
+        simulate(SLOTS, TE_GRAPH_FIXES="off")
+
+
+ACCESS = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+Manager.reset()
+assert Manager.get_skip_fp8_weight_update_tensor() is None
+Manager.set_skip_fp8_weight_update_tensor(True)
+tensor = Manager.get_skip_fp8_weight_update_tensor()
+assert (tensor.dtype, tensor.shape, float(tensor)) == (torch.float32, (1,), 1.0)
+Manager.set_skip_fp8_weight_update_tensor(False)
+assert Manager.get_skip_fp8_weight_update_tensor() is tensor and float(tensor) == 0.0
+Manager.reset()
+assert Manager.get_skip_fp8_weight_update_tensor() is None
+"""
+
+
+def test_the_accessors_of_the_flag() -> None:
+    simulate(ACCESS)
+
+
+@pytest.mark.skipif(ACCESSORS not in NEEDED, reason="this TE has the accessors")
+def test_without_the_fix_they_are_missing() -> None:
+    with pytest.raises(AssertionError, match="has no attribute 'get_skip_fp8_weight_update_tensor'"):
+        simulate(ACCESS, TE_GRAPH_FIXES="off")
