@@ -27,8 +27,8 @@ A chunk without wgrads whose modules delay theirs nevertheless has them captured
 as TE 2.10 does; they are to be replayed at that place too.
 
 What lives how long: the static inputs of a forward are read last by the wgrad of its microbatch if the chunk has
-wgrads, else by the dgrad; so is the buffer that a dgrad reads its grad output from. For the grad inputs that a dgrad returns see
-`grad_input_releases`.
+wgrads, else by the dgrad; so is the buffer that a dgrad reads its grad output from. For the grad inputs that a dgrad
+returns see `grad_input_releases`.
 
 This module needs neither torch nor TransformerEngine.
 """
@@ -168,7 +168,7 @@ class Plan:
             samples[index] = assigned[slot]
         if separated:
             _logger.info(
-                "%d of %d samples shared tensors with a microbatch that is in use at the same time: they have their own",
+                "%d of %d samples shared tensors with a microbatch in use at the same time: they have their own now",
                 separated,
                 len(samples),
             )
@@ -202,8 +202,8 @@ def make_plan(
     for name, number in (("sample_args", sample_args), ("sample_kwargs", sample_kwargs)):
         if number != total * plan.microbatches:
             raise ValueError(
-                f"_order has {plan.microbatches} microbatches of {total} layers, which need {total * plan.microbatches} "
-                f"{name}, but {number} are given"
+                f"_order has {plan.microbatches} microbatches of {total} layers, which need "
+                f"{total * plan.microbatches} {name}, but {number} are given"
             )
     for position, entry in enumerate(entries):
         if entry.kind == WGRAD:
@@ -274,8 +274,8 @@ def _check_counts(given: list[Any], positions: dict[tuple[str, int], list[int]])
             raise ValueError(f"{place}: chunks are numbered from 1 without gaps, but there is no chunk {chunk - 1}")
         if len(forwards) != microbatches:
             raise ValueError(
-                f"{place}: every chunk must have the same number of microbatches, but there are {len(forwards)} forwards, "
-                f"and {microbatches} of chunk 1"
+                f"{place}: every chunk must have the same number of microbatches, but there are {len(forwards)} "
+                f"forwards, and {microbatches} of chunk 1"
             )
         for kind, rule in (
             (DGRAD, "every microbatch has one dgrad"),
