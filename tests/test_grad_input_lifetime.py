@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,9 @@ class Stage:
 def stages(draw: st.DrawFn) -> Stage:
     number = draw(st.integers(2, 4))
     layers = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
-    return Stage(number, draw(st.integers(0, number - 1)), layers, number * draw(st.integers(1, 3)), draw(st.booleans()))
+    return Stage(
+        number, draw(st.integers(0, number - 1)), layers, number * draw(st.integers(1, 3)), draw(st.booleans())
+    )
 
 
 def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, int]:
@@ -74,7 +76,7 @@ def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], l
 def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
     """TE's own rule: a chunk's grad input is released as soon as the next chunk's dgrad has been captured."""
     dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry) and layers[-int(entry) - 1]]
-    return {this: after + 1 for this, after in zip(dgrads, dgrads[1:], strict=False) if after + 1 < len(order)}
+    return {this: after + 1 for this, after in pairwise(dgrads) if after + 1 < len(order)}
 
 
 def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
@@ -92,8 +94,8 @@ def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
             while end < len(order) and order[end] > 0 and place[int(order[end]) - 1][1] > 0:
                 end += 1
             ends.append((i, end))
-    reads = {i: after + 1 for i, after in zip(dgrads, dgrads[1:], strict=False) if place[-int(order[i]) - 1][1] > 0}
-    reads |= {i: end for (i, _), (_, end) in zip(ends, ends[1:], strict=False)}
+    reads = {i: after + 1 for i, after in pairwise(dgrads) if place[-int(order[i]) - 1][1] > 0}
+    reads |= {i: end for (i, _), (_, end) in pairwise(ends)}
     return {i: end for i, end in reads.items() if end < len(order)}
 
 

@@ -5,9 +5,9 @@ Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; that this is 
 Symptom: with ``--overlap-moe-expert-parallel-comm``, virtual pipeline stages of two or more layers and TE graphs,
 gradients turn to garbage (norm 13 becomes 6e6) as soon as a stage receives some milliseconds late.
 
-With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` gives a chunk's static grad input back to the graph
-pool once the next chunk's dgrad is captured, for by then Megatron-Core has waited for the send. Where every layer is
-passed as a chunk, Megatron waits only after the next *model* chunk's backward, and graphs captured in between write
+With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` gives a chunk's static grad input back to the
+graph pool once the next chunk's dgrad is captured, for by then Megatron-Core has waited for the send. Where every layer
+is passed as a chunk, Megatron waits only after the next *model* chunk's backward, and graphs captured in between write
 into the buffer. The gradients of the caller's inputs are released where `grad_input_releases` says instead; those of
 parameters stay with TE's rule.
 """
@@ -15,6 +15,7 @@ parameters stay with TE's rule.
 from __future__ import annotations
 
 import ast
+from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import module_text
@@ -24,7 +25,6 @@ PLAN_MODULE = "transformer_engine.pytorch._te_graph_order"
 PLAN_TEXT = module_text("graph_order")
 
 LOOP = """
-previous_chunk_last_callable_bwd_idx = None
 for ANY_TARGET in ANY_ORDER:
     if c_id > 0:
         ...
@@ -104,11 +104,11 @@ def _new_modules(source: Source) -> dict[str, str]:
 
 def _loop(capture: Definition) -> ast.For:
     """The loop that captures the entries of the order, one after the other."""
-    loop: ast.For = getattr(capture.one(LOOP), "statements")[1]
+    loop = cast(ast.For, capture.one(LOOP))
     if ast.unparse(loop.iter) not in ("_order", "enumerate(_order)"):
         raise UnrecognizedError(
-            f"looked for a loop over _order in {capture.qualname} ({capture.module.path}:{loop.lineno}), found one over "
-            f"{ast.unparse(loop.iter)}"
+            f"looked for a loop over _order in {capture.qualname} ({capture.module.path}:{loop.lineno}), "
+            f"found one over {ast.unparse(loop.iter)}"
         )
     return loop
 

@@ -8,8 +8,8 @@
 Prints one JSON line for each schedule and setting. A schedule is run as Megatron-Core runs it: the gradient that leaves
 a model chunk is sent to the previous stage; Megatron waits for the send once the next model chunk's backward and the
 forward that overlaps it have been issued. Here the receiver is as late as that allows: it reads the gradient at the
-wait. ``overwritten`` counts the sends whose tensor changed between the send and the wait; ``received_wrong`` those whose
-value is not eager's; ``main_grad_error`` is the norm of the difference over the norm of eager's.
+wait. ``overwritten`` counts the sends whose tensor changed between the send and the wait; ``received_wrong`` those
+whose value is not eager's; ``main_grad_error`` is the norm of the difference over the norm of eager's.
 """
 
 from __future__ import annotations
@@ -57,8 +57,12 @@ class Schedule:
         self.model_order = interleaved(self.stages, self.stage, len(self.layers), self.microbatches)
         self.order = layer_wise(self.model_order, self.layers, self.wgrads)
         if not self.layer_wise:
-            self.order = [layer for entry in self.model_order for layer in layer_wise([abs(entry), -abs(entry)], self.layers)
-                          if (layer > 0) == (entry > 0)]
+            self.order = [
+                layer
+                for entry in self.model_order
+                for layer in layer_wise([abs(entry), -abs(entry)], self.layers)
+                if (layer > 0) == (entry > 0)
+            ]
 
     @property
     def name(self) -> str:
@@ -295,7 +299,8 @@ def check(hidden: int, tokens: int, *names: str) -> None:
                 sends=len(steps[0].received),
                 overwritten=[sum(map(bool, step.changed)) for step in steps],
                 received_wrong=[
-                    sum(not torch.equal(a, b) for a, b in zip(step.received, eager.received, strict=True)) for step in steps
+                    sum(not torch.equal(a, b) for a, b in zip(step.received, eager.received, strict=True))
+                    for step in steps
                 ],
                 main_grad_error=[error(step.main_grads, eager.main_grads) for step in steps],
                 pool_mib=pool_mib(stage.pool),
@@ -335,8 +340,13 @@ def replay_time(hidden: int, tokens: int, rounds: int = 15) -> None:
                 times[name].append(1e3 * (time.perf_counter() - start))
         medians = {name: sorted(values[2:])[rounds // 2] for name, values in times.items()}
         spread = {name: [min(values[2:]), max(values[2:])] for name, values in times.items()}
-        say(schedule=schedule.name, hidden=hidden, median_ms=medians, min_max_ms=spread,
-            ratio={name: value / medians["without"] for name, value in medians.items()})
+        say(
+            schedule=schedule.name,
+            hidden=hidden,
+            median_ms=medians,
+            min_max_ms=spread,
+            ratio={name: value / medians["without"] for name, value in medians.items()},
+        )
         del stages, stage, graphs
 
 

@@ -2,10 +2,11 @@
 
     python -m torch.distributed.run --nproc-per-node 2 tests/gpu/megatron_pipeline.py
 
-Pipeline stages over all ranks, two virtual stages each, two layers a model chunk, expert-parallel overlap, TransformerEngine
-graphs on attention, and a receiver that is late: a sleep kernel before rank 0 exchanges gradients. Every ``main_grad`` of every
-rank is compared with eager, for several steps, without fixes, with all but this one, and with all. Prints one JSON line
-a rank and setting, and exits with 1 unless they are all equal in the last case, and not in the others.
+Pipeline stages over all ranks, two virtual stages each, two layers a model chunk, expert-parallel overlap,
+TransformerEngine graphs on attention, and a receiver that is late: a sleep kernel before rank 0 exchanges gradients.
+Every ``main_grad`` of every rank is compared with eager, for several steps, without fixes, with all but this one, and
+with all. Prints one JSON line a rank and setting, and exits with 1 unless they are all equal in the last case, and not
+in the others.
 
 Megatron-Core insists on expert parallelism of two or more for the overlap. The pipeline takes all the ranks here, so
 the option is set after that check; tokens are then dispatched within the rank, by a copy (`dispatch_by_copy`).
@@ -18,7 +19,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,9 @@ def batches(step: int) -> Iterator[torch.Tensor]:
         yield torch.randint(VOCABULARY, (1, TOKENS), generator=generator).cuda()
 
 
-def forward_step(data: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[..., Any]]:
+def forward_step(
+    data: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
     tokens = next(data)
     positions = torch.arange(TOKENS, device="cuda").unsqueeze(0)
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="cuda").triu(1)
@@ -177,7 +179,13 @@ def compare(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> dict[str, 
     square = sum(float((a.double() - b.double()).norm()) ** 2 for a, b in zip(found, wanted, strict=True))
     norms = [sum(float(t.double().norm()) ** 2 for t in grads) ** 0.5 for grads in (found, wanted)]
     different = sum(not torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    return {"different": different, "of": len(found), "error": square**0.5 / norms[1], "norm": norms[0], "eager_norm": norms[1]}
+    return {
+        "different": different,
+        "of": len(found),
+        "error": square**0.5 / norms[1],
+        "norm": norms[0],
+        "eager_norm": norms[1],
+    }
 
 
 def main() -> int:
@@ -204,7 +212,9 @@ def main() -> int:
     del eager
     outcomes = {}
     for setting in SETTINGS:
-        te_graph_fixes.activate(only=[] if setting == "no fixes" else None, disable=[FIX] if setting == "all others" else [])
+        te_graph_fixes.activate(
+            only=[] if setting == "no fixes" else None, disable=[FIX] if setting == "all others" else []
+        )
         statuses = {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
         gc.collect()
         torch.cuda.empty_cache()
@@ -236,7 +246,10 @@ def main() -> int:
     counts = torch.tensor([outcomes[setting] for setting in SETTINGS], device="cuda")
     dist.all_reduce(counts)
     if rank == 0:
-        print(f"main_grads that differ, over all ranks and steps: {dict(zip(SETTINGS, counts.tolist(), strict=True))}", flush=True)
+        print(
+            f"main_grads that differ, over all ranks and steps: {dict(zip(SETTINGS, counts.tolist(), strict=True))}",
+            flush=True,
+        )
     dist.destroy_process_group()
     *without, with_fix = counts.tolist()
     return int(with_fix > 0 or (stages > 1 and 0 in without))
