@@ -29,6 +29,8 @@ for ANY_TARGET in ANY_ORDER:
     if c_id > 0:
         ...
     else:
+        m_chunk = ANY_CHUNK
+        previous_per_callable_bwd_idx = None
         ...
 """
 RELEASE = """
