@@ -1,0 +1,214 @@
+"""The life cycle of the package with TransformerEngine (TE) itself, on the simulator, in child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.fix import APPLICABLE
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import verdicts
+from tests.child import python, simulate
+
+VERDICTS = {fix: verdict.verdict for fix, verdict in verdicts(Source.installed()).items()}
+NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == APPLICABLE)
+
+PRELUDE = """
+import importlib, os, sys, threading
+
+def check(active=True):
+    import te_graph_fixes
+    from te_graph_fixes.engine import changes, live_function
+    from te_graph_fixes.source import Source
+    from te_graph_fixes.verdicts import verdicts
+    source = Source.installed()
+    found = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.verdict == "applicable"}
+    if active:
+        statuses = {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
+        assert {fix for fix, status in statuses.items() if status == "applied"} == set(found), statuses
+    for change in changes(source, found):
+        if change.before is None and not active:
+            owner, name = change.qualname.split(".")
+            assert name not in vars(getattr(sys.modules[change.module], owner)), change
+        else:
+            assert live_function(change).__code__ == (change.after if active else change.before), change
+
+def attempt(function, *args):
+    try:
+        return function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+"""
+
+ORDERS = {
+    "before torch and TE": """
+assert not {"transformer_engine", "wrapt"} & set(sys.modules)
+import te_graph_fixes
+assert set(status.status for status in te_graph_fixes.report().fixes.values()) == {"pending"}
+assert not {"transformer_engine", "wrapt"} & set(sys.modules)
+import torch, transformer_engine.pytorch
+""",
+    "after the names were taken": """
+from transformer_engine.pytorch import GroupedLinear, make_graphed_callables
+import te_graph_fixes
+import transformer_engine.pytorch as te
+assert GroupedLinear is te.GroupedLinear and make_graphed_callables is te.make_graphed_callables
+""",
+    "in a thread, while TE is imported": """
+thread = threading.Thread(target=importlib.import_module, args=("transformer_engine.pytorch",))
+thread.start()
+while "transformer_engine.pytorch" not in sys.modules: pass
+import te_graph_fixes
+thread.join()
+""",
+    "reloaded, taken back, applied again": """
+import te_graph_fixes
+import transformer_engine.pytorch as te
+held = te.make_graphed_callables
+check()
+te_graph_fixes.deactivate()
+check(active=False)
+te_graph_fixes.activate()
+check()
+importlib.reload(te_graph_fixes)
+check()
+for name in ("graph", "module.grouped_linear", "quantization"):
+    importlib.reload(sys.modules["transformer_engine.pytorch." + name])
+    check()
+current = sys.modules["transformer_engine.pytorch.graph"].make_graphed_callables
+assert held is not current and held.__code__ == current.__code__
+te_graph_fixes.deactivate()
+check(active=False)
+assert held.__code__ == current.__code__
+te_graph_fixes.activate()
+""",
+    "after imports of TE that failed": """
+import te_graph_fixes
+for name in ("module.grouped_linear", "graph"):
+    sys.modules["transformer_engine.pytorch." + name] = None
+    assert attempt(importlib.import_module, "transformer_engine.pytorch").startswith("ModuleNotFoundError"), name
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        if name != "transformer_engine.common" and not name.startswith("transformer_engine.common."):
+            del sys.modules[name]
+import transformer_engine.pytorch
+""",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_events_does_not_matter(order: str) -> None:
+    simulate(PRELUDE + ORDERS[order] + "\ncheck()\n")
+
+
+def test_tracebacks_and_sources_show_the_corrected_lines() -> None:
+    simulate(
+        PRELUDE
+        + """
+import inspect, linecache, traceback, te_graph_fixes
+import transformer_engine.pytorch as te
+from te_graph_fixes.engine import changes
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import verdicts
+import torch
+
+source = Source.installed()
+chosen = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.verdict == "applicable"}
+for change in changes(source, chosen):
+    owner = sys.modules[change.module]
+    for part in change.qualname.split("."):
+        owner = inspect.getattr_static(owner, part)
+    function = inspect.unwrap(getattr(owner, "__func__", owner))
+    if function.__code__.co_name == change.after.co_name:
+        text = inspect.getsource(function)
+        assert f"def {function.__name__}(" in text and text == "".join(change.lines[1:]), change.qualname
+
+try:
+    te.make_graphed_callables(torch.nn.Linear(2, 2), (torch.ones(2, 2),), allow_unused_input="", enabled=False,
+                              num_warmup_iters="none")
+except Exception as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    graph = [frame for frame in frames if frame.filename.endswith("transformer_engine/pytorch/graph.py")]
+    assert graph and all(frame.line for frame in graph)
+    assert any(frame.name == "_make_graphed_callables" for frame in graph), frames
+else:
+    raise AssertionError("no error")
+"""
+    )
+
+
+def broken(folder: Path) -> Path:
+    """A copy of the installed TE in which no fix finds the graph code."""
+    location = Source.installed().location
+    shutil.copytree(location, folder / "transformer_engine", ignore=shutil.ignore_patterns("__pycache__"))
+    for metadata in Path(location).parent.glob("transformer_engine-*.dist-info"):
+        shutil.copytree(metadata, folder / metadata.name)
+    path = folder / "transformer_engine" / "pytorch" / "graph.py"
+    text = path.read_text()
+    path.write_text(
+        text.replace("def _make_graphed_callables(", "def _renamed(") + "\n_make_graphed_callables = _renamed\n"
+    )
+    return folder
+
+
+def test_strict_raises_at_every_import_of_te(tmp_path: Path) -> None:
+    simulate(
+        PRELUDE
+        + """
+import te_graph_fixes
+for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine") * 2:
+    found = str(attempt(importlib.import_module, name))
+    assert found.startswith("FixNotAppliedError: TransformerEngine"), found
+    assert "looked for one definition of _make_graphed_callables" in found, found
+    assert "transformer_engine.pytorch" not in sys.modules
+te_graph_fixes.deactivate()
+import transformer_engine.pytorch
+found = attempt(te_graph_fixes.activate, None, None, True)
+assert found.startswith("FixNotAppliedError"), found
+""",
+        path=broken(tmp_path),
+        TE_GRAPH_FIXES_STRICT="1",
+    )
+
+
+def test_without_strict_it_warns_once(tmp_path: Path) -> None:
+    done = python(
+        "-c",
+        "from tests import simulator\nsimulator.install()\n"
+        + PRELUDE
+        + """
+import te_graph_fixes
+import transformer_engine.pytorch
+te_graph_fixes.activate()
+assert "unrecognized" in {status.status for status in te_graph_fixes.report().fixes.values()}
+""",
+        path=broken(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("TEGraphFixesWarning") == 1, done.stderr
+
+
+def test_status_is_quick_and_imports_neither_torch_nor_te() -> None:
+    program = """
+import json, sys
+from te_graph_fixes.cli import main
+status = main(["status", "--json"])
+assert not {"torch", "numpy", "transformer_engine"} & set(sys.modules)
+sys.exit(status)
+"""
+    python("-c", program)
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = python("-c", program)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {fix: record["verdict"] for fix, record in found["fixes"].items()} == VERDICTS
+    assert os.path.samefile(found["source"], Source.installed().location)
+    assert min(seconds) < 0.5
