@@ -3,8 +3,8 @@
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) lets ``_order`` hold wgrads; the rest is open.
 
 Symptom, by order: wrong weight gradients without an error (``[1,-1,1,-1.5,-1,-1.5]``: off by 0.99 of their norm),
-"CUDAGraph instance already owns a captured graph" (``[1,1,-1,-1,-1.5,-1.5]``), ``KeyError: -1`` (``[1,-1.5,-1]``), and on
-TE 2.10 a bare ``AssertionError`` for any order with wgrads.
+"CUDAGraph instance already owns a captured graph" (``[1,1,-1,-1,-1.5,-1.5]``), ``KeyError: -1`` (``[1,-1.5,-1]``), and
+on TE 2.10 a bare ``AssertionError`` for any order with wgrads.
 
 `_make_graphed_callables` numbers a wgrad by the dgrads before it instead of the wgrads, and hands a microbatch's static
 inputs and its grad-output buffer on at its dgrad although its wgrad reads them later. A plan made once from the order
