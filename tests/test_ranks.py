@@ -1,4 +1,4 @@
-"""Many ranks: two processes of ``torchrun`` below ``te-graph-fixes run``, with TransformerEngine (TE) on the simulator."""
+"""Many ranks: two processes of ``torchrun`` below ``te-graph-fixes run``, with TransformerEngine (TE) simulated."""
 
 from __future__ import annotations
 
