@@ -12,10 +12,18 @@ PIPELINED = [
     *(2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5, -1, -1.5, -1, -1.5),
 ]
 
+# Megatron-Core 0.16.1, get_overlap_moe_expert_parallel_comm_order: first of 2 stages, 2 model chunks of 1 and 2 layers,
+# 4 microbatches. TransformerEngine hands a set of inputs on too early.
+UNEVEN = [
+    *(1, 2, 1, 2, 3, 3, 1, -3, 2, -3.5, 1, -3, 2, -3.5, 3, -2, -2.5, -1, -1.5, 3, -2, -2.5, -1, -1.5),
+    *(-3, -3.5, -3, -3.5, -2, -2.5, -1, -1.5, -2, -2.5, -1, -1.5),
+]
+
 NAMED: dict[str, list[float]] = {
     "next forward before the wgrad": [1, -1, 1, -1.5, -1, -1.5],
     "two chunks, wgrads last": [1, 2, -2, -1, -2.5, -1.5],
     "two microbatches, wgrads last": [1, 1, -1, -1, -1.5, -1.5],
+    "Megatron-Core, uneven layers": UNEVEN,
     "TE #2376": PIPELINED,
 }
 

@@ -65,6 +65,7 @@ for c_id in _order:
 
 CAPTURE = """
 for ANY_ENTRY in ANY_ORDER:
+    ...
     if c_id > 0:
         ...
     else:
@@ -205,7 +206,7 @@ def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edi
     graphs = cast(ast.If, capture.one(CAPTURE_2_10, within=layers))
     grads, wgrad = graphs.body[0], cast(ast.If, graphs.body[1])
     choose = capture.insert_after(_statements(capture.one(GRAD_OUTPUTS, within=dgrad[-1]))[0], CHOOSE_BUFFER)
-    chunk = cast(ast.Assign, cast(ast.If, loop.body[0]).orelse[0])
+    chunk = cast(ast.Assign, cast(ast.If, loop.body[-1]).orelse[0])
     numbers = "num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches"
     return [
         capture.replace(capture.one(NUMBER_OF_MICROBATCHES), MAKE_PLAN.strip("\n") + "\n" + numbers),
