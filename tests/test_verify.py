@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,11 @@ from te_graph_fixes.verify.runner import Child, Outcome, Row
 
 ROOT = Path(__file__).parent.parent
 ON_SIMULATOR = (sys.executable, "-m", "tests.simulator", "-m", "te_graph_fixes.verify.child")
-SIMULATED = [case for case in CASES.values() if case.options.get("recipe") != "fp8-block"]
-"""The simulator has no block scaling."""
+SIMULATED = [
+    pytest.param(case, marks=() if case.quick else pytest.mark.slow, id=case.name)
+    for case in CASES.values()
+    if case.options.get("recipe") != "fp8-block"  # which the simulator does not have
+]
 APPLICABLE_FIXES = {
     fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE
 }
@@ -39,25 +43,20 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
-        return {row.case.name: row for row in runner.measure(SIMULATED, limit=300, workers=2, command=ON_SIMULATOR)}
+def children() -> Iterator[dict[str, Child]]:
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    found = {switch: Child({**runner.environment(switch), **path}, ON_SIMULATOR) for switch in ("without", "with")}
+    yield found
+    for started in found.values():
+        started.close()
 
 
-@pytest.mark.parametrize("name", [case.name for case in SIMULATED])
-def test_replay_is_bit_identical_to_eager(rows: dict[str, Row], name: str) -> None:
-    assert rows[name].with_fixes.right, rows[name].with_fixes
-    assert rows[name].verdict in ("fixed", "not affected")
-
-
-@pytest.mark.parametrize("fix_id", sorted({fix_id for case in CASES.values() for fix_id in case.fixes}))
-def test_defects_show_where_the_fix_applies_and_only_there(rows: dict[str, Row], fix_id: str) -> None:
-    about = [row for row in rows.values() if fix_id in row.case.fixes]
-    if fix_id in APPLICABLE_FIXES:
-        assert any(row.verdict == "fixed" for row in about)
-    else:
-        assert all(row.verdict == "not affected" for row in about if not APPLICABLE_FIXES & set(row.case.fixes))
+@pytest.mark.parametrize("case", SIMULATED)
+def test_cases_on_the_simulator(case: Case, children: dict[str, Child]) -> None:
+    row = Row(case, *(children[switch].measure(case, limit=300) for switch in ("without", "with")))
+    assert row.with_fixes.right, row.with_fixes
+    if case.quick or not APPLICABLE_FIXES & set(case.fixes):
+        assert row.verdict == ("fixed" if APPLICABLE_FIXES & set(case.fixes) else "not affected")
 
 
 def test_every_fix_has_a_case_and_a_quick_one() -> None:

@@ -16,7 +16,8 @@ class Case:
     """One measurement of graph replay against eager.
 
     ``function`` (``module:name`` within this package) is called with ``options`` and returns measures, by name. Its
-    ``errors`` hold lists of numbers by name, all 0.0 where replay and eager are the same bit for bit.
+    ``errors`` hold lists of numbers by name, all 0.0 where replay and eager are the same bit for bit; ``damaged`` says that
+    the process is not fit for another case.
     ``fixes`` are the ids that the case is about; ``quick`` cases are those of ``verify --quick``.
     """
 
@@ -49,7 +50,8 @@ PIPELINED = (
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
 PARAM_GRADS, ACCESSORS, HOOKS = "param-grad-lifetime", "skip-flag-accessors", "backward-dw-hooks"
-GRAD_INPUTS, DELIVERY, SAFETY = "grad-input-lifetime", "delayed-wgrad-delivery", "capture-exception-safety"
+GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
+SAFETY, SUBCLASS = "capture-exception-safety", "subclass-autocast"
 
 
 def _training(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
@@ -85,6 +87,8 @@ _ALL = (
     _training("delayed-bias-fp8", (DELIVERY,), delay=True, mark_first=False, bias=True, recipe="fp8-current"),
     _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
     _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
+    Case("failed-capture", (SAFETY,), "aftermath:failed_capture", quick=True),
+    Case("subclass-after-capture", (SUBCLASS,), "aftermath:subclass_after_capture", quick=True),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),

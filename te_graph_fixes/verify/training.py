@@ -159,6 +159,7 @@ def capture(setup: Setup, modules: Sequence[Any], recipe: Any) -> list[Any]:
     """A graphed callable for each microbatch of each chunk."""
     options: dict[str, Any] = {
         "num_warmup_iters": setup.warmup,
+        "allow_unused_input": True,
         "enabled": recipe is not None,
         "recipe": recipe,
         "cache_quantized_params": setup.caches_weights,
@@ -171,7 +172,7 @@ def capture(setup: Setup, modules: Sequence[Any], recipe: Any) -> list[Any]:
         te.make_graphed_callables(
             tuple(modules),
             samples,
-            allow_unused_input=True,
+            sample_kwargs=[{} for _ in samples],  # TE 2.10 and 2.11 reuse buffers of lists only
             _order=list(setup.order),
             _num_layers_per_chunk=[1] * len(modules),
             _reuse_graph_input_output_buffers=setup.reuse,
