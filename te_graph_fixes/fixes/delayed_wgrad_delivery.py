@@ -26,11 +26,12 @@ from ..source import Definition, Edit, Source, UnrecognizedError
 PROVIDED = "transformer_engine.pytorch._te_delayed_wgrad"
 PROVIDED_TEXT = module_text("delayed_wgrad")
 
-IMPORT = "from {dots}_te_delayed_wgrad import accumulate_grads\n"
+IMPORT = "from {dots}_te_delayed_wgrad import accumulate_grads"
 
 # transformer_engine.pytorch.graph
 
 KEEP = """
+
 from ._te_delayed_wgrad import deliver_grads, take_grads
 
 # For each wgrad graph, what its replay leaves in the graph's memory: (parameter, gradient).
@@ -54,6 +55,14 @@ with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
 CALL = "module.backward_dw()"
 
 TAKE = "static_delayed_grads.setdefault({index}, []).extend(take_grads(module))"
+
+WARMUP_END = "del outputs, grad_inputs"
+
+FORGET_OUTPUTS = """
+del outputs, grad_inputs
+# What stays of warmup keeps AccumulateGrad nodes of its stream alive, which no capture can wait for.
+outputs_requiring_grad = None
+"""
 
 ATTRIBUTES = "delayed_grads = static_delayed_grads.get(graph_idx, [])"
 
@@ -257,6 +266,8 @@ def _graph(source: Source, capture: Definition) -> list[Edit]:
         modules = cast(ast.For, cast(ast.With, node).body[0]).iter
         index = capture.text(cast(ast.Subscript, modules).slice)
         edits.append(capture.replace(capture.one(CALL, within=node), TAKE.format(index=index)))
+    if capture.has("outputs_requiring_grad = ANY") and capture.has(WARMUP_END):
+        edits.append(capture.replace(capture.one(WARMUP_END), FORGET_OUTPUTS))
     return edits + _attribute_edits(source, capture) + _returned_edits(capture)
 
 
@@ -326,7 +337,8 @@ def _op(source: Source, backward_dw: Definition) -> list[Edit]:
 
 
 def _import(backward_dw: Definition, dots: str = "..") -> Edit:
-    return backward_dw.insert_before(backward_dw.one("if not self.need_backward_dw(): return"), IMPORT.format(dots=dots))
+    check = backward_dw.one("if not self.need_backward_dw(): return")
+    return backward_dw.insert_before(check, IMPORT.format(dots=dots) + "\n")
 
 
 def _either(definition: Definition, patterns: Sequence[str]) -> ast.AST:

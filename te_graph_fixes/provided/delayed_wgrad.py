@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 def accumulate_grads(parameters: Sequence[Parameter], grad: Tensor | None) -> None:
     """Add ``grad``, the gradient of the parameters concatenated along their first dimension, to their ``.grad``.
 
-    None or an empty tensor says that `backward_dw` has no such gradient: the dgrad has returned it to autograd.
+    None or an empty tensor says that `backward_dw` has no such gradient: the dgrad has returned it to autograd. Frozen
+    parameters get none.
     """
     if grad is None or grad.numel() == 0:
         return
     parts = [grad] if len(parameters) == 1 else grad.split([parameter.shape[0] for parameter in parameters])
     for parameter, part in zip(parameters, parts):
+        if not parameter.requires_grad:
+            continue
         if parameter.grad is None:
             parameter.grad = part.to(parameter.dtype)
         else:

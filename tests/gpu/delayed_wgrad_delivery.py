@@ -38,7 +38,7 @@ RECIPES: dict[str, Callable[[], Any] | None] = {
     "fp8-current": recipes.Float8CurrentScaling,
     "fp8-block": recipes.Float8BlockScaling,
 }
-KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "split", "block")
+KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "block", "split")
 """``split``: query, key and value as parameters of one LayerNormLinear. ``block``: two modules in one callable."""
 
 ORDERS: dict[str, Sequence[float] | None] = {
@@ -46,8 +46,10 @@ ORDERS: dict[str, Sequence[float] | None] = {
     "single": (1, -1, -1.5) * 3,
     "pipelined": (1, 1, 1, -1, -1.5, -1, -1.5, -1, -1.5),
     "late": (1, 1, -1, -1, -1.5, 1, -1.5, -1, -1.5),
+    "reused": (1, 1, -1, -1.5, 1, -1, -1.5, -1, -1.5),
 }
-"""``one-graph`` replays one graph for all microbatches. ``late`` needs the fix ``backward-dw-order``, as do all on TE 2.10."""
+"""``one-graph`` replays one graph for all microbatches, ``reused`` reuses buffers as Megatron does. ``late`` needs the fix
+``backward-dw-order``, as do all on TE 2.10."""
 
 Grads = dict[str, torch.Tensor]
 
@@ -82,20 +84,21 @@ def build(kind: str, fused: bool, bias: bool, delay: bool) -> tuple[torch.nn.Mod
     return module, list(module) if kind == "block" else [module]
 
 
-def capture(module: torch.nn.Module, recipe: Any, order: Sequence[float] | None) -> list[Any]:
+def capture(module: torch.nn.Module, recipe: Any, order_name: str) -> list[Any]:
     """A graphed callable for each microbatch."""
+    order = ORDERS[order_name]
     options: dict[str, Any] = {"enabled": recipe is not None, "recipe": recipe, "allow_unused_input": True}
     sample = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
     if order is None:
         return [te.make_graphed_callables(module, (sample.requires_grad_(),), **options)] * MICROBATCHES
-    samples = tuple((sample.clone().requires_grad_(),) for _ in range(MICROBATCHES))
-    return list(
-        te.make_graphed_callables((module,), samples, _order=list(order), _num_layers_per_chunk=[1], **options)
-    )
+    options |= {"_order": list(order), "_num_layers_per_chunk": [1]}
+    options["_reuse_graph_input_output_buffers"] = order_name == "reused"
+    samples = [(sample.clone().requires_grad_(),) for _ in range(MICROBATCHES)]  # not a tuple: TE up to 2.11
+    return list(te.make_graphed_callables((module,), samples, **options))
 
 
 def train(
-    kind: str, recipe_name: str, fused: bool, bias: bool, order: Sequence[float] | None, way: str, collect: bool
+    kind: str, recipe_name: str, fused: bool, bias: bool, order_name: str, way: str, collect: bool
 ) -> tuple[Grads, int]:
     """Every gradient after each step, and the number of parameters whose ``.grad`` the capture has changed.
 
@@ -136,7 +139,7 @@ def train(
         before = {name: torch.full_like(parameter, 7) for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.grad = before[name]
-        runs = capture(module, recipe, order)
+        runs = capture(module, recipe, order_name)
         left = sum(
             parameter.grad is not before[name] or not bool((parameter.grad == 7).all())
             for name, parameter in parameters.items()
@@ -153,7 +156,7 @@ def train(
                 parameter.main_grad.zero_()
         counts: dict[float, int] = {}
         outs: dict[int, torch.Tensor] = {}
-        for entry in order or (1, -1, -1.5) * MICROBATCHES:
+        for entry in ORDERS[order_name] or (1, -1, -1.5) * MICROBATCHES:
             microbatch = counts.get(entry, 0)
             counts[entry] = microbatch + 1
             if entry > 0:
@@ -188,7 +191,7 @@ def worst(found: Grads, wanted: Grads) -> dict[str, float]:
 
 def measure(kind: str, recipe: str, mode: str, bias: str, order: str) -> dict[str, Any]:
     """The errors of one case; a parameter is named only where it has one."""
-    setup = kind, recipe, mode == "fused", bias == "bias", ORDERS[order]
+    setup = kind, recipe, mode == "fused", bias == "bias", order
     wanted, _ = train(*setup, way="direct", collect=False)
     result: dict[str, Any] = {}
     for name, way, collect in (("eager", "eager", False), ("graph", "graph", False), ("hooks", "graph", True)):
