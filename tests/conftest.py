@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 TEXT = {
+    "test_activation.py",
     "test_catalogue.py",
     "test_cli.py",
     "test_drift.py",
     "test_engine.py",
+    "test_graph_order.py",
     "test_mutations.py",
     "test_settings.py",
     "test_source.py",
