@@ -67,12 +67,19 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, list[flo
 
 
 def table(lines: list[str]) -> str:
-    """The JSON lines as a Markdown table: for each group, norm ratio and error at the first and the last step."""
+    """The JSON lines as Markdown, a table for each TE: norm ratio and error of each group, first and last step."""
     columns = [json.loads(line) for line in lines if line.startswith("{")]
     columns = [column for column in columns if "steps" in column]
-    columns.sort(key=lambda column: (column["te"], column["recipe"], bool(column["applied"])))
-    head = [f"TE {c['te']}, {c['recipe']}, {'with' if c['applied'] else 'without'}" for c in columns]
-    rows = [["", *head], ["---"] * (len(columns) + 1)]
+    columns.sort(key=lambda column: (column["recipe"], bool(column["applied"])))
+    return "\n\n".join(
+        _table(te, [column for column in columns if column["te"] == te])
+        for te in sorted({column["te"] for column in columns})
+    )
+
+
+def _table(te: str, columns: list[dict[str, Any]]) -> str:
+    head = [f"{column['recipe']}, {'with' if column['applied'] else 'without'}" for column in columns]
+    rows = [[f"TE {te}", *head], ["---"] * (len(columns) + 1)]
     for when, step in (("first step", 0), ("last step", -1)):
         for group in GROUPS:
             cells = ["x{:.3f}, {:.3g}".format(*column["steps"][step][group]) for column in columns]
