@@ -51,7 +51,7 @@ PIPELINED = (
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
 PARAM_GRADS, ACCESSORS, HOOKS = "param-grad-lifetime", "skip-flag-accessors", "backward-dw-hooks"
 GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
-SAFETY, SUBCLASS = "capture-exception-safety", "subclass-autocast"
+SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
 
 
 def _training(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
@@ -73,6 +73,8 @@ _ALL = (
     _training("linear-bf16", (WARMUP,)),
     _training("linear-fp8-delayed", (WARMUP,), recipe="fp8-delayed"),
     _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
+    _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, quick=True),
+    _training("other-module-first", (STALE,), recipe="fp8-current", other_first=True),
     _order("forward-before-wgrad", (1, -1, 1, -1.5, -1, -1.5), quick=True),
     _order("two-chunks-wgrads-last", (1, 2, -2, -1, -2.5, -1.5)),
     _order("two-microbatches-wgrads-last", (1, 1, -1, -1, -1.5, -1.5)),

@@ -42,11 +42,12 @@ class Skipped(Exception):
 class Setup:
     """What is trained. ``order`` is TE's ``_order``; None makes one graph for the microbatches of a step.
 
-    ``mark_first``: modules mark first microbatches, and FP8 weights are cached. ``set_flag``: the caller sets the flag
-    that says whether weights are new, as Megatron-Core does, besides. ``fit``: the loss is the squared distance to fixed
-    targets, so that gradients depend on the weights; else output grads are given. ``delay``: graphs delay their wgrads; without
-    wgrad entries in ``order`` each is replayed right after its dgrad. ``hooks``: the values of ``main_grad`` that hooks
-    see after each wgrad are compared too. ``reuse``: buffers are reused.
+    ``mark_first``: modules mark first microbatches. ``cache``: FP8 graphs cache weights (default: where the modules mark
+    first microbatches). ``other_first``: another FP8 module runs before the first microbatch, in its autocast.
+    ``set_flag``: the caller sets the flag that says whether weights are new, as Megatron-Core does, besides. ``fit``: the
+    loss is the squared distance to fixed targets, so that gradients depend on the weights; else output grads are given.
+    ``delay``: graphs delay their wgrads; without wgrad entries in ``order`` each is replayed right after its dgrad.
+    ``hooks``: the values of ``main_grad`` that hooks see after each wgrad are compared too. ``reuse``: buffers are reused.
     """
 
     module: str = "Linear"
@@ -60,6 +61,8 @@ class Setup:
     hooks: bool = False
     reuse: bool = False
     mark_first: bool = True
+    cache: bool | None = None
+    other_first: bool = False
     set_flag: bool = False
     fit: bool = False
     fp8_params: bool = False
@@ -77,7 +80,7 @@ class Setup:
 
     @property
     def caches_weights(self) -> bool:
-        return self.mark_first and self.recipe != "bf16"
+        return self.recipe != "bf16" and (self.mark_first if self.cache is None else self.cache)
 
 
 @dataclass
@@ -189,6 +192,8 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
     chunks = int(max(schedule))
     microbatches = _count(schedule) // chunks
     modules = [make_module(setup, seed, setup.delay and graphed) for seed in range(chunks)]
+    options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+    other = te.Linear(HIDDEN, HIDDEN, **options) if setup.other_first else None
     parameters = [parameter for module in modules for parameter in module.parameters()]
     torch.manual_seed(100)
     shape = (setup.steps, chunks, microbatches, TOKENS, HIDDEN)
@@ -219,6 +224,8 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
                     FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(microbatch > 0)
                 marks = {FIRST: microbatch == 0} if graphed and setup.caches_weights else {}
                 with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
+                    if other is not None and microbatch == 0:
+                        other(x.detach())
                     leaves[chunk, microbatch] = x, run(x, **marks)
                 done.outputs.append(leaves[chunk, microbatch][1].detach().clone())
             elif entry % 1 == 0:

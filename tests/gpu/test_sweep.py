@@ -31,6 +31,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "order": ("none", "plain", "pipelined", "late"),
     "delay": (False, True),
     "warmup": (3, 1),
+    "cache": (None, False),
 }
 
 
@@ -39,6 +40,7 @@ def _legal(options: dict[str, Any]) -> bool:
     return (
         (experts or (options["experts"] == 1 and not options["uneven"]))
         and not (options["uneven"] and options["experts"] == 1)
+        and not (options["cache"] is False and options["recipe"] == "bf16")
         and not (options["fp8_params"] and options["recipe"] == "bf16")
         and (options["delay"] or options["order"] != "late")
     )
