@@ -1,0 +1,52 @@
+"""The table of `docs/containers.md` says what the published TransformerEngine (TE) of each version needs.
+
+``python -m tests.test_containers`` writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from te_graph_fixes.fix import APPLICABLE
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import verdicts
+from tests.published import source
+
+PAGE = Path(__file__).parent.parent / "docs" / "containers.md"
+CONTAINERS = {
+    "2.9.0": "NeMo 25.11",
+    "2.12.0": "NeMo 26.02 (2.12.0+5671fd36)",
+    "2.14.0": "NeMo 26.04 (2.14.0+71bbefbf)",
+    "2.14.1": "NeMo 26.04.01",
+    "2.16.0": "NeMo 26.06, 26.06.01 (2.16.0+b9d690e0)",
+    "2.17.1": "NeMo 26.08 (or 2.18.0)",
+    "2.18.0": "NeMo 26.08 (or 2.17.1)",
+}
+
+
+def table() -> str:
+    needs = {version: verdicts(Source.at(source(version))) for version in CONTAINERS}
+    rows = [
+        ["", *(f"{name}: TE {version}" for version, name in CONTAINERS.items())],
+        ["---", *(":-:" for _ in CONTAINERS)],
+        *(
+            [f"`{fix}`", *("x" if found[fix].verdict == APPLICABLE else "" for found in needs.values())]
+            for fix in CATALOGUE
+        ),
+    ]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def with_table(page: str) -> str:
+    return re.sub(r"(?<=<!-- table -->\n)(\|.*\n)*", lambda _: table(), page)
+
+
+def test_the_table_is_what_the_sources_say() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
