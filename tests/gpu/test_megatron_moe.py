@@ -1,4 +1,4 @@
-"""`megatron_moe.py` on this machine's TransformerEngine (TE): with the fixes every gradient is exactly the eager one."""
+"""`megatron_moe.py` on the TransformerEngine (TE) of this machine: every gradient is exactly the eager one."""
 
 from __future__ import annotations
 
