@@ -231,6 +231,20 @@ def test_reused_samples_leave_the_callers_list(reuse: bool) -> None:
     assert given == (found if reuse else args)
 
 
+def test_samples_that_are_no_tensors_are_left_to_te() -> None:
+    args: list[Any] = [(1,), (1,)]
+    assert plan_of([1, 1, -1, -1, -1.5, -1.5]).assign_inputs(args, [{}, {}], True, flatten, unflatten) == (
+        args,
+        [{}, {}],
+    )
+
+
+def test_chunks_may_be_empty() -> None:
+    plan = make_plan([1, 2, -2, -1], [0, 1], 1, 1, 1, True)
+    assert list(plan.backward(3, {})) == []
+    assert plan.index(1, 0) == 0
+
+
 class Index:
     """An integer of another library, such as numpy's."""
 

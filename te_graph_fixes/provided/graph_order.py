@@ -153,6 +153,8 @@ class Plan:
                 continue
             index = self.index(position, 0)
             leaves, spec = flatten(samples[index])
+            if not all(hasattr(leaf, "data_ptr") for leaf in leaves):
+                continue  # TE says what is wrong with this sample
             slot: Hashable = index
             if reuse:
                 signature = (str(spec), *map(_signature, leaves))
