@@ -1,9 +1,10 @@
 """``tests/gpu/megatron_pipeline.py`` on the simulator: one process a stage, gloo between them, a tiny model.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/megatron_on_simulator.py
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python -m tests.simulator \
+        tests/megatron_on_simulator.py
 
-It needs Megatron-Core. gloo reads what is sent when the receiver is ready, as NCCL does; the receiver is late because it
-sleeps. What Megatron needs beyond TransformerEngine is stood in for here: torch.device of a number, and random states
+It needs Megatron-Core. gloo reads what is sent when the receiver is ready, as NCCL does; the receiver is late because
+it sleeps. What Megatron needs beyond the simulator is stood in for here: torch.device of a number, and random states
 that a graph may hold (the model has no dropout, so that nothing draws random numbers in a graph).
 """
 
@@ -12,20 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.simulator import install
-
-install()
-
 import torch
 
+ROOT = Path(__file__).parent.parent
 Device = torch.device
 
 

@@ -35,7 +35,7 @@ def test_every_main_grad_of_every_rank_is_that_of_eager() -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)]),
     }
-    command = [sys.executable, "tests/megatron_on_simulator.py"]
+    command = [sys.executable, "-m", "tests.simulator", "tests/megatron_on_simulator.py"]
     ranks = [
         subprocess.Popen(
             command,
