@@ -3,12 +3,13 @@
     python tests/gpu/delayed_wgrad_delivery.py LayerNormLinear fp8-current plain bias pipelined
     TE_GRAPH_FIXES=off python tests/gpu/delayed_wgrad_delivery.py Linear bf16 fused bias single
 
-Prints one JSON line for a case; without arguments, or with a part of one, it runs every case that matches. ``fused``
-accumulates the gradients of the weights in ``main_grad``, ``plain`` all of them in ``.grad``. Runs on the simulator too.
+Prints one JSON line for a case; without arguments, or with a part of one, it runs every case that matches (``-split``: every
+one without ``split``). ``fused`` accumulates the gradients of the weights in ``main_grad``, ``plain`` all of them in
+``.grad``. Runs on the simulator too.
 
 ``eager`` and ``graph`` are the largest errors of a parameter's gradient over three steps of three microbatches, ``hooks``
 that of replay against `backward_dw` run eagerly, where a wgrad hook collects ``.grad`` and sets it to None as Megatron's DDP
-does, ``left`` the number of parameters whose ``.grad`` the capture has changed. All are 0 where everything is right.
+does, ``left`` the number of parameters whose ``.grad`` the capture, or a later replay, has changed. All are 0 where everything is right.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def capture(module: torch.nn.Module, recipe: Any, order_name: str) -> list[Any]:
 def train(
     kind: str, recipe_name: str, fused: bool, bias: bool, order_name: str, way: str, collect: bool
 ) -> tuple[Grads, int]:
-    """Every gradient after each step, and the number of parameters whose ``.grad`` the capture has changed.
+    """Every gradient after each step, and the number of parameters whose ``.grad`` was changed behind the caller's back.
 
     ``way``: ``direct`` (eager, not delayed), ``eager`` (delayed) or ``graph``. With ``collect`` the wgrad hooks take the
     gradients out of ``.grad``.
@@ -145,6 +146,7 @@ def train(
             for name, parameter in parameters.items()
         )
     found: Grads = {}
+    kept: Grads = {}
     for step in range(STEPS):
         collected.clear()
         for parameter in parameters.values():
@@ -176,6 +178,9 @@ def train(
         for name, parameter in parameters.items():
             grad = parameter.main_grad if name in in_main_grad else collected.get(name) if collect else parameter.grad
             found[f"{name} {step}"] = torch.zeros_like(parameter) if grad is None else grad.clone()
+            if step == STEPS - 2 and name not in in_main_grad and parameter.grad is not None:
+                kept[name] = parameter.grad
+    left += sum(not torch.equal(grad, found[f"{name} {STEPS - 2}"]) for name, grad in kept.items())
     return found, left
 
 
@@ -212,11 +217,13 @@ def measure(kind: str, recipe: str, mode: str, bias: str, order: str) -> dict[st
 
 
 def cases(wanted: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Every case that has all of the words in ``wanted``."""
+    """Every case that has all of the words in ``wanted``, and none of those with a minus sign."""
+    refused = {word[1:] for word in wanted if word.startswith("-")}
+    wanted = [word for word in wanted if not word.startswith("-")]
     for case in itertools.product(KINDS, RECIPES, ("plain", "fused"), ("bias", "nobias"), ORDERS):
         if case[0] == "split" and case[2] == "fused":
             continue  # TE concatenates split weights, and the result has no main_grad
-        if set(wanted) <= set(case):
+        if set(wanted) <= set(case) and not refused & set(case):
             yield case
 
 
