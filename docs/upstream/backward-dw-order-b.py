@@ -1,7 +1,7 @@
 """TransformerEngine `make_graphed_callables`: a delayed wgrad reads inputs of a later microbatch.
 
 With buffer reuse, the static inputs of the first microbatch are handed to the second at the first one's dgrad. The
-first one's wgrad comes after the second one's forward and reads the wrong inputs (error 0.99).
+first one's wgrad comes after the second one's forward and reads the wrong inputs (error 1.0).
 
 Needs one GPU, torch and TransformerEngine 2.11 or later: python backward-dw-order-b.py
 """

@@ -1,7 +1,7 @@
 """TransformerEngine `make_graphed_callables`: a delayed wgrad reads the grad output of another dgrad.
 
 With buffer reuse, one static grad output serves all dgrads of equal shape. The wgrad of chunk 2 comes after the dgrad
-of chunk 1 and reads that one's grad output (error 1.4 for chunk 2).
+of chunk 1 and reads that one's grad output (error 1.0).
 
 Needs one GPU, torch and TransformerEngine 2.11 or later: python backward-dw-order-c.py
 """
