@@ -1,0 +1,59 @@
+"""``stale-fp8-weights`` on the simulator: graphs that cannot rely on a skip flag, over three optimizer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.source import Source
+
+FIX = CATALOGUE["stale-fp8-weights"]
+NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
+ROOT = Path(__file__).parent.parent
+KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
+SETTINGS = ("uncached", "after-cached", "not-first")
+
+
+def run(setting: str, *case: str) -> dict[tuple[str, ...], float]:
+    """The cases of ``tests/gpu/stale_fp8_weights.py``, or the one, in a child process on the simulator."""
+    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/stale_fp8_weights.py", *case]
+    path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
+    environment = {**os.environ, "TE_GRAPH_FIXES": setting, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {tuple(line["case"]): line["error"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def fixed() -> dict[tuple[str, ...], float]:
+    return run("on")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_quantized_when_they_are_new(
+    fixed: dict[tuple[str, ...], float], kind: str, recipe: str, setting: str
+) -> None:
+    assert fixed[kind, recipe, setting] == 0.0
+
+
+@pytest.mark.skipif(not NEEDED, reason="this TE has the corrected code")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_without_the_fix_weights_are_stale(setting: str) -> None:
+    everything_else = ",".join(sorted(set(CATALOGUE) - {FIX.id, "warmup-reset"}))
+    (found,) = run(everything_else, "Linear", "fp8-current", setting).values()
+    assert found > 0.5
+
+
+@pytest.mark.skipif(not NEEDED, reason="this TE has the corrected code")
+def test_warmup_reset_alone_would_freeze_the_weights() -> None:
+    applicable = CATALOGUE["warmup-reset"].verdict(Source.installed()).verdict == "applicable"
+    assert not applicable or FIX.id in CATALOGUE["warmup-reset"].requires
