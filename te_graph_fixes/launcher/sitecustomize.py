@@ -30,7 +30,7 @@ class Activator:
                 + str(error)
                 + "). Install te-graph-fixes for this interpreter, or start it without `te-graph-fixes run`"
             ) from error
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
         return importlib.util.find_spec(name)
 
 
@@ -39,12 +39,12 @@ def chain(folder: str) -> None:
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     ours = sys.modules.pop("sitecustomize")
     try:
-        import sitecustomize  # noqa: F401
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
         sys.modules["sitecustomize"] = ours
 
 
-sys.meta_path.insert(0, Activator())
+sys.meta_path.insert(0, Activator())  # type: ignore[arg-type]
 chain(os.path.dirname(__file__))
