@@ -86,12 +86,11 @@ def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> 
     line = len(module.lines) + 2
     found = []
     for fixes, owner, text in _pieces(module, edits):
-        for node, lines in _functions(module.path, owner, text):
+        note = "# as corrected by te_graph_fixes\n"
+        lines = [f"if True:  {note}" if owner else note, *io.StringIO(text)]  # legal above a method's indentation
+        for node in _functions(module.path, owner, text, line):
             qualname = f"{owner}.{node.name}" if owner else node.name
             old = module.definitions.get(qualname)
-            lines.insert(0, _heading(owner, qualname))
-            ast.increment_lineno(node, line + 1 - _first_line(node))
-            line += len(lines)
             before = _compile(module, owner, old) if isinstance(old, ast.FunctionDef) else None
             after = _compile(module, owner, node)
             if before and before.co_freevars != after.co_freevars:
@@ -99,6 +98,7 @@ def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> 
             defaults = _new_defaults(old if isinstance(old, ast.FunctionDef) else None, node)
             decorator = None if before else _plain_decorator(node, module)
             found.append(Change(module.name, qualname, fixes, before, after, lines, defaults, decorator))
+            line, lines = line + len(lines), []
     return found
 
 
@@ -141,24 +141,15 @@ def _first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _heading(owner: str, qualname: str) -> str:
-    """The line above a corrected function where its lines are shown; it keeps the indentation of a method legal."""
-    note = f"# te_graph_fixes: {qualname} as corrected\n"
-    return f"if True:  {note}" if owner else note
-
-
-def _functions(path: str, owner: str, text: str) -> list[tuple[ast.FunctionDef, list[str]]]:
-    """The functions in a piece of text, each with its lines; `EngineError` if there is anything else."""
-    text = f"class {owner}:\n{text}" if owner else text
+def _functions(path: str, owner: str, text: str, line: int) -> list[ast.FunctionDef]:
+    """The functions in a piece of text that stands below ``line``; `EngineError` if there is anything else."""
+    header = f"class {owner}:\n" if owner else "\n"
     try:
-        tree = ast.parse(text, path)
+        tree = ast.parse("\n" * (line - 1) + header + text, path)
     except SyntaxError as error:
         raise EngineError(f"the edits do not leave Python text in {path}: {error}") from error
     body = cast(ast.ClassDef, tree.body[0]).body if owner else tree.body
-    lines = list(io.StringIO(text))
-    found = [
-        (node, lines[_first_line(node) - 1 : node.end_lineno]) for node in body if isinstance(node, ast.FunctionDef)
-    ]
+    found = [node for node in body if isinstance(node, ast.FunctionDef)]
     if len(found) != len(body) or len(tree.body) != 1:
         raise EngineError(f"the edits leave something other than functions in {path}")
     return found
@@ -250,7 +241,10 @@ class Installation:
     """
 
     def __init__(
-        self, source: Source, chosen: Mapping[str, Verdict], earlier: Mapping[FunctionType, tuple[str, str]] | None = None
+        self,
+        source: Source,
+        chosen: Mapping[str, Verdict],
+        earlier: Mapping[FunctionType, tuple[str, str]] | None = None,
     ) -> None:
         self._source = source
         self._chosen = chosen
@@ -293,7 +287,7 @@ class Installation:
                     f"looked for {change.qualname} of {change.module} as its source has it, found that somebody has "
                     "replaced it, or that the file has changed since it was imported"
                 )
-                found.update({fix: text for fix in change.fixes})
+                found.update(dict.fromkeys(change.fixes, text))
         return found
 
     def is_live(self, fix_id: str | None = None) -> bool:

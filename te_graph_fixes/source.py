@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 TE = "transformer_engine"
+Statement = TypeVar("Statement", bound=ast.stmt)
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
 
 
@@ -108,8 +109,10 @@ class Source:
 def _version(path: list[str] | None) -> str | None:
     """The version of TE's distribution on ``path`` (None: `sys.path`), or of a checkout's VERSION.txt."""
     for name in _DISTRIBUTIONS:
-        found = importlib.metadata.distributions(name=name) if path is None else importlib.metadata.distributions(
-            name=name, path=path
+        found = (
+            importlib.metadata.distributions(name=name)
+            if path is None
+            else importlib.metadata.distributions(name=name, path=path)
         )
         for distribution in found:
             return distribution.version
@@ -186,22 +189,30 @@ class Index:
     """What stands below a node: its expressions, and the bodies and places of its statements, by type."""
 
     def __init__(self, root: ast.AST) -> None:
-        self.expressions: dict[type[ast.AST], list[ast.expr]] = {}
-        self.places: dict[type[ast.AST], list[tuple[list[ast.stmt], int]]] = {}
-        pending = [root]
+        self._root = root
+
+    @cached_property
+    def places(self) -> dict[type[ast.AST], list[tuple[list[ast.stmt], int]]]:
+        found: dict[type[ast.AST], list[tuple[list[ast.stmt], int]]] = {}
+        pending = [self._root]
         while pending:
             node = pending.pop()
-            if isinstance(node, ast.expr):
-                self.expressions.setdefault(type(node), []).append(node)
-            for value in vars(node).values():
-                if isinstance(value, list):
-                    for place, item in enumerate(value):
+            for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+                nodes = getattr(node, field, None)
+                if isinstance(nodes, list):
+                    pending += nodes
+                    for place, item in enumerate(nodes):
                         if isinstance(item, ast.stmt):
-                            self.places.setdefault(type(item), []).append((value, place))
-                        if isinstance(item, ast.AST):
-                            pending.append(item)
-                elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
-                    pending.append(value)
+                            found.setdefault(type(item), []).append((nodes, place))
+        return found
+
+    @cached_property
+    def expressions(self) -> dict[type[ast.AST], list[ast.expr]]:
+        found: dict[type[ast.AST], list[ast.expr]] = {}
+        for node in ast.walk(self._root):
+            if isinstance(node, ast.expr):
+                found.setdefault(type(node), []).append(node)
+        return found
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.ClassDef]:
@@ -264,6 +275,22 @@ class Definition:
                 f"found it {len(found)} times" + (f" (lines {lines})" if lines else "")
             )
         return found[0]
+
+    def statements(self, kind: type[Statement]) -> list[Statement]:
+        """Every statement of a type in this definition, itself left out."""
+        places = self.module.index(self.node).places.get(kind, [])
+        return sorted((cast(Statement, body[place]) for body, place in places), key=lambda node: node.lineno)
+
+    def inner(self, name: str) -> Definition:
+        """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
+        inside = [*self.statements(ast.FunctionDef), *self.statements(ast.ClassDef)]
+        found = [node for node in inside if node.name == name]
+        if len(found) != 1:
+            raise UnrecognizedError(
+                f"looked for {name} exactly once in {self.qualname} ({self.module.path}:{self.node.lineno}), "
+                f"found it {len(found)} times"
+            )
+        return Definition(self.module, f"{self.qualname}.{name}", found[0])
 
     def text(self, node: ast.AST) -> str:
         """The source text of ``node``."""

@@ -48,7 +48,7 @@ def examine(source: Source) -> Verdict:
     capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
     if not capture.has("bwd_dw_graphs = ANY"):
         return not_applicable("graphs of delayed weight gradients are not captured")
-    replay = _backward_dw(capture)
+    replay = capture.inner("backward_dw")
     if replay.has(UPSTREAM_HOOKS) or replay.has(HOOKS):
         return not_needed("the hooks are run after the replay")
     capture.one(DEFECT)
@@ -61,18 +61,6 @@ def examine(source: Source) -> Verdict:
         "backward_dw of a graphed callable replays without running the hooks",
         [replay.insert_after(replay.one(REPLAY), HOOKS)],
     )
-
-
-def _backward_dw(capture: Definition) -> Definition:
-    """The function that becomes ``backward_dw`` of a graphed callable."""
-    found = [
-        node for node in ast.walk(capture.node) if isinstance(node, ast.FunctionDef) and node.name == "backward_dw"
-    ]
-    if len(found) != 1:
-        raise UnrecognizedError(
-            f"looked for one function backward_dw in {capture.qualname} ({capture.module.path}), found {len(found)}"
-        )
-    return Definition(capture.module, f"{capture.qualname}.backward_dw", found[0])
 
 
 FIX = Fix(

@@ -196,8 +196,7 @@ def _public(public: Definition) -> list[Edit]:
 def _in_finally(definition: Definition, pattern: str) -> bool:
     return any(
         definition.has(pattern, within=statement)
-        for node in ast.walk(definition.node)
-        if isinstance(node, ast.Try)
+        for node in definition.statements(ast.Try)
         for statement in node.finalbody
     )
 

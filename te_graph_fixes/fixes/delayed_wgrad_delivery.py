@@ -239,7 +239,9 @@ def examine(source: Source) -> Verdict:
         raise UnrecognizedError(f"looked for the defect in all of its places, found it corrected only in {names}")
     edits = [edit for part, target in targets.items() for edit in part(source, target)]
     new_modules = {} if source.find(PROVIDED) else {PROVIDED: PROVIDED_TEXT}
-    return applicable("what backward_dw assigns to .grad is lost, under graphs and at a second microbatch", edits, new_modules)
+    return applicable(
+        "what backward_dw assigns to .grad is lost, under graphs and at a second microbatch", edits, new_modules
+    )
 
 
 def _require_corrected(source: Source, capture: Definition) -> None:
@@ -248,7 +250,9 @@ def _require_corrected(source: Source, capture: Definition) -> None:
         raise UnrecognizedError(f"looked for this package's delayed_wgrad.py in {found.path}, found another text")
     capture.one(DELIVER)
     if len(capture.all(TAKE.format(index="ANY_INDEX"))) != 2 or capture.has(CALL):
-        raise UnrecognizedError(f"looked for two captures with take_grads in {capture.module.path}, found another shape")
+        raise UnrecognizedError(
+            f"looked for two captures with take_grads in {capture.module.path}, found another shape"
+        )
 
 
 def _graph(source: Source, capture: Definition) -> list[Edit]:
@@ -273,9 +277,9 @@ def _graph(source: Source, capture: Definition) -> list[Edit]:
 
 def _attribute_edits(source: Source, capture: Definition) -> list[Edit]:
     """Deliver after the replay, and let the static gradients go with the graphs."""
-    factory = _inner(capture, "make_graphed_attribute_functions")
+    factory = capture.inner("make_graphed_attribute_functions")
     factory.one("return backward_dw, reset")
-    replay, reset = _inner(factory, "backward_dw"), _inner(factory, "reset")
+    replay, reset = factory.inner("backward_dw"), factory.inner("reset")
     calls = [call for pattern in REPLAYS for call in replay.all(pattern)]
     if len(calls) != 1:
         raise UnrecognizedError(
@@ -345,16 +349,6 @@ def _either(definition: Definition, patterns: Sequence[str]) -> ast.AST:
     """The only match of one of ``patterns``."""
     found = [pattern for pattern in patterns if definition.has(pattern)]
     return definition.one(found[0] if found else patterns[0])
-
-
-def _inner(definition: Definition, name: str) -> Definition:
-    """The only function ``name`` inside a function."""
-    found = [node for node in ast.walk(definition.node) if isinstance(node, ast.FunctionDef) and node.name == name]
-    if len(found) != 1:
-        raise UnrecognizedError(
-            f"looked for one function {name} in {definition.qualname} ({definition.module.path}), found {len(found)}"
-        )
-    return Definition(definition.module, f"{definition.qualname}.{name}", found[0])
 
 
 def _at_start(function: Definition, text: str) -> Edit:

@@ -48,14 +48,16 @@ def examine(source: Source) -> Verdict:
         _require_parameters(public, OPTION)
         _require_parameters(capture, OPTION)
         if OPTION not in {keyword.arg for keyword in call.keywords}:
-            raise UnrecognizedError(f"looked for {OPTION} in the call of {capture.qualname} ({module.path}), found none")
+            raise UnrecognizedError(
+                f"looked for {OPTION} in the call of {capture.qualname} ({module.path}), found none"
+            )
         capture.one("ANY_GRAD.detach().clone()")
         return not_needed("parameter grads are returned as copies")
     if capture.has("ANY_GRAD.clone()"):
         raise UnrecognizedError(f"looked for no clone() in {capture.qualname} ({module.path}), found one")
-    factory = _inner(capture, ast.FunctionDef, "make_graphed_autograd_function")
+    factory = capture.inner("make_graphed_autograd_function")
     _require_parameters(factory, "len_user_args", "static_input_surface", "static_grad_inputs")
-    graphed = _inner(factory, ast.ClassDef, "Graphed")
+    graphed = factory.inner("Graphed")
     return applicable(
         "graphs return their static buffers as parameter grads",
         [
@@ -84,13 +86,6 @@ def _require_parameters(definition: Definition, *names: str) -> None:
     missing = set(names) - {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
     if missing:
         raise UnrecognizedError(f"looked for parameters {sorted(missing)} of {definition.qualname}, found none")
-
-
-def _inner(definition: Definition, kind: type[ast.FunctionDef] | type[ast.ClassDef], name: str) -> Definition:
-    found = [node for node in ast.walk(definition.node) if isinstance(node, kind) and node.name == name]
-    if len(found) != 1:
-        raise UnrecognizedError(f"looked for {name} exactly once in {definition.qualname}, found it {len(found)} times")
-    return Definition(definition.module, f"{definition.qualname}.{name}", found[0])
 
 
 def _last_default(definition: Definition) -> ast.expr:
