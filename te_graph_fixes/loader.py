@@ -7,11 +7,10 @@ from types import ModuleType
 
 import wrapt
 
-if tuple(map(int, wrapt.__version_info__[:2])) < (1, 16):
+_version: str = wrapt.__version__  # type: ignore[attr-defined]
+if tuple(map(int, _version.split(".")[:2])) < (1, 16):
     # Not an ImportError: TransformerEngine takes one to mean that there is no torch, and goes on without its layers.
-    raise RuntimeError(
-        f"te_graph_fixes needs wrapt 1.16 or later, found {wrapt.__version__}: pip install 'wrapt>=1.16,<3'"
-    )
+    raise RuntimeError(f"te_graph_fixes needs wrapt 1.16 or later, found {_version}: pip install 'wrapt>=1.16,<3'")
 
 
 class Loader(wrapt.ObjectProxy):  # type: ignore[type-arg]

@@ -70,21 +70,18 @@ def print_environment() -> None:
 
 
 def _unreachable(command: Sequence[str]) -> str | None:
-    """Why the variable PYTHONPATH would not reach the Python that ``command`` starts, if it would not."""
+    """Why the Python that ``command`` starts would not run our ``sitecustomize``, if its options say so."""
     if not re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])):
         return None
     words = iter(command[1:])
     for word in words:
-        options = re.fullmatch(r"-([a-zA-Z]+)", word)
-        if options is None:
+        options = re.fullmatch(r"-([a-zA-Z]*?)(?:([cmWX])(.*))?", word)
+        if word == "-" or options is None:
             break
-        flags, last, value = re.fullmatch(r"([^cmWX]*)([cmWX]?)(.*)", options[1]).groups()
+        flags, last, value = options.groups()
         for flag in "EIS":
             if flag in flags:
-                return (
-                    f"{command[0]} -{flag} takes no notice of PYTHONPATH, so `run` cannot reach it: drop -{flag}, or put "
-                    "`import te_graph_fixes` into the program"
-                )
+                return f"`run` cannot reach {command[0]} -{flag}: drop -{flag}, or put `import te_graph_fixes` into the program"
         if last in ("c", "m"):
             break
         if last and not value:

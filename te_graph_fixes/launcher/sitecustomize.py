@@ -15,7 +15,7 @@ class Activator:
     """Imports te_graph_fixes just before TE is imported, then steps aside."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name != PACKAGE or self not in sys.meta_path:
+        if name != PACKAGE or self not in sys.meta_path:  # type: ignore[comparison-overlap]
             return None
         import importlib.util
 
