@@ -81,7 +81,7 @@ def _unreachable(command: Sequence[str]) -> str | None:
         flags, last, value = options.groups()
         for flag in "EIS":
             if flag in flags:
-                return f"`run` cannot reach {command[0]} -{flag}: drop -{flag}, or put `import te_graph_fixes` into the program"
+                return f"cannot reach {command[0]} -{flag}: drop -{flag}, or `import te_graph_fixes` in the program"
         if last in ("c", "m"):
             break
         if last and not value:
