@@ -132,15 +132,16 @@ def test_the_child_stops_after_a_failure() -> None:
     assert str(line["detail"]).startswith("AttributeError: ")
 
 
-def test_running_out_of_memory_is_not_a_measurement() -> None:
+@pytest.mark.parametrize("where", ["Case.measure", "torch.cuda.get_device_name"])
+def test_running_out_of_memory_is_not_a_measurement(where: str) -> None:
     prelude = (
-        "import torch\nfrom te_graph_fixes.verify.cases import Case\n"
-        "def measure(self): raise torch.OutOfMemoryError('no memory left')\n"
-        "Case.measure = measure"
+        "import torch\nfrom te_graph_fixes.verify.cases import Case\nfrom tests import simulator\nsimulator.install()\n"
+        "def fail(*_): raise torch.AcceleratorError('CUDA error: out of memory')\n"
+        f"{where} = fail"
     )
     (line,) = child("linear-bf16", prelude=prelude)
     assert line["outcome"] == "unmeasured"
-    assert line["detail"] == "out of GPU memory: OutOfMemoryError: no memory left"
+    assert line["detail"] == "AcceleratorError: CUDA error: out of memory"
 
 
 def test_te_that_does_not_import_is_said_for_each_case(tmp_path: Path) -> None:

@@ -61,19 +61,20 @@ def _measure(case: Case) -> dict[str, Any]:
 
     from .training import Skipped
 
-    gpu = {"gpu": torch.cuda.get_device_name()}
+    gpu = None
     try:
+        gpu = torch.cuda.get_device_name()
         measures = case.measure()
         gc.collect()
         torch.cuda.empty_cache()
     except Skipped as why:
-        return {"outcome": "skipped", "detail": str(why), **gpu}
-    except torch.OutOfMemoryError as error:
-        return {"outcome": "unmeasured", "detail": f"out of GPU memory: {_one_line(error)}", **gpu}
+        return {"outcome": "skipped", "detail": str(why), "gpu": gpu}
     except Exception as error:
-        return {"outcome": "failed", "detail": _one_line(error), **gpu}
+        if "out of memory" in str(error):
+            return {"outcome": "unmeasured", "detail": _one_line(error), "gpu": gpu}
+        return {"outcome": "failed", "detail": _one_line(error), "gpu": gpu}
     errors = [number for numbers in measures["errors"].values() for number in numbers]
-    return {"outcome": "measured", "error": max(errors), "measures": measures, **gpu}
+    return {"outcome": "measured", "error": max(errors), "measures": measures, "gpu": gpu}
 
 
 def _one_line(error: BaseException) -> str:
