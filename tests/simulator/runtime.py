@@ -99,6 +99,7 @@ def install() -> None:
     replace(torch._C, _graph_pool_handle=memory.new_pool_id, _host_emptyCache=_ignore)
     replace(torch.version, cuda="13.0")
     replace(torch, compile=_compile)
+    torch.set_num_threads(1)  # faster for small tensors, and bits that do not depend on the number of cores
     replace(torch.autocast, __init__=_autocast(torch.autocast.__init__))
 
 
