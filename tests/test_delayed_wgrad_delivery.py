@@ -1,0 +1,222 @@
+"""``delayed-wgrad-delivery``: recognised on every TransformerEngine (TE); on the simulator, nothing that is delayed is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_graph_fixes.engine import patched
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.fixes.delayed_wgrad_delivery import FIX
+from te_graph_fixes.provided.delayed_wgrad import accumulate_grads, deliver_grads, take_grads
+from te_graph_fixes.source import Source
+from tests.published import VERSIONS, source
+
+ROOT = Path(__file__).parent.parent
+ALONE = f"{FIX.id},{','.join(FIX.requires)}"
+PARTS = (
+    "__init__.py",
+    "pytorch/__init__.py",
+    "pytorch/graph.py",
+    "pytorch/module/base.py",
+    "pytorch/module/grouped_linear.py",
+    "pytorch/module/layernorm_mlp.py",
+    "pytorch/ops/basic/grouped_linear.py",
+)
+MUTATIONS = {
+    "another warmup": ("graph.py", "need_backward_dw = True", "need_backward_dw = 1"),
+    "another capture": ("graph.py", "_graph_context_wrapper(bwd_dw_graph, pool", "_graph_context_wrapper(bwd_graph, pool"),
+    "other grads": ("module/base.py", "bgrad.to(bias_tensor.dtype)", "bgrad.clone()"),
+    "other weights": ("module/base.py", "noop_cat(self._get_weight_tensors())", "self._get_weight_tensors()[0]"),
+    "an MLP that adds": ("module/layernorm_mlp.py", "self.fc1_weight.grad = ", "self.fc1_weight.grad += "),
+    "other experts": ("module/grouped_linear.py", "weight_params[i].grad = ", "weight_params[i].main_grad = "),
+    "another bias": ("module/grouped_linear.py", "bias_params[i].grad is None", "bias_params[0].grad is None"),
+    "another return": ("module/grouped_linear.py", "elif ctx.fuse_wgrad_accumulation:", "elif ctx.use_bias:"),
+}
+ONLY_2_20 = {
+    "no copy at all": ("graph.py", '"skip_backward_post_hook", False', '"skip_backward_post_hook", True'),
+    "another op": ("ops/basic/grouped_linear.py", "w.grad = ", "w.main_grad = "),
+    "other op hooks": ("graph.py", "isinstance(module, TransformerEngineBaseModule)\n", "module is not None\n"),
+}
+
+
+def copy(version: str, folder: Path) -> Path:
+    """The part of a TE that the fix looks at, in ``folder``."""
+    for part in PARTS:
+        path = source(version) / "transformer_engine" / part
+        if path.is_file():
+            target = folder / "transformer_engine" / part
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    return folder / "transformer_engine" / "pytorch"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recognised_on_every_version(version: str, tmp_path: Path) -> None:
+    verdict = FIX.verdict(Source.at(source(version)))
+    assert verdict.verdict == ("not-applicable" if version in ("2.7.0", "2.8.0", "2.9.0") else "applicable")
+    if not verdict.edits:
+        return
+    package = copy(version, tmp_path)
+    texts = patched(Source.at(tmp_path), [verdict])
+    for name, (_, text) in texts.items():
+        compile(text, name, "exec")
+        package.joinpath(*name.split(".")[2:]).with_suffix(".py").write_text(text)
+    assert FIX.verdict(Source.at(tmp_path)).verdict == "not-needed"
+    (package / "module" / "base.py").write_text(texts["transformer_engine.pytorch.module.base"][0])
+    assert FIX.verdict(Source.at(tmp_path)).verdict == "unrecognized"
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        *((version, name) for version in ("2.10.0", "2.12.0", "2.15.0", "2.20.2") for name in MUTATIONS),
+        *(("2.20.2", name) for name in ONLY_2_20),
+    ],
+)
+def test_another_shape_is_unrecognized(version: str, name: str, tmp_path: Path) -> None:
+    part, old, new = (MUTATIONS | ONLY_2_20)[name]
+    path = copy(version, tmp_path) / part
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    verdict = FIX.verdict(Source.at(tmp_path))
+    assert (verdict.verdict, verdict.edits) == ("unrecognized", ())
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+
+
+def test_grads_are_added_to_the_parameters_that_they_are_cut_for() -> None:
+    first, frozen, last = parameters((1, 2), (2, 2), (1, 2))
+    frozen.requires_grad_(False)
+    last.grad = torch.ones(1, 2)
+    accumulate_grads([first, frozen, last], torch.arange(8.0, dtype=torch.float64).view(4, 2))
+    assert first.grad is not None
+    assert first.grad.tolist() == [[0, 1]]
+    assert first.grad.dtype == torch.float32
+    assert frozen.grad is None
+    assert last.grad.tolist() == [[7, 8]]
+
+
+@pytest.mark.parametrize("grad", [None, torch.empty(0)])
+def test_nothing_is_added_where_there_is_no_grad(grad: torch.Tensor | None) -> None:
+    (bias,) = parameters((2,))
+    accumulate_grads([bias], grad)
+    assert bias.grad is None
+
+
+def test_delivered_grads_are_the_parameters_own() -> None:
+    (weight,) = parameters((2,))
+    static = torch.ones(2)
+    deliver_grads([(weight, static)])
+    static.fill_(5)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1, 1]
+    deliver_grads([(weight, static)])
+    assert weight.grad.tolist() == [6, 6]
+
+
+class Delayed(torch.nn.Linear):
+    """A module whose `backward_dw` gives its bias a gradient, and fails where it is told to."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__(2, 2)
+        self.fails = fails
+        self.hooks_run = 0
+        self.wgrad_accumulation_and_reduce_hooks = [self.count]
+
+    def count(self) -> None:
+        self.hooks_run += 1
+
+    def backward_dw(self) -> None:
+        accumulate_grads([self.bias], torch.ones(2))
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+        if self.fails:
+            raise RuntimeError("no wgrad")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_leaves_grads_and_hooks_as_they_were(fails: bool) -> None:
+    module = Delayed(fails)
+    kept = module.bias.grad = torch.full((2,), 7.0)
+    if fails:
+        with pytest.raises(RuntimeError, match="no wgrad"):
+            take_grads(module)
+    else:
+        ((parameter, grad),) = take_grads(module)
+        assert parameter is module.bias
+        assert grad.tolist() == [1, 1]
+    assert module.bias.grad is kept
+    assert kept.tolist() == [7, 7]
+    assert (module.hooks_run, module.wgrad_accumulation_and_reduce_hooks) == (0, [module.count])
+
+
+def run(setting: str, *words: str) -> list[dict[str, Any]]:
+    """The matching cases of ``tests/gpu/delayed_wgrad_delivery.py`` in a child process on the simulator."""
+    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/delayed_wgrad_delivery.py", *words]
+    environment = {
+        **os.environ,
+        "TE_GRAPH_FIXES": setting,
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)]),
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [case for case in cases if [case.get(name) for name in ("eager", "graph", "hooks", "left")] != [0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "order"),
+    [("bf16", "late"), ("fp8-current", "reused")],
+)
+def test_every_gradient_arrives(recipe: str, order: str) -> None:
+    cases = run("on", recipe, order, "bias", "-split")
+    assert not wrong(cases)
+    assert len(cases) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["one-graph", "single", "pipelined", "late", "reused"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
+def test_every_gradient_of_every_case_arrives(recipe: str, order: str) -> None:
+    cases = run("on", recipe, order, "-split")
+    assert not wrong(cases)
+    assert len(cases) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", sorted(set(CATALOGUE) - {FIX.id, *FIX.requires}))
+def test_it_goes_with_every_other_fix(other: str) -> None:
+    cases = run(f"{ALONE},{other}", "bf16", "one-graph", "bias", "plain", "GroupedLinear")
+    assert not wrong(cases)
+    assert len(cases) == 1
+
+
+def test_it_needs_no_other_fix_than_it_says() -> None:
+    (case,) = run(ALONE, "bf16", "one-graph", "bias", "plain", "Linear")
+    assert not wrong([case])
+    assert FIX.id in case["applied"]
+
+
+def test_without_the_fix_gradients_are_lost() -> None:
+    (case,) = run("off", "bf16", "one-graph", "bias", "plain", "Linear")
+    assert case["left"] > 0
+    assert (case["eager"], case["graph"], case["hooks"]) == (1.0, 1.0, 1.0)
+    assert case["parameters"]["eager"]["weight"] > 0.5
+    assert case["parameters"]["graph"]["weight"] == 1.0
+
+
+def test_without_the_fix_captures_of_an_mlp_with_bias_fail() -> None:
+    assert "'NoneType' object has no attribute 'to'" in run("off", "bf16", "one-graph", "bias", "LayerNormMLP")[0]["failed"]
