@@ -25,7 +25,8 @@ def tensor() -> torch.Tensor:
 layers = tuple(te.Linear(SHAPE[1], SHAPE[1], bias=False, params_dtype=torch.bfloat16) for _ in range(LAYERS))
 graphs = te.make_graphed_callables(
     layers,
-    tuple((tensor(),) for _ in range(LAYERS * MICROBATCHES)),
+    [(tensor(),) for _ in range(LAYERS * MICROBATCHES)],
+    sample_kwargs=[{} for _ in range(LAYERS * MICROBATCHES)],
     _order=ORDER,
     _num_layers_per_chunk=[1] * LAYERS,
     _reuse_graph_input_output_buffers=True,

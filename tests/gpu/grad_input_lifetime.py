@@ -136,7 +136,8 @@ class Stage:
         self.pool = graph_pool_handle()
         graphs = te.make_graphed_callables(
             tuple(self.layers),
-            tuple(samples),
+            samples,
+            sample_kwargs=[{} for _ in samples],
             num_warmup_iters=1,
             allow_unused_input=True,
             _order=schedule.order if schedule.layer_wise else schedule.model_order,

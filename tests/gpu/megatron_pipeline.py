@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+# So little buffer that a send waits for its receiver, as a large one does anyway.
+os.environ["NCCL_BUFFSIZE"] = str(2**20)
+os.environ["NCCL_MAX_P2P_NCHANNELS"] = "2"
 
 import torch
 import torch.distributed as dist
@@ -162,15 +165,36 @@ def dispatch_by_copy() -> None:
     token_dispatcher.all_to_all = lambda *args, **kwargs: exchange(*args, **kwargs).clone()
 
 
-def make_rank_0_late() -> None:
+class Sends:
+    """What this rank sends to the previous stage while Megatron goes on, and whether it changes before the wait."""
+
+    def __init__(self) -> None:
+        self.last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.changed: list[torch.Tensor] = []
+
+    def exchange(self, grad: torch.Tensor | None, overlap: bool) -> None:
+        """To be called where Megatron sends ``grad``: it waits for the last overlapped send right after that."""
+        if overlap and self.last is not None:
+            self.changed.append((self.last[0] != self.last[1]).any())
+        self.last = (grad, grad.clone()) if overlap and grad is not None else None
+
+    def count(self) -> dict[str, int]:
+        """Since the last call: how many were sent, how many of them were overwritten."""
+        found = {"sends": len(self.changed), "overwritten": sum(map(bool, self.changed))}
+        self.__init__()  # type: ignore[misc]
+        return found
+
+
+def make_rank_0_late(sends: Sends) -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     exchange = P2PCommunicator.send_backward_recv_backward
 
-    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def late(self: Any, input_tensor_grad: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        sends.exchange(input_tensor_grad, kwargs.get("overlap_p2p_comm", False))
         if dist.get_rank() == 0:
             torch.cuda._sleep(int(SLEEP_MS * 1.9e6))
-        return exchange(self, *args, **kwargs)
+        return exchange(self, input_tensor_grad, *args, **kwargs)
 
     P2PCommunicator.send_backward_recv_backward = late  # type: ignore[method-assign]
 
@@ -204,7 +228,8 @@ def main() -> int:
     )
     init_num_microbatches_calculator(rank, None, MICROBATCHES, 1, 1)
     dispatch_by_copy()
-    make_rank_0_late()
+    sends = Sends()
+    make_rank_0_late(sends)
 
     eager = Model(stages, graphs=False)
     wanted = [eager.step(number) for number in range(STEPS)]
@@ -223,7 +248,8 @@ def main() -> int:
         before = torch.cuda.memory_reserved()
         model.capture()
         graph_mib = (torch.cuda.memory_reserved() - before) / 2**20
-        steps = [compare(model.step(number), wanted[number]) for number in range(STEPS)]
+        sends.count()
+        steps = [compare(model.step(number), wanted[number]) | sends.count() for number in range(STEPS)]
         outcomes[setting] = sum(step["different"] for step in steps)
         print(
             json.dumps(
