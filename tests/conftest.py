@@ -14,10 +14,13 @@ TEXT = {
     "test_activation.py",
     "test_catalogue.py",
     "test_cli.py",
+    "test_containers.py",
     "test_drift.py",
     "test_engine.py",
     "test_graph_order.py",
     "test_mutations.py",
+    "test_release.py",
+    "test_run.py",
     "test_settings.py",
     "test_source.py",
 }
