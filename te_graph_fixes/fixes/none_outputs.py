@@ -1,0 +1,77 @@
+"""``none-outputs``: a callable with an output that is None cannot be graphed.
+
+Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2657 (TE 2.13)
+
+Symptom: ``AttributeError: 'NoneType' object has no attribute 'requires_grad'`` in `make_graphed_callables`, for example
+with vision encoders.
+
+`_make_graphed_callables` takes every output for a tensor. Outputs that are None are now left out of what is captured,
+and put back into what a replay returns.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import cast
+
+from ..fix import Fix, Verdict, applicable, not_needed
+from ..source import Source, UnrecognizedError
+
+WARMUP = """
+ANY_OUTPUTS = ANY_FORWARD
+for hook in hooks:
+    hook.remove()
+if is_training:
+    ...
+else:
+    ...
+"""
+
+FLATTEN = "flatten_outputs, spec = _tree_flatten(outputs)"
+
+LEAVE_OUT = """
+# Outputs that are None have no part in the graph.
+spec = (spec, [o is None for o in flatten_outputs])
+flatten_outputs = [o for o in flatten_outputs if o is not None]
+"""
+
+RETURN = "return _tree_unflatten(out, output_unflatten_spec)"
+
+PUT_BACK = """
+spec, is_none = output_unflatten_spec
+out = iter(out)
+return _tree_unflatten([None if none else next(out) for none in is_none], spec)
+"""
+
+
+def examine(source: Source) -> Verdict:
+    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
+    if capture.has("tuple(o.detach() if o is not None else o for o in static_outputs)") or capture.has(
+        "[o is None for o in flatten_outputs]"
+    ):
+        return not_needed("outputs may be None")
+    capture.one("tuple(o.detach() for o in static_outputs)")
+    capture.one("per_callable_static_outputs.append(tuple(flatten_outputs))")
+    capture.one("per_callable_static_outputs[per_callable_fwd_idx] = tuple(flatten_outputs)")
+    flatten = capture.all(FLATTEN)
+    if len(flatten) != 2:
+        raise UnrecognizedError(f"looked for `{FLATTEN}` twice in {capture.module.path}, found it {len(flatten)} times")
+    warmup = cast(list[ast.stmt], getattr(capture.one(WARMUP), "statements"))
+    return applicable(
+        "every output is taken for a tensor",
+        [
+            capture.insert_before(warmup[2], "outputs = [o for o in outputs if o is not None]"),
+            *(capture.insert_after(node, LEAVE_OUT) for node in flatten),
+            capture.replace(capture.one(RETURN), PUT_BACK),
+        ],
+    )
+
+
+FIX = Fix(
+    id="none-outputs",
+    summary="a callable with an output that is None cannot be graphed",
+    symptom="AttributeError: 'NoneType' object has no attribute 'requires_grad' in make_graphed_callables",
+    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2657",),
+    affected="<2.13",
+    examine=examine,
+)
