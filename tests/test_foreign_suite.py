@@ -44,7 +44,8 @@ def train(graphed):
         microbatch = counts[entry]
         counts[entry] += 1
         if entry == 1:
-            outs[microbatch] = runs[microbatch](torch.randn(16, 32, dtype=torch.bfloat16, device="cuda").requires_grad_())
+            x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
+            outs[microbatch] = runs[microbatch](x)
         elif entry == -1:
             outs[microbatch].backward(torch.ones_like(outs[microbatch]))
         elif graphed:

@@ -27,9 +27,7 @@ SIMULATED = [
     for case in CASES.values()
     if case.options.get("recipe") != "fp8-block"  # which the simulator does not have
 ]
-APPLICABLE_FIXES = {
-    fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE
-}
+APPLICABLE_FIXES = {fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE}
 
 RIGHT, WRONG = Outcome("measured", 0.0), Outcome("measured", 1.0)
 CRASH, SKIP = Outcome("failed", detail="KeyError: -1"), Outcome("skipped", detail="no FP8")
@@ -89,7 +87,7 @@ def test_selection() -> None:
     assert [case.name for case in select(["linear-bf16"])] == ["linear-bf16"]
     assert {case.name for case in select(["warmup-reset"])} >= {"linear-bf16", "experts-fp8-delayed"}
     assert 0 < len(select([], quick=True)) < len(CASES)
-    with pytest.raises(ValueError, match="'nonsense'.*warmup-reset.*linear-bf16"):
+    with pytest.raises(ValueError, match=r"'nonsense'.*warmup-reset.*linear-bf16"):
         select(["nonsense"])
 
 
@@ -175,7 +173,15 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert cli.main(["verify", "wgrad-before-dgrad"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].split("  ")[0] == "FIX"
-    assert out.splitlines()[1].split() == ["backward-dw-order", "wgrad-before-dgrad", "?", "KeyError:", "-1", "0", "fixed"]
+    assert out.splitlines()[1].split() == [
+        "backward-dw-order",
+        "wgrad-before-dgrad",
+        "?",
+        "KeyError:",
+        "-1",
+        "0",
+        "fixed",
+    ]
     measured(monkeypatch, WRONG, HANG)
     assert cli.main(["verify", "linear-bf16", "plain-grad"]) == 1
     captured = capsys.readouterr()
@@ -199,7 +205,8 @@ def test_no_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_the_parent_imports_neither_torch_nor_te() -> None:
-    code = "import sys; from te_graph_fixes.cli import main; main(['verify']); print({'torch', 'transformer_engine'} & set(sys.modules))"
+    code = "import sys; from te_graph_fixes.cli import main; main(['verify'])\n"
+    code += "print({'torch', 'transformer_engine'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

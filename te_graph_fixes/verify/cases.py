@@ -16,8 +16,8 @@ class Case:
     """One measurement of graph replay against eager.
 
     ``function`` (``module:name`` within this package) is called with ``options`` and returns measures, by name. Its
-    ``errors`` hold lists of numbers by name, all 0.0 where replay and eager are the same bit for bit; ``damaged`` says that
-    the process is not fit for another case.
+    ``errors`` hold lists of numbers by name, all 0.0 where replay and eager are the same bit for bit; ``damaged``
+    says that the process is not fit for another case.
     ``fixes`` are the ids that the case is about; ``quick`` cases are those of ``verify --quick``.
     """
 

@@ -3,7 +3,8 @@
 A CASE is the name of a registered case or a `Case` as JSON; without any they are read from standard input, one a line.
 ``outcome`` of a line is ``measured`` (then ``error`` is the largest of the errors), ``failed`` (``detail`` is the
 exception: a crash in capture is a result), ``skipped`` or ``unmeasured``. A process that
-an exception or a case may have damaged ends, with status 1; its line says ``last``. The fixes are those that the environment asks for.
+an exception or a case may have damaged ends, with status 1; its line says ``last``. The fixes are those that the
+environment asks for.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from .cases import CASES, Case
 
 
 def main(arguments: list[str]) -> int:
-    """Measure the cases that are named or come in; 1 if one damages the process, and then no further one is measured."""
+    """Measure the cases that are named or come in; 1 as soon as one may have damaged the process."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to stderr
     broken = _broken()
     for text in arguments or _lines():
         case = Case.from_json(text) if text.startswith("{") else CASES[text]
         start = time.perf_counter()
-        result = {"outcome": "unmeasured", "detail": broken} if broken else _measure(case)
+        result: dict[str, Any] = {"outcome": "unmeasured", "detail": broken} if broken else _measure(case)
         damaged = result["outcome"] in ("failed", "unmeasured") or result.get("measures", {}).get("damaged", False)
         last = bool(damaged and not broken)
         seconds = round(time.perf_counter() - start, 3)

@@ -1,8 +1,8 @@
 """Gradients on their way to the previous pipeline stage, where every layer is passed as a chunk.
 
-As in Megatron-Core under ``overlap_moe_expert_parallel_comm``: the gradient that leaves the first layer of a model chunk
-is sent, and Megatron waits for the send once the next model chunk's backward, and the forward that overlaps it, have
-been issued. Here the receiver reads it as late as that allows.
+As in Megatron-Core under ``overlap_moe_expert_parallel_comm``: the gradient that leaves the first layer of a model
+chunk is sent, and Megatron waits for the send once the next model chunk's backward, and the forward that overlaps it,
+have been issued. Here the receiver reads it as late as that allows.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .training import Setup, make_module, capture
+from .training import Setup, capture, make_module
 
 
 def illegal_order() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -31,8 +32,8 @@ WITHOUT, WITH = "without", "with"
 class Outcome:
     """What a child said of a case.
 
-    ``outcome`` is ``measured`` (then ``error`` is a number, 0.0 for bit for bit), ``failed`` (the case raised ``detail``, or
-    its process died), ``skipped`` or ``unmeasured`` (because of ``detail``).
+    ``outcome`` is ``measured`` (then ``error`` is a number, 0.0 for bit for bit), ``failed`` (the case raised
+    ``detail``, or its process died), ``skipped`` or ``unmeasured`` (because of ``detail``).
     """
 
     outcome: str
@@ -102,7 +103,7 @@ class Child:
     def __init__(self, environ: Mapping[str, str], command: Sequence[str] = CHILD) -> None:
         self._command, self._environ = command, environ
         self._process: subprocess.Popen[str] | None = None
-        self._stderr = tempfile.TemporaryFile("w+", errors="replace")
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
 
     def measure(self, case: Case, limit: float = LIMIT) -> Outcome:
         """The outcome of ``case``; a child that takes longer than ``limit`` seconds is killed."""
@@ -116,9 +117,15 @@ class Child:
                 text=True,
             )
         process = self._process
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         late = threading.Event()
-        timer = threading.Timer(limit, lambda: (late.set(), process.kill()))
+
+        def kill() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(limit, kill)
         timer.start()
         try:
             print(case.to_json(), file=process.stdin, flush=True)
@@ -146,14 +153,13 @@ class Child:
     def _end(self) -> None:
         if self._process is None:
             return
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         self._process = None
 
     def _last_words(self) -> str:
@@ -214,13 +220,15 @@ def measure(
 
 def table(rows: Iterable[Row]) -> str:
     """The rows as text, one line each."""
-    lines = [("FIX", "CASE", "TE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
+    lines: list[tuple[str, ...]] = [("FIX", "CASE", "TE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
     for row in rows:
         te = row.with_fixes.te or row.without.te or "?"
         cells = [_short(outcome.text) for outcome in (row.without, row.with_fixes)]
-        lines.append((", ".join(row.case.fixes), row.case.name, te, *cells, row.verdict))  # type: ignore[arg-type]
+        lines.append((", ".join(row.case.fixes), row.case.name, te, *cells, row.verdict))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def _short(text: str, width: int = 40) -> str:
@@ -235,7 +243,9 @@ def no_gpu() -> str | None:
         return "there is no NVIDIA driver (libcuda.so.1)"
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
-        return f"the NVIDIA driver shows no GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+        return (
+            f"the NVIDIA driver shows no GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+        )
     return None
 
 

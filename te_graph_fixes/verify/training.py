@@ -1,7 +1,7 @@
 """Several steps of several microbatches, through graphs and eagerly, and the errors between the two.
 
-As in Megatron-Core, modules may mark first microbatches (they pass ``is_first_microbatch`` to TransformerEngine, TE, and
-set it to False after their forward; it is set to True before a step), the wgrad may be fused into ``main_grad``
+As in Megatron-Core, modules may mark first microbatches (they pass ``is_first_microbatch`` to TransformerEngine, TE,
+and set it to False after their forward; it is set to True before a step), the wgrad may be fused into ``main_grad``
 (float32, zeroed before a step), and an optimizer step changes the weights between steps. Eager training never delays
 its wgrads.
 """
@@ -9,7 +9,7 @@ its wgrads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,12 +42,15 @@ class Skipped(Exception):
 class Setup:
     """What is trained. ``order`` is TE's ``_order``; None makes one graph for the microbatches of a step.
 
-    ``mark_first``: modules mark first microbatches. ``cache``: FP8 graphs cache weights (default: where the modules mark
-    first microbatches). ``other_first``: another FP8 module runs before the first microbatch, in its autocast.
-    ``set_flag``: the caller sets the flag that says whether weights are new, as Megatron-Core does, besides. ``fit``: the
-    loss is the squared distance to fixed targets, so that gradients depend on the weights; else output grads are given.
-    ``delay``: graphs delay their wgrads; without wgrad entries in ``order`` each is replayed right after its dgrad.
-    ``hooks``: the values of ``main_grad`` that hooks see after each wgrad are compared too. ``reuse``: buffers are reused.
+    - ``mark_first``: modules mark first microbatches
+    - ``cache``: FP8 graphs cache weights (default: where the modules mark first microbatches)
+    - ``other_first``: another FP8 module runs before the first microbatch, in its autocast
+    - ``set_flag``: the caller sets the flag that says whether weights are new, as Megatron-Core does, besides
+    - ``fit``: the loss is the squared distance to fixed targets, so that gradients depend on the weights; else output
+      grads are given
+    - ``delay``: graphs delay their wgrads; without wgrad entries in ``order`` each is replayed right after its dgrad
+    - ``hooks``: the values of ``main_grad`` that hooks see after each wgrad are compared too
+    - ``reuse``: buffers are reused
     """
 
     module: str = "Linear"
@@ -85,7 +88,7 @@ class Setup:
 
 @dataclass
 class Step:
-    """What one step computed: outputs and dgrads in the order of the schedule, every parameter's gradient at its end."""
+    """What one step computed: outputs and dgrads in the order of the schedule, all gradients at its end."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     dgrads: list[torch.Tensor] = field(default_factory=list)
@@ -127,10 +130,10 @@ def make_module(setup: Setup, seed: int, delay: bool) -> Any:
         module = getattr(te, setup.module)(*sizes, **options)
     forward = module.forward
 
-    def marked(x: torch.Tensor) -> torch.Tensor:
+    def marked(x: torch.Tensor) -> Any:
         out = forward(x, *arguments, is_first_microbatch=module.is_first_microbatch)
         module.is_first_microbatch = False
-        return out  # type: ignore[no-any-return]
+        return out
 
     if setup.mark_first:
         module.is_first_microbatch = True
@@ -303,7 +306,7 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def compare(**options: Any) -> dict[str, Any]:
-    """Train a `Setup` with these ``options`` both ways: for each step the errors, and the wgrad norm relative to eager."""
+    """Train a `Setup` with these ``options`` both ways: by step the errors, and the wgrad norm relative to eager."""
     setup = Setup(**options)
     errors: dict[str, list[float]] = {"outputs": [], "dgrads": [], "wgrads": [], "seen_by_hooks": []}
     norms = []

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/benchmark.py --json benchmark.json --png benchmark.png
 
-Three variants of the same TE are compared, in processes of their own that take turns: ``unpatched``, ``patched`` (by this
-package, in memory) and ``source`` (a copy of TE with the change of ``te-graph-fixes diff`` on disk, this package off).
+Three variants of the same TE are compared, in processes of their own that take turns: ``unpatched``, ``patched`` (by
+this package, in memory) and ``source`` (a copy of TE with the change of ``te-graph-fixes diff`` on disk, this package
+off).
 Without a GPU only the import times are measured, with ``--no-gpu``. Needs matplotlib for the picture.
 """
 
@@ -74,7 +75,8 @@ class Worker:
         return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
 
     def measure(self, part: str) -> dict[str, float]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         print(part, file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
 
@@ -91,7 +93,7 @@ def import_ms(statement: str, before: str = "pass") -> float:
 
 
 def imports(te: bool) -> Samples:
-    """Import times of this package and of wrapt, in pairs that run side by side, and what TE's import becomes longer by.
+    """Import times of this package and of wrapt, in pairs that run side by side, and what it adds to TE's import.
 
     The latter is the time of importing this package after TE: all the fixes are then put in place at once.
     """
@@ -136,12 +138,15 @@ def table(samples: Samples) -> str:
         ratios = [_spread(ratio(variants, other)) for other in others]
         lines.append((name, *cells, *ratios))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def ratio(variants: dict[str, list[float]], other: str) -> list[float]:
     """``patched`` over ``other`` for each round."""
-    return [a / b for a, b in zip(variants[PATCHED], variants.get(other, [])) if b]
+    pairs = zip(variants[PATCHED], variants[other], strict=True) if other in variants else ()
+    return [a / b for a, b in pairs if b]
 
 
 def _spread(values: list[float]) -> str:
@@ -196,7 +201,9 @@ def main() -> int:
     if source is not None and not options.no_gpu:
         about, measured = on_gpu(source)
         samples.update(measured)
-        print(f"TransformerEngine {about[PATCHED]['te']} on {about[PATCHED]['gpu']}, applied: {about[PATCHED]['applied']}")
+        print(
+            f"TransformerEngine {about[PATCHED]['te']} on {about[PATCHED]['gpu']}, applied: {about[PATCHED]['applied']}"
+        )
     print(table(samples))
     if options.json:
         Path(options.json).write_text(json.dumps({"about": about, "samples": samples}, indent=1) + "\n")

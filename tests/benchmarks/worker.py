@@ -1,7 +1,7 @@
 """One TransformerEngine (TE), measured part by part: reads the name of a part from each line of standard input.
 
-Prints one JSON line for each: measures by name, in the unit that the name ends with. `benchmark.py` runs one of these for
-every variant of TE and takes turns between them.
+Prints one JSON line for each: measures by name, in the unit that the name ends with. `benchmark.py` runs one of these
+for every variant of TE and takes turns between them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import te_graph_fixes
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+import te_graph_fixes
 from te_graph_fixes.verify.cases import PIPELINED
 from te_graph_fixes.verify.training import Setup, capture, make_module, make_recipe
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 8, 4096, 14336, 4096
 """The up projection of a Mixtral layer."""
@@ -100,7 +101,8 @@ def replay(rounds: int = 20) -> dict[str, float]:
             x.grad = None
     torch.cuda.synchronize()
     return {
-        f"{name}_ms": statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()
+        f"{name}_ms": statistics.median(start.elapsed_time(end) for start, end in pairs)
+        for name, pairs in events.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Combinations of options, graph replay against eager: every three options meet in every combination of their values."""
+"""Combinations of options, graph replay against eager: any three options meet in every combination of values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def _case(options: dict[str, Any]) -> Case:
     orders = DELAYED if options["delay"] else ORDERS
     name = "-".join(f"{option}={value}" for option, value in options.items())
     steps = 2 if options["order"] == "pipelined" else 3
-    return Case(name, (), "training:compare", {**options, "order": orders[options["order"]], "reuse": True, "steps": steps})
+    return Case(
+        name, (), "training:compare", {**options, "order": orders[options["order"]], "reuse": True, "steps": steps}
+    )
 
 
 CASES = [_case(options) for options in _sweep()]
