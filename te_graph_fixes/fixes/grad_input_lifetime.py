@@ -25,6 +25,7 @@ PLAN_MODULE = "transformer_engine.pytorch._te_graph_order"
 PLAN_TEXT = module_text("graph_order")
 
 LOOP = """
+previous_chunk_last_callable_bwd_idx = None
 for ANY_TARGET in ANY_ORDER:
     if c_id > 0:
         ...
@@ -32,6 +33,12 @@ for ANY_TARGET in ANY_ORDER:
         m_chunk = ANY_CHUNK
         previous_per_callable_bwd_idx = None
         ...
+"""
+INNER_RELEASE = """
+if previous_per_callable_bwd_idx is not None:
+    idx = previous_per_callable_bwd_idx
+    per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
+previous_per_callable_bwd_idx = per_callable_bwd_idx
 """
 RELEASE = """
 if l_no == 0:
@@ -84,6 +91,7 @@ def examine(source: Source) -> Verdict:
     if not capture.has(PLANNED_INDEX, within=loop):
         capture.one(INDEX, within=loop)
     capture.one(GRAD_INPUTS, within=loop)
+    capture.one(INNER_RELEASE + RELEASE, within=loop)
     return applicable(
         "grad inputs are released at the next chunk's dgrad, though a chunk may be one layer of a model chunk",
         [
@@ -106,7 +114,7 @@ def _new_modules(source: Source) -> dict[str, str]:
 
 def _loop(capture: Definition) -> ast.For:
     """The loop that captures the entries of the order, one after the other."""
-    loop = cast(ast.For, capture.one(LOOP))
+    loop = cast(ast.For, getattr(capture.one(LOOP), "statements", [])[-1])
     if ast.unparse(loop.iter) not in ("_order", "enumerate(_order)"):
         raise UnrecognizedError(
             f"looked for a loop over _order in {capture.qualname} ({capture.module.path}:{loop.lineno}), "
