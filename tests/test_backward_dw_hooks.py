@@ -96,9 +96,10 @@ def test_without_the_fix_no_hook_runs() -> None:
 
 def main() -> None:
     """Two replays of one graph; each hook notes how many microbatches its module's ``main_grad`` holds."""
-    import te_graph_fixes  # noqa: F401
     import torch
     import transformer_engine.pytorch as te
+
+    import te_graph_fixes  # noqa: F401
 
     options: dict[str, Any] = {
         "bias": False,

@@ -1,4 +1,4 @@
-"""``delayed-wgrad-delivery``: recognised on every TransformerEngine (TE); on the simulator, nothing that is delayed is lost."""
+"""``delayed-wgrad-delivery``: recognised on every TransformerEngine (TE); on the simulator, no gradient is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ PARTS = (
 )
 MUTATIONS = {
     "another warmup": ("graph.py", "need_backward_dw = True", "need_backward_dw = 1"),
-    "another capture": ("graph.py", "_graph_context_wrapper(bwd_dw_graph, pool", "_graph_context_wrapper(bwd_graph, pool"),
+    "another capture": (
+        "graph.py",
+        "_graph_context_wrapper(bwd_dw_graph, pool",
+        "_graph_context_wrapper(bwd_graph, pool",
+    ),
     "other grads": ("module/base.py", "bgrad.to(bias_tensor.dtype)", "bgrad.clone()"),
     "other weights": ("module/base.py", "noop_cat(self._get_weight_tensors())", "self._get_weight_tensors()[0]"),
     "an MLP that adds": ("module/layernorm_mlp.py", "self.fc1_weight.grad = ", "self.fc1_weight.grad += "),
@@ -219,4 +223,5 @@ def test_without_the_fix_gradients_are_lost() -> None:
 
 
 def test_without_the_fix_captures_of_an_mlp_with_bias_fail() -> None:
-    assert "'NoneType' object has no attribute 'to'" in run("off", "bf16", "one-graph", "bias", "LayerNormMLP")[0]["failed"]
+    (case,) = run("off", "bf16", "one-graph", "bias", "plain", "LayerNormMLP")
+    assert "'NoneType' object has no attribute 'to'" in case["failed"]

@@ -1,4 +1,4 @@
-"""Gradients that `backward_dw` computes and nobody gets, eagerly and under CUDA graphs; torch and TransformerEngine only."""
+"""Gradients that `backward_dw` computes and nobody gets, eagerly and under CUDA graphs."""
 
 import torch
 import transformer_engine.pytorch as te
@@ -28,7 +28,7 @@ def train(kind: str, way: str) -> dict[str, torch.Tensor]:
         )
     for parameter in module.parameters():
         parameter.grad = None
-    for run, batch in zip(runs, batches):
+    for run, batch in zip(runs, batches, strict=True):
         run(batch.clone().requires_grad_()).sum().backward()
         if way != "direct":
             run.backward_dw()

@@ -2,15 +2,16 @@
 
 Upstream: open
 
-Symptom, with ``delay_wgrad_compute``: under graphs the gradients of biases, and of weights whose wgrad is not fused into
-``main_grad``, are missing (error 1.0), or are what warmup left there; captures fail with ``'NoneType' object has no attribute
-'to'`` or ``attempting to assign a gradient of size '[0]'``. Eagerly, only one microbatch's gradient arrives.
+Symptom, with ``delay_wgrad_compute``: under graphs the gradients of biases, and of weights whose wgrad is not fused
+into ``main_grad``, are missing (error 1.0), or garbage; captures fail with ``'NoneType' object has no attribute 'to'``
+or ``attempting to assign a gradient of size '[0]'``. Eagerly, only one microbatch's gradient arrives.
 
-`backward_dw` assigns to ``.grad`` in Python, which a replay does not repeat, and it assigns instead of adding. It now adds,
-and takes for a bias gradient only what the wgrad GEMM has computed. The gradients which it gives to parameters in a
-capture are kept and added to their ``.grad`` after each replay, before the hooks; warmup and capture leave ``.grad`` as it
-was (`te_graph_fixes/provided/delayed_wgrad.py`, shipped beside the patched modules). GroupedLinear no longer returns buffers
-that its delayed wgrad has yet to fill, and bias gradients which the dgrad returns are copied like other gradients.
+`backward_dw` assigns to ``.grad`` in Python, which a replay does not repeat, and it assigns instead of adding. It now
+adds, and takes for a bias gradient only what the wgrad GEMM has computed. The gradients which it gives to parameters in
+a capture are kept, and added to their ``.grad`` after each replay, before the hooks; warmup and capture leave ``.grad``
+as it was (`te_graph_fixes/provided/delayed_wgrad.py`, shipped beside the patched modules). GroupedLinear no longer
+returns buffers that its delayed wgrad has yet to fill, and bias gradients which the dgrad returns are copied like other
+gradients.
 """
 
 from __future__ import annotations
@@ -259,8 +260,8 @@ def _graph(source: Source, capture: Definition) -> list[Edit]:
     captures = capture.all(CAPTURE)
     if len(captures) != 2 or len(capture.all(CALL)) != 3:
         raise UnrecognizedError(
-            f"looked for two captures of backward_dw and one warmup in {capture.qualname} ({capture.module.path}), found "
-            f"{len(captures)} and {len(capture.all(CALL))} calls"
+            f"looked for two captures of backward_dw and one warmup in {capture.qualname} ({capture.module.path}), "
+            f"found {len(captures)} and {len(capture.all(CALL))} calls"
         )
     edits = [
         capture.insert_after(capture.one("need_bwd_dw_graph = {}"), KEEP),
@@ -342,7 +343,7 @@ def _op(source: Source, backward_dw: Definition) -> list[Edit]:
 
 def _import(backward_dw: Definition, dots: str = "..") -> Edit:
     check = backward_dw.one("if not self.need_backward_dw(): return")
-    return backward_dw.insert_before(check, IMPORT.format(dots=dots) + "\n")
+    return backward_dw.insert_before(check, IMPORT.format(dots=dots))
 
 
 def _either(definition: Definition, patterns: Sequence[str]) -> ast.AST:

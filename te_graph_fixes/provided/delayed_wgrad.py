@@ -1,8 +1,8 @@
 """Where the gradients go that a module's `backward_dw` (delayed wgrad) computes, eagerly and after a graph's replay.
 
-A gradient belongs into the ``.grad`` of its parameter, added to what is there, as autograd does. A replayed graph runs no
-Python, so what `backward_dw` assigns while it is captured (tensors in the graph's memory) is kept, and each replay is
-followed by adding it. Gradients that are fused into ``main_grad`` are added by the graph itself.
+A gradient belongs into the ``.grad`` of its parameter, added to what is there, as autograd does. A replayed graph runs
+no Python, so what `backward_dw` assigns while it is captured (tensors in the graph's memory) is kept, and each replay
+is followed by adding it. Gradients that are fused into ``main_grad`` are added by the graph itself.
 
 This module does not import torch.
 """
@@ -26,7 +26,7 @@ def accumulate_grads(parameters: Sequence[Parameter], grad: Tensor | None) -> No
     if grad is None or grad.numel() == 0:
         return
     parts = [grad] if len(parameters) == 1 else grad.split([parameter.shape[0] for parameter in parameters])
-    for parameter, part in zip(parameters, parts):
+    for parameter, part in zip(parameters, parts, strict=True):
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
@@ -52,7 +52,7 @@ def take_grads(module: Module) -> list[tuple[Parameter, Tensor]]:
         return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     finally:
         hooks[:] = held
-        for parameter, grad in zip(parameters, grads):
+        for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
 
 

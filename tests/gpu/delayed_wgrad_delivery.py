@@ -3,13 +3,14 @@
     python tests/gpu/delayed_wgrad_delivery.py LayerNormLinear fp8-current plain bias pipelined
     TE_GRAPH_FIXES=off python tests/gpu/delayed_wgrad_delivery.py Linear bf16 fused bias single
 
-Prints one JSON line for a case; without arguments, or with a part of one, it runs every case that matches (``-split``: every
-one without ``split``). ``fused`` accumulates the gradients of the weights in ``main_grad``, ``plain`` all of them in
-``.grad``. Runs on the simulator too.
+Prints one JSON line for a case; without arguments, or with a part of one, it runs every case that matches (``-split``:
+every one without ``split``). ``fused`` accumulates the gradients of the weights in ``main_grad``, ``plain`` all of them
+in ``.grad``. Runs on the simulator too.
 
-``eager`` and ``graph`` are the largest errors of a parameter's gradient over three steps of three microbatches, ``hooks``
-that of replay against `backward_dw` run eagerly, where a wgrad hook collects ``.grad`` and sets it to None as Megatron's DDP
-does, ``left`` the number of parameters whose ``.grad`` the capture, or a later replay, has changed. All are 0 where everything is right.
+``eager`` and ``graph`` are the largest errors of a parameter's gradient over three steps of three microbatches,
+``hooks`` that of replay against `backward_dw` run eagerly, where a wgrad hook collects ``.grad`` and sets it to None as
+Megatron's DDP does, ``left`` the number of parameters whose ``.grad`` the capture, or a later replay, has changed. All
+are 0 where everything is right.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import te_graph_fixes
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+import te_graph_fixes
 
 HIDDEN = 128
 TOKENS = 128
@@ -49,8 +51,8 @@ ORDERS: dict[str, Sequence[float] | None] = {
     "late": (1, 1, -1, -1, -1.5, 1, -1.5, -1, -1.5),
     "reused": (1, 1, -1, -1.5, 1, -1, -1.5, -1, -1.5),
 }
-"""``one-graph`` replays one graph for all microbatches, ``reused`` reuses buffers as Megatron does. ``late`` needs the fix
-``backward-dw-order``, as do all on TE 2.10."""
+"""``one-graph`` replays one graph for all microbatches, ``reused`` reuses buffers as Megatron does. ``late`` needs the
+fix ``backward-dw-order``, as do all on TE 2.10."""
 
 Grads = dict[str, torch.Tensor]
 
@@ -101,10 +103,10 @@ def capture(module: torch.nn.Module, recipe: Any, order_name: str) -> list[Any]:
 def train(
     kind: str, recipe_name: str, fused: bool, bias: bool, order_name: str, way: str, collect: bool
 ) -> tuple[Grads, int]:
-    """Every gradient after each step, and the number of parameters whose ``.grad`` was changed behind the caller's back.
+    """Every gradient after each step, and the number of parameters whose ``.grad`` was changed by other means.
 
-    ``way``: ``direct`` (eager, not delayed), ``eager`` (delayed) or ``graph``. With ``collect`` the wgrad hooks take the
-    gradients out of ``.grad``.
+    ``way``: ``direct`` (eager, not delayed), ``eager`` (delayed) or ``graph``. With ``collect`` the wgrad hooks take
+    the gradients out of ``.grad``.
     """
     FP8GlobalStateManager.reset()
     make_recipe = RECIPES[recipe_name]
