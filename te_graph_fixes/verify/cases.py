@@ -49,7 +49,8 @@ PIPELINED = (
 )
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
-PARAM_GRADS, ACCESSORS, HOOKS = "param-grad-lifetime", "skip-flag-accessors", "backward-dw-hooks"
+PARAM_GRADS, ACCESSORS = "param-grad-lifetime", "skip-flag-accessors"
+HOOKS, HOOK_ORDER = "backward-dw-hooks", "wgrad-hook-order"
 GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
 
@@ -89,6 +90,11 @@ _ALL = (
     _training("delayed-bias-fp8", (DELIVERY,), delay=True, mark_first=False, bias=True, recipe="fp8-current"),
     _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
     _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
+    Case("hook-order", (HOOK_ORDER, HOOKS), "callables:hook_order", quick=True),
+    Case("none-output", ("none-outputs",), "callables:none_output", quick=True),
+    _training(
+        "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, mark_first=False, reuse=True, tuples=True
+    ),
     Case("failed-capture", (SAFETY,), "aftermath:failed_capture", quick=True),
     Case("subclass-after-capture", (SUBCLASS,), "aftermath:subclass_after_capture", quick=True),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),

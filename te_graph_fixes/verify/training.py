@@ -51,6 +51,7 @@ class Setup:
     - ``delay``: graphs delay their wgrads; without wgrad entries in ``order`` each is replayed right after its dgrad
     - ``hooks``: the values of ``main_grad`` that hooks see after each wgrad are compared too
     - ``reuse``: buffers are reused
+    - ``tuples``: samples are given in a tuple
     """
 
     module: str = "Linear"
@@ -63,6 +64,7 @@ class Setup:
     delay: bool = False
     hooks: bool = False
     reuse: bool = False
+    tuples: bool = False
     mark_first: bool = True
     cache: bool | None = None
     other_first: bool = False
@@ -177,8 +179,8 @@ def capture(setup: Setup, modules: Sequence[Any], recipe: Any) -> list[Any]:
     return list(
         te.make_graphed_callables(
             tuple(modules),
-            samples,
-            sample_kwargs=[{} for _ in samples],  # TE 2.10 and 2.11 reuse buffers of lists only
+            tuple(samples) if setup.tuples else samples,
+            sample_kwargs=None if setup.tuples else [{} for _ in samples],
             _order=list(setup.order),
             _num_layers_per_chunk=[1] * len(modules),
             _reuse_graph_input_output_buffers=setup.reuse,
