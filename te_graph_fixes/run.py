@@ -18,7 +18,7 @@ USAGE = """\
 usage: te-graph-fixes run [--] CMD [ARG ...]
        te-graph-fixes run --print-env
 
-Start CMD (a Python script's interpreter, torchrun, a shell script) with the fixes active in it and in all its children.
+Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children.
 With --print-env, print the variables that do it, one NAME=VALUE a line, for a Dockerfile or a Slurm script.
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
