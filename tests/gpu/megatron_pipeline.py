@@ -42,6 +42,7 @@ MICROBATCHES = 8
 STEPS = 3
 HIDDEN = int(os.environ.get("HIDDEN", "4096"))
 TOKENS = int(os.environ.get("TOKENS", "4096"))
+ATTENTION = os.environ.get("ATTENTION", "unfused")
 VOCABULARY = 512
 SLEEP_MS = float(os.environ.get("SLEEP_MS", "20"))
 
@@ -65,7 +66,7 @@ def config(stages: int, graphs: bool) -> Any:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        attention_backend=AttnBackend.unfused,
+        attention_backend=AttnBackend[ATTENTION],
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
