@@ -152,12 +152,14 @@ def examine(source: Source) -> Verdict:
 def _graph_context(wrapper: Definition) -> list[Edit]:
     if _in_finally(wrapper, "gc.enable()"):
         return []
+    wrapper.one("yield")
     return [wrapper.replace(wrapper.one(CAPTURE), SAFE_CAPTURE)]
 
 
 def _none_grad(wrapper: Definition) -> list[Edit]:
     if _in_finally(wrapper, "input_tensor.grad = original_grad"):
         return []
+    wrapper.one("yield")
     return [wrapper.replace(wrapper.one(GRADS), SAFE_GRADS)]
 
 

@@ -33,6 +33,11 @@ def examine(source: Source) -> Verdict:
         return not_needed("the modules of a callable are in the order of their forwards")
     if not additions:
         raise UnrecognizedError(f"looked for modules.add() in {capture.qualname} ({capture.module.path}), found none")
+    # Of other uses there are its definition, `if modules:` and two in VISIT.
+    if len(capture.all("modules")) != len(additions) + 4:
+        raise UnrecognizedError(
+            f"looked for modules.add() and the uses of the set in {capture.qualname} ({capture.module.path}), found others"
+        )
     return applicable(
         "the modules of a callable are in no order",
         [
