@@ -24,8 +24,8 @@ from ..source import Definition, Source, UnrecognizedError
 PLAN_MODULE = "transformer_engine.pytorch._te_graph_order"
 PLAN_TEXT = module_text("graph_order")
 
+START = "previous_chunk_last_callable_bwd_idx = None"
 LOOP = """
-previous_chunk_last_callable_bwd_idx = None
 for ANY_TARGET in ANY_ORDER:
     if c_id > 0:
         ...
@@ -114,7 +114,8 @@ def _new_modules(source: Source) -> dict[str, str]:
 
 def _loop(capture: Definition) -> ast.For:
     """The loop that captures the entries of the order, one after the other."""
-    loop = cast(ast.For, getattr(capture.one(LOOP), "statements", [])[-1])
+    loop = cast(ast.For, capture.one(LOOP))
+    capture.one(START + LOOP)
     if ast.unparse(loop.iter) not in ("_order", "enumerate(_order)"):
         raise UnrecognizedError(
             f"looked for a loop over _order in {capture.qualname} ({capture.module.path}:{loop.lineno}), "
