@@ -191,11 +191,15 @@ def functions(module: ModuleSource) -> dict[str, CodeType]:
 
 
 def shape(code: CodeType) -> tuple[Any, ...]:
-    """All of a code object but where its lines are."""
+    """All of a code object but where its lines are (Python 3.13 keeps a class's first line among its constants)."""
+    line = code.co_firstlineno if "__firstlineno__" in code.co_names else None
     return (
         *(code.co_code, code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
         *(code.co_flags, code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount),
-        tuple(shape(const) if isinstance(const, CodeType) else (type(const), const) for const in code.co_consts),
+        tuple(
+            shape(const) if isinstance(const, CodeType) else (type(const), None if const == line else const)
+            for const in code.co_consts
+        ),
     )
 
 
