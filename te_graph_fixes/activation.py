@@ -109,7 +109,8 @@ class _Activation:
     def before(self, name: str) -> None:
         """``name`` is about to be executed: if it is the package, read TE's source; in strict mode refuse at once."""
         if name == PACKAGE:
-            self._examine()
+            with _without_collection():
+                self._examine()
             self._compare()
             self._complain()
 
@@ -170,8 +171,7 @@ class _Activation:
 
         try:
             source = Source.installed()
-            with _without_collection():
-                found = verdicts(source)
+            found = verdicts(source)
         except TENotFoundError as error:
             source = Source("", None)
             found = {fix_id: Verdict(UNRECOGNIZED, str(error)) for fix_id in CATALOGUE}
@@ -246,6 +246,7 @@ class _Activation:
                 if not refused:
                     installation.install()
                     self._installation = installation
+                    self._source.forget_trees()
                     for fix_id in chosen:
                         self._set(fix_id, "applied", self._statuses[fix_id].reason)
                     return
