@@ -112,7 +112,12 @@ class Model:
             )
             chunk.cuda().bfloat16()
             ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-            self.chunks.append(DistributedDataParallel(self.config, ddp, chunk))
+            # As Megatron's training loop does: gradients that accumulate on the default stream cannot be captured.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.chunks.append(DistributedDataParallel(self.config, ddp, chunk))
+            torch.cuda.current_stream().wait_stream(stream)
         self.forward_backward = get_forward_backward_func()
 
     def step(self, number: int) -> list[torch.Tensor]:
