@@ -1,4 +1,4 @@
-"""`grad_input_lifetime.py` on one GPU, `megatron_pipeline.py` on two: what is sent to the previous stage stays intact."""
+"""`grad_input_lifetime.py` on one GPU and `megatron_pipeline.py` on two: what is sent stays intact."""
 
 from __future__ import annotations
 
