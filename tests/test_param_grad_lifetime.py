@@ -30,7 +30,11 @@ Results = dict[tuple[str, ...], dict[str, Any]]
 def run(setting: str, *case: str) -> Results:
     """The cases of ``tests/gpu/param_grad_lifetime.py``, or the one, in a child process on the simulator."""
     command = [sys.executable, "-m", "tests.simulator", "tests/gpu/param_grad_lifetime.py", *case]
-    environment = {**os.environ, "TE_GRAPH_FIXES": setting, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}
+    environment = {
+        **os.environ,
+        "TE_GRAPH_FIXES": setting,
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)]),
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -2,8 +2,8 @@
 
 Upstream: open, TE 2.10 to main.
 
-Symptom: after an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have lost
-their grads, eager FP8 forwards and backwards still take the graph path, modules keep the capture's recipe and its
+Symptom: after an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have
+lost their grads, eager FP8 forwards and backwards still take the graph path, modules keep the capture's recipe and its
 forward hooks, later wgrads come out of order, random numbers or FP8 scales differ from what they were. Where a
 forbidden operation has spoiled the capture one sees "operation failed due to a previous error during capture" instead
 of the error itself, work goes on in the capture's stream, and drawing random numbers raises "Offset increment outside
@@ -16,7 +16,7 @@ is raised again, and a capture that PyTorch could not end is cleaned up.
 from __future__ import annotations
 
 import ast
-from typing import cast
+from typing import Any, cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..source import Definition, Edit, Source, UnrecognizedError
@@ -167,7 +167,7 @@ def _warmup(capture: Definition) -> list[Edit]:
     if _in_finally(capture, "hook.remove()"):
         return []
     warmup = capture.one(WARMUP)
-    forward = capture.text(cast(list[ast.stmt], getattr(warmup, "statements"))[0])
+    forward = capture.text(cast(Any, warmup).statements[0])
     return [capture.replace(warmup, SAFE_WARMUP.format(forward=forward))]
 
 

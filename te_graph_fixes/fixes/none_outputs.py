@@ -11,8 +11,7 @@ and put back into what a replay returns.
 
 from __future__ import annotations
 
-import ast
-from typing import cast
+from typing import Any, cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..source import Source, UnrecognizedError
@@ -56,7 +55,7 @@ def examine(source: Source) -> Verdict:
     flatten = capture.all(FLATTEN)
     if len(flatten) != 2:
         raise UnrecognizedError(f"looked for `{FLATTEN}` twice in {capture.module.path}, found it {len(flatten)} times")
-    warmup = cast(list[ast.stmt], getattr(capture.one(WARMUP), "statements"))
+    warmup = cast(Any, capture.one(WARMUP)).statements
     return applicable(
         "every output is taken for a tensor",
         [

@@ -128,7 +128,7 @@ def _quantize(forward: Definition, text: str) -> Edit:
 FIX = Fix(
     id="stale-fp8-weights",
     summary="graphs go on with the FP8 weights of their capture",
-    symptom="outputs of FP8 graphs off by 1.0 after the first optimizer step, where weights are not cached or not first",
+    symptom="outputs of FP8 graphs off by 1.0 after the first optimizer step, where weights are not cached",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/3298",),
     affected=">=2.10",
     examine=examine,

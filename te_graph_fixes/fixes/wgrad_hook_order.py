@@ -12,6 +12,9 @@ processes. They are kept in a ``dict`` now, in the order of their forwards.
 
 from __future__ import annotations
 
+import ast
+from typing import cast
+
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..source import Source, UnrecognizedError
 
@@ -42,7 +45,10 @@ def examine(source: Source) -> Verdict:
         "the modules of a callable are in no order",
         [
             capture.replace(capture.one("modules = set()"), "modules = {}  # in the order of their forwards"),
-            *(capture.replace(node, f"modules[{capture.text(getattr(node, 'args')[0])}] = None") for node in additions),
+            *(
+                capture.replace(node, f"modules[{capture.text(cast(ast.Call, node).args[0])}] = None")
+                for node in additions
+            ),
         ],
     )
 

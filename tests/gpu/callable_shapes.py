@@ -12,9 +12,10 @@ import json
 import sys
 from typing import Any
 
-import te_graph_fixes
 import torch
 import transformer_engine.pytorch as te
+
+import te_graph_fixes
 
 HIDDEN = 64
 CASES = ("none-outputs", "none-outputs in order", "tuple-samples")
@@ -27,7 +28,11 @@ class Layer(te.Linear):
 
     def forward(self, x: torch.Tensor) -> Any:
         out = super().forward(x)
-        return {"context": None, "out": (out, None), "double": 2 * out} if self.nones else {"out": (out,), "double": 2 * out}
+        return (
+            {"context": None, "out": (out, None), "double": 2 * out}
+            if self.nones
+            else {"out": (out,), "double": 2 * out}
+        )
 
 
 def train(case: str, graphed: bool) -> list[torch.Tensor]:
@@ -50,7 +55,9 @@ def train(case: str, graphed: bool) -> list[torch.Tensor]:
         assert not layer.nones or (found["context"] is None and found["out"][1] is None)
         layer.weight.grad = None
         (found["out"][0].sum() + found["double"].sum()).backward()
-        values += [value.clone() for value in (found["out"][0].detach(), found["double"].detach(), x.grad, layer.weight.grad)]
+        values += [
+            value.clone() for value in (found["out"][0].detach(), found["double"].detach(), x.grad, layer.weight.grad)
+        ]
     return values
 
 

@@ -18,12 +18,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import te_graph_fixes
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+import te_graph_fixes
 
 HIDDEN = 64
 TOKENS = 32

@@ -3,8 +3,8 @@
     python tests/gpu/param_grad_lifetime.py LayerNormLinear fp8-delayed fused
     TE_GRAPH_FIXES=off python tests/gpu/param_grad_lifetime.py LayerNormLinear fp8-delayed fused
 
-Without arguments it runs every case, with ``speed`` it times a replay. ``plain`` accumulates every grad in ``.grad``; ``fused`` accumulates those of the weights in ``main_grad``. ``aliased``
-is ``plain`` with ``clone_param_grads_on_return=False``. Runs on the simulator as well.
+Without arguments it runs every case, with ``speed`` it times a replay. ``plain`` accumulates every grad in ``.grad``;
+``fused`` accumulates those of the weights in ``main_grad``. ``aliased`` is ``plain`` with ``clone_param_grads_on_return=False``. Runs on the simulator as well.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock, patch
 
-import te_graph_fixes
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+import te_graph_fixes
 
 HIDDEN = 128
 TOKENS = 64
@@ -71,7 +72,9 @@ def train(kind: str, recipe_name: str, mode: str, graphed: bool, hooks: bool) ->
         sample = torch.randn_like(batches[0, 0]).requires_grad_()
         run = te.make_graphed_callables(module, (sample,), enabled=recipe is not None, recipe=recipe, **options)
     found: dict[str, torch.Tensor] = {}
-    in_main_grad = {name for name, _ in module.named_parameters() if fused and name.rstrip("0123456789").endswith("weight")}
+    in_main_grad = {
+        name for name, _ in module.named_parameters() if fused and name.rstrip("0123456789").endswith("weight")
+    }
     in_main_grad.discard("layer_norm_weight")
     now = ""
 
@@ -93,7 +96,7 @@ def train(kind: str, recipe_name: str, mode: str, graphed: bool, hooks: bool) ->
             with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
                 out = run(x) if graphed else run(x, *arguments)
             clone = Mock(side_effect=torch.Tensor.clone)
-            with patch.object(torch.Tensor, "clone", lambda tensor: clone(tensor)):
+            with patch.object(torch.Tensor, "clone", lambda tensor, clone=clone: clone(tensor)):
                 out.backward(output_grads[step, microbatch])
             copies = clone.call_count
             found[f"dgrad {now}"] = x.grad.clone()

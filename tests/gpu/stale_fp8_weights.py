@@ -3,8 +3,8 @@
     python tests/gpu/stale_fp8_weights.py Linear fp8-current uncached
     TE_GRAPH_FIXES=off python tests/gpu/stale_fp8_weights.py Linear fp8-current uncached
 
-``uncached``: a capture without cached weights, of a module that carries ``is_first_microbatch``. ``after-cached``: one of
-a module that does not, after another module was captured with cached weights. ``not-first``: a capture with cached
+``uncached``: a capture without cached weights, of a module that carries ``is_first_microbatch``. ``after-cached``: one
+of a module that does not, after another module was captured with cached weights. ``not-first``: a capture with cached
 weights, replayed after an eager FP8 module in the same autocast, while another graph serves a later microbatch. The
 eager modules quantize their weights for every microbatch, as the graphs in these settings have to.
 Without arguments it runs every case. Runs on the simulator as well.
@@ -17,11 +17,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import te_graph_fixes
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+import te_graph_fixes
 
 HIDDEN = 128
 TOKENS = 64

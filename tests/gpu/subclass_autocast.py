@@ -3,18 +3,19 @@
     python tests/gpu/subclass_autocast.py
     TE_GRAPH_FIXES=off python tests/gpu/subclass_autocast.py
 
-``left`` names the classes that have kept the capture's ``__call__``. ``error`` is that of the eager outputs of a module of
-the subclass that was not captured, in FP8, against those before the capture, in bf16.
+``left`` names the classes that have kept the capture's ``__call__``. ``error`` is that of the eager outputs of a module
+of the subclass that was not captured, in FP8, against those before the capture, in bf16.
 """
 
 from __future__ import annotations
 
 import json
 
-import te_graph_fixes
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
+
+import te_graph_fixes
 
 HIDDEN = 64
 

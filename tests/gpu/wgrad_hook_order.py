@@ -1,16 +1,17 @@
 """The order of gradient hooks after a replayed ``backward_dw``: prints one JSON line. Runs on the simulator as well.
 
-    python tests/gpu/wgrad_hook_order.py
-    TE_GRAPH_FIXES=off python tests/gpu/wgrad_hook_order.py
+python tests/gpu/wgrad_hook_order.py
+TE_GRAPH_FIXES=off python tests/gpu/wgrad_hook_order.py
 """
 
 from __future__ import annotations
 
 import json
 
-import te_graph_fixes
 import torch
 import transformer_engine.pytorch as te
+
+import te_graph_fixes
 
 LAYERS = 8
 HIDDEN = 64
