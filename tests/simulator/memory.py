@@ -1,8 +1,9 @@
 """The memory of CUDA graphs: pools whose blocks are handed out again once the tensors in them are gone.
 
-As in torch's caching allocator, a block is cut from a larger segment, the smallest free block that is large enough is
-taken, and neighbouring free blocks are joined. A block is free as soon as the last tensor that owns it is gone; who
-still looks at it through an address (TE's weak references, a captured graph) sees what the next owner writes there.
+By the rules and the sizes of torch's caching allocator, a block is cut from a larger segment, the smallest free block
+that is large enough is taken, neighbouring free blocks are joined, and small and large blocks have their own segments.
+A block is free as soon as the last tensor that owns it is gone; who still looks at it through an address (TE's weak
+references, a captured graph) sees what the next owner writes there.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 PoolId = tuple[int, int]
 
 BLOCK = 512
-"""Sizes are rounded up to a multiple of this, as torch does for small allocations."""
+"""Sizes are rounded up to a multiple of this."""
 
-SEGMENT = 2 << 20
-"""The least that is taken from the system at a time."""
+SMALL = 1 << 20
+"""Blocks up to this size come from segments of their own; what is left of a large one is kept if it is more than this."""
 
 POISON = 0xFF
 """Fills memory that no graph has written yet: NaN in every floating-point type, -1 in integers."""
@@ -36,7 +37,10 @@ class _Block:
 class _Segment:
     """One stretch of memory and the blocks that it is cut into, in the order of their addresses."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, block_size: int) -> None:
+        """A segment for a block of ``block_size`` bytes, and for others that are small or large as it is."""
+        self.small = block_size <= SMALL
+        size = _segment_size(block_size)
         raw = np.full(size + BLOCK, POISON, dtype=np.uint8)
         start = -raw.ctypes.data % BLOCK
         self.memory = raw[start : start + size]
@@ -47,7 +51,8 @@ class _Segment:
 
     def take(self, block: _Block, size: int) -> None:
         block.free = False
-        if block.size > size:
+        left = block.size - size
+        if left >= BLOCK if self.small else left > SMALL:
             self.blocks.insert(self.blocks.index(block) + 1, _Block(block.offset + size, block.size - size))
             block.size = size
 
@@ -59,6 +64,14 @@ class _Segment:
         if at and self.blocks[at - 1].free:
             self.blocks[at - 1].size += block.size
             del self.blocks[at]
+
+
+def _segment_size(block_size: int) -> int:
+    if block_size <= SMALL:
+        return 2 << 20
+    if block_size < 10 << 20:
+        return 20 << 20
+    return -(-block_size // (2 << 20)) * (2 << 20)
 
 
 class Pool:
@@ -74,13 +87,14 @@ class Pool:
         fitting = [
             (block.size, segment.address + block.offset, segment, block)
             for segment in self._segments
+            if segment.small == (size <= SMALL)
             for block in segment.blocks
             if block.free and block.size >= size
         ]
         if fitting:
             _, _, segment, block = min(fitting, key=lambda found: found[:2])
         else:
-            segment = _Segment(max(SEGMENT, size))
+            segment = _Segment(size)
             self._segments.append(segment)
             _SEGMENTS.add(segment)
             block = segment.blocks[0]

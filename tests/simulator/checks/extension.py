@@ -109,6 +109,25 @@ def check_the_flag_is_read_at_replay() -> None:
     assert torch.equal(out._data, tex.quantize(x, delayed())._data)
 
 
+def check_operations_on_quantized_tensors_are_captured() -> None:
+    x, pool, addresses = gpu(64, 32), torch.cuda.graph_pool_handle(), []
+
+    def body() -> torch.Tensor:
+        quantized = tex.quantize(x, delayed(2.0))
+        addresses.append(quantized._data.data_ptr())
+        return quantized * 2
+
+    graph, later = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        doubled = body()
+    with torch.cuda.graph(later, pool=pool):
+        again = torch.empty(64, 32, dtype=torch.uint8, device="cuda")
+    assert again.data_ptr() == addresses[0]
+    x.mul_(-3)
+    graph.replay()
+    assert torch.equal(doubled, tex.quantize(x, delayed(2.0)) * 2)
+
+
 def check_usages_say_which_data_there_is() -> None:
     x = gpu(8, 16)
     assert tex.quantize(x, delayed(rowwise=True, columnwise=False))._transpose is None

@@ -157,11 +157,16 @@ def check_views_and_strides() -> None:
         y = x.t() * 2
         left, right = y.split(2)
         right.zero_()
-        return y, left, y.unsqueeze_(0)[0, 1:, :2].contiguous()
+        turned = y.view(4, 3)
+        turned.t_()
+        return y, left, y.unsqueeze_(0)[0, 1:, :2].contiguous(), turned
 
-    graph, (y, left, part) = capture(body)
+    graph, (y, left, part, turned) = capture(body)
     x.add_(1)
-    graph.replay()
+    for _ in range(70):
+        graph.replay()
+    assert turned.shape == (3, 4)
+    assert y.shape == (1, 4, 3)
     expected = x.t() * 2
     expected[2:] = 0
     assert torch.equal(y[0], expected)
@@ -272,6 +277,22 @@ def check_the_smallest_block_that_fits_is_taken() -> None:
     assert whole.data_ptr() == addresses[0]
 
 
+def check_small_and_large_blocks_are_kept_apart() -> None:
+    mib = 1 << 20
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+
+    def blocks(*mibs: float) -> list[torch.Tensor]:
+        return [torch.empty(int(size * mib), dtype=torch.uint8, device="cuda") for size in mibs]
+
+    graph, (first, large, second, huge) = capture(lambda: blocks(0.5, 4, 1, 17))
+    assert torch.cuda.memory_reserved() - reserved == (2 + 20 + 18) * mib
+    assert torch.cuda.memory_allocated() - allocated == 23.5 * mib  # the MiB that is left beside 17 is not kept apart
+    assert second.data_ptr() - first.data_ptr() == mib / 2
+    del large, huge
+    _, (again,) = capture(lambda: blocks(0.25), graph.pool())
+    assert again.data_ptr() - first.data_ptr() == 1.5 * mib
+
+
 def check_memory_is_counted() -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -280,7 +301,9 @@ def check_memory_is_counted() -> None:
     assert torch.cuda.memory_reserved() >= 1024
     del y
     assert torch.cuda.memory_allocated() == before
+    reserved = torch.cuda.memory_reserved()
     graph.reset()
+    assert torch.cuda.memory_reserved() < reserved
 
 
 def check_a_second_capture_is_refused() -> None:
