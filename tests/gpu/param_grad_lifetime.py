@@ -4,7 +4,8 @@
     TE_GRAPH_FIXES=off python tests/gpu/param_grad_lifetime.py LayerNormLinear fp8-delayed fused
 
 Without arguments it runs every case, with ``speed`` it times a replay. ``plain`` accumulates every grad in ``.grad``;
-``fused`` accumulates those of the weights in ``main_grad``. ``aliased`` is ``plain`` with ``clone_param_grads_on_return=False``. Runs on the simulator as well.
+``fused`` accumulates those of the weights in ``main_grad``. ``aliased`` is ``plain`` with
+``clone_param_grads_on_return=False``. Runs on the simulator as well.
 """
 
 from __future__ import annotations
