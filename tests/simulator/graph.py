@@ -162,14 +162,38 @@ class Capture(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(getattr(kind, "__torch_dispatch__", None) not in _NO_DISPATCH for kind in types):
-            return NotImplemented  # a tensor subclass: it takes itself apart, and its parts come back here
+        if any(map(_takes_itself_apart, types)):
+            return self._take_apart(func, types, args, kwargs)
         inputs = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         if inputs and all(map(is_on_host, inputs)):
             return tree_map_only(torch.Tensor, mark_on_host, func(*args, **kwargs))
         self._check(func, args)
         with _plain_execution():
             return self._run(func, inputs, args, kwargs)
+
+    def _take_apart(
+        self, func: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Let a tensor subclass do the operation with plain tensors, and see what it does with them.
+
+        It does so by calling operations, which come here, and at last ``torch.Tensor.__torch_dispatch__``, which would
+        run the operation past this mode.
+        """
+
+        def last(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if any(_takes_itself_apart(type(value)) for value in tree_iter((args, kwargs))):
+                raise self.refuse(f"{func.name()} on a tensor subclass, which the simulator cannot replay")
+            return func(*args, **kwargs)
+
+        plain = torch.Tensor.__torch_dispatch__
+        torch.Tensor.__torch_dispatch__ = staticmethod(last)  # type: ignore[assignment]
+        try:
+            with self:
+                results = (kind.__torch_dispatch__(func, types, args, kwargs) for kind in types)
+                return next((result for result in results if result is not NotImplemented), NotImplemented)
+        finally:
+            torch.Tensor.__torch_dispatch__ = plain
 
     def _check(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
         tags, name = func.tags, func.name()
@@ -266,7 +290,10 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return "_simulator_on_host" in tensor.__dict__
 
 
-_NO_DISPATCH = (None, torch._C._disabled_torch_dispatch_impl)
+def _takes_itself_apart(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor) and "__torch_dispatch__" in {
+        name for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)] for name in vars(base)
+    }
 
 
 class _plain_execution:

@@ -21,7 +21,7 @@ BLOCK = 512
 """Sizes are rounded up to a multiple of this."""
 
 SMALL = 1 << 20
-"""Blocks up to this size come from segments of their own; what is left of a large one is kept if it is more than this."""
+"""Blocks up to this size have segments of their own; of a large block, what is left is kept if it is more than this."""
 
 POISON = 0xFF
 """Fills memory that no graph has written yet: NaN in every floating-point type, -1 in integers."""

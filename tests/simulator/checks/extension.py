@@ -110,10 +110,10 @@ def check_the_flag_is_read_at_replay() -> None:
 
 
 def check_operations_on_quantized_tensors_are_captured() -> None:
-    x, pool, addresses = gpu(64, 32), torch.cuda.graph_pool_handle(), []
+    x, quantizer, pool, addresses = gpu(64, 32), delayed(2.0), torch.cuda.graph_pool_handle(), []
 
     def body() -> torch.Tensor:
-        quantized = tex.quantize(x, delayed(2.0))
+        quantized = tex.quantize(x, quantizer)
         addresses.append(quantized._data.data_ptr())
         return quantized * 2
 
@@ -125,7 +125,7 @@ def check_operations_on_quantized_tensors_are_captured() -> None:
     assert again.data_ptr() == addresses[0]
     x.mul_(-3)
     graph.replay()
-    assert torch.equal(doubled, tex.quantize(x, delayed(2.0)) * 2)
+    assert torch.equal(doubled, tex.quantize(x, quantizer) * 2)
 
 
 def check_usages_say_which_data_there_is() -> None:
