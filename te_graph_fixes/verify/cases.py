@@ -74,7 +74,7 @@ _ALL = (
     _training("linear-bf16", (WARMUP,)),
     _training("linear-fp8-delayed", (WARMUP,), recipe="fp8-delayed"),
     _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
-    _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, quick=True),
+    _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, fit=True, steps=6, quick=True),
     _training("other-module-first", (STALE,), recipe="fp8-current", other_first=True),
     _order("forward-before-wgrad", (1, -1, 1, -1.5, -1, -1.5), quick=True),
     _order("two-chunks-wgrads-last", (1, 2, -2, -1, -2.5, -1.5)),

@@ -20,13 +20,14 @@ from matplotlib import pyplot
 CASES = {
     "experts-fp8-fit": "FP8 experts, fused wgrad",
     "plain-grad-fit": "Linear in bf16, plain .grad",
+    "weights-not-cached": "Linear in FP8, weights not cached",
 }
 
 
 def main(png: str, files: list[str]) -> None:
     found = {Version(run["te_version"]): run for run in (json.loads(Path(name).read_text()) for name in files)}
     versions = sorted(found)
-    figure, panels = pyplot.subplots(1, len(CASES), figsize=(11, 4), sharey=True, constrained_layout=True)
+    figure, panels = pyplot.subplots(1, len(CASES), figsize=(14, 4), sharey=True, constrained_layout=True)
     for panel, (name, title) in zip(panels, CASES.items(), strict=True):
         for switch, color, label in (
             ("without", "tab:red", "without the package"),
