@@ -26,7 +26,9 @@ for ANY_MODULE in func.modules():
 def examine(source: Source) -> Verdict:
     capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
     if capture.has(RESET):
-        return applicable("modules are reset to the first microbatch after warmup", [capture.delete(capture.one(RESET))])
+        return applicable(
+            "modules are reset to the first microbatch after warmup", [capture.delete(capture.one(RESET))]
+        )
     if "is_first_microbatch = " in capture.text(capture.node):
         raise UnrecognizedError(
             f"looked for `{' '.join(RESET.split())}` in {capture.qualname} ({capture.module.path}), found another "
