@@ -32,20 +32,27 @@ FIRST = {
     "delayed-wgrad-delivery": "2.10.0",
     "grouped-linear-skip-flag": "2.10.0",
     "skip-flag-accessors": "2.15.0",
+    "stale-fp8-weights": "2.9.0",
+    "wgrad-hook-order": "2.10.0",
 }
 """The first published version with the defect, where it is not the first of all."""
 
 LAST = {
     "backward-dw-hooks": "2.12.0",
     "grouped-linear-skip-flag": "2.16.1",
+    "none-outputs": "2.12.0",
     "param-grad-lifetime": "2.18.0",
     "skip-flag-accessors": "2.16.1",
+    "tuple-samples": "2.11.0",
     "warmup-reset": "2.13.0",
 }
 """The last published version with the defect, where it is not in the newest."""
 
-LACKS = ("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery")
-"""The fixes of features which the versions before `FIRST` do not have."""
+LACKS = (
+    *("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery"),
+    *("stale-fp8-weights", "wgrad-hook-order"),
+)
+"""The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 
 REPRESENTATIVE = ("2.10.0", "2.12.0", "2.15.0", VERSIONS[-1])
 """Versions that between them have every defect and every layout of the source."""

@@ -208,6 +208,6 @@ FIX = Fix(
     summary="a capture that fails leaves the process damaged, and hides why it failed",
     symptom="after a failed capture: no garbage collection, lost grads, eager FP8 in the graph path, wrong recipe",
     upstream=(),
-    affected=">=2.8",
+    affected=">=2.7",
     examine=examine,
 )

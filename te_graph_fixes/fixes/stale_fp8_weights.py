@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_needed
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..source import Definition, Edit, Source, UnrecognizedError
 
 MODULES = {
@@ -68,6 +68,8 @@ ALWAYS_SET_FLAG = "skip_fp8_weight_update is not None and (ctx.is_first_module o
 
 
 def examine(source: Source) -> Verdict:
+    if source.find("transformer_engine.pytorch.quantization") is None:
+        return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
     graph = source.module("transformer_engine.pytorch.graph")
     public, capture = graph.definition("make_graphed_callables"), graph.definition("_make_graphed_callables")
     forwards = [
@@ -130,6 +132,6 @@ FIX = Fix(
     summary="graphs go on with the FP8 weights of their capture",
     symptom="outputs of FP8 graphs off by 1.0 after the first optimizer step, where weights are not cached",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/3298",),
-    affected=">=2.10",
+    affected=">=2.9",
     examine=examine,
 )
