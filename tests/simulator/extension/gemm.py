@@ -92,7 +92,12 @@ def te_general_grouped_gemm(
             out = D[index]
         gelu_in = pre_gelu_out[index] if pre_gelu_out[index].numel() else None
         its_bias = bias[index] if bias[index].numel() else None
-        if out.numel() or its_bias is not None:
+        if not left.operand.data.numel() or not right.operand.data.numel():  # no tokens: no scales either
+            if not accumulate:
+                out.zero_()
+            if grad and its_bias is not None:
+                its_bias.zero_()
+        elif out.numel() or its_bias is not None:
             _launch(left, right, out, 1.0, its_bias, grad, gelu_in, accumulate)
     return bias
 
