@@ -170,8 +170,9 @@ def picture(samples: Samples, title: str, path: str) -> None:
         left.bar_label(bars, fmt="%.2f", fontsize=8)
     left.set_xticks(range(len(places)), list(places.values()))
     left.set_ylabel("forward replay, ms")
-    left.set_title(f"8 experts, {4096} to {14336}, FP8 delayed scaling")
-    left.legend()
+    left.set_title("8 experts, 4096 to 14336, FP8 delayed scaling")
+    left.set_ylim(0, 1.25 * left.get_ylim()[1])
+    left.legend(ncols=3, loc="upper center", fontsize=8)
     names = [name for name, variants in samples.items() if SOURCE in variants]
     for i, name in enumerate(names):
         values = ratio(samples[name], SOURCE)

@@ -40,7 +40,8 @@ def _legal(options: dict[str, Any]) -> bool:
     return (
         (experts or (options["experts"] == 1 and not options["uneven"]))
         and not (options["uneven"] and options["experts"] == 1)
-        and not (options["cache"] is False and options["recipe"] == "bf16")
+        # Delayed scaling moves its scales between microbatches, so that weights quantized again are other weights.
+        and not (options["cache"] is False and options["recipe"] in ("bf16", "fp8-delayed"))
         and not (options["fp8_params"] and options["recipe"] == "bf16")
         and (options["delay"] or options["order"] != "late")
     )
