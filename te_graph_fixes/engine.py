@@ -46,9 +46,10 @@ def patched(source: Source, verdicts: Iterable[Verdict]) -> dict[str, tuple[str,
 
 
 def _apply(text: str, edits: Sequence[Edit]) -> str:
+    """The text with the edits made, whatever the sequence in which they are given."""
     pieces = []
     position = 0
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end, edit.text)):
         if edit.start < position:
             raise EngineError(f"two fixes edit the same text of {edit.module} at character {edit.start}")
         pieces += [text[position : edit.start], edit.text]
