@@ -57,11 +57,7 @@ LACKS = (
 REPRESENTATIVE = ("2.10.0", "2.12.0", "2.15.0", VERSIONS[-1])
 """Versions that between them have every defect and every layout of the source."""
 
-HIDES = {
-    "backward-dw-order": "grad-input-lifetime",
-    "delayed-wgrad-delivery": "backward-dw-hooks",
-    "grad-input-lifetime": "backward-dw-order",
-}
+HIDES = {"delayed-wgrad-delivery": "backward-dw-hooks"}
 """A fix which, alone in a source, makes the other unrecognized. That is said; the two are to be baked together."""
 
 ACCESSOR = ("quantization_state.skip_fp8_weight_update_tensor", "get_skip_fp8_weight_update_tensor()")
