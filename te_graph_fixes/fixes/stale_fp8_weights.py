@@ -124,6 +124,8 @@ def _quantize(forward: Definition, text: str) -> Edit:
     node = cast(ast.FunctionDef, forward.node)
     if "is_first_microbatch" not in {argument.arg for argument in node.args.args}:
         raise UnrecognizedError(f"looked for the parameter is_first_microbatch of {forward.qualname}, found none")
+    if forward.has("is_grad_enabled = torch.is_grad_enabled()"):
+        return forward.insert_before(forward.one("is_grad_enabled = torch.is_grad_enabled()"), text)
     return forward.insert_before(node.body[1 if ast.get_docstring(node) is not None else 0], text)
 
 
