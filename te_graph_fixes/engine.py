@@ -237,8 +237,8 @@ def live_function(change: Change) -> FunctionType | None:
 class Installation:
     """What has been put in place, and the means to take it back.
 
-    ``earlier`` are functions, each with its module and qualified name, of which a reload has made new ones: somebody may
-    hold them, so they are corrected as well.
+    ``earlier`` are functions, each with its module and qualified name, of which a reload has made new ones: somebody
+    may hold them, so they are corrected as well.
     """
 
     def __init__(
@@ -265,8 +265,8 @@ class Installation:
                         self._modules[name] = _add_module(name, text)
             for change in self._changes:
                 self._installed.append((change, _install(change)))
-                for function, name in self._earlier.items():
-                    if name == (change.module, change.qualname) and function.__code__ == change.before:
+                for function, place in self._earlier.items():
+                    if place == (change.module, change.qualname) and function.__code__ == change.before:
                         _set_code(function, change.after, change.new_defaults)
                         self._kept.append((change, function))
             self._show_lines()

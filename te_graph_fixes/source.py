@@ -289,7 +289,8 @@ class Definition:
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
-        inside = [*self.statements(ast.FunctionDef), *self.statements(ast.ClassDef)]
+        functions, classes = self.statements(ast.FunctionDef), self.statements(ast.ClassDef)
+        inside: list[ast.FunctionDef | ast.ClassDef] = [*functions, *classes]
         found = [node for node in inside if node.name == name]
         if len(found) != 1:
             raise UnrecognizedError(

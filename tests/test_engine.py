@@ -345,7 +345,7 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
 @pytest.mark.parametrize("text", ["X = 1", "def added(): pass", "class B: pass"])
 def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
     package = standin("class A:\n    def run(self):\n        return 1\n")
-    with pytest.raises(EngineError, match="do not leave Python text|something other than functions"):
+    with pytest.raises(EngineError, match=r"do not leave Python text|something other than functions"):
         changes(package.source, {"fix": package.add("A", text)})
 
 
@@ -532,7 +532,10 @@ def test_reverting_leaves_what_others_put_in_place_later(standin: Callable[..., 
         package.add("A.run", "def added(self): pass"),
         with_module(package, NEW_MODULE),
     )
-    theirs = lambda self: 5
+
+    def theirs(self: object) -> int:
+        return 5
+
     package.module.A.run.__code__ = theirs.__code__
     package.module.A.added = theirs
     module = sys.modules["standin._plan"] = ModuleType("standin._plan")

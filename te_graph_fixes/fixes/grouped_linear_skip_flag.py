@@ -8,8 +8,8 @@ overwritten (x0.577 for three microbatches).
 
 `GroupedLinear.forward` hands a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. It becomes
 what `Linear` does: under capture read the graph's skip tensor and, where there is one, pass it on and force
-``is_first_microbatch=False``. The slot differs by version (16, 18 or 19), so it is found by its name. TE up to 2.9 passes
-the flag.
+``is_first_microbatch=False``. The slot differs by version (16, 18 or 19), so it is found by its name. TE up to 2.9
+passes the flag.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _value_of_slot(inner: Definition, forward: Definition) -> ast.expr:
         values = _items(forward.one("non_tensor_args = ANY").value)  # type: ignore[attr-defined]
     else:
         names = [argument.arg for argument in inner.node.args.args[1:]]  # type: ignore[union-attr]
-        values = [item for item in _items(forward.one("args += ANY").value)]  # type: ignore[attr-defined]
-        values = [item for item in values if not isinstance(item, ast.Starred)]
+        given = _items(forward.one("args += ANY").value)  # type: ignore[attr-defined]
+        values = [item for item in given if not isinstance(item, ast.Starred)]
     if names.count(SLOT) != 1 or len(values) != len(names):
         raise UnrecognizedError(
             f"looked for the slot {SLOT} of {inner.qualname} ({inner.module.path}), found it {names.count(SLOT)} times "

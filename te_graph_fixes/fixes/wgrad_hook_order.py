@@ -39,7 +39,8 @@ def examine(source: Source) -> Verdict:
     # Of other uses there are its definition, `if modules:` and two in VISIT.
     if len(capture.all("modules")) != len(additions) + 4:
         raise UnrecognizedError(
-            f"looked for modules.add() and the set's known uses in {capture.qualname} ({capture.module.path}), found others"
+            f"looked for modules.add() and the set's known uses in {capture.qualname} ({capture.module.path}), "
+            "found others"
         )
     return applicable(
         "the modules of a callable are in no order",
