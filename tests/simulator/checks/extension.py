@@ -154,11 +154,11 @@ def check_split_quantize_and_bias_gradient() -> None:
 
 
 def check_histories_and_scales() -> None:
-    history = torch.tensor([[9.0, 0.0], [2.0, 4.0], [1.0, 5.0]])
+    history = torch.tensor([[9.0, 6.0], [2.0, 4.0], [1.0, 5.0]])
     scale = torch.tensor([10.0, 20.0])
     tex.fused_amax_and_scale_update_after_reduction(torch.tensor([3.0, 0.0]), [history], [scale], "max", E4M3, 1)
-    assert history.tolist() == [[0, 0], [1, 5], [3, 0]]
-    assert torch.equal(scale, torch.tensor([224 / 3, 224 / 5]))
+    assert history.tolist() == [[0, 0], [1, 5], [3, 6]]
+    assert torch.equal(scale, torch.tensor([224 / 3, 224 / 6]))
     history, scale = torch.zeros(2, 1), torch.tensor([7.0])
     update = tex.fused_amax_and_scale_update_after_reduction
     update(torch.tensor([2.0]), [history], [scale], "most_recent", E5M2, 0)
@@ -241,8 +241,13 @@ def check_grouped_gemm() -> None:
     for grad, bias_grad, part, dpart in zip(grads, bias_grads, xs, dys, strict=True):
         close(grad, 1 + dpart.double().t() @ part.double(), 1e-6)
         assert torch.allclose(bias_grad, dpart.double().sum(0).float())
-    grouped(xs, dys, "NT", grads, [empty] * 3, False, True, False)
-    assert grads[1].abs().max() == 0
+    for inputs in (xs, tex.split_quantize(x, splits, [delayed() for _ in splits])):
+        outputs = dys if inputs is xs else tex.split_quantize(dy, splits, [delayed() for _ in splits])
+        grads[1].fill_(1.0)
+        grouped(inputs, outputs, "NT", grads, [empty] * 3, False, True, True)
+        assert torch.equal(grads[1], torch.ones(48, 32))
+        grouped(inputs, outputs, "NT", grads, [empty] * 3, False, True, False)
+        assert grads[1].abs().max() == 0
 
 
 def check_normalizations() -> None:

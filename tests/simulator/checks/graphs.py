@@ -163,8 +163,8 @@ def check_views_and_strides() -> None:
 
     graph, (y, left, part, turned) = capture(body)
     x.add_(1)
-    for _ in range(70):
-        graph.replay()
+    graph.replay()
+    graph.replay()
     assert turned.shape == (3, 4)
     assert y.shape == (1, 4, 3)
     expected = x.t() * 2
