@@ -30,6 +30,7 @@ numpy
 packaging
 wrapt>=1.16,<3
 pytest
+pytest-xdist
 hypothesis
 """
 

@@ -1,0 +1,139 @@
+"""``te-graph-fixes status``, ``diff`` and ``list`` on published sources."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.cli import main
+from te_graph_fixes.fixes import CATALOGUE
+from tests.published import source
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    return (status, *capsys.readouterr())
+
+
+def altered(folder: Path, version: str, module: str, old: str, new: str) -> Path:
+    """A tree with the files that the fixes read, one of them changed."""
+    for path in (source(version) / "transformer_engine").rglob("*.py"):
+        copy = folder / path.relative_to(source(version))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    path = folder / "transformer_engine" / "pytorch" / module
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    return folder
+
+
+def test_status_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "status", "--source", source("2.12.0"))
+    assert status == 0
+    assert out.startswith(f"TransformerEngine 2.12.0 in {source('2.12.0')}/transformer_engine\n")
+    lines = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
+    assert set(lines) == set(CATALOGUE)
+    assert (lines["warmup-reset"], lines["skip-flag-accessors"]) == ("applicable", "not-needed")
+
+
+def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "status", "--json", "--source", source("2.15.0"))
+    found = json.loads(out)
+    assert status == 0
+    assert (found["te_version"], found["source"]) == ("2.15.0", f"{source('2.15.0')}/transformer_engine")
+    assert set(found["fixes"]) == set(CATALOGUE)
+    assert found["fixes"]["warmup-reset"] == {
+        "verdict": "not-needed",
+        "expected": "not-needed",
+        "reason": "warmup leaves is_first_microbatch alone",
+        "upstream": ["https://github.com/NVIDIA/TransformerEngine/pull/2715"],
+    }
+
+
+def test_the_source_decides_against_the_version(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tree = altered(tmp_path, "2.15.0", "graph.py", "import contextlib", "import contextlib  # changed")
+    metadata = tmp_path / "transformer_engine-2.17.0+vendor.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.17.0+vendor\n")
+    found = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"]["grouped-linear-skip-flag"]
+    assert (found["verdict"], found["expected"]) == ("applicable", "not-needed")
+    assert "version 2.17.0+vendor leads one to expect not-needed; the source decides" in found["reason"]
+
+
+def test_a_source_that_is_not_recognised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
+    status, out, _ = run(capsys, "status", "--source", tree)
+    assert status == 1
+    assert "unrecognized    looked for one definition of _make_graphed_callables in" in out
+
+
+def test_no_te(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for command in ("status", "diff"):
+        status, out, err = run(capsys, command, "--source", tmp_path)
+        assert (status, out) == (2, "")
+        assert err.startswith("te-graph-fixes: no transformer_engine package in")
+
+
+def test_diff_of_one_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "skip-flag-accessors")
+    assert (status, err) == (0, "")
+    assert out.startswith(
+        "--- a/transformer_engine/pytorch/quantization.py\n+++ b/transformer_engine/pytorch/quantization.py\n"
+    )
+    changed = [line for line in out.splitlines()[2:] if line[0] in "+-"]
+    assert all(line[0] == "+" for line in changed)
+    assert sum("def " in line for line in changed) == 2
+
+
+def test_diff_of_a_fix_that_needs_another(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "diff", "--source", source("2.12.0"), "warmup-reset")
+    assert (status, out) == (1, "")
+    assert "warmup-reset requires " in err
+
+
+def test_diff_of_a_fix_that_is_not_needed_is_empty_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "warmup-reset")
+    assert (status, out) == (0, "")
+    assert err == "te-graph-fixes: warmup-reset is not-needed: warmup leaves is_first_microbatch alone\n"
+
+
+def test_diff_of_an_unknown_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "wormup-reset")
+    assert (status, out) == (1, "")
+    assert err == f"te-graph-fixes: unknown fix wormup-reset; valid: {', '.join(CATALOGUE)}\n"
+
+
+def test_the_diff_is_stable(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (run(capsys, "diff", "--source", source("2.12.0"))[1] for _ in range(2))
+    assert first == second
+
+
+def test_list_has_every_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "list")
+    assert status == 0
+    for fix in CATALOGUE.values():
+        assert f"{fix.id}: {fix.summary}\n" in out
+        assert all(link in out for link in fix.upstream)
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["status", "--no-such-option"]])
+def test_bad_arguments(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as failure:
+        main(arguments)
+    assert failure.value.code == 2
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "te_graph_fixes", "status", "--source", source("2.20.2")],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("TransformerEngine 2.20.2 in ")

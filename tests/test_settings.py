@@ -1,0 +1,65 @@
+"""The environment variables and their errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.settings import DISABLE, STRICT, SWITCH, Settings
+
+
+@pytest.mark.parametrize("value", [None, "", " ", "on", "ON", "1", "true", "yes"])
+def test_everything_is_wanted_by_default(value: str | None) -> None:
+    settings = Settings.read(environ={} if value is None else {SWITCH: value})
+    assert settings == Settings()
+    assert not settings.off
+    assert all(settings.wants(fix) for fix in CATALOGUE)
+
+
+@pytest.mark.parametrize("value", ["off", "OFF", "0", "false", " no "])
+def test_everything_is_off(value: str) -> None:
+    settings = Settings.read(environ={SWITCH: value})
+    assert settings.off
+    assert not any(settings.wants(fix) for fix in CATALOGUE)
+
+
+def test_ids_choose_and_leave_out() -> None:
+    environ = {SWITCH: " warmup-reset,, grouped-linear-skip-flag ", DISABLE: "warmup-reset,"}
+    settings = Settings.read(environ=environ)
+    assert {fix for fix in CATALOGUE if settings.wants(fix)} == {"grouped-linear-skip-flag"}
+
+
+def test_arguments_take_the_place_of_the_environment() -> None:
+    environ = {SWITCH: "off", DISABLE: "warmup-reset", STRICT: "1"}
+    assert Settings.read(["warmup-reset"], [], False, environ) == Settings(frozenset({"warmup-reset"}))
+    assert Settings.read(None, None, None, environ) == Settings(frozenset(), frozenset({"warmup-reset"}), True)
+
+
+@pytest.mark.parametrize(("value", "strict"), [("1", True), ("ON", True), ("0", False), ("no", False), ("", False)])
+def test_strict(value: str, strict: bool) -> None:
+    assert Settings.read(environ={STRICT: value}).strict is strict
+
+
+IDS = ", ".join(sorted(CATALOGUE))
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({SWITCH: "wormup-reset"}, f"{SWITCH}: unknown fix wormup-reset; valid: on, off, {IDS}"),
+        ({SWITCH: "warmup-reset,b,a"}, f"{SWITCH}: unknown fix a, b; valid: on, off, {IDS}"),
+        ({SWITCH: "off,warmup-reset"}, f"{SWITCH}: unknown fix off; valid: on, off, {IDS}"),
+        ({DISABLE: "on"}, f"{DISABLE}: unknown fix on; valid: {IDS}"),
+        ({STRICT: "2"}, f"{STRICT}='2' is not understood; valid: 1, true, yes, on, 0, false, no, off"),
+    ],
+)
+def test_what_is_not_understood_is_an_error_that_lists_what_is(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError) as failure:  # noqa: PT011
+        Settings.read(environ=environ)
+    assert str(failure.value) == message
+
+
+@pytest.mark.parametrize("arguments", [{"only": "warmup-reset"}, {"disable": "warmup-reset"}])
+def test_a_string_is_no_collection_of_ids(arguments: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="must be a collection of fix ids, not the string 'warmup-reset'"):
+        Settings.read(**arguments)  # type: ignore[arg-type]
