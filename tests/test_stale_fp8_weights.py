@@ -51,9 +51,3 @@ def test_without_the_fix_weights_are_stale(setting: str) -> None:
     everything_else = ",".join(sorted(set(CATALOGUE) - {FIX.id, "warmup-reset"}))
     (found,) = run(everything_else, "Linear", "fp8-current", setting).values()
     assert found > 0.5
-
-
-@pytest.mark.skipif(not NEEDED, reason="this TE has the corrected code")
-def test_warmup_reset_alone_would_freeze_the_weights() -> None:
-    applicable = CATALOGUE["warmup-reset"].verdict(Source.installed()).verdict == "applicable"
-    assert not applicable or FIX.id in CATALOGUE["warmup-reset"].requires
