@@ -8,12 +8,25 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("graphs", "extension")
+
+# What an H200 gives without the fixes (docs/results/core.md): outputs and wgrads, the worst step, and the norm of the
+# wgrads in the first step; for TE before 2.14, for TE before 2.17, and for later TE everything is right.
+RIGHT = (0.0, 0.0, 1.0)
+H200 = {
+    ("GroupedLinear", "fp8-delayed"): ((4.765, 0.818, 0.574), (1.026, 0.0, 1.0)),
+    ("GroupedLinear", "fp8-current"): ((0.821, 0.818, 0.574), (1.000, 0.0, 1.0)),
+    ("GroupedLinear", "bf16"): ((0.821, 0.818, 0.574), RIGHT),
+    ("Linear", "bf16"): ((0.814, 0.817, 0.574), RIGHT),
+    ("Linear", "fp8-delayed"): (RIGHT, RIGHT),
+}
 
 
 def names(part: str) -> list[str]:
@@ -24,7 +37,11 @@ def names(part: str) -> list[str]:
 
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.simulator", *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environment = {
+        **os.environ,
+        "TE_GRAPH_FIXES": "off",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    }
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -40,6 +57,18 @@ def results(part: str) -> dict[str, str | None]:
 def test_check(name: str) -> None:
     error = results(name.partition(".")[0])[name]
     assert error is None, error
+
+
+@pytest.mark.parametrize(("kind", "recipe"), H200)
+def test_unpatched_errors_are_those_of_an_h200(kind: str, recipe: str) -> None:
+    te = Version(version("transformer_engine"))
+    before_214, before_217 = H200[kind, recipe]
+    wanted = before_214 if te < Version("2.14.dev0") else before_217 if te < Version("2.17.dev0") else RIGHT
+    done = run("tests/simulator/side_by_side.py", kind, recipe)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    measured = (max(found["outputs"]), max(found["wgrads"]), found["wgrad_norm"][0])
+    assert measured == pytest.approx(wanted, rel=0.03, abs=0.0)
 
 
 def test_a_script_runs_as_main_with_its_arguments_and_folder(tmp_path: Path) -> None:
@@ -73,6 +102,10 @@ def test_installing_after_transformer_engine_is_an_error(tmp_path: Path) -> None
         "from tests.simulator import install\n"
         "install()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environment = {
+        **os.environ,
+        "TE_GRAPH_FIXES": "off",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    }
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert "comes too late" in done.stderr
