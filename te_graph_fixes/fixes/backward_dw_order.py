@@ -160,6 +160,7 @@ def examine(source: Source) -> Verdict:
     loop = cast(ast.For, capture.one(CAPTURE))
     layers = cast(ast.For, capture.one("for l_no in list(reversed(range(ANY))): ...", within=loop))
     reuse = cast(ast.For, _statements(capture.one(REUSE_INPUTS))[-1])
+    capture.one("reuse_fwd_idx = ANY_SAMPLE")
     index = cast(ast.Assign, capture.one(INDEX, within=layers))
     edits = [
         capture.replace(reuse.iter, "() if _order_plan.delayed else _order"),
