@@ -16,7 +16,7 @@ is raised again, and a capture that PyTorch could not end is cleaned up.
 from __future__ import annotations
 
 import ast
-from typing import Any, cast
+from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..source import Definition, Edit, Source, UnrecognizedError
@@ -79,8 +79,10 @@ finally:
         input_tensor.grad = original_grad
 """
 
-WARMUP = """
-ANY_OUTPUTS = ANY_FORWARD
+FORWARDS = {"outputs, _ = _tree_flatten(func(*args, **kwargs))": 1, "outputs = func(*args, **kwargs)": 3}
+"""How the warmup runs a forward up to TE 2.18 and from 2.19 on, and how often the statement occurs then."""
+
+REMOVE_HOOKS = """
 for hook in hooks:
     hook.remove()
 """
@@ -166,9 +168,11 @@ def _none_grad(wrapper: Definition) -> list[Edit]:
 def _warmup(capture: Definition) -> list[Edit]:
     if _in_finally(capture, "hook.remove()"):
         return []
-    warmup = capture.one(WARMUP)
-    forward = capture.text(cast(Any, warmup).statements[0])
-    return [capture.replace(warmup, SAFE_WARMUP.format(forward=forward))]
+    capture.one(REMOVE_HOOKS)
+    for forward, count in FORWARDS.items():
+        if capture.has(forward + REMOVE_HOOKS) and len(capture.all(forward)) == count:
+            return [capture.replace(capture.one(forward + REMOVE_HOOKS), SAFE_WARMUP.format(forward=forward))]
+    raise UnrecognizedError(f"looked for one forward of the warmup in {capture.module.path}, found none or several")
 
 
 def _public(public: Definition) -> list[Edit]:
