@@ -39,8 +39,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if collection_path.name.startswith("test_") and collection_path.suffix == ".py":
-        wanted = _part(config)
-        if wanted != "all" and (collection_path.name in TEXT) != (wanted == "text"):
-            return True
-    return None
+    wanted = _part(config)
+    if wanted == "all":
+        return None
+    if collection_path == Path(__file__).parent / "gpu":
+        return True
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and (collection_path.name in TEXT) != (wanted == "text") else None

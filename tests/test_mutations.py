@@ -22,7 +22,7 @@ from te_graph_fixes.source import Edit, ModuleSource, Source
 from tests.published import source
 
 VERSIONS = ("2.12.0", "2.15.0", "2.20.2")
-FEW, MANY = 2, 60
+FEW, MANY = 2, 10
 
 
 @dataclass(frozen=True)
