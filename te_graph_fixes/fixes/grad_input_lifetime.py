@@ -18,11 +18,8 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..provided import module_text
+from ..provided import plan_module
 from ..source import Definition, Source, UnrecognizedError
-
-PLAN_MODULE = "transformer_engine.pytorch._te_graph_order"
-PLAN_TEXT = module_text("graph_order")
 
 START = "previous_chunk_last_callable_bwd_idx = None"
 LOOP = """
@@ -99,17 +96,8 @@ def examine(source: Source) -> Verdict:
             capture.insert_before(loop.body[0], PLANNED_RELEASE),
             capture.replace(capture.one(RELEASE, within=loop), PARAMETERS_RELEASE),
         ],
-        _new_modules(source),
+        plan_module(source),
     )
-
-
-def _new_modules(source: Source) -> dict[str, str]:
-    found = source.find(PLAN_MODULE)
-    if found is None:
-        return {PLAN_MODULE: PLAN_TEXT}
-    if found.text != PLAN_TEXT:
-        raise UnrecognizedError(f"looked for this package's graph_order.py in {found.path}, found another text")
-    return {}
 
 
 def _loop(capture: Definition) -> ast.For:
