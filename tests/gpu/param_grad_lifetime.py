@@ -3,9 +3,9 @@
     python tests/gpu/param_grad_lifetime.py LayerNormLinear fp8-delayed fused
     TE_GRAPH_FIXES=off python tests/gpu/param_grad_lifetime.py LayerNormLinear fp8-delayed fused
 
-Without arguments it runs every case, with ``speed`` it times a replay. ``plain`` accumulates every grad in ``.grad``;
-``fused`` accumulates those of the weights in ``main_grad``. ``aliased`` is ``plain`` with
-``clone_param_grads_on_return=False``. Runs on the simulator as well.
+Without arguments it runs every case. ``plain`` accumulates every grad in ``.grad``; ``fused`` accumulates those of the
+weights in ``main_grad``. ``aliased`` is ``plain`` with ``clone_param_grads_on_return=False``. Runs on the simulator as
+well.
 """
 
 from __future__ import annotations
@@ -120,36 +120,13 @@ def errors(kind: str, recipe_name: str, mode: str) -> dict[str, Any]:
     return worst
 
 
-def speed() -> dict[str, float]:
-    """Milliseconds for the forward and backward replay of one microbatch with fused wgrads: the median of 200."""
-    torch.manual_seed(1)
-    module = te.LayerNormLinear(
-        4096, 4096, bias=True, fuse_wgrad_accumulation=True, params_dtype=torch.bfloat16, device="cuda"
-    )
-    for parameter in module.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        parameter.grad_added_to_main_grad = False
-    x = torch.randn(2048, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    run = te.make_graphed_callables(module, (x,))
-    output_grad = torch.randn_like(x)
-    times = []
-    for _ in range(220):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run(x).backward(output_grad)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return {"ms": sorted(times[20:])[100]}
-
-
 def main(cases: list[list[str]]) -> None:
     report = te_graph_fixes.report()
     applied = [fix for fix, status in report.fixes.items() if status.status == "applied"]
     for case in cases:
         FP8GlobalStateManager.reset()
         try:
-            result = speed() if case == ["speed"] else errors(*case)
+            result = errors(*case)
         except Exception as failure:
             result = {"failed": f"{type(failure).__name__}: {failure}"}
         print(json.dumps({"te": report.te_version, "case": case, "applied": applied, **result}), flush=True)

@@ -1,0 +1,96 @@
+"""The time of a replayed microbatch with all fixes against none, fused wgrad: prints one JSON line for a layer.
+
+    python tests/gpu/replay_speed.py
+
+Both are captured in this process, and their replays take turns: ``ratio`` is the median of the rounds, with the tenth
+of them that is least, and most. Without bias no gradient needs to be copied; ``delayed`` replays `backward_dw` as well.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+import te_graph_fixes
+
+TOKENS, HIDDEN = 2048, 4096
+ROUNDS, REPLAYS = 60, 10
+LAYERS = [
+    ("Linear", False, False),
+    ("Linear", False, True),
+    ("GroupedLinear", False, False),
+    ("GroupedLinear", False, True),
+    ("LayerNormLinear", False, False),
+    ("LayerNormLinear", True, False),
+    ("LayerNormLinear", True, True),
+]
+"""Kind, bias, delayed."""
+
+
+def captured(kind: str, bias: bool, delayed: bool) -> Callable[[], None]:
+    """What replays one microbatch of a new layer."""
+    sizes = (8, HIDDEN, HIDDEN) if kind == "GroupedLinear" else (HIDDEN, HIDDEN)
+    options: dict[str, Any] = {"bias": bias, "delay_wgrad_compute": delayed, "fuse_wgrad_accumulation": True}
+    module = getattr(te, kind)(*sizes, params_dtype=torch.bfloat16, device="cuda", **options)
+    if kind == "GroupedLinear":
+        forward = module.forward
+        module.forward = lambda x: forward(x, [TOKENS // 8] * 8)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    run = te.make_graphed_callables(module, (x,), allow_unused_input=True)
+    output_grad = torch.randn_like(x)
+
+    def replay() -> None:
+        run(x).backward(output_grad)
+        if delayed:
+            run.backward_dw()
+        for parameter in (x, *module.parameters()):
+            parameter.grad = None
+
+    return replay
+
+
+def milliseconds(replay: Callable[[], None]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(REPLAYS):
+        replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / REPLAYS
+
+
+def compare(*layer: Any) -> dict[str, Any]:
+    te_graph_fixes.deactivate()
+    without = captured(*layer)
+    te_graph_fixes.activate()
+    with_fixes = captured(*layer)
+    pairs = []
+    for turn in range(ROUNDS + 5):
+        both = [without, with_fixes] if turn % 2 else [with_fixes, without]
+        times = {replay: milliseconds(replay) for replay in both}
+        if turn >= 5:  # the first are for warming up
+            pairs.append((times[with_fixes], times[without]))
+    ratios = sorted(on / off for on, off in pairs)
+    tenth = ROUNDS // 10
+    return {
+        "without_ms": round(statistics.median(off for _, off in pairs), 4),
+        "with_ms": round(statistics.median(on for on, _ in pairs), 4),
+        "ratio": round(statistics.median(ratios), 4),
+        "least": round(ratios[tenth], 4),
+        "most": round(ratios[-tenth - 1], 4),
+    }
+
+
+if __name__ == "__main__":
+    for kind, bias, delayed in LAYERS:
+        about = {"te": te_graph_fixes.report().te_version, "layer": kind, "bias": bias, "delayed": delayed}
+        print(json.dumps({**about, **compare(kind, bias, delayed)}), flush=True)
