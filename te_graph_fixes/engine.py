@@ -8,18 +8,18 @@ wrapper that another tool has put around it, before or after us, is left alone.
 from __future__ import annotations
 
 import ast
-import copy
 import io
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from .fix import Verdict
 from .source import Edit, ModuleSource, Source
 
+_Definitions: TypeAlias = Mapping[str, "ast.FunctionDef | ast.ClassDef"]
 _PLAIN_DECORATORS: dict[str, Callable[[Any], Any]] = {"classmethod": classmethod, "staticmethod": staticmethod}
 
 
@@ -91,12 +91,13 @@ def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> 
         lines = [f"if True:  {note}" if owner else note, *io.StringIO(text)]  # legal above a method's indentation
         for node in _functions(module.path, owner, text, line):
             qualname = f"{owner}.{node.name}" if owner else node.name
-            old = module.definitions.get(qualname)
-            before = _compile(module, owner, old) if isinstance(old, ast.FunctionDef) else None
+            known = module.find(qualname)
+            old = known.node if known and isinstance(known.node, ast.FunctionDef) else None
+            before = _compile(module, owner, old) if old else None
             after = _compile(module, owner, node)
             if before and before.co_freevars != after.co_freevars:
                 raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
-            defaults = _new_defaults(old if isinstance(old, ast.FunctionDef) else None, node)
+            defaults = _new_defaults(old, node)
             decorator = None if before else _plain_decorator(node, module)
             found.append(Change(module.name, qualname, fixes, before, after, lines, defaults, decorator))
             line, lines = line + len(lines), []
@@ -105,33 +106,36 @@ def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> 
 
 def _pieces(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[tuple[frozenset[str], str, str]]:
     """Each function that the edits change, and each addition to a class: the fixes, the class or "", and the text."""
-    spans = {name: _span(module, node) for name, node in module.definitions.items()}
-    functions = [name for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)]
     inside: dict[str, list[tuple[str, Edit]]] = {}
     pieces = []
     for fix, edit in edits:
-        names = [
-            name
-            for name in functions
-            if spans[name][0] < edit.start and (edit.end < spans[name][1] or edit.start < edit.end == spans[name][1])
-        ]
-        owners = [
-            name
-            for name, (start, end) in spans.items()
-            if name not in functions and start < edit.start == edit.end <= end
-        ]
-        if names:
-            inside.setdefault(names[0], []).append((fix, edit))
-        elif owners:
-            pieces.append((frozenset([fix]), owners[-1], edit.text))
-        else:
+        place = _place(module, module.known, edit) or _place(module, module.definitions, edit)
+        if place is None:
             raise EngineError(f"{fix} changes text of {module.path} that is not in a function, nor adds one to a class")
+        name, node = place
+        if isinstance(node, ast.FunctionDef):
+            inside.setdefault(name, []).append((fix, edit))
+        else:
+            pieces.append((frozenset([fix]), name, edit.text))
     for name, its in inside.items():
-        start, end = spans[name]
+        start, end = _span(module, module.definition(name).node)
         moved = [replace(edit, start=edit.start - start, end=edit.end - start) for _, edit in its]
         text = _apply(module.text[start:end], moved)
         pieces.append((frozenset(fix for fix, _ in its), name.rpartition(".")[0], text))
     return pieces
+
+
+def _place(module: ModuleSource, nodes: _Definitions, edit: Edit) -> tuple[str, ast.stmt] | None:
+    """The function that the edit is in, or else the class to which it adds."""
+    owner = None
+    for name, node in nodes.items():
+        start, end = _span(module, node)
+        if isinstance(node, ast.ClassDef):
+            if start < edit.start == edit.end <= end:
+                owner = name, node
+        elif start < edit.start and (edit.end < end or edit.start < edit.end == end):
+            return name, node
+    return owner
 
 
 def _span(module: ModuleSource, node: ast.FunctionDef | ast.ClassDef) -> tuple[int, int]:
@@ -157,17 +161,12 @@ def _functions(path: str, owner: str, text: str, line: int) -> list[ast.Function
 
 
 def _compile(module: ModuleSource, owner: str, node: ast.FunctionDef) -> CodeType:
-    """The code of one function, compiled among what its module has besides functions and classes, imports above all."""
-    definition: ast.stmt = node
+    """The code of one function, compiled as in its class and with the module's imports, on which calls depend."""
+    body: list[ast.stmt] = [node]
     if owner:
-        definition = outer = copy.copy(cast(ast.ClassDef, module.definitions[owner]))
-        outer.body, outer.bases, outer.keywords, outer.decorator_list = [node], [], [], []
-    others = [
-        statement
-        for statement in module.tree.body
-        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    ]
-    code = compile(ast.Module([*others, definition], []), module.path, "exec", dont_inherit=True)
+        outer = cast(ast.ClassDef, ast.parse(f"class {owner}: pass").body[0])
+        outer.body, body = body, [outer]
+    code = compile(ast.Module([*module.imports, *body], []), module.path, "exec", dont_inherit=True)
     for name in filter(None, (owner, node.name)):
         code = next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
     return code

@@ -6,6 +6,7 @@ Nothing here imports torch or TransformerEngine (TE). The same classes serve an 
 from __future__ import annotations
 
 import ast
+import bisect
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -22,6 +23,11 @@ from typing import TypeVar, cast
 
 TE = "transformer_engine"
 Statement = TypeVar("Statement", bound=ast.stmt)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_HEADER = re.compile(r"([ \t]*)(?:def|class)[ \t]+")
+_TOP_LEVEL = re.compile(r"^(?:@|def |class |async )", re.MULTILINE)
+_DEFINITION = re.compile(_TOP_LEVEL.pattern + r".*\n(?:(?:[ \t)#].*)?\n)*", re.MULTILINE)
+_NO_SYNTAX = {"type_comment", "kind"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
 
 
@@ -78,7 +84,7 @@ class Source:
     def forget_trees(self) -> None:
         """Let the syntax trees go, which are large; the texts stay, and are parsed again where that is needed."""
         for module in filter(None, self._modules.values()):
-            for name in ("tree", "definitions", "_indexes"):
+            for name in ("tree", "definitions", "known", "imports", "_indexes"):
                 vars(module).pop(name, None)
 
     def find(self, name: str) -> ModuleSource | None:
@@ -158,16 +164,84 @@ class ModuleSource:
         """Every class and function at module or class level, by qualified name; ambiguous names are left out."""
         return _definitions(self.tree)
 
+    @cached_property
+    def known(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+        """Those of the `definitions` that `find` has found."""
+        return {}
+
+    @cached_property
+    def imports(self) -> list[ast.stmt]:
+        """The imports at module level, whatever statements they are in."""
+        try:
+            body = ast.parse(_DEFINITION.sub("", self.text)).body
+        except (SyntaxError, ValueError):
+            body = [node for node in self.tree.body if not isinstance(node, _DEFINITIONS)]
+        return [node for each in body for node in ast.walk(each) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
-        node = self.definitions.get(qualname)
-        return None if node is None else Definition(self, qualname, node)
+        node = self.known.get(qualname) or self._parsed_alone(qualname)
+        if node is None and self._headers(qualname.rpartition(".")[2]):
+            node = self.definitions.get(qualname)
+        if node is None:
+            return None
+        self.known[qualname] = node
+        return Definition(self, qualname, node)
+
+    def _headers(self, name: str) -> list[tuple[int, str]]:
+        """Where the lines start that look like the first of a function or class ``name``, and their indentation."""
+        found = []
+        for match in re.finditer(rf"{name}\b", self.text):
+            start = self.text.rfind("\n", 0, match.start()) + 1
+            header = _HEADER.fullmatch(self.text, start, match.start())
+            if header:
+                found.append((start, header[1]))
+        return found
+
+    def _parsed_alone(self, qualname: str) -> ast.FunctionDef | ast.ClassDef | None:
+        """A definition, parsed from its own lines, much faster than with all of the module; None if in any doubt.
+
+        What ends a function too early, a line of a string that is less indented say, leaves text that does not parse.
+        """
+        owner, _, name = qualname.rpartition(".")
+        start, end, indent = 0, len(self.text), ""
+        if owner:
+            owners = [place for place, indent in self._headers(owner) if not indent]
+            if len(owners) != 1:
+                return None
+            start = owners[0]
+            following = _TOP_LEVEL.search(self.text, start + 1)
+            end = following.start() if following else end
+            indent = " " * 4
+        places = [place for place, its in self._headers(name) if its == indent and start <= place < end]
+        if len(places) != 1:
+            return None
+        first = last = bisect.bisect(self._line_starts, places[0]) - 1
+        while first and self.lines[first - 1].startswith((f"{indent}@", f"{indent}#")):
+            first -= 1
+        if first and self.lines[first - 1].startswith(f"{indent})"):
+            return None  # of a decorator, perhaps
+        inside = re.compile(rf"{indent}[ \t)]|[ \t]*(#|$)").match
+        while last + 1 < len(self.lines) and inside(self.lines[last + 1]):
+            last += 1
+        opening = "\n" * (first - 1) + "if True:\n" if owner else "\n" * first
+        try:
+            body = ast.parse(opening + "".join(self.lines[first : last + 1]), self.path).body
+        except (SyntaxError, ValueError):
+            return None
+        if owner:
+            body = cast(ast.If, body[0]).body
+        found = body[0]
+        return found if len(body) == 1 and isinstance(found, (ast.FunctionDef, ast.ClassDef)) else None
 
     def definition(self, qualname: str) -> Definition:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
         found = self.find(qualname)
         if found is None:
-            raise UnrecognizedError(f"looked for one definition of {qualname} in {self.path}, found none or several")
+            raise UnrecognizedError(
+                f"looked for one definition of {qualname} in {self.path}, found none or several "
+                f"among its {len(self.definitions)} definitions"
+            )
         return found
 
     def index(self, node: ast.AST) -> Index:
@@ -391,16 +465,19 @@ def _match_run(wanted: Sequence[ast.AST], found: Sequence[ast.AST]) -> bool:
 
 
 def _match(wanted: object, found: object) -> bool:
-    if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
-        return isinstance(found, ast.expr)
-    if isinstance(wanted, list):
-        return isinstance(found, list) and _match_run(wanted, found)
+    if type(wanted) is not type(found):
+        return isinstance(wanted, ast.expr_context) or (_is_any(wanted) and isinstance(found, ast.expr))
     if isinstance(wanted, ast.AST):
-        if isinstance(wanted, ast.expr_context):
+        if _is_any(wanted):
             return True
-        return type(wanted) is type(found) and all(
-            _match(getattr(wanted, field, None), getattr(found, field, None))
-            for field in wanted._fields
-            if field not in ("type_comment", "kind")
-        )
-    return type(wanted) is type(found) and wanted == found
+        for field in wanted._fields:
+            if field not in _NO_SYNTAX and not _match(getattr(wanted, field, None), getattr(found, field, None)):
+                return False
+        return True
+    if isinstance(wanted, list):
+        return _match_run(wanted, cast("list[ast.AST]", found))
+    return wanted == found
+
+
+def _is_any(wanted: object) -> bool:
+    return isinstance(wanted, ast.Name) and wanted.id.startswith("ANY")

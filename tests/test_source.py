@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import py_compile
 import zipfile
 from pathlib import Path
@@ -101,6 +102,35 @@ def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two()
     assert module.find("twice") is None
     with pytest.raises(UnrecognizedError, match=r"one definition of twice in code.py, found none or several"):
         module.definition("twice")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("@d\n# why\n@e\ndef f(\n    x,\n) -> int:\n    return x\n# after\n", "f"),
+        ("class A:\n    def f(self):\n        '''\n  x\n        '''\n        return 1\n", "A.f"),
+        ("def f():\n    return '''\na\n'''\n", "f"),
+        ("@d(\n    1,\n)\ndef f(): pass\n", "f"),
+        ("class A:\n    @d(\n        1,\n    )\n    def f(self): pass\n", "A.f"),
+        ("class A:\n  def f(self): pass\n", "A.f"),
+        ("class A:\n    x = '''\n    def f(self): pass\n'''\n    def f(self): return 2\n", "A.f"),
+        ("class A:\n    x = 1; f = 2\n\n    def f(self): return 2\n\n    f = property(f)\n", "A.f"),
+        ("if x:\n    def f(): pass\n", None),
+        ("class A:\n    if x:\n        def f(self): pass\n", None),
+        ("class A:\n    def f(self): pass\nclass A:\n    def f(self): pass\n", None),
+        ("class A:\n    @property\n    def f(self): pass\n    @f.setter\n    def f(self, x): pass\n", None),
+        ("async def f(): pass\n", None),
+    ],
+)
+def test_a_definition_parsed_alone_is_that_of_the_whole_module(text: str, found: str | None) -> None:
+    module = ModuleSource(CODE, "code.py", text)
+    names = ["f", "A.f"] if found is None else [found]
+    definitions = [module.find(name) for name in names]
+    assert [each and each.qualname for each in definitions] == ([found] if found else [None, None])
+    for each in filter(None, definitions):
+        assert ast.dump(each.node, include_attributes=True) == ast.dump(
+            module.definitions[each.qualname], include_attributes=True
+        )
 
 
 @pytest.mark.parametrize(
