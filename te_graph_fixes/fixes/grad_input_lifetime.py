@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed, require_parameters
 from ..provided import plan_module
 from ..source import Definition, Source, UnrecognizedError
 
@@ -79,10 +79,11 @@ if l_no == 0:
 
 def examine(source: Source) -> Verdict:
     capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if not capture.has("_reuse_graph_input_output_buffers"):
+    if "make_weak_ref" not in capture.text(capture.node):
         return not_applicable("static buffers are not reused")
     if all(capture.has(pattern) for pattern in (PLAN, PLANNED_RELEASE, PARAMETERS_RELEASE)):
         return not_needed("grad inputs are held until their last reader")
+    require_parameters(capture, "_reuse_graph_input_output_buffers")
     loop = _loop(capture)
     capture.one(USER_ARGS)
     if not capture.has(PLANNED_INDEX, within=loop):

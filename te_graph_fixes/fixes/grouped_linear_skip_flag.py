@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 
-from ..fix import Fix, Verdict, applicable, not_needed
+from ..fix import Fix, Verdict, applicable, not_needed, require_parameters
 from ..source import Definition, Source, UnrecognizedError
 
 SLOT = "skip_fp8_weight_update"
@@ -42,6 +42,7 @@ def examine(source: Source) -> Verdict:
             f"looked for a literal None in the slot {SLOT} of {forward.qualname} ({module.path}), "
             f"found `{forward.text(value)}`"
         )
+    require_parameters(forward, "is_first_microbatch")
     statements = forward.node.body[1 if ast.get_docstring(forward.node) is not None else 0 :]
     return applicable(
         f"GroupedLinear passes None as {SLOT}",
