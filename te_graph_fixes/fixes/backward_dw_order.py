@@ -19,7 +19,7 @@ import ast
 import textwrap
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed, require_parameters
 from ..provided import plan_module
 from ..source import Definition, Edit, Source, UnrecognizedError
 
@@ -85,10 +85,30 @@ per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
 WGRAD = """
 if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
     if wgrad_validation_list[i] is None:
-        ...
-    ...
+        same_bwd_c_id_list = [i]
+        num_wgrad_c_id = 0
+        for idx in range(i + 1, len(_order)):
+            if _order[idx] > 0:
+                continue
+            if _order[idx] == c_id:
+                same_bwd_c_id_list.append(idx)
+            if _order[idx] + 0.5 == c_id:
+                num_wgrad_c_id += 1
+            if len(same_bwd_c_id_list) == num_wgrad_c_id:
+                for same_c_id_idx in same_bwd_c_id_list:
+                    wgrad_validation_list[same_c_id_idx] = True
+                break
+            if len(same_bwd_c_id_list) < num_wgrad_c_id:
+                wgrad_validation_list[i] = False
+                break
+        if wgrad_validation_list[i] is None:
+            wgrad_validation_list[i] = False
+        {matched}
 elif ceil(c_id) != c_id:
-    ...
+    per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
+    {training}
+    {half}
+    {needed}
     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
     with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
         ...
@@ -96,21 +116,18 @@ elif ceil(c_id) != c_id:
 """
 
 WGRAD_CHECKS = (
-    """
-    per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
-    assert is_training, ANY
-    assert ceil(c_id) - c_id == 0.5, ANY
-    assert need_bwd_dw_graph[per_callable_bwd_idx], ANY
-    """,
-    """
-    per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
-    if not is_training:
-        raise RuntimeError(ANY)
-    if ceil(c_id) - c_id != 0.5:
-        raise ValueError(ANY)
-    if not need_bwd_dw_graph[per_callable_bwd_idx]:
-        raise RuntimeError(ANY)
-    """,
+    {
+        "matched": "assert wgrad_validation_list[i], ANY",
+        "training": "assert is_training, ANY",
+        "half": "assert ceil(c_id) - c_id == 0.5, ANY",
+        "needed": "assert need_bwd_dw_graph[per_callable_bwd_idx], ANY",
+    },
+    {
+        "matched": "if not wgrad_validation_list[i]: raise RuntimeError(ANY)",
+        "training": "if not is_training: raise RuntimeError(ANY)",
+        "half": "if ceil(c_id) - c_id != 0.5: raise ValueError(ANY)",
+        "needed": "if not need_bwd_dw_graph[per_callable_bwd_idx]: raise RuntimeError(ANY)",
+    },
 )
 
 GRAD_OUTPUTS = """
@@ -147,7 +164,7 @@ if is_training:
 
 def examine(source: Source) -> Verdict:
     capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if not capture.has("bwd_dw_graphs = ANY"):
+    if "backward_dw" not in capture.text(capture.node):
         return not_applicable("graphs of delayed weight gradients are not captured")
     if "_order_plan" in capture.text(capture.node):
         capture.one("_order, _num_layers_per_chunk = _order_plan.order, _order_plan.layers")
@@ -157,6 +174,7 @@ def examine(source: Source) -> Verdict:
     for name in ("_tree_flatten", "_tree_unflatten"):
         if f"as {name}\n" not in capture.module.text:
             raise UnrecognizedError(f"looked for an import of {name} in {capture.module.path}, found none")
+    require_parameters(capture, "callables", "sample_args", "sample_kwargs", "_reuse_graph_input_output_buffers")
     loop = cast(ast.For, capture.one(CAPTURE))
     layers = cast(ast.For, capture.one("for l_no in list(reversed(range(ANY))): ...", within=loop))
     reuse = cast(ast.For, _statements(capture.one(REUSE_INPUTS))[-1])
@@ -184,11 +202,12 @@ def examine(source: Source) -> Verdict:
 def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
     """For TE 2.11 and later: orders may hold wgrads."""
     capture.one("for i, c_id in enumerate(_order): ...")
-    checks = [capture.one(pattern, within=layers) for pattern in WGRAD_CHECKS if capture.has(pattern, within=layers)]
-    if len(checks) != 1:
+    wgrads = [node for checks in WGRAD_CHECKS for node in capture.all(WGRAD.format(**checks), within=layers)]
+    if len(wgrads) != 1:
         raise UnrecognizedError(f"looked for the checks of a wgrad entry in {capture.module.path}, found another shape")
-    wgrad = cast(ast.If, capture.one(WGRAD, within=layers))
+    wgrad = cast(ast.If, wgrads[0])
     otherwise = cast(ast.If, wgrad.orelse[0])
+    number_and_checks = otherwise.body[:4]
     module = capture.module
     start = module.offset(wgrad.lineno, wgrad.col_offset)
     end = module.offset(cast(int, otherwise.test.end_lineno), cast(int, otherwise.test.end_col_offset))
@@ -196,7 +215,7 @@ def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
         capture.insert_before(capture.one("_order_without_wgrad = []"), MAKE_PLAN),
         capture.delete(capture.one("wgrad_validation_list = [None] * len(_order)")),
         Edit(module.name, start, end, "if is_wgrad"),
-        capture.delete(checks[0]),
+        *map(capture.delete, number_and_checks),
         capture.insert_after(_statements(capture.one(GRAD_OUTPUTS, within=layers))[0], CHOOSE_BUFFER),
     ]
 

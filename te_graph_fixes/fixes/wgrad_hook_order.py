@@ -28,7 +28,7 @@ else:
 
 def examine(source: Source) -> Verdict:
     capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if not capture.has("bwd_dw_graphs = ANY"):
+    if "backward_dw" not in capture.text(capture.node):
         return not_applicable("graphs of delayed weight gradients are not captured")
     capture.one(VISIT)
     additions = capture.all("modules.add(ANY_MODULE)")
