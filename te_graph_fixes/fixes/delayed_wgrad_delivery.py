@@ -20,7 +20,7 @@ import ast
 from collections.abc import Sequence
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed, require_parameters
 from ..provided import module_text
 from ..source import Definition, Edit, Source, UnrecognizedError
 
@@ -56,6 +56,8 @@ with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
 CALL = "module.backward_dw()"
 
 TAKE = "static_delayed_grads.setdefault({index}, []).extend(take_grads(module))"
+
+UNNAMED_OUTPUTS = "tuple(o for o in outputs if o.requires_grad)"
 
 WARMUP_END = "del outputs, grad_inputs"
 
@@ -94,6 +96,8 @@ bias_tensor = noop_cat([getattr(self, name) for name in self.bias_names])
 if bias_tensor.grad is None:
     bias_tensor.grad = bgrad.to(bias_tensor.dtype)
 """
+
+ASSIGNED = "ANY_PARAM.grad = ANY_GRAD"
 
 ADD_BASE_WEIGHT = "accumulate_grads([getattr(self, name) for name in self.weight_names], wgrad)"
 
@@ -178,7 +182,9 @@ else:
 ADD_SINGLE_BIAS = "accumulate_grads([grouped_bias], torch.stack(grad_biases_, dim=0))"
 
 RETURNED = """
-if ctx.fuse_wgrad_accumulation:
+if ctx.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
+    ...
+elif ctx.fuse_wgrad_accumulation:
     wgrad = None
 """
 
@@ -219,7 +225,7 @@ else:
 
 def examine(source: Source) -> Verdict:
     capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if not capture.has("bwd_dw_graphs = ANY"):
+    if "backward_dw" not in capture.text(capture.node):
         return not_applicable("graphs of delayed weight gradients are not captured")
     targets = {
         _graph: capture,
@@ -257,12 +263,8 @@ def _require_corrected(source: Source, capture: Definition) -> None:
 
 
 def _graph(source: Source, capture: Definition) -> list[Edit]:
-    captures = capture.all(CAPTURE)
-    if len(captures) != 2 or len(capture.all(CALL)) != 3:
-        raise UnrecognizedError(
-            f"looked for two captures of backward_dw and one warmup in {capture.qualname} ({capture.module.path}), "
-            f"found {len(captures)} and {len(capture.all(CALL))} calls"
-        )
+    captures = _several(capture, CAPTURE, 2)
+    _several(capture, CALL, 3)
     edits = [
         capture.insert_after(capture.one("need_bwd_dw_graph = {}"), KEEP),
         capture.replace(capture.one(CALL, within=capture.one(WARMUP)), "take_grads(module)"),
@@ -271,15 +273,25 @@ def _graph(source: Source, capture: Definition) -> list[Edit]:
         modules = cast(ast.For, cast(ast.With, node).body[0]).iter
         index = capture.text(cast(ast.Subscript, modules).slice)
         edits.append(capture.replace(capture.one(CALL, within=node), TAKE.format(index=index)))
-    if capture.has("outputs_requiring_grad = ANY") and capture.has(WARMUP_END):
-        edits.append(capture.replace(capture.one(WARMUP_END), FORGET_OUTPUTS))
-    return edits + _attribute_edits(source, capture) + _returned_edits(capture)
+    return edits + _warmup_end(capture) + _attribute_edits(source, capture) + _returned_edits(capture)
+
+
+def _warmup_end(capture: Definition) -> list[Edit]:
+    """Forget the outputs of warmup, where TE 2.13 to 2.18 give them a name of their own."""
+    if not capture.has(WARMUP_END):
+        capture.inner("_run_warmup_backward").one("outputs_requiring_grad = ANY")
+        return []
+    if capture.has(UNNAMED_OUTPUTS):
+        return []
+    capture.one("outputs_requiring_grad = ANY")
+    return [capture.replace(capture.one(WARMUP_END), FORGET_OUTPUTS)]
 
 
 def _attribute_edits(source: Source, capture: Definition) -> list[Edit]:
     """Deliver after the replay, and let the static gradients go with the graphs."""
     factory = capture.inner("make_graphed_attribute_functions")
     factory.one("return backward_dw, reset")
+    require_parameters(factory, "graph_idx")
     replay, reset = factory.inner("backward_dw"), factory.inner("reset")
     calls = [call for pattern in REPLAYS for call in replay.all(pattern)]
     if len(calls) != 1:
@@ -306,6 +318,8 @@ def _returned_edits(capture: Definition) -> list[Edit]:
 
 def _base(source: Source, backward_dw: Definition) -> list[Edit]:
     backward_dw.one("(wgrad, bgrad), _ = self.wgrad_store.pop()")
+    _several(backward_dw, ASSIGNED, 2)
+    _several(backward_dw, "noop_cat(ANY_PARAMS)", 2)
     return [
         _import(backward_dw),
         backward_dw.replace(backward_dw.one(BASE_WEIGHT), ADD_BASE_WEIGHT),
@@ -314,6 +328,8 @@ def _base(source: Source, backward_dw: Definition) -> list[Edit]:
 
 
 def _mlp(source: Source, backward_dw: Definition) -> list[Edit]:
+    _several(backward_dw, "self.wgrad_store.pop()", 3)
+    _several(backward_dw, ASSIGNED, 4)
     return [_import(backward_dw), backward_dw.replace(backward_dw.one(MLP), ADD_MLP)]
 
 
@@ -322,7 +338,6 @@ def _grouped(source: Source, backward_dw: Definition) -> list[Edit]:
     weight, bias = _either(backward_dw, GROUPED_WEIGHTS), _either(backward_dw, GROUPED_BIASES)
     wgrads = "wgrad_output" if "wgrad_output" in backward_dw.text(weight) else "wgrad_list"
     edits = [
-        _import(backward_dw),
         backward_dw.replace(weight, f"accumulate_grads([weight_params[i]], {wgrads}[i])"),
         backward_dw.replace(bias, "accumulate_grads([bias_params[i]], grad_biases_[i])"),
     ]
@@ -330,20 +345,36 @@ def _grouped(source: Source, backward_dw: Definition) -> list[Edit]:
         edits.append(backward_dw.replace(backward_dw.one(SINGLE_WEIGHT), ADD_SINGLE_WEIGHT))
     if "grouped_bias.grad" in backward_dw.text(backward_dw.node):
         edits.append(backward_dw.replace(backward_dw.one(SINGLE_BIAS), ADD_SINGLE_BIAS))
+    _several(backward_dw, ASSIGNED, len(edits))
+    edits.append(_import(backward_dw))
     for name in ("_GroupedLinear.backward", "_GroupedLinear._backward_grouped_tensor"):
         backward = backward_dw.module.find(name)
         if backward is not None:
-            edits.append(backward.replace(cast(ast.If, backward.one(RETURNED)).test, RETURN_NOTHING))
+            returned = cast(ast.If, cast(ast.If, backward.one(RETURNED)).orelse[0])
+            edits.append(backward.replace(returned.test, RETURN_NOTHING))
     return edits
 
 
 def _op(source: Source, backward_dw: Definition) -> list[Edit]:
+    _several(backward_dw, ASSIGNED, 3)
     return [_import(backward_dw, dots="..."), backward_dw.replace(backward_dw.one(OP), ADD_OP)]
 
 
 def _import(backward_dw: Definition, dots: str = "..") -> Edit:
     check = backward_dw.one("if not self.need_backward_dw(): return")
     return backward_dw.insert_before(check, IMPORT.format(dots=dots))
+
+
+def _several(definition: Definition, pattern: str, count: int) -> list[ast.AST]:
+    """The matches of ``pattern``, if these are ``count``."""
+    found = definition.all(pattern)
+    if len(found) != count:
+        wanted = " ".join(pattern.split())
+        raise UnrecognizedError(
+            f"looked for `{wanted}` {count} times in {definition.qualname} ({definition.module.path}), "
+            f"found it {len(found)} times"
+        )
+    return found
 
 
 def _either(definition: Definition, patterns: Sequence[str]) -> ast.AST:
