@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import bisect
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 import pytest
 
 from te_graph_fixes.engine import patched
-from te_graph_fixes.fix import APPLICABLE, UNRECOGNIZED
+from te_graph_fixes.fix import APPLICABLE, UNRECOGNIZED, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Edit, ModuleSource, Source
 from tests.published import source
 
 VERSIONS = ("2.12.0", "2.15.0", "2.20.2")
-FEW, MANY = 2, 10
+FEW, MANY = 2, 31
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ def rename(function: Function, rng: random.Random) -> Mutation | None:
     return chosen and Mutation(names(function, chosen.id if isinstance(chosen, ast.Name) else chosen.arg))
 
 
+def rename_parameter(function: Function, rng: random.Random) -> Mutation | None:
+    assert isinstance(function.node, ast.FunctionDef)
+    parameters = [node.arg for node in function.node.args.args if node.arg not in ("self", "cls", "ctx")]
+    return Mutation(names(function, rng.choice(parameters))) if parameters else None
+
+
 def statements(function: Function) -> Iterator[list[ast.stmt]]:
     for node in ast.walk(function.node):
         for field in ("body", "orelse", "finalbody"):
@@ -97,13 +104,18 @@ def swap(function: Function, rng: random.Random) -> Mutation | None:
     return chosen and Mutation(whole=(function.span(chosen), function.span(following[id(chosen)])))
 
 
-def constant(function: Function, rng: random.Random) -> Mutation | None:
+def expressions(function: Function) -> list[ast.AST]:
+    """The nodes of the function, less those in formatted strings, whose places are known from Python 3.12 on only."""
     formatted = [node for node in ast.walk(function.node) if isinstance(node, ast.JoinedStr)]
     inside = {id(part) for node in formatted for part in ast.walk(node)}
+    return [node for node in ast.walk(function.node) if id(node) not in inside]
+
+
+def constant(function: Function, rng: random.Random) -> Mutation | None:
     constants = [
         node
-        for node in ast.walk(function.node)
-        if isinstance(node, ast.Constant) and isinstance(node.value, (int, str, type(None))) and id(node) not in inside
+        for node in expressions(function)
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, str, type(None)))
     ]
     chosen = function.pick(constants, rng)
     if not isinstance(chosen, ast.Constant):
@@ -119,7 +131,7 @@ def constant(function: Function, rng: random.Random) -> Mutation | None:
 
 
 def arguments(function: Function, rng: random.Random) -> Mutation | None:
-    calls = [node for node in ast.walk(function.node) if isinstance(node, ast.Call) and (node.args or node.keywords)]
+    calls = [node for node in expressions(function) if isinstance(node, ast.Call) and (node.args or node.keywords)]
     chosen = function.pick(calls, rng)
     if not isinstance(chosen, ast.Call):
         return None
@@ -133,6 +145,7 @@ def arguments(function: Function, rng: random.Random) -> Mutation | None:
 
 MUTATIONS: dict[str, Callable[[Function, random.Random], Mutation | None]] = {
     "renamed variable": rename,
+    "renamed parameter": rename_parameter,
     "doubled statement": double,
     "moved statement": swap,
     "changed constant": constant,
@@ -238,6 +251,18 @@ def functions(tree: Source, edits: Sequence[Edit]) -> list[Function]:
     return [Function(tree.module(module), name, tuple(starts)) for (module, name), starts in found.items()]
 
 
+def sets_of_its_own(name: str, before: Function, after: Function) -> bool:
+    """Whether a fix adds a variable that only happens to have the name of one of TE's; a parameter is TE's."""
+
+    def sets(node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+
+    assert isinstance(before.node, ast.FunctionDef)
+    if any(isinstance(node, ast.arg) and node.arg == name for node in ast.walk(before.node.args)):
+        return False
+    return sum(map(sets, ast.walk(after.node))) > sum(map(sets, ast.walk(before.node)))
+
+
 def mutated(tree: Source, module: ModuleSource, text: str) -> Source:
     result = Source(tree.location, tree.version)
     result._modules.update(tree._modules)
@@ -245,10 +270,16 @@ def mutated(tree: Source, module: ModuleSource, text: str) -> Source:
     return result
 
 
+@functools.cache
+def published(fix_id: str, version: str) -> tuple[Source, Verdict]:
+    tree = Source.at(source(version))
+    return tree, CATALOGUE[fix_id].verdict(tree)
+
+
 def check(fix_id: str, version: str, kind: str, seed: int) -> str:
     """What the fix says of one mutated source; fails if that, or what it does, is wrong."""
-    fix, tree, rng = CATALOGUE[fix_id], Source.at(source(version)), random.Random(seed)
-    verdict = fix.verdict(tree)
+    fix, rng = CATALOGUE[fix_id], random.Random(seed)
+    tree, verdict = published(fix_id, version)
     places = functions(tree, verdict.edits)
     assert places
     function = rng.choice(places)
@@ -271,10 +302,13 @@ def check(fix_id: str, version: str, kind: str, seed: int) -> str:
     after = {name: new for name, (_, new) in patched(mutated(tree, module, text), [found]).items()}
     wanted = {name: new for name, (_, new) in patched(tree, [verdict]).items()}
     edits = [edit for edit in verdict.edits if edit.module == module.name]
-    if kind == "renamed variable":
+    if kind.startswith("renamed"):
         corrected = ModuleSource(module.name, module.path, wanted[module.name])
         name = module.text[slice(*mutation.spans[0][:2])]
-        choice = [replaced(corrected.text, names(Function(corrected, function.qualname, (0,)), name))]
+        fixed = Function(corrected, function.qualname, (0,))
+        choice = [replaced(corrected.text, names(fixed, name))]
+        if sets_of_its_own(name, function, fixed):
+            choice += accepted(module.text, edits, mutation)
     else:
         choice = list(accepted(module.text, edits, mutation))
     assert choice, f"{where}: applied although it is in the text that is replaced"
@@ -287,8 +321,8 @@ def check(fix_id: str, version: str, kind: str, seed: int) -> str:
 NEEDED = [
     (fix_id, version)
     for version in VERSIONS
-    for fix_id, fix in CATALOGUE.items()
-    if fix.verdict(Source.at(source(version))).verdict == APPLICABLE
+    for fix_id in CATALOGUE
+    if published(fix_id, version)[1].verdict == APPLICABLE
 ]
 
 
