@@ -91,8 +91,9 @@ class _Activation:
         if package is not None:
             if _initializing(package):
                 importlib.import_module(PACKAGE)  # waits while another thread imports it
-            self.before(PACKAGE)
-            self.after(PACKAGE if _loaded(PACKAGE) else "")  # not yet loaded: it is TE that is importing us
+            with _without_collection():
+                self.before(PACKAGE)
+                self.after(PACKAGE if _loaded(PACKAGE) else "")  # not yet loaded: it is TE that is importing us
 
     def deactivate(self) -> None:
         with self._lock:
@@ -133,6 +134,7 @@ class _Activation:
     def report(self) -> Report:
         from .fixes import CATALOGUE
         from .source import Source, TENotFoundError
+        from .verdicts import surprise
 
         try:
             version, where = (self._source or Source.installed()).version, "not imported yet"
@@ -152,6 +154,9 @@ class _Activation:
                     self._installation is not None and self._installation.is_live(fix.id)
                 ):
                     status = replace(status, status="failed", reason="somebody has replaced what it had put in place")
+                if fix.id in self._found and status.status not in ("disabled", "failed"):
+                    unexpected = surprise(fix, self._found[fix.id], version)
+                    status = replace(status, reason="; ".join(filter(None, [status.reason, unexpected])))
                 statuses[fix.id] = status
             return Report(version, statuses)
 
@@ -184,7 +189,6 @@ class _Activation:
         """Give every fix its first status: of those that can be applied, what the settings and requirements leave."""
         from .fix import APPLICABLE
         from .fixes import CATALOGUE
-        from .verdicts import surprise
 
         for fix in CATALOGUE.values():
             verdict = self._found[fix.id]
@@ -192,7 +196,7 @@ class _Activation:
                 status, reason = "disabled", f"left out by the settings; the source says {verdict.verdict}"
             else:
                 status = "pending" if verdict.verdict == APPLICABLE else verdict.verdict
-                reason = "; ".join(filter(None, [verdict.reason, surprise(fix, verdict, self._version)]))
+                reason = verdict.reason
             self._statuses[fix.id] = FixStatus(status, reason, fix.upstream, verdict.targets)
         self._drop_unmet()
         self._targets = frozenset(target for verdict in self._chosen().values() for target in verdict.targets)

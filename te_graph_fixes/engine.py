@@ -8,8 +8,12 @@ wrapper that another tool has put around it, before or after us, is left alone.
 from __future__ import annotations
 
 import ast
+import importlib.machinery
+import importlib.util
 import io
 import linecache
+import os
+import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,6 +88,7 @@ def changes(source: Source, chosen: Mapping[str, Verdict]) -> list[Change]:
 
 
 def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[Change]:
+    cached = _cached_code(module)
     line = len(module.lines) + 2
     found = []
     for fixes, owner, text in _pieces(module, edits):
@@ -93,7 +98,9 @@ def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> 
             qualname = f"{owner}.{node.name}" if owner else node.name
             known = module.find(qualname)
             old = known.node if known and isinstance(known.node, ast.FunctionDef) else None
-            before = _compile(module, owner, old) if old else None
+            before = None
+            if old:
+                before = (cached and _inner(cached, owner, old.name)) or _compile(module, owner, old)
             after = _compile(module, owner, node)
             if before and before.co_freevars != after.co_freevars:
                 raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
@@ -167,9 +174,31 @@ def _compile(module: ModuleSource, owner: str, node: ast.FunctionDef) -> CodeTyp
         outer = cast(ast.ClassDef, ast.parse(f"class {owner}: pass").body[0])
         outer.body, body = body, [outer]
     code = compile(ast.Module([*module.imports, *body], []), module.path, "exec", dont_inherit=True)
-    for name in filter(None, (owner, node.name)):
-        code = next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+    return cast(CodeType, _inner(code, owner, node.name))
+
+
+def _inner(code: CodeType, owner: str, name: str) -> CodeType | None:
+    """The code of a function of a module or, if there is an ``owner``, of that class; None unless there is just one."""
+    for wanted in filter(None, (owner, name)):
+        found = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == wanted]
+        if len(found) != 1:
+            return None
+        code = found[0]
     return code
+
+
+def _cached_code(module: ModuleSource) -> CodeType | None:
+    """The code of the whole module from Python's cache, if that is of its present text: faster than compiling."""
+    try:
+        path = importlib.util.cache_from_source(module.path)
+        with open(path, "rb") as file:
+            flags, time, size = struct.unpack("<4xIII", file.read(16))
+        modified = int(os.stat(module.path).st_mtime) & 0xFFFFFFFF
+        if flags or (time, size) != (modified, len(module.text.encode())):
+            return None
+        return importlib.machinery.SourcelessFileLoader(module.name, path).get_code(module.name)
+    except (OSError, ImportError, EOFError, ValueError, NotImplementedError, struct.error):
+        return None
 
 
 def _new_defaults(old: ast.FunctionDef | None, new: ast.FunctionDef) -> dict[str, Any]:

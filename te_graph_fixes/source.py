@@ -14,15 +14,16 @@ import io
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 TE = "transformer_engine"
 Statement = TypeVar("Statement", bound=ast.stmt)
+_Places: TypeAlias = "dict[type[ast.AST], list[tuple[list[ast.stmt], int]]]"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _HEADER = re.compile(r"([ \t]*)(?:def|class)[ \t]+")
 _TOP_LEVEL = re.compile(r"^(?:@|def |class |async )", re.MULTILINE)
@@ -84,7 +85,7 @@ class Source:
     def forget_trees(self) -> None:
         """Let the syntax trees go, which are large; the texts stay, and are parsed again where that is needed."""
         for module in filter(None, self._modules.values()):
-            for name in ("tree", "definitions", "known", "imports", "_indexes"):
+            for name in ("tree", "definitions", "known", "imports", "_places"):
                 vars(module).pop(name, None)
 
     def find(self, name: str) -> ModuleSource | None:
@@ -216,7 +217,7 @@ class ModuleSource:
         places = [place for place, its in self._headers(name) if its == indent and start <= place < end]
         if len(places) != 1:
             return None
-        first = last = bisect.bisect(self._line_starts, places[0]) - 1
+        first = last = self.line(places[0]) - 1
         while first and self.lines[first - 1].startswith((f"{indent}@", f"{indent}#")):
             first -= 1
         if first and self.lines[first - 1].startswith(f"{indent})"):
@@ -244,14 +245,14 @@ class ModuleSource:
             )
         return found
 
-    def index(self, node: ast.AST) -> Index:
-        """The `Index` of a definition of this module."""
-        if node not in self._indexes:
-            self._indexes[node] = Index(node)
-        return self._indexes[node]
+    def places(self, node: ast.AST) -> _Places:
+        """The statements below a definition of this module, by type: each as a body and the place in it."""
+        if node not in self._places:
+            self._places[node] = _places(node)
+        return self._places[node]
 
     @cached_property
-    def _indexes(self) -> dict[ast.AST, Index]:
+    def _places(self) -> dict[ast.AST, _Places]:
         return {}
 
     def offset(self, line: int, column: int) -> int:
@@ -260,39 +261,39 @@ class ModuleSource:
         text = self.lines[line - 1]
         return start + (column if text.isascii() else len(text.encode()[:column].decode()))
 
+    def line(self, offset: int) -> int:
+        """The 1-based line that the character ``offset`` is in."""
+        return bisect.bisect(self._line_starts, offset)
+
+    def lines_with(self, name: str) -> Sequence[int]:
+        """The 1-based lines that contain ``name``, in order."""
+        if not name:
+            return range(1, len(self.lines) + 1)
+        found = []
+        offset = self.text.find(name)
+        while offset >= 0:
+            found.append(self.line(offset))
+            offset = self.text.find(name, offset + 1)
+        return found
+
     def line_start(self, line: int) -> int:
         """The character offset at which 1-based ``line`` begins."""
         return self._line_starts[line - 1]
 
 
-class Index:
-    """What stands below a node: its expressions, and the bodies and places of its statements, by type."""
-
-    def __init__(self, root: ast.AST) -> None:
-        self._root = root
-
-    @cached_property
-    def places(self) -> dict[type[ast.AST], list[tuple[list[ast.stmt], int]]]:
-        found: dict[type[ast.AST], list[tuple[list[ast.stmt], int]]] = {}
-        pending = [self._root]
-        while pending:
-            node = pending.pop()
-            for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-                nodes = getattr(node, field, None)
-                if isinstance(nodes, list):
-                    pending += nodes
-                    for place, item in enumerate(nodes):
-                        if isinstance(item, ast.stmt):
-                            found.setdefault(type(item), []).append((nodes, place))
-        return found
-
-    @cached_property
-    def expressions(self) -> dict[type[ast.AST], list[ast.expr]]:
-        found: dict[type[ast.AST], list[ast.expr]] = {}
-        for node in ast.walk(self._root):
-            if isinstance(node, ast.expr):
-                found.setdefault(type(node), []).append(node)
-        return found
+def _places(root: ast.AST) -> _Places:
+    found: _Places = {}
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            nodes = getattr(node, field, None)
+            if isinstance(nodes, list):
+                pending += nodes
+                for place, item in enumerate(nodes):
+                    if isinstance(item, ast.stmt):
+                        found.setdefault(type(item), []).append((nodes, place))
+    return found
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.ClassDef]:
@@ -326,19 +327,36 @@ class Definition:
     def all(self, pattern: str, within: ast.AST | None = None) -> list[ast.AST]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
         wanted = _parse_pattern(pattern)
-        index = self.module.index(self.node)
+        has_name = self._has_name(_longest_name(wanted[0] if isinstance(wanted, list) else wanted))
         found: list[ast.AST] = []
         if isinstance(wanted, list):
-            for body, start in index.places.get(type(wanted[0]), []):
+            for body, start in self.module.places(self.node).get(type(wanted[0]), []):
                 run = body[start : start + len(wanted)]
-                if _match_run(wanted, run):
+                if has_name(run[0]) and _match_run(wanted, run):
                     found.append(run[0] if len(run) == 1 else _Run(run))
         else:
-            found += [node for node in index.expressions.get(type(wanted), []) if _match(wanted, node)]
+            pending: list[ast.AST] = [self.node]
+            while pending:
+                node = pending.pop()
+                pending += filter(has_name, ast.iter_child_nodes(node))
+                if isinstance(node, ast.expr) and _match(wanted, node):
+                    found.append(node)
         if within is not None:
             start, end = self._span(within)
             found = [node for node in found if start <= self._span(node)[0] and self._span(node)[1] <= end]
         return sorted(found, key=lambda node: self._span(node)[0])
+
+    def _has_name(self, name: str) -> Callable[[ast.AST], bool]:
+        """Whether ``name`` can be in a node, by the lines of the node: few need a closer look then."""
+        lines = self.module.lines_with(name)
+
+        def has_name(node: ast.AST) -> bool:
+            if not isinstance(node, (ast.stmt, ast.expr)):
+                return True
+            at = bisect.bisect_left(lines, node.lineno)
+            return at < len(lines) and lines[at] <= node.end_lineno  # type: ignore[operator]
+
+        return has_name
 
     def has(self, pattern: str, within: ast.AST | None = None) -> bool:
         """Whether the pattern matches at least once."""
@@ -358,7 +376,7 @@ class Definition:
 
     def statements(self, kind: type[Statement]) -> list[Statement]:
         """Every statement of a type in this definition, itself left out."""
-        places = self.module.index(self.node).places.get(kind, [])
+        places = self.module.places(self.node).get(kind, [])
         return sorted((cast(Statement, body[place]) for body, place in places), key=lambda node: node.lineno)
 
     def inner(self, name: str) -> Definition:
@@ -450,6 +468,11 @@ def _parse_pattern(pattern: str) -> ast.expr | list[ast.stmt]:
     if len(body) == 1 and isinstance(body[0], ast.Expr):
         return body[0].value
     return body
+
+
+def _longest_name(wanted: ast.AST) -> str:
+    names = [str(getattr(node, "id", getattr(node, "attr", ""))) for node in ast.walk(wanted)]
+    return max((name for name in names if not name.startswith("ANY")), key=len, default="")
 
 
 def _is_gap(node: ast.AST) -> bool:

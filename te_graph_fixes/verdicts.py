@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
 from .fixes import CATALOGUE
 from .source import Source
@@ -22,6 +19,9 @@ def expected(fix: Fix, version: str | None) -> str | None:
 
     Local labels are ignored and a development version counts as the release that it leads to.
     """
+    from packaging.specifiers import SpecifierSet  # slow to import, and of no use to a fix
+    from packaging.version import InvalidVersion, Version
+
     try:
         release = Version(version or "").base_version
     except InvalidVersion:

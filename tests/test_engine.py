@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import importlib.util
 import inspect
 import linecache
+import py_compile
 import sys
 import traceback
 import zipfile
@@ -448,6 +450,23 @@ def with_module(package: StandIn, text: str, other: str = "") -> Verdict:
     edit = package.edit("run", "return 1", "from standin._plan import Plan\nreturn Plan(2).size")
     modules = {"standin._plan": text, **({"standin._other": other} if other else {})}
     return applicable("a test", edit.edits, modules)
+
+
+@pytest.mark.parametrize("cached", ["def run(x):\n    return x + 1\n", "def run(x):\n    return x + 10\n", None])
+def test_what_is_loaded_is_compared_with_what_the_present_text_compiles_to(
+    standin: Callable[..., StandIn], cached: str | None
+) -> None:
+    package = standin("def run(x):\n    return x + 1\n")
+    path = Path(package.source.module(CODE).path)
+    kept = path.read_text()
+    compiled = importlib.util.cache_from_source(str(path))
+    Path(compiled).unlink(missing_ok=True)
+    if cached:
+        path.write_text(cached)
+        py_compile.compile(str(path), compiled)
+        path.write_text(kept)
+    (change,) = changes(package.source, {"fix": package.edit("run", "return x + 1", "return x + 2")})
+    assert change.before == package.module.run.__code__
 
 
 def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
