@@ -12,6 +12,9 @@ a capture are kept, and added to their ``.grad`` after each replay, before the h
 as it was (`te_graph_fixes/provided/delayed_wgrad.py`, shipped beside the patched modules). GroupedLinear no longer
 returns buffers that its delayed wgrad has yet to fill, and bias gradients which the dgrad returns are copied like other
 gradients.
+
+In FP8 the dgrad computes the bias gradients. Without ``param-grad-lifetime``, which has them copied, what crashed or
+was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two go together.
 """
 
 from __future__ import annotations
@@ -399,5 +402,5 @@ FIX = Fix(
     upstream=(),
     affected=">=2.10",
     examine=examine,
-    requires=("backward-dw-hooks",),
+    requires=("backward-dw-hooks", "param-grad-lifetime"),
 )
