@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-INSTALL = "from tests import simulator\nsimulator.install()\n"
+
+def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
+    """That of a child which finds ``path`` first and has no settings but those given."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
+    paths = [str(path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **changed}
 
 
 def python(*arguments: str | Path, path: str | Path = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the root of the repository, with ``path`` first in its path and no settings but those given."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
-    paths = [str(path), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
+        env=_environment(path, environment),
         capture_output=True,
         text=True,
         timeout=300,
@@ -27,8 +33,41 @@ def python(*arguments: str | Path, path: str | Path = "", **environment: str) ->
     )
 
 
-def simulate(program: str, path: str | Path = "", **environment: str) -> str:
-    """What ``program`` prints on the simulator; it must end well."""
-    done = python("-c", INSTALL + program, path=path, **environment)
+@functools.cache
+def _forks() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.forks"],
+        cwd=ROOT,
+        env=_environment("", {}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def on_simulator(*arguments: str | Path, path: str | Path = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """As `python` with ``-m tests.simulator``, in a fork of a process that has imported torch: it is slow to import.
+
+    ``-c PROGRAM`` runs the text of a program.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = [Path(folder, name) for name in ("stdout", "stderr")]
+        request = {
+            "arguments": [*map(str, arguments)],
+            "environment": _environment(path, environment),
+            "output": [*map(str, output)],
+        }
+        server = _forks()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(json.dumps(request), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        texts = [file.read_text() for file in output]
+    return subprocess.CompletedProcess(request["arguments"], status, *texts)
+
+
+def simulate(*arguments: str | Path, path: str | Path = "", **environment: str) -> str:
+    """What `on_simulator` prints; it must end well."""
+    done = on_simulator(*arguments, path=path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

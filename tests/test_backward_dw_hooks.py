@@ -6,10 +6,7 @@ Run as a program it replays the delayed wgrads of two captured modules, and prin
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,9 @@ import pytest
 from te_graph_fixes.engine import patched
 from te_graph_fixes.fixes.backward_dw_hooks import FIX
 from te_graph_fixes.source import Source
+from tests.child import simulate
 from tests.published import VERSIONS, source
 
-ROOT = Path(__file__).parent.parent
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
 REVERSED_HOOKS = (
     "for wgrad_accumulation_and_reduce_hook in self.wgrad_accumulation_and_reduce_hooks:",
@@ -69,15 +66,8 @@ def test_another_shape_is_unrecognized(version: str, name: str, tmp_path: Path) 
 
 def replay(setting: str) -> dict[str, Any]:
     """What `main` prints in a child process on the simulator."""
-    command = [sys.executable, "-m", "tests.simulator", __file__]
-    environment = {
-        **os.environ,
-        "TE_GRAPH_FIXES": setting,
-        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)]),
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    output = simulate(__file__, TE_GRAPH_FIXES=setting)
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
 
 

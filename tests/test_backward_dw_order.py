@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,9 @@ import pytest
 from te_graph_fixes.engine import patched
 from te_graph_fixes.fixes.backward_dw_order import FIX
 from te_graph_fixes.source import Source
+from tests.child import simulate
 from tests.published import VERSIONS, source
 
-ROOT = Path(__file__).parent.parent
 GRAPH = "transformer_engine.pytorch.graph"
 
 # Text of TE's that decides what the edits mean, and something that means another thing.
@@ -94,15 +91,8 @@ def test_another_plan_module_is_unrecognized(tmp_path: Path) -> None:
 
 def sweep(setting: str, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The summary of ``tests/gpu/order_sweep.py`` and its other lines, in a child process on the simulator."""
-    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/order_sweep.py", *arguments]
-    environment = {
-        **os.environ,
-        "TE_GRAPH_FIXES": setting,
-        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)]),
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    *lines, summary = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    output = simulate("tests/gpu/order_sweep.py", *arguments, TE_GRAPH_FIXES=setting)
+    *lines, summary = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return summary, lines
 
 

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
+from tests.child import simulate
 
 IDS = {"none-outputs": "none-outputs", "none-outputs in order": "none-outputs", "tuple-samples": "tuple-samples"}
 ERRORS = {"none-outputs": "AttributeError: 'NoneType' object has no attribute", "tuple-samples": "AssertionError"}
-ROOT = Path(__file__).parent.parent
 
 
 def run(setting: str) -> dict[str, dict[str, Any]]:
     """``tests/gpu/callable_shapes.py`` in a child process on the simulator."""
-    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/callable_shapes.py"]
-    path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
-    environment = {**os.environ, "TE_GRAPH_FIXES": setting, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+    output = simulate("tests/gpu/callable_shapes.py", TE_GRAPH_FIXES=setting)
+    return {line["case"]: line for line in map(json.loads, output.splitlines())}
 
 
 @pytest.fixture(scope="module")

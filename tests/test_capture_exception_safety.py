@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
+from tests.child import simulate
 
 FIX = CATALOGUE["capture-exception-safety"]
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
-ROOT = Path(__file__).parent.parent
 ERRORS = {
     "warmup-forward": "PlannedError",
     "warmup-backward": "PlannedError",
@@ -33,12 +29,8 @@ ERRORS = {
 
 def run(setting: str, *places: str) -> dict[str, dict[str, Any]]:
     """``tests/gpu/capture_exception_safety.py`` for some places, one after the other, in a child process."""
-    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/capture_exception_safety.py", *places]
-    path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
-    environment = {**os.environ, "TE_GRAPH_FIXES": setting, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return {line["place"]: line for line in map(json.loads, done.stdout.splitlines())}
+    output = simulate("tests/gpu/capture_exception_safety.py", *places, TE_GRAPH_FIXES=setting)
+    return {line["place"]: line for line in map(json.loads, output.splitlines())}
 
 
 @pytest.fixture(scope="module")

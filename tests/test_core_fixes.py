@@ -14,7 +14,7 @@ import pytest
 from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
-from tests.child import python, simulate
+from tests.child import on_simulator, simulate
 
 SKIP_FLAG, WARMUP, ACCESSORS = "grouped-linear-skip-flag", "warmup-reset", "skip-flag-accessors"
 NEEDED = {fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE}
@@ -42,7 +42,7 @@ else:
 
 def measure(setting: str, *cases: str) -> dict[str, dict[str, Any]]:
     """What a child says of the cases, with ``setting`` in ``TE_GRAPH_FIXES``."""
-    done = python("-m", "tests.simulator", "-m", "te_graph_fixes.verify.child", *cases, TE_GRAPH_FIXES=setting)
+    done = on_simulator("-m", "te_graph_fixes.verify.child", *cases, TE_GRAPH_FIXES=setting)
     return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
@@ -141,13 +141,13 @@ assert not seen
 
 
 def test_the_flag_is_read_only_in_a_capture_with_cached_weights() -> None:
-    simulate(SLOTS)
+    simulate("-c", SLOTS)
 
 
 @pytest.mark.skipif(SKIP_FLAG not in NEEDED, reason="this TE reads the flag")
 def test_without_the_fix_the_flag_is_not_read() -> None:
     with pytest.raises(AssertionError, match="'skip_fp8_weight_update': None"):
-        simulate(SLOTS, TE_GRAPH_FIXES="off")
+        simulate("-c", SLOTS, TE_GRAPH_FIXES="off")
 
 
 ACCESS = """
@@ -168,10 +168,10 @@ assert Manager.get_skip_fp8_weight_update_tensor() is None
 
 
 def test_the_accessors_of_the_flag() -> None:
-    simulate(ACCESS)
+    simulate("-c", ACCESS)
 
 
 @pytest.mark.skipif(ACCESSORS not in NEEDED, reason="this TE has the accessors")
 def test_without_the_fix_they_are_missing() -> None:
     with pytest.raises(AssertionError, match="has no attribute 'get_skip_fp8_weight_update_tensor'"):
-        simulate(ACCESS, TE_GRAPH_FIXES="off")
+        simulate("-c", ACCESS, TE_GRAPH_FIXES="off")

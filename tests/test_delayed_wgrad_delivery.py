@@ -6,10 +6,7 @@ Run as a program it says of each captured forward whether autograd nodes of the 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,9 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.fixes.delayed_wgrad_delivery import FIX
 from te_graph_fixes.provided.delayed_wgrad import accumulate_grads, deliver_grads, take_grads
 from te_graph_fixes.source import Source
+from tests.child import on_simulator
 from tests.published import VERSIONS, source
 
-ROOT = Path(__file__).parent.parent
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
 LEAKS = "2.13" <= ".".join((Source.installed().version or "").split(".")[:2]) <= "2.18"
 ORDER = [1, 1, -1, -1] if (Source.installed().version or "").startswith("2.10.") else [1, 1, -1, -1.5, -1, -1.5]
@@ -173,13 +170,7 @@ def test_a_capture_leaves_grads_and_hooks_as_they_were(fails: bool) -> None:
 
 def run(setting: str, *words: str, program: str = "tests/gpu/delayed_wgrad_delivery.py") -> list[Any]:
     """The lines of JSON of the cases that match ``words`` in a child process on the simulator."""
-    command = [sys.executable, "-m", "tests.simulator", program, *words]
-    environment = {
-        **os.environ,
-        "TE_GRAPH_FIXES": setting,
-        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)]),
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = on_simulator(program, *words, TE_GRAPH_FIXES=setting)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
 
 

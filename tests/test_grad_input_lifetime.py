@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +15,10 @@ from hypothesis import strategies as st
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.provided.graph_order import MODEL_CHUNKS, grad_input_releases
 from te_graph_fixes.source import Source
+from tests.child import simulate
 from tests.pipeline_orders import interleaved, layer_wise
 
 FIX = CATALOGUE["grad-input-lifetime"]
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -180,11 +176,8 @@ def test_model_chunks_that_do_not_fit_are_refused(text: str, monkeypatch: pytest
 
 def run(*names: str) -> dict[tuple[str, str], dict[str, Any]]:
     """``tests/gpu/grad_input_lifetime.py check`` in a child process on the simulator."""
-    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/grad_input_lifetime.py", "check", "64", "64", *names]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    output = simulate("tests/gpu/grad_input_lifetime.py", "check", "64", "64", *names)
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {(line["schedule"], line["setting"]): line for line in lines}
 
 

@@ -102,11 +102,12 @@ import transformer_engine.pytorch
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_events_does_not_matter(order: str) -> None:
-    simulate(PRELUDE + ORDERS[order] + "\ncheck()\n")
+    simulate("-c", PRELUDE + ORDERS[order] + "\ncheck()\n")
 
 
 def test_tracebacks_and_sources_show_the_corrected_lines() -> None:
     simulate(
+        "-c",
         PRELUDE
         + """
 import inspect, linecache, traceback, te_graph_fixes
@@ -139,7 +140,7 @@ except Exception as error:
     assert any(frame.name == "_make_graphed_callables" for frame in graph), frames
 else:
     raise AssertionError("no error")
-"""
+""",
     )
 
 
@@ -159,6 +160,7 @@ def broken(folder: Path) -> Path:
 
 def test_strict_raises_at_every_import_of_te(tmp_path: Path) -> None:
     simulate(
+        "-c",
         PRELUDE
         + """
 import te_graph_fixes

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
+from tests.child import simulate
 
 FIX = CATALOGUE["param-grad-lifetime"]
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
 VERSION = Source.installed().version or ""
-ROOT = Path(__file__).parent.parent
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 RECIPES = ("bf16", "fp8-delayed", "fp8-current")
 COPIES = {"Linear": 2, "LayerNormLinear": 4, "LayerNormMLP": 6, "GroupedLinear": 4}
@@ -30,15 +26,8 @@ Results = dict[tuple[str, ...], dict[str, Any]]
 
 def run(setting: str, *case: str) -> Results:
     """The cases of ``tests/gpu/param_grad_lifetime.py``, or the one, in a child process on the simulator."""
-    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/param_grad_lifetime.py", *case]
-    environment = {
-        **os.environ,
-        "TE_GRAPH_FIXES": setting,
-        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)]),
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    output = simulate("tests/gpu/param_grad_lifetime.py", *case, TE_GRAPH_FIXES=setting)
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {tuple(line["case"]): line for line in lines}
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from tests.child import on_simulator
+
 ROOT = Path(__file__).parent.parent
 PARTS = ("graphs", "extension")
 
@@ -47,7 +49,7 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def results(part: str) -> dict[str, str | None]:
-    done = run("-m", "tests.simulator.checks", part)
+    done = on_simulator("-m", "tests.simulator.checks", part, TE_GRAPH_FIXES="off")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr
     return {line["check"]: line["error"] for line in lines}
@@ -64,7 +66,7 @@ def test_unpatched_errors_are_those_of_an_h200(kind: str, recipe: str) -> None:
     te = Version(version("transformer_engine"))
     before_214, before_217 = H200[kind, recipe]
     wanted = before_214 if te < Version("2.14.dev0") else before_217 if te < Version("2.17.dev0") else RIGHT
-    done = run("tests/simulator/side_by_side.py", kind, recipe)
+    done = on_simulator("tests/simulator/side_by_side.py", kind, recipe, TE_GRAPH_FIXES="off")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     measured = (max(found["outputs"]), max(found["wgrads"]), found["wgrad_norm"][0])

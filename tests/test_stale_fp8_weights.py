@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
+from tests.child import simulate
 
 FIX = CATALOGUE["stale-fp8-weights"]
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
 VERSION = Source.installed().version or ""
-ROOT = Path(__file__).parent.parent
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 SETTINGS = ("uncached", "after-cached", "not-first")
 
 
 def run(setting: str, *case: str) -> dict[tuple[str, ...], float | str]:
     """The cases of ``tests/gpu/stale_fp8_weights.py``, or the one, in a child process on the simulator."""
-    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/stale_fp8_weights.py", *case]
-    path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
-    environment = {**os.environ, "TE_GRAPH_FIXES": setting, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    output = simulate("tests/gpu/stale_fp8_weights.py", *case, TE_GRAPH_FIXES=setting)
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {tuple(line["case"]): line["failed"] if "failed" in line else line["error"] for line in lines}
 
 

@@ -19,6 +19,7 @@ from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify import runner
 from te_graph_fixes.verify.cases import CASES, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
+from tests.child import on_simulator
 
 ROOT = Path(__file__).parent.parent
 ON_SIMULATOR = (sys.executable, "-m", "tests.simulator", "-m", "te_graph_fixes.verify.child")
@@ -113,12 +114,9 @@ def test_a_child_that_dies_is_a_failure_with_its_last_words() -> None:
 
 def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[str, object]]:
     """The lines of a child on the simulator, in which ``prelude`` is run first."""
-    program = f"{prelude}\nimport runpy, sys\nfrom tests import simulator\nsimulator.install()\n"
-    program += f"sys.argv = ['child', *{list(arguments)!r}]\n"
+    program = f"{prelude}\nimport runpy, sys\nsys.argv = ['child', *{list(arguments)!r}]\n"
     program += "runpy.run_module('te_graph_fixes.verify.child', run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}, check=False
-    )
+    done = on_simulator("-c", program, **environment)
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -133,7 +131,7 @@ def test_the_child_stops_after_a_failure() -> None:
 @pytest.mark.parametrize("where", ["Case.measure", "torch.cuda.get_device_name"])
 def test_running_out_of_memory_is_not_a_measurement(where: str) -> None:
     prelude = (
-        "import torch\nfrom te_graph_fixes.verify.cases import Case\nfrom tests import simulator\nsimulator.install()\n"
+        "import torch\nfrom te_graph_fixes.verify.cases import Case\n"
         "def fail(*_): raise torch.AcceleratorError('CUDA error: out of memory')\n"
         f"{where} = fail"
     )

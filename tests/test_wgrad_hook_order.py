@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
+from tests.child import simulate
 
 FIX = CATALOGUE["wgrad-hook-order"]
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
 HOOKS_NEEDED = CATALOGUE["backward-dw-hooks"].verdict(Source.installed()).verdict == "applicable"
-ROOT = Path(__file__).parent.parent
 
 
 def run(setting: str) -> dict[str, Any]:
     """``tests/gpu/wgrad_hook_order.py`` in a child process on the simulator."""
-    command = [sys.executable, "-m", "tests.simulator", "tests/gpu/wgrad_hook_order.py"]
-    path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
-    environment = {**os.environ, "TE_GRAPH_FIXES": setting, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    output = simulate("tests/gpu/wgrad_hook_order.py", TE_GRAPH_FIXES=setting)
+    return json.loads(output.splitlines()[-1])
 
 
 def test_hooks_are_run_in_the_order_of_the_forwards() -> None:
