@@ -408,6 +408,11 @@ class Definition:
         start, _ = self._whole_lines(node)
         return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
 
+    def insert_at_start(self, text: str) -> Edit:
+        """Put the statements ``text`` before the first one of this function, below its docstring."""
+        body = self.node.body
+        return self.insert_before(body[0 if ast.get_docstring(self.node) is None else 1], text)
+
     def insert_after(self, node: ast.AST, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own after the statement ``node``."""
         _, end = self._whole_lines(node)

@@ -43,11 +43,10 @@ def examine(source: Source) -> Verdict:
             f"found `{forward.text(value)}`"
         )
     require_parameters(forward, "is_first_microbatch")
-    statements = forward.node.body[1 if ast.get_docstring(forward.node) is not None else 0 :]
     return applicable(
         f"GroupedLinear passes None as {SLOT}",
         [
-            forward.insert_before(statements[0], READ_FLAG.format(tensor=_skip_tensor(source)) + "\n"),
+            forward.insert_at_start(READ_FLAG.format(tensor=_skip_tensor(source)) + "\n"),
             forward.replace(value, SLOT),
         ],
     )

@@ -122,11 +122,10 @@ def _state(source: Source) -> tuple[str, str]:
 
 
 def _quantize(forward: Definition, text: str) -> Edit:
-    node = cast(ast.FunctionDef, forward.node)
     require_parameters(forward, "is_first_microbatch")
     if forward.has("ANY_FLAG = torch.is_grad_enabled()"):
         return forward.insert_before(forward.one("ANY_FLAG = torch.is_grad_enabled()"), text)
-    return forward.insert_before(node.body[1 if ast.get_docstring(node) is not None else 0], text)
+    return forward.insert_at_start(text)
 
 
 FIX = Fix(
