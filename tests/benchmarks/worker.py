@@ -54,7 +54,7 @@ def small_layer() -> tuple[Experts, torch.Tensor]:
     return experts(256, 256), torch.randn(256, 256, dtype=torch.bfloat16, device="cuda").requires_grad_()
 
 
-def forward(calls: int = 40, blocks: int = 15) -> dict[str, float]:
+def forward(calls: int = 5, blocks: int = 100) -> dict[str, float]:
     """CPU time of one eager forward in FP8: of the quickest block of calls, the GPU idle at the start of each."""
     module, x = small_layer()
     recipe = make_recipe("fp8-delayed")
