@@ -128,6 +128,13 @@ def test_the_child_stops_after_a_failure() -> None:
     assert str(line["detail"]).startswith("AttributeError: ")
 
 
+@pytest.mark.parametrize("also", ["", ",capture-exception-safety"])
+def test_the_child_stops_where_a_refusal_leaves_te_in_a_capture(also: str) -> None:
+    lines = child("wgrad-before-dgrad", "linear-bf16", TE_GRAPH_FIXES=f"backward-dw-order{also}")
+    assert [line["last"] for line in lines] == ([False, False] if also else [True])
+    assert lines[0]["error"] == 0.0
+
+
 @pytest.mark.parametrize("where", ["Case.measure", "torch.cuda.get_device_name"])
 def test_running_out_of_memory_is_not_a_measurement(where: str) -> None:
     prelude = (
