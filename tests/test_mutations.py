@@ -24,6 +24,7 @@ from tests.published import source
 
 VERSIONS = ("2.12.0", "2.15.0", "2.20.2")
 FEW, MANY = 2, 31
+NO_MUTATION = "no mutation"
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def check(fix_id: str, version: str, kind: str, seed: int) -> str:
     function = rng.choice(places)
     mutation = MUTATIONS[kind](function, rng)
     if mutation is None:
-        return "no mutation"
+        return NO_MUTATION
     module = function.module
     text = replaced(module.text, mutation.spans) if mutation.spans else exchanged(module.text, mutation.whole)
     try:
@@ -338,4 +339,6 @@ def test_a_mutated_source(fix_id: str, version: str, kind: str) -> None:
 @pytest.mark.parametrize(("fix_id", "version"), NEEDED)
 def test_many_mutated_sources(fix_id: str, version: str, kind: str) -> None:
     said = [check(fix_id, version, kind, seed) for seed in range(FEW, MANY)]
+    if set(said) == {NO_MUTATION}:
+        pytest.skip("there is nothing of this kind to mutate")
     assert {APPLICABLE, UNRECOGNIZED} & set(said)
