@@ -16,14 +16,27 @@ from typing import Any, cast
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..source import Source, UnrecognizedError
 
-WARMUP = """
-ANY_OUTPUTS = ANY_FORWARD
-for hook in hooks:
-    hook.remove()
-if is_training:
-    ...
-else:
-    ...
+FORWARDS = (
+    """
+    ANY_OUTPUTS = ANY_FORWARD
+    for hook in hooks:
+        hook.remove()
+    """,
+    """
+    try:
+        ANY_OUTPUTS = ANY_FORWARD
+    finally:
+        for hook in hooks:
+            hook.remove()
+    """,
+)
+"""The forward of the warmup, TE's own and that of `capture-exception-safety`."""
+
+BACKWARD = """
+    if is_training:
+        ...
+    else:
+        ...
 """
 
 FLATTEN = "flatten_outputs, spec = _tree_flatten(outputs)"
@@ -55,11 +68,12 @@ def examine(source: Source) -> Verdict:
     flatten = capture.all(FLATTEN)
     if len(flatten) != 2:
         raise UnrecognizedError(f"looked for `{FLATTEN}` twice in {capture.module.path}, found it {len(flatten)} times")
-    warmup = cast(Any, capture.one(WARMUP)).statements
+    forward = next((pattern for pattern in FORWARDS if capture.has(pattern + BACKWARD)), FORWARDS[0])
+    backward = cast(Any, capture.one(forward + BACKWARD)).statements[-1]
     return applicable(
         "every output is taken for a tensor",
         [
-            capture.insert_before(warmup[2], "outputs = [o for o in outputs if o is not None]"),
+            capture.insert_before(backward, "outputs = [o for o in outputs if o is not None]"),
             *(capture.insert_after(node, LEAVE_OUT) for node in flatten),
             capture.replace(capture.one(RETURN), PUT_BACK),
         ],
