@@ -58,7 +58,7 @@ REPRESENTATIVE = ("2.10.0", "2.12.0", "2.15.0", VERSIONS[-1])
 """Versions that between them have every defect and every layout of the source."""
 
 HIDES = {"delayed-wgrad-delivery": "backward-dw-hooks"}
-"""A fix which, alone in a source, makes the other unrecognized. It requires the other, so `diff` never gives it alone."""
+"""A fix that, alone in a source, makes the other unrecognized. It requires the other: `diff` never gives it alone."""
 
 ACCESSOR = ("quantization_state.skip_fp8_weight_update_tensor", "get_skip_fp8_weight_update_tensor()")
 """How the skip tensor is read where there is no accessor, and where there is one: either is right."""
