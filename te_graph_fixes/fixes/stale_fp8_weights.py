@@ -1,6 +1,6 @@
 """``stale-fp8-weights``: graphs go on with the FP8 weights of their capture.
 
-Upstream: open, TE 2.14 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
+Upstream: open, TE 2.9 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
 
 Symptom: after an optimizer step the outputs of graphed FP8 modules are off by about 1.0, because weights are not
 quantized again. It happens
