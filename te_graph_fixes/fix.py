@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import cast
 
-from .source import Definition, Edit, Source, UnrecognizedError
+from .source import Edit, Source, UnrecognizedError
 
 APPLICABLE = "applicable"
 NOT_NEEDED = "not-needed"
@@ -47,17 +45,6 @@ def not_needed(reason: str) -> Verdict:
 def not_applicable(reason: str) -> Verdict:
     """This TE lacks the feature that has the defect."""
     return Verdict(NOT_APPLICABLE, reason)
-
-
-def require_parameters(function: Definition, *names: str) -> None:
-    """Raise `UnrecognizedError` unless the function has the parameters that an edit names."""
-    arguments = cast(ast.FunctionDef, function.node).args
-    found = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
-    for name in names:
-        if name not in found:
-            raise UnrecognizedError(
-                f"looked for the parameter {name} of {function.qualname} ({function.module.path}), found none"
-            )
 
 
 @dataclass(frozen=True)

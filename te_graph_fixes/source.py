@@ -362,17 +362,31 @@ class Definition:
         """Whether the pattern matches at least once."""
         return bool(self.all(pattern, within))
 
-    def one(self, pattern: str, within: ast.AST | None = None) -> ast.AST:
-        """The only match of ``pattern``; raises `UnrecognizedError` if there is none or more than one."""
-        found = self.all(pattern, within)
-        if len(found) != 1:
-            wanted = " ".join(pattern.split())
+    def one(self, *patterns: str, within: ast.AST | None = None) -> ast.AST:
+        """The only match of the ``patterns``; raises `UnrecognizedError` if there is none or more than one."""
+        return self.exactly(1, *patterns, within=within)[0]
+
+    def exactly(self, count: int, *patterns: str, within: ast.AST | None = None) -> list[ast.AST]:
+        """The matches of the ``patterns``; raises `UnrecognizedError` unless there are as many as ``count``."""
+        found = [node for pattern in patterns for node in self.all(pattern, within)]
+        if len(found) != count:
+            wanted = "` or `".join(" ".join(pattern.split()) for pattern in patterns)
             lines = ", ".join(str(_first(node).lineno) for node in found)
             raise UnrecognizedError(
-                f"looked for `{wanted}` exactly once in {self.qualname} ({self.module.path}:{self.node.lineno}), "
-                f"found it {len(found)} times" + (f" (lines {lines})" if lines else "")
+                f"looked for `{wanted}` exactly {'once' if count == 1 else f'{count} times'} in {self.qualname} "
+                f"({self.module.path}:{self.node.lineno}), found it {len(found)} times"
+                + (f" (lines {lines})" if lines else "")
             )
-        return found[0]
+        return found
+
+    def require_parameters(self, *names: str) -> None:
+        """Raise `UnrecognizedError` unless this function has the parameters ``names``."""
+        arguments = cast(ast.FunctionDef, self.node).args
+        missing = set(names) - {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
+        if missing:
+            raise UnrecognizedError(
+                f"looked for parameters {sorted(missing)} of {self.qualname} ({self.module.path}), found none"
+            )
 
     def statements(self, kind: type[Statement]) -> list[Statement]:
         """Every statement of a type in this definition, itself left out."""

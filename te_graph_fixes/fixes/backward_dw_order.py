@@ -19,7 +19,7 @@ import ast
 import textwrap
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed, require_parameters
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
 from ..source import Definition, Edit, Source, UnrecognizedError
 
@@ -174,7 +174,7 @@ def examine(source: Source) -> Verdict:
     for name in ("_tree_flatten", "_tree_unflatten"):
         if f"as {name}\n" not in capture.module.text:
             raise UnrecognizedError(f"looked for an import of {name} in {capture.module.path}, found none")
-    require_parameters(capture, "callables", "sample_args", "sample_kwargs", "_reuse_graph_input_output_buffers")
+    capture.require_parameters("callables", "sample_args", "sample_kwargs", "_reuse_graph_input_output_buffers")
     loop = cast(ast.For, capture.one(CAPTURE))
     layers = cast(ast.For, capture.one("for l_no in list(reversed(range(ANY))): ...", within=loop))
     reuse = cast(ast.For, _statements(capture.one(REUSE_INPUTS))[-1])

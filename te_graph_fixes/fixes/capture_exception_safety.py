@@ -18,7 +18,7 @@ from __future__ import annotations
 import ast
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_needed, require_parameters
+from ..fix import Fix, Verdict, applicable, not_needed
 from ..source import Definition, Edit, Source, UnrecognizedError
 
 CAPTURE = """
@@ -178,7 +178,7 @@ def _warmup(capture: Definition) -> list[Edit]:
 def _public(public: Definition) -> list[Edit]:
     if _in_finally(public, "set_capture_end()"):
         return []
-    require_parameters(public, "modules")
+    public.require_parameters("modules")
     call = cast(ast.Assign, public.one("graphed_callables = ANY"))
     if not isinstance(call.value, ast.Call) or ast.unparse(call.value.func) != "_make_graphed_callables":
         raise UnrecognizedError(f"looked for a call of _make_graphed_callables in {public.module.path}, found another")

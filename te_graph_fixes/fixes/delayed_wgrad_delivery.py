@@ -20,10 +20,9 @@ was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed, require_parameters
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import module_text
 from ..source import Definition, Edit, Source, UnrecognizedError
 
@@ -259,15 +258,13 @@ def _require_corrected(source: Source, capture: Definition) -> None:
     if found.text != PROVIDED_TEXT:
         raise UnrecognizedError(f"looked for this package's delayed_wgrad.py in {found.path}, found another text")
     capture.one(DELIVER)
-    if len(capture.all(TAKE.format(index="ANY_INDEX"))) != 2 or capture.has(CALL):
-        raise UnrecognizedError(
-            f"looked for two captures with take_grads in {capture.module.path}, found another shape"
-        )
+    capture.exactly(2, TAKE.format(index="ANY_INDEX"))
+    capture.exactly(0, CALL)
 
 
 def _graph(source: Source, capture: Definition) -> list[Edit]:
-    captures = _several(capture, CAPTURE, 2)
-    _several(capture, CALL, 3)
+    captures = capture.exactly(2, CAPTURE)
+    capture.exactly(3, CALL)
     edits = [
         capture.insert_after(capture.one("need_bwd_dw_graph = {}"), KEEP),
         capture.replace(capture.one(CALL, within=capture.one(WARMUP)), "take_grads(module)"),
@@ -294,16 +291,12 @@ def _attribute_edits(source: Source, capture: Definition) -> list[Edit]:
     """Deliver after the replay, and let the static gradients go with the graphs."""
     factory = capture.inner("make_graphed_attribute_functions")
     factory.one("return backward_dw, reset")
-    require_parameters(factory, "graph_idx")
+    factory.require_parameters("graph_idx")
     replay, reset = factory.inner("backward_dw"), factory.inner("reset")
-    calls = [call for pattern in REPLAYS for call in replay.all(pattern)]
-    if len(calls) != 1:
-        raise UnrecognizedError(
-            f"looked for one replay in {replay.qualname} ({capture.module.path}), found {len(calls)}: {REPLAYS}"
-        )
+    call = replay.one(*REPLAYS)
     edits = [
         _at_start(factory, ATTRIBUTES),
-        replay.replace(calls[0], f"{replay.text(calls[0])}\n{DELIVER}"),
+        replay.replace(call, f"{replay.text(call)}\n{DELIVER}"),
         reset.insert_after(cast(ast.FunctionDef, reset.node).body[-1], "delayed_grads.clear()"),
     ]
     op_hooks = source.find("transformer_engine.pytorch.ops.basic.grouped_linear")
@@ -321,8 +314,8 @@ def _returned_edits(capture: Definition) -> list[Edit]:
 
 def _base(source: Source, backward_dw: Definition) -> list[Edit]:
     backward_dw.one("(wgrad, bgrad), _ = self.wgrad_store.pop()")
-    _several(backward_dw, ASSIGNED, 2)
-    _several(backward_dw, "noop_cat(ANY_PARAMS)", 2)
+    backward_dw.exactly(2, ASSIGNED)
+    backward_dw.exactly(2, "noop_cat(ANY_PARAMS)")
     return [
         _import(backward_dw),
         backward_dw.replace(backward_dw.one(BASE_WEIGHT), ADD_BASE_WEIGHT),
@@ -331,14 +324,14 @@ def _base(source: Source, backward_dw: Definition) -> list[Edit]:
 
 
 def _mlp(source: Source, backward_dw: Definition) -> list[Edit]:
-    _several(backward_dw, "self.wgrad_store.pop()", 3)
-    _several(backward_dw, ASSIGNED, 4)
+    backward_dw.exactly(3, "self.wgrad_store.pop()")
+    backward_dw.exactly(4, ASSIGNED)
     return [_import(backward_dw), backward_dw.replace(backward_dw.one(MLP), ADD_MLP)]
 
 
 def _grouped(source: Source, backward_dw: Definition) -> list[Edit]:
     backward_dw.one("(_, grad_biases_, _), tensor_list = self.wgrad_store.pop()")
-    weight, bias = _either(backward_dw, GROUPED_WEIGHTS), _either(backward_dw, GROUPED_BIASES)
+    weight, bias = backward_dw.one(*GROUPED_WEIGHTS), backward_dw.one(*GROUPED_BIASES)
     wgrads = "wgrad_output" if "wgrad_output" in backward_dw.text(weight) else "wgrad_list"
     edits = [
         backward_dw.replace(weight, f"accumulate_grads([weight_params[i]], {wgrads}[i])"),
@@ -348,7 +341,7 @@ def _grouped(source: Source, backward_dw: Definition) -> list[Edit]:
         edits.append(backward_dw.replace(backward_dw.one(SINGLE_WEIGHT), ADD_SINGLE_WEIGHT))
     if "grouped_bias.grad" in backward_dw.text(backward_dw.node):
         edits.append(backward_dw.replace(backward_dw.one(SINGLE_BIAS), ADD_SINGLE_BIAS))
-    _several(backward_dw, ASSIGNED, len(edits))
+    backward_dw.exactly(len(edits), ASSIGNED)
     edits.append(_import(backward_dw))
     for name in ("_GroupedLinear.backward", "_GroupedLinear._backward_grouped_tensor"):
         backward = backward_dw.module.find(name)
@@ -359,31 +352,13 @@ def _grouped(source: Source, backward_dw: Definition) -> list[Edit]:
 
 
 def _op(source: Source, backward_dw: Definition) -> list[Edit]:
-    _several(backward_dw, ASSIGNED, 3)
+    backward_dw.exactly(3, ASSIGNED)
     return [_import(backward_dw, dots="..."), backward_dw.replace(backward_dw.one(OP), ADD_OP)]
 
 
 def _import(backward_dw: Definition, dots: str = "..") -> Edit:
     check = backward_dw.one("if not self.need_backward_dw(): return")
     return backward_dw.insert_before(check, IMPORT.format(dots=dots))
-
-
-def _several(definition: Definition, pattern: str, count: int) -> list[ast.AST]:
-    """The matches of ``pattern``, if these are ``count``."""
-    found = definition.all(pattern)
-    if len(found) != count:
-        wanted = " ".join(pattern.split())
-        raise UnrecognizedError(
-            f"looked for `{wanted}` {count} times in {definition.qualname} ({definition.module.path}), "
-            f"found it {len(found)} times"
-        )
-    return found
-
-
-def _either(definition: Definition, patterns: Sequence[str]) -> ast.AST:
-    """The only match of one of ``patterns``."""
-    found = [pattern for pattern in patterns if definition.has(pattern)]
-    return definition.one(found[0] if found else patterns[0])
 
 
 def _at_start(function: Definition, text: str) -> Edit:

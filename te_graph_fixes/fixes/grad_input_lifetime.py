@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed, require_parameters
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
 from ..source import Definition, Source, UnrecognizedError
 
@@ -83,7 +83,7 @@ def examine(source: Source) -> Verdict:
         return not_applicable("static buffers are not reused")
     if all(capture.has(pattern) for pattern in (PLAN, PLANNED_RELEASE, PARAMETERS_RELEASE)):
         return not_needed("grad inputs are held until their last reader")
-    require_parameters(capture, "_reuse_graph_input_output_buffers")
+    capture.require_parameters("_reuse_graph_input_output_buffers")
     loop = _loop(capture)
     capture.one(USER_ARGS)
     if not capture.has(PLANNED_INDEX, within=loop):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 
-from ..fix import Fix, Verdict, applicable, not_needed, require_parameters
+from ..fix import Fix, Verdict, applicable, not_needed
 from ..source import Definition, Source, UnrecognizedError
 
 SLOT = "skip_fp8_weight_update"
@@ -42,7 +42,7 @@ def examine(source: Source) -> Verdict:
             f"looked for a literal None in the slot {SLOT} of {forward.qualname} ({module.path}), "
             f"found `{forward.text(value)}`"
         )
-    require_parameters(forward, "is_first_microbatch")
+    forward.require_parameters("is_first_microbatch")
     return applicable(
         f"GroupedLinear passes None as {SLOT}",
         [

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..source import Source, UnrecognizedError
+from ..source import Source
 
 FORWARDS = (
     """
@@ -65,11 +65,8 @@ def examine(source: Source) -> Verdict:
     capture.one("tuple(o.detach() for o in static_outputs)")
     capture.one("per_callable_static_outputs.append(tuple(flatten_outputs))")
     capture.one("per_callable_static_outputs[per_callable_fwd_idx] = tuple(flatten_outputs)")
-    flatten = capture.all(FLATTEN)
-    if len(flatten) != 2:
-        raise UnrecognizedError(f"looked for `{FLATTEN}` twice in {capture.module.path}, found it {len(flatten)} times")
-    forward = next((pattern for pattern in FORWARDS if capture.has(pattern + BACKWARD)), FORWARDS[0])
-    backward = cast(Any, capture.one(forward + BACKWARD)).statements[-1]
+    flatten = capture.exactly(2, FLATTEN)
+    backward = cast(Any, capture.one(*(forward + BACKWARD for forward in FORWARDS))).statements[-1]
     return applicable(
         "every output is taken for a tensor",
         [

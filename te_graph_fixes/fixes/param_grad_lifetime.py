@@ -45,8 +45,8 @@ def examine(source: Source) -> Verdict:
     public, capture = module.definition("make_graphed_callables"), module.definition("_make_graphed_callables")
     call = _capture_call(public)
     if OPTION in module.text:
-        _require_parameters(public, OPTION)
-        _require_parameters(capture, OPTION)
+        public.require_parameters(OPTION)
+        capture.require_parameters(OPTION)
         if OPTION not in {keyword.arg for keyword in call.keywords}:
             raise UnrecognizedError(
                 f"looked for {OPTION} in the call of {capture.qualname} ({module.path}), found none"
@@ -56,7 +56,7 @@ def examine(source: Source) -> Verdict:
     if capture.has("ANY_GRAD.clone()"):
         raise UnrecognizedError(f"looked for no clone() in {capture.qualname} ({module.path}), found one")
     factory = capture.inner("make_graphed_autograd_function")
-    _require_parameters(factory, "len_user_args", "static_input_surface", "static_grad_inputs")
+    factory.require_parameters("len_user_args", "static_input_surface", "static_grad_inputs")
     graphed = factory.inner("Graphed")
     return applicable(
         "graphs return their static buffers as parameter grads",
@@ -79,13 +79,6 @@ def _capture_call(public: Definition) -> ast.Call:
     if len(calls) != 1 or not calls[0].keywords or any(keyword.arg is None for keyword in calls[0].keywords):
         raise UnrecognizedError(f"looked for one call of _make_graphed_callables with keywords in {public.module.path}")
     return calls[0]
-
-
-def _require_parameters(definition: Definition, *names: str) -> None:
-    arguments = cast(ast.FunctionDef, definition.node).args
-    missing = set(names) - {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
-    if missing:
-        raise UnrecognizedError(f"looked for parameters {sorted(missing)} of {definition.qualname}, found none")
 
 
 def _last_default(definition: Definition) -> ast.expr:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed, require_parameters
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..source import Definition, Edit, Source, UnrecognizedError
 
 MODULES = {
@@ -88,7 +88,7 @@ def examine(source: Source) -> Verdict:
             f"looked for modules that all can keep stale weights in {source.location}, found a mixture"
         )
     state, capturing = _state(source)
-    require_parameters(public, "cache_quantized_params")
+    public.require_parameters("cache_quantized_params")
     wrapper = cast(ast.FunctionDef, public.one(WRAPPER))
     autocast = cast(ast.With, wrapper.body[0])
     start = public.module.offset(autocast.items[0].context_expr.lineno, autocast.items[0].context_expr.col_offset)
@@ -122,7 +122,7 @@ def _state(source: Source) -> tuple[str, str]:
 
 
 def _quantize(forward: Definition, text: str) -> Edit:
-    require_parameters(forward, "is_first_microbatch")
+    forward.require_parameters("is_first_microbatch")
     if forward.has("ANY_FLAG = torch.is_grad_enabled()"):
         return forward.insert_before(forward.one("ANY_FLAG = torch.is_grad_enabled()"), text)
     return forward.insert_at_start(text)
