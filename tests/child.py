@@ -20,11 +20,13 @@ def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **changed}
 
 
-def python(*arguments: str | Path, path: str | Path = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in the root of the repository, with ``path`` first in its path and no settings but those given."""
+def python(
+    *arguments: str | Path, path: str | Path = "", cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python, with ``path`` first in its path and no settings but those given."""
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=ROOT,
+        cwd=cwd,
         env=_environment(path, environment),
         capture_output=True,
         text=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import ceil
@@ -10,20 +10,15 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from te_graph_fixes.verify.training import make_recipe
 
 STEPS = 2
 TOKENS = 32
 HIDDEN = 64
 EXPERTS = 2
 LEARNING_RATE = 0.1
-
-RECIPES: dict[str, Callable[[], Any] | None] = {
-    "bf16": None,
-    "fp8-delayed": lambda: recipes.DelayedScaling(),
-    "fp8-current": lambda: recipes.Float8CurrentScaling(),
-}
 
 
 class GroupedLinear(te.GroupedLinear):
@@ -89,8 +84,7 @@ def train(
     A wgrad for which the order has no entry is replayed right after its dgrad. ``shared``: static inputs are shared by
     the caller. Each of the ``layers`` of a chunk has inputs of its own.
     """
-    make_recipe = RECIPES[recipe_name]
-    recipe = make_recipe() if make_recipe else None
+    recipe = make_recipe(recipe_name)
     FP8GlobalStateManager.reset()
     chunks = int(max(order))
     microbatches = sum(entry == 1 for entry in order)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import os
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-from tests.child import on_simulator
+from tests.child import on_simulator, python
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("graphs", "extension")
@@ -38,13 +36,7 @@ def names(part: str) -> list[str]:
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.simulator", *arguments]
-    environment = {
-        **os.environ,
-        "TE_GRAPH_FIXES": "off",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-    }
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return python("-m", "tests.simulator", *arguments, cwd=cwd, TE_GRAPH_FIXES="off")
 
 
 @functools.cache
@@ -104,10 +96,5 @@ def test_installing_after_transformer_engine_is_an_error(tmp_path: Path) -> None
         "from tests.simulator import install\n"
         "install()\n"
     )
-    environment = {
-        **os.environ,
-        "TE_GRAPH_FIXES": "off",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-    }
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    done = python(script, TE_GRAPH_FIXES="off")
     assert "comes too late" in done.stderr

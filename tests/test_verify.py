@@ -19,7 +19,7 @@ from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify import runner
 from te_graph_fixes.verify.cases import CASES, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
-from tests.child import on_simulator
+from tests.child import on_simulator, python
 
 ROOT = Path(__file__).parent.parent
 ON_SIMULATOR = (sys.executable, "-m", "tests.simulator", "-m", "te_graph_fixes.verify.child")
@@ -152,14 +152,8 @@ def test_te_that_does_not_import_is_said_for_each_case(tmp_path: Path) -> None:
     (package / "pytorch").mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "pytorch" / "__init__.py").write_text("raise ImportError('libtransformer_engine.so: not found')")
-    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-m", "te_graph_fixes.verify.child", "linear-bf16", "plain-grad"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "TE_GRAPH_FIXES": "off"},
-        check=False,
-    )
+    command = "-m", "te_graph_fixes.verify.child", "linear-bf16", "plain-grad"
+    done = python(*command, path=tmp_path, TE_GRAPH_FIXES="off")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["case"] for line in lines] == ["linear-bf16", "plain-grad"]
     for line in lines:

@@ -25,22 +25,17 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
+from te_graph_fixes.verify.training import make_recipe
 
 HIDDEN = 128
 TOKENS = 128
 MICROBATCHES = 3
 STEPS = 3
 
-RECIPES: dict[str, Callable[[], Any] | None] = {
-    "bf16": None,
-    "fp8-delayed": recipes.DelayedScaling,
-    "fp8-current": recipes.Float8CurrentScaling,
-    "fp8-block": recipes.Float8BlockScaling,
-}
+RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-block")
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "block", "split")
 """``split``: query, key and value as parameters of one LayerNormLinear. ``block``: two modules in one callable."""
 
@@ -109,8 +104,7 @@ def train(
     the gradients out of ``.grad``.
     """
     FP8GlobalStateManager.reset()
-    make_recipe = RECIPES[recipe_name]
-    recipe = make_recipe() if make_recipe else None
+    recipe = make_recipe(recipe_name)
     module, te_modules = build(kind, fused, bias, delay=way != "direct")
     parameters = dict(module.named_parameters())
     in_main_grad = {name for name, parameter in parameters.items() if fused and parameter.dim() == 2}

@@ -19,21 +19,17 @@ from unittest.mock import Mock, patch
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
+from te_graph_fixes.verify.training import make_recipe
 
 HIDDEN = 128
 TOKENS = 64
 MICROBATCHES = 3
 STEPS = 2
 
-RECIPES: dict[str, Callable[[], Any] | None] = {
-    "bf16": None,
-    "fp8-delayed": recipes.DelayedScaling,
-    "fp8-current": recipes.Float8CurrentScaling,
-}
+RECIPES = ("bf16", "fp8-delayed", "fp8-current")
 
 
 def build(kind: str, fused: bool) -> torch.nn.Module:
@@ -58,8 +54,7 @@ def train(kind: str, recipe_name: str, mode: str, graphed: bool, hooks: bool) ->
     With ``hooks`` a parameter's gradients are those that its hook kept, else what the parameter has accumulated.
     """
     fused = mode == "fused"
-    make_recipe = RECIPES[recipe_name]
-    recipe = make_recipe() if make_recipe else None
+    recipe = make_recipe(recipe_name)
     module = build(kind, fused)
     arguments = ([TOKENS // 2] * 2,) if kind == "GroupedLinear" else ()
     torch.manual_seed(2)

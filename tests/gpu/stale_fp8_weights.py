@@ -14,25 +14,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
+from te_graph_fixes.verify.training import make_recipe
 
 HIDDEN = 128
 TOKENS = 64
 STEPS = 3
 MICROBATCHES = 2
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-RECIPES: dict[str, Callable[[], Any]] = {
-    "fp8-delayed": recipes.DelayedScaling,
-    "fp8-current": recipes.Float8CurrentScaling,
-}
+RECIPES = ("fp8-delayed", "fp8-current")
 SETTINGS = ("uncached", "after-cached", "not-first")
 
 
@@ -61,7 +57,7 @@ def build(kind: str, seed: int) -> torch.nn.Module:
 def train(kind: str, recipe_name: str, setting: str, graphed: bool) -> list[torch.Tensor]:
     """Outputs and wgrads of the module, for every microbatch and step."""
     FP8GlobalStateManager.reset()
-    recipe = RECIPES[recipe_name]()
+    recipe = make_recipe(recipe_name)
     module = build(kind, 1)
     other, eager = build("Linear", 2), build("Linear", 3)
     if setting == "uncached" and graphed:
