@@ -87,10 +87,9 @@ class _Activation:
             if settings.off:
                 return
             sys.meta_path.insert(0, self._finder)
-        package = sys.modules.get(PACKAGE)
-        if package is not None:
-            if _initializing(package):
-                importlib.import_module(PACKAGE)  # waits while another thread imports it
+        # Another thread may be importing it: past our finder already, and not in sys.modules yet.
+        importlib._bootstrap._lock_unlock_module(PACKAGE)  # type: ignore[attr-defined]
+        if PACKAGE in sys.modules:
             with _without_collection():
                 self.before(PACKAGE)
                 self.after(PACKAGE if _loaded(PACKAGE) else "")  # not yet loaded: it is TE that is importing us

@@ -86,7 +86,7 @@ CATALOGUE = {
 }
 
 PRELUDE = """
-import importlib, logging, os, sys, threading, warnings
+import importlib.machinery, logging, os, sys, threading, time, warnings
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout, level="INFO")
 logging.captureWarnings(True)
 warnings.simplefilter("always")
@@ -192,6 +192,25 @@ def te():
 thread = threading.Thread(target=te)
 thread.start(); started.wait()
 while "transformer_engine.pytorch.graph" not in sys.modules: pass
+import te_graph_fixes
+thread.join()
+""",
+    "while another thread has found TE and not begun it": """
+found = threading.Event()
+class Loader(importlib.machinery.SourceFileLoader):
+    def create_module(self, spec):
+        found.set()
+        while type(sys.meta_path[0]).__name__ != "_Finder": time.sleep(0.01)
+        time.sleep(0.3)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformer_engine.pytorch" and not found.is_set():
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            spec.loader = Loader(name, spec.origin)
+            return spec
+sys.meta_path.insert(0, Finder())
+thread = threading.Thread(target=importlib.import_module, args=("transformer_engine.pytorch",))
+thread.start(); found.wait()
 import te_graph_fixes
 thread.join()
 """,
