@@ -40,7 +40,7 @@ def _forks() -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.forks"],
         cwd=ROOT,
-        env=_environment("", {}),
+        env=_environment("", {"PYTHONPATH": str(ROOT)}),  # all else in its path is that of every child
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
