@@ -61,52 +61,64 @@ def stand_in_for_apex() -> None:
     sys.modules[module.__name__] = module
 
 
-def config(recipe: str, graphs: bool) -> Any:
+def config(recipe: str, graphs: bool, **changed: Any) -> Any:
     import torch
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        moe_ffn_hidden_size=2 * HIDDEN,
-        num_attention_heads=8,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=2,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        moe_expert_capacity_factor=1.0,
-        moe_pad_expert_input_to_capacity=True,
-        moe_grouped_gemm=True,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_backend=AttnBackend.unfused,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=True,
-        cuda_graph_impl="transformer_engine" if graphs else "none",
-        cuda_graph_warmup_steps=0,
-        **RECIPES[recipe],
-    )
+    options: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "moe_ffn_hidden_size": 2 * HIDDEN,
+        "num_attention_heads": 8,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_grouped_gemm": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_backend": AttnBackend.unfused,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "gradient_accumulation_fusion": True,
+        "cuda_graph_impl": "transformer_engine" if graphs else "none",
+        "cuda_graph_warmup_steps": 0,
+    }
+    return TransformerConfig(**{**options, **RECIPES[recipe], **changed})
 
 
 def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, Any]]]:
     """The loss of every microbatch and the ``main_grad`` of every parameter, for each step."""
+    gpt, model = build(recipe, graphs)
+    losses, grads = [], []
+    for number in range(STEPS):
+        losses.append(step(model, batches(number)))
+        grads.append({name: parameter.main_grad.clone() for name, parameter in gpt.named_parameters()})
+        update(gpt)
+    del model, gpt
+    gc.collect()
+    return losses, grads
+
+
+def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
+    """The model, and Megatron's DDP around it, captured if ``graphs``; ``changed`` replaces options of the config."""
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
     tensor_parallel.model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
     torch.manual_seed(1)
-    made = config(recipe, graphs)
+    made = config(recipe, graphs, **changed)
     layers = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
     gpt = GPTModel(made, layers, VOCABULARY, TOKENS, position_embedding_type="rope").cuda().bfloat16()
     # As Megatron's training loop does: gradients that accumulate on the default stream cannot be captured.
@@ -117,27 +129,34 @@ def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, 
     torch.cuda.current_stream().wait_stream(stream)
     if graphs:
         TECudaGraphHelper([model], made, TOKENS, 1, []).create_cudagraphs()
-    losses, grads = [], []
-    for step in range(STEPS):
-        model.zero_grad_buffer()
-        found = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches(step),
-            model=model,
-            num_microbatches=MICROBATCHES,
-            seq_length=TOKENS,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        torch.cuda.synchronize()
-        losses.append([float(microbatch["loss"]) for microbatch in found])
-        grads.append({name: parameter.main_grad.clone() for name, parameter in gpt.named_parameters()})
-        with torch.no_grad():
-            for parameter in gpt.parameters():
-                parameter.sub_(LEARNING_RATE * parameter.main_grad.sign())
-    del model, gpt
-    gc.collect()
-    return losses, grads
+    return gpt, model
+
+
+def step(model: Any, data: Iterator[Any]) -> list[float]:
+    """Forwards and backwards of all microbatches; the loss of each."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model.zero_grad_buffer()
+    found = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data,
+        model=model,
+        num_microbatches=MICROBATCHES,
+        seq_length=TOKENS,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    torch.cuda.synchronize()
+    return [float(microbatch["loss"]) for microbatch in found]
+
+
+def update(gpt: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.sub_(LEARNING_RATE * parameter.main_grad.sign())
 
 
 def batches(step: int) -> Iterator[Any]:
