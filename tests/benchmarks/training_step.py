@@ -26,6 +26,7 @@ MODELS = ("moe", "dense")
 RECIPES = ("bf16", "fp8-delayed", "fp8-current")
 SHAPES = ((1024, 512), (2048, 2048))  # hidden size, tokens a microbatch
 LAYERS = MICROBATCHES = 4
+DENSE = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_grouped_gemm": False}
 WARMUP, STEPS = 5, 20
 LIMIT = 300
 """Seconds for one process."""
@@ -38,8 +39,7 @@ def measure(model: str, recipe: str, hidden: int, tokens: int, setting: str) -> 
     example = _example()
     example.LAYERS, example.HIDDEN, example.TOKENS, example.MICROBATCHES = LAYERS, hidden, tokens, MICROBATCHES
     example.start()
-    experts = {"num_moe_experts": None, "moe_grouped_gemm": False, "ffn_hidden_size": 4 * hidden}
-    gpt, ddp = example.build(recipe, setting != OFF, **(experts if model == "dense" else {}))
+    gpt, ddp = example.build(recipe, setting != OFF, **(DENSE if model == "dense" else {}))
     times = []
     for step in range(WARMUP + STEPS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
