@@ -8,12 +8,8 @@ wrapper that another tool has put around it, before or after us, is left alone.
 from __future__ import annotations
 
 import ast
-import importlib.machinery
-import importlib.util
 import io
 import linecache
-import os
-import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +31,7 @@ def patched(source: Source, verdicts: Iterable[Verdict]) -> dict[str, tuple[str,
     """The text (before, after) of every module that the applicable ``verdicts`` change or add ("" before)."""
     edits: dict[str, list[Edit]] = {}
     texts: dict[str, tuple[str, str]] = {}
-    for verdict in verdicts:
+    for verdict in sorted(verdicts, key=lambda verdict: verdict.fix):
         for edit in verdict.edits:
             edits.setdefault(edit.module, []).append(edit)
         for name, text in verdict.new_modules.items():
@@ -50,10 +46,10 @@ def patched(source: Source, verdicts: Iterable[Verdict]) -> dict[str, tuple[str,
 
 
 def _apply(text: str, edits: Sequence[Edit]) -> str:
-    """The text with the edits made, whatever the sequence in which they are given."""
+    """The text with the edits made; those that insert at one place in the sequence in which they are given."""
     pieces = []
     position = 0
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end, edit.text)):
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
         if edit.start < position:
             raise EngineError(f"two fixes edit the same text of {edit.module} at character {edit.start}")
         pieces += [text[position : edit.start], edit.text]
@@ -81,14 +77,13 @@ def changes(source: Source, chosen: Mapping[str, Verdict]) -> list[Change]:
     Raises `EngineError` unless every edit lies inside a function or adds functions to a class.
     """
     edits: dict[str, list[tuple[str, Edit]]] = {}
-    for fix, verdict in chosen.items():
+    for fix, verdict in sorted(chosen.items()):
         for edit in verdict.edits:
             edits.setdefault(edit.module, []).append((fix, edit))
     return [change for name, found in edits.items() for change in _module_changes(source.module(name), found)]
 
 
 def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[Change]:
-    cached = _cached_code(module)
     line = len(module.lines) + 2
     found = []
     for fixes, owner, text in _pieces(module, edits):
@@ -98,9 +93,7 @@ def _module_changes(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> 
             qualname = f"{owner}.{node.name}" if owner else node.name
             known = module.find(qualname)
             old = known.node if known and isinstance(known.node, ast.FunctionDef) else None
-            before = None
-            if old:
-                before = (cached and _inner(cached, owner, old.name)) or _compile(module, owner, old)
+            before = _compile(module, owner, old) if old else None
             after = _compile(module, owner, node)
             if before and before.co_freevars != after.co_freevars:
                 raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
@@ -116,7 +109,7 @@ def _pieces(module: ModuleSource, edits: Sequence[tuple[str, Edit]]) -> list[tup
     inside: dict[str, list[tuple[str, Edit]]] = {}
     pieces = []
     for fix, edit in edits:
-        place = _place(module, module.known, edit) or _place(module, module.definitions, edit)
+        place = _place(module, module.definitions, edit)
         if place is None:
             raise EngineError(f"{fix} changes text of {module.path} that is not in a function, nor adds one to a class")
         name, node = place
@@ -185,20 +178,6 @@ def _inner(code: CodeType, owner: str, name: str) -> CodeType | None:
             return None
         code = found[0]
     return code
-
-
-def _cached_code(module: ModuleSource) -> CodeType | None:
-    """The code of the whole module from Python's cache, if that is of its present text: faster than compiling."""
-    try:
-        path = importlib.util.cache_from_source(module.path)
-        with open(path, "rb") as file:
-            flags, time, size = struct.unpack("<4xIII", file.read(16))
-        modified = int(os.stat(module.path).st_mtime) & 0xFFFFFFFF
-        if flags or (time, size) != (modified, len(module.text.encode())):
-            return None
-        return importlib.machinery.SourcelessFileLoader(module.name, path).get_code(module.name)
-    except (OSError, ImportError, EOFError, ValueError, NotImplementedError, struct.error):
-        return None
 
 
 def _new_defaults(old: ast.FunctionDef | None, new: ast.FunctionDef) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .source import Edit, Source, UnrecognizedError
@@ -19,12 +19,14 @@ class Verdict:
     """What a source says of one fix: a ``verdict`` word, the ``reason``, and the change where it is applicable.
 
     ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
+    ``fix`` is the fix's id: where several insert at one place, the text of the first id comes first.
     """
 
     verdict: str
     reason: str
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    fix: str = ""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -67,7 +69,7 @@ class Fix:
     def verdict(self, source: Source) -> Verdict:
         """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``."""
         try:
-            return self.examine(source)
+            return replace(self.examine(source), fix=self.id)
         except UnrecognizedError as error:
             return Verdict(UNRECOGNIZED, str(error))
         except Exception as error:

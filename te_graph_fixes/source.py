@@ -6,7 +6,6 @@ Nothing here imports torch or TransformerEngine (TE). The same classes serve an 
 from __future__ import annotations
 
 import ast
-import bisect
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -14,20 +13,19 @@ import io
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 TE = "transformer_engine"
 Statement = TypeVar("Statement", bound=ast.stmt)
-_Places: TypeAlias = "dict[type[ast.AST], list[tuple[list[ast.stmt], int]]]"
+Node: TypeAlias = "ast.expr | ast.stmt"
+_Names: TypeAlias = "dict[str, Node]"
+_Index: TypeAlias = "dict[type[ast.AST], list[tuple[list[Any], int]]]"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_HEADER = re.compile(r"([ \t]*)(?:def|class)[ \t]+")
-_TOP_LEVEL = re.compile(r"^(?:@|def |class |async )", re.MULTILINE)
-_DEFINITION = re.compile(_TOP_LEVEL.pattern + r".*\n(?:(?:[ \t)#].*)?\n)*", re.MULTILINE)
 _NO_SYNTAX = {"type_comment", "kind"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
 
@@ -38,6 +36,11 @@ class TENotFoundError(Exception):
 
 class UnrecognizedError(Exception):
     """A fix did not find the shape that it looks for, so it must not touch this source."""
+
+
+def unrecognized(wanted: str, place: object, found: str = "none") -> UnrecognizedError:
+    """The error to raise where ``wanted`` is not in ``place``: a `Definition`, or a path."""
+    return UnrecognizedError(f"looked for {wanted} in {place}, found {found}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Source:
     def forget_trees(self) -> None:
         """Let the syntax trees go, which are large; the texts stay, and are parsed again where that is needed."""
         for module in filter(None, self._modules.values()):
-            for name in ("tree", "definitions", "known", "imports", "_places"):
+            for name in ("tree", "definitions", "imports", "_indexes"):
                 vars(module).pop(name, None)
 
     def find(self, name: str) -> ModuleSource | None:
@@ -98,7 +101,7 @@ class Source:
         """The source of module ``name``; raises `UnrecognizedError` where there is none."""
         found = self.find(name)
         if found is None:
-            raise UnrecognizedError(f"looked for module {name}, found none in {self.location}")
+            raise unrecognized(f"module {name}", self.location)
         return found
 
     def definition(self, name: str, qualname: str) -> Definition:
@@ -166,93 +169,42 @@ class ModuleSource:
         return _definitions(self.tree)
 
     @cached_property
-    def known(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-        """Those of the `definitions` that `find` has found."""
-        return {}
-
-    @cached_property
     def imports(self) -> list[ast.stmt]:
         """The imports at module level, whatever statements they are in."""
-        try:
-            body = ast.parse(_DEFINITION.sub("", self.text)).body
-        except (SyntaxError, ValueError):
-            body = [node for node in self.tree.body if not isinstance(node, _DEFINITIONS)]
+        body = [node for node in self.tree.body if not isinstance(node, _DEFINITIONS)]
         return [node for each in body for node in ast.walk(each) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
-        node = self.known.get(qualname) or self._parsed_alone(qualname)
-        if node is None and self._headers(qualname.rpartition(".")[2]):
-            node = self.definitions.get(qualname)
-        if node is None:
-            return None
-        self.known[qualname] = node
-        return Definition(self, qualname, node)
-
-    def _headers(self, name: str) -> list[tuple[int, str]]:
-        """Where the lines start that look like the first of a function or class ``name``, and their indentation."""
-        found = []
-        for match in re.finditer(rf"{name}\b", self.text):
-            start = self.text.rfind("\n", 0, match.start()) + 1
-            header = _HEADER.fullmatch(self.text, start, match.start())
-            if header:
-                found.append((start, header[1]))
-        return found
-
-    def _parsed_alone(self, qualname: str) -> ast.FunctionDef | ast.ClassDef | None:
-        """A definition, parsed from its own lines, much faster than with all of the module; None if in any doubt.
-
-        What ends a function too early, a line of a string that is less indented say, leaves text that does not parse.
-        """
-        owner, _, name = qualname.rpartition(".")
-        start, end, indent = 0, len(self.text), ""
-        if owner:
-            owners = [place for place, indent in self._headers(owner) if not indent]
-            if len(owners) != 1:
-                return None
-            start = owners[0]
-            following = _TOP_LEVEL.search(self.text, start + 1)
-            end = following.start() if following else end
-            indent = " " * 4
-        places = [place for place, its in self._headers(name) if its == indent and start <= place < end]
-        if len(places) != 1:
-            return None
-        first = last = self.line(places[0]) - 1
-        while first and self.lines[first - 1].startswith((f"{indent}@", f"{indent}#")):
-            first -= 1
-        if first and self.lines[first - 1].startswith(f"{indent})"):
-            return None  # of a decorator, perhaps
-        inside = re.compile(rf"{indent}[ \t)]|[ \t]*(#|$)").match
-        while last + 1 < len(self.lines) and inside(self.lines[last + 1]):
-            last += 1
-        opening = "\n" * (first - 1) + "if True:\n" if owner else "\n" * first
-        try:
-            body = ast.parse(opening + "".join(self.lines[first : last + 1]), self.path).body
-        except (SyntaxError, ValueError):
-            return None
-        if owner:
-            body = cast(ast.If, body[0]).body
-        found = body[0]
-        return found if len(body) == 1 and isinstance(found, (ast.FunctionDef, ast.ClassDef)) else None
+        node = self.definitions.get(qualname)
+        return Definition(self, qualname, node) if node else None
 
     def definition(self, qualname: str) -> Definition:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
         found = self.find(qualname)
         if found is None:
-            raise UnrecognizedError(
-                f"looked for one definition of {qualname} in {self.path}, found none or several "
-                f"among its {len(self.definitions)} definitions"
+            raise unrecognized(
+                f"one definition of {qualname}", self.path, f"none or several among its {len(self.definitions)}"
             )
         return found
 
-    def places(self, node: ast.AST) -> _Places:
-        """The statements below a definition of this module, by type: each as a body and the place in it."""
-        if node not in self._places:
-            self._places[node] = _places(node)
-        return self._places[node]
+    def index(self, root: ast.AST) -> _Index:
+        """Everything below ``root`` by type: each as the list that it is in and the place there."""
+        if root not in self._indexes:
+            found = self._indexes[root] = {}
+            pending = [root]
+            while pending:
+                node = pending.pop()
+                for value in map(vars(node).get, node._fields):
+                    nodes = value if isinstance(value, list) else [value]
+                    for place, item in enumerate(nodes):
+                        if isinstance(item, ast.AST):
+                            pending.append(item)
+                            found.setdefault(type(item), []).append((nodes, place))
+        return self._indexes[root]
 
     @cached_property
-    def _places(self) -> dict[ast.AST, _Places]:
+    def _indexes(self) -> dict[ast.AST, _Index]:
         return {}
 
     def offset(self, line: int, column: int) -> int:
@@ -261,39 +213,9 @@ class ModuleSource:
         text = self.lines[line - 1]
         return start + (column if text.isascii() else len(text.encode()[:column].decode()))
 
-    def line(self, offset: int) -> int:
-        """The 1-based line that the character ``offset`` is in."""
-        return bisect.bisect(self._line_starts, offset)
-
-    def lines_with(self, name: str) -> Sequence[int]:
-        """The 1-based lines that contain ``name``, in order."""
-        if not name:
-            return range(1, len(self.lines) + 1)
-        found = []
-        offset = self.text.find(name)
-        while offset >= 0:
-            found.append(self.line(offset))
-            offset = self.text.find(name, offset + 1)
-        return found
-
     def line_start(self, line: int) -> int:
         """The character offset at which 1-based ``line`` begins."""
         return self._line_starts[line - 1]
-
-
-def _places(root: ast.AST) -> _Places:
-    found: _Places = {}
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-            nodes = getattr(node, field, None)
-            if isinstance(nodes, list):
-                pending += nodes
-                for place, item in enumerate(nodes):
-                    if isinstance(item, ast.stmt):
-                        found.setdefault(type(item), []).append((nodes, place))
-    return found
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.ClassDef]:
@@ -311,11 +233,36 @@ def _definitions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.ClassDef]:
 
 
 @dataclass(frozen=True)
+class Match:
+    """What a pattern matched: the ``node``, and by name what stands where the pattern has ``ANY_NAME``."""
+
+    node: Node
+    names: Mapping[str, Node]
+
+    def __getitem__(self, name: str) -> Node:
+        return self.names[name]
+
+
+class Run(ast.stmt):
+    """Consecutive statements as one node."""
+
+    def __init__(self, body: Sequence[ast.stmt]) -> None:
+        first, last = body[0], body[-1]
+        super().__init__(lineno=first.lineno, col_offset=first.col_offset)
+        self.end_lineno, self.end_col_offset = last.end_lineno, last.end_col_offset
+        self.body = list(body)
+
+
+@dataclass(frozen=True)
 class Definition:
     """One function or class, with the means to look for shapes in it and to edit them.
 
-    A *pattern* is Python text. It is matched by syntax, so that layout and comments do not matter. A name that begins
-    with ``ANY`` matches any expression, and a statement ``...`` inside a block matches any number of statements.
+    A *pattern* is Python text. It is matched by syntax, so that layout and comments do not matter. In it
+
+    - ``ANY`` is any expression, ``ANY_NAME`` too, and where the same name comes again the same text;
+    - a statement ``...`` is any number of statements, ``ANY_NAME: ...`` at least one.
+
+    `Match` gives by name what was found there. A pattern that fits in two ways is found twice.
     The methods that return an `Edit` dedent their ``text`` and indent it as the node that it stands for; one line break
     at either end of it does not count.
     """
@@ -324,58 +271,51 @@ class Definition:
     qualname: str
     node: ast.FunctionDef | ast.ClassDef
 
-    def all(self, pattern: str, within: ast.AST | None = None) -> list[ast.AST]:
+    def __str__(self) -> str:
+        return f"{self.qualname} ({self.module.path}:{self.node.lineno})"
+
+    def matches(self, pattern: str, within: ast.AST | None = None) -> list[Match]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
         wanted = _parse_pattern(pattern)
-        has_name = self._has_name(_longest_name(wanted[0] if isinstance(wanted, list) else wanted))
-        found: list[ast.AST] = []
-        if isinstance(wanted, list):
-            for body, start in self.module.places(self.node).get(type(wanted[0]), []):
-                run = body[start : start + len(wanted)]
-                if has_name(run[0]) and _match_run(wanted, run):
-                    found.append(run[0] if len(run) == 1 else _Run(run))
-        else:
-            pending: list[ast.AST] = [self.node]
-            while pending:
-                node = pending.pop()
-                pending += filter(has_name, ast.iter_child_nodes(node))
-                if isinstance(node, ast.expr) and _match(wanted, node):
-                    found.append(node)
-        if within is not None:
-            start, end = self._span(within)
-            found = [node for node in found if start <= self._span(node)[0] and self._span(node)[1] <= end]
-        return sorted(found, key=lambda node: self._span(node)[0])
+        found: dict[object, Match] = {}
+        for nodes, place in self.module.index(self.node).get(type(wanted[0]), []):
+            for names, length in _match_run(wanted, nodes[place:], {}):
+                run = nodes[place : place + length]
+                match = Match(run[0] if len(run) == 1 else Run(run), names)
+                spans = [_span(node) for node in (match.node, *names.values())]
+                if within is None or _is_inside(spans[0], _span(within)):
+                    found[tuple(spans)] = match
+        return sorted(found.values(), key=lambda match: _span(match.node))
 
-    def _has_name(self, name: str) -> Callable[[ast.AST], bool]:
-        """Whether ``name`` can be in a node, by the lines of the node: few need a closer look then."""
-        lines = self.module.lines_with(name)
-
-        def has_name(node: ast.AST) -> bool:
-            if not isinstance(node, (ast.stmt, ast.expr)):
-                return True
-            at = bisect.bisect_left(lines, node.lineno)
-            return at < len(lines) and lines[at] <= node.end_lineno  # type: ignore[operator]
-
-        return has_name
+    def all(self, pattern: str, within: ast.AST | None = None) -> list[Node]:
+        """The nodes of the `matches`."""
+        return [match.node for match in self.matches(pattern, within)]
 
     def has(self, pattern: str, within: ast.AST | None = None) -> bool:
         """Whether the pattern matches at least once."""
-        return bool(self.all(pattern, within))
+        return bool(self.matches(pattern, within))
 
-    def one(self, *patterns: str, within: ast.AST | None = None) -> ast.AST:
+    def match(self, *patterns: str, within: ast.AST | None = None) -> Match:
         """The only match of the ``patterns``; raises `UnrecognizedError` if there is none or more than one."""
-        return self.exactly(1, *patterns, within=within)[0]
+        return self._exactly(1, patterns, within)[0]
 
-    def exactly(self, count: int, *patterns: str, within: ast.AST | None = None) -> list[ast.AST]:
-        """The matches of the ``patterns``; raises `UnrecognizedError` unless there are as many as ``count``."""
-        found = [node for pattern in patterns for node in self.all(pattern, within)]
+    def one(self, *patterns: str, within: ast.AST | None = None) -> Node:
+        """The node of the only match of the ``patterns``; raises `UnrecognizedError` as `match` does."""
+        return self.match(*patterns, within=within).node
+
+    def exactly(self, count: int, *patterns: str, within: ast.AST | None = None) -> list[Node]:
+        """The nodes that match; raises `UnrecognizedError` unless there are as many as ``count``."""
+        return [match.node for match in self._exactly(count, patterns, within)]
+
+    def _exactly(self, count: int, patterns: Sequence[str], within: ast.AST | None) -> list[Match]:
+        found = [match for pattern in patterns for match in self.matches(pattern, within)]
         if len(found) != count:
             wanted = "` or `".join(" ".join(pattern.split()) for pattern in patterns)
-            lines = ", ".join(str(_first(node).lineno) for node in found)
-            raise UnrecognizedError(
-                f"looked for `{wanted}` exactly {'once' if count == 1 else f'{count} times'} in {self.qualname} "
-                f"({self.module.path}:{self.node.lineno}), found it {len(found)} times"
-                + (f" (lines {lines})" if lines else "")
+            lines = ", ".join(str(match.node.lineno) for match in found)
+            raise unrecognized(
+                f"`{wanted}` exactly {'once' if count == 1 else f'{count} times'}",
+                self,
+                f"it {len(found)} times" + (f" (lines {lines})" if lines else ""),
             )
         return found
 
@@ -384,14 +324,12 @@ class Definition:
         arguments = cast(ast.FunctionDef, self.node).args
         missing = set(names) - {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
         if missing:
-            raise UnrecognizedError(
-                f"looked for parameters {sorted(missing)} of {self.qualname} ({self.module.path}), found none"
-            )
+            raise unrecognized(f"parameters {sorted(missing)}", self)
 
     def statements(self, kind: type[Statement]) -> list[Statement]:
         """Every statement of a type in this definition, itself left out."""
-        places = self.module.places(self.node).get(kind, [])
-        return sorted((cast(Statement, body[place]) for body, place in places), key=lambda node: node.lineno)
+        places = self.module.index(self.node).get(kind, [])
+        return sorted((cast(Statement, nodes[place]) for nodes, place in places), key=lambda node: node.lineno)
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
@@ -399,25 +337,22 @@ class Definition:
         inside: list[ast.FunctionDef | ast.ClassDef] = [*functions, *classes]
         found = [node for node in inside if node.name == name]
         if len(found) != 1:
-            raise UnrecognizedError(
-                f"looked for {name} exactly once in {self.qualname} ({self.module.path}:{self.node.lineno}), "
-                f"found it {len(found)} times"
-            )
+            raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
         return Definition(self.module, f"{self.qualname}.{name}", found[0])
 
-    def text(self, node: ast.AST) -> str:
+    def text(self, node: Node) -> str:
         """The source text of ``node``."""
-        start, end = self._span(node)
+        start, end = self._offsets(node)
         return self.module.text[start:end]
 
-    def replace(self, node: ast.AST, text: str) -> Edit:
+    def replace(self, node: Node, text: str) -> Edit:
         """Put ``text`` in the place of ``node``."""
-        if isinstance(node, (ast.stmt, _Run)):
+        if isinstance(node, ast.stmt):
             self._whole_lines(node)
-        start, end = self._span(node)
+        start, end = self._offsets(node)
         return Edit(self.module.name, start, end, self._indented(node, text).lstrip())
 
-    def insert_before(self, node: ast.AST, text: str) -> Edit:
+    def insert_before(self, node: Node, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own before the statement ``node``."""
         start, _ = self._whole_lines(node)
         return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
@@ -427,99 +362,97 @@ class Definition:
         body = self.node.body
         return self.insert_before(body[0 if ast.get_docstring(self.node) is None else 1], text)
 
-    def insert_after(self, node: ast.AST, text: str) -> Edit:
+    def insert_after(self, node: Node, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own after the statement ``node``."""
         _, end = self._whole_lines(node)
         return Edit(self.module.name, end, end, self._indented(node, text) + "\n")
 
-    def delete(self, node: ast.AST) -> Edit:
+    def delete(self, node: Node) -> Edit:
         """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
         _, end = self._whole_lines(node)
-        first = _first(node).lineno
+        first = node.lineno
         while self.module.lines[first - 2].strip().startswith("#"):
             first -= 1
         return Edit(self.module.name, self.module.line_start(first), end, "")
 
-    def _whole_lines(self, node: ast.AST) -> tuple[int, int]:
+    def _whole_lines(self, node: Node) -> tuple[int, int]:
         """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
-        start, end = self._span(node)
-        first = self.module.line_start(_first(node).lineno)
-        last = self.module.line_start(cast(int, _last(node).end_lineno) + 1)
+        start, end = self._offsets(node)
+        first = self.module.line_start(node.lineno)
+        last = self.module.line_start(_span(node)[2] + 1)
         after = self.module.text[end:last].strip()
         if self.module.text[first:start].strip() or (after and not after.startswith("#")):
-            raise UnrecognizedError(
-                f"looked for a statement on lines of its own in {self.qualname} ({self.module.path}), found "
-                f"`{self.module.text[first:last].strip()}`"
-            )
+            found = self.module.text[first:last].strip()
+            raise unrecognized("a statement on lines of its own", self, f"`{found}`")
         return first, last
 
-    def _span(self, node: ast.AST) -> tuple[int, int]:
-        first, last = _first(node), _last(node)
-        return (
-            self.module.offset(first.lineno, first.col_offset),
-            self.module.offset(cast(int, last.end_lineno), cast(int, last.end_col_offset)),
-        )
+    def _offsets(self, node: Node) -> tuple[int, int]:
+        line, column, end_line, end_column = _span(node)
+        return self.module.offset(line, column), self.module.offset(end_line, end_column)
 
-    def _indented(self, node: ast.AST, text: str) -> str:
-        start = self.module.line_start(_first(node).lineno)
+    def _indented(self, node: Node, text: str) -> str:
+        start = self.module.line_start(node.lineno)
         indent = cast(re.Match[str], re.compile(r"[ \t]*").match(self.module.text, start)).group()
         return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
 
 
-class _Run(ast.AST):
-    """Consecutive statements that matched a pattern of several statements."""
-
-    def __init__(self, statements: Sequence[ast.stmt]) -> None:
-        super().__init__()
-        self.statements = list(statements)
+def _span(node: ast.AST) -> tuple[int, int, int, int]:
+    where: Any = node
+    return where.lineno, where.col_offset, where.end_lineno, where.end_col_offset
 
 
-def _first(node: ast.AST) -> ast.stmt:
-    return cast(ast.stmt, node.statements[0] if isinstance(node, _Run) else node)
+def _is_inside(inner: tuple[int, int, int, int], outer: tuple[int, int, int, int]) -> bool:
+    return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
 
 
-def _last(node: ast.AST) -> ast.stmt:
-    return cast(ast.stmt, node.statements[-1] if isinstance(node, _Run) else node)
-
-
-def _parse_pattern(pattern: str) -> ast.expr | list[ast.stmt]:
+def _parse_pattern(pattern: str) -> list[ast.AST]:
     body = ast.parse(textwrap.dedent(pattern)).body
-    if len(body) == 1 and isinstance(body[0], ast.Expr):
-        return body[0].value
-    return body
+    return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else list(body)
 
 
-def _longest_name(wanted: ast.AST) -> str:
-    names = [str(getattr(node, "id", getattr(node, "attr", ""))) for node in ast.walk(wanted)]
-    return max((name for name in names if not name.startswith("ANY")), key=len, default="")
+def _is_dots(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is Ellipsis
 
 
-def _is_gap(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is Ellipsis
-
-
-def _match_run(wanted: Sequence[ast.AST], found: Sequence[ast.AST]) -> bool:
+def _match_run(wanted: Sequence[Any], found: Sequence[Any], names: _Names) -> list[tuple[_Names, int]]:
+    """Each way in which ``found`` can begin with ``wanted``: the names bound then, and the length of what matched."""
     if not wanted:
-        return not found
-    if _is_gap(wanted[0]):
-        return any(_match_run(wanted[1:], found[skip:]) for skip in range(len(found) + 1))
-    return bool(found) and _match(wanted[0], found[0]) and _match_run(wanted[1:], found[1:])
+        return [(names, 0)]
+    if isinstance(wanted[0], ast.Expr) and _is_dots(wanted[0].value):
+        ways = [(names, length) for length in range(len(found) + 1)]
+    elif isinstance(wanted[0], ast.AnnAssign) and _is_dots(wanted[0].annotation):
+        name = ast.unparse(wanted[0].target)
+        ways = [({**names, name: Run(found[:length])}, length) for length in range(1, len(found) + 1)]
+    else:
+        ways = [(bound, 1) for bound in _match(wanted[0], found[0], names)] if found else []
+    return [
+        (bound, length + more)
+        for known, length in ways
+        for bound, more in _match_run(wanted[1:], found[length:], known)
+    ]
 
 
-def _match(wanted: object, found: object) -> bool:
+def _match(wanted: object, found: object, names: _Names) -> Sequence[_Names]:
+    """Each way in which ``found`` matches, as the names bound before and by it."""
+    if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
+        if not isinstance(found, ast.expr) or isinstance(found, ast.Starred):
+            return ()
+        if wanted.id == "ANY":
+            return (names,)
+        same = wanted.id not in names or ast.unparse(names[wanted.id]) == ast.unparse(found)
+        return ({wanted.id: found, **names},) if same else ()
+    if isinstance(wanted, ast.expr_context):
+        return (names,)
     if type(wanted) is not type(found):
-        return isinstance(wanted, ast.expr_context) or (_is_any(wanted) and isinstance(found, ast.expr))
-    if isinstance(wanted, ast.AST):
-        if _is_any(wanted):
-            return True
-        for field in wanted._fields:
-            if field not in _NO_SYNTAX and not _match(getattr(wanted, field, None), getattr(found, field, None)):
-                return False
-        return True
+        return ()
     if isinstance(wanted, list):
-        return _match_run(wanted, cast("list[ast.AST]", found))
-    return wanted == found
-
-
-def _is_any(wanted: object) -> bool:
-    return isinstance(wanted, ast.Name) and wanted.id.startswith("ANY")
+        whole = len(cast("list[Any]", found))
+        return [bound for bound, length in _match_run(wanted, cast("list[Any]", found), names) if length == whole]
+    if isinstance(wanted, ast.AST):
+        ways: Sequence[_Names] = (names,)
+        for field in wanted._fields:
+            if ways and field not in _NO_SYNTAX:
+                ours, theirs = getattr(wanted, field, None), getattr(found, field, None)
+                ways = [bound for known in ways for bound in _match(ours, theirs, known)]
+        return ways
+    return (names,) if wanted == found else ()

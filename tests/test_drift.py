@@ -104,17 +104,6 @@ def test_verdicts(version: str) -> None:
     assert words(found(version)[1]) == {fix: wanted(fix, version) for fix in CATALOGUE}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_what_a_fix_reads_is_what_the_module_holds(version: str) -> None:
-    tree = found(version)[0]
-    read = [module for module in tree._modules.values() if module and module.known]
-    assert read
-    for module in read:
-        whole = ModuleSource(module.name, module.path, module.text)
-        for name, node in module.known.items():
-            assert ast.dump(node, include_attributes=True) == ast.dump(whole.definitions[name], include_attributes=True)
-
-
 @pytest.mark.parametrize("origin", ["newest", "TE_SOURCE"])
 def test_the_newest_te_is_recognized(origin: str) -> None:
     if origin == "TE_SOURCE" and not os.environ.get("TE_SOURCE"):

@@ -13,6 +13,7 @@ import sys
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -399,6 +400,17 @@ def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callab
     assert package.module.run(0) == (10, 3, 0)
     installation.revert()
     assert package.module.run(0) == (1, 2, 0)
+
+
+def test_insertions_at_one_place_come_in_the_order_of_the_fixes(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run(x):\n    return x\n")
+    first = replace(package.edit("run", "return x", "x.append('z')\nx.append('a')", "insert_before"), fix="fix-a")
+    second = replace(package.edit("run", "return x", "x.append(1)", "insert_before"), fix="fix-b")
+    text = "def run(x):\n    x.append('z')\n    x.append('a')\n    x.append(1)\n    return x\n"
+    for verdicts in ([first, second], [second, first]):
+        assert patched(package.source, verdicts)[CODE][1] == text
+    package.install(**{"fix-b": second, "fix-a": first})
+    assert package.module.run([]) == ["z", "a", 1]
 
 
 def test_edits_of_the_same_text_are_refused(standin: Callable[..., StandIn]) -> None:

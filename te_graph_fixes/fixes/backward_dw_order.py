@@ -21,7 +21,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
-from ..source import Definition, Edit, Source, UnrecognizedError
+from ..source import Definition, Edit, Run, Source, UnrecognizedError
 
 MAKE_PLAN = """
 from ._te_graph_order import make_plan
@@ -248,7 +248,7 @@ def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edi
 
 def _statements(node: ast.AST) -> list[ast.stmt]:
     """The statements that a pattern of one or several statements matched."""
-    return cast(list[ast.stmt], getattr(node, "statements", [node]))
+    return cast(list[ast.stmt], node.body if isinstance(node, Run) else [node])
 
 
 def _only_dgrad(capture: Definition, statements: list[ast.stmt], *inner: Edit) -> Edit:

@@ -56,11 +56,11 @@ def _value_of_slot(inner: Definition, forward: Definition) -> ast.expr:
     """What ``forward`` gives ``inner`` in the slot: an item of ``non_tensor_args``, or up to TE 2.9 an argument."""
     unpacking = inner.all("ANY = non_tensor_args")
     if unpacking:
-        names = [getattr(name, "id", None) for name in _items(unpacking[0].targets[0])]  # type: ignore[attr-defined]
-        values = _items(forward.one("non_tensor_args = ANY").value)  # type: ignore[attr-defined]
+        names = [getattr(name, "id", None) for name in _items(unpacking[0].targets[0])]  # type: ignore[union-attr]
+        values = _items(forward.one("non_tensor_args = ANY").value)  # type: ignore[union-attr]
     else:
         names = [argument.arg for argument in inner.node.args.args[1:]]  # type: ignore[union-attr]
-        given = _items(forward.one("args += ANY").value)  # type: ignore[attr-defined]
+        given = _items(forward.one("args += ANY").value)  # type: ignore[union-attr]
         values = [item for item in given if not isinstance(item, ast.Starred)]
     if names.count(SLOT) != 1 or len(values) != len(names):
         raise UnrecognizedError(

@@ -66,7 +66,7 @@ def examine(source: Source) -> Verdict:
     capture.one("per_callable_static_outputs.append(tuple(flatten_outputs))")
     capture.one("per_callable_static_outputs[per_callable_fwd_idx] = tuple(flatten_outputs)")
     flatten = capture.exactly(2, FLATTEN)
-    backward = cast(Any, capture.one(*(forward + BACKWARD for forward in FORWARDS))).statements[-1]
+    backward = cast(Any, capture.one(*(forward + BACKWARD for forward in FORWARDS))).body[-1]
     return applicable(
         "every output is taken for a tensor",
         [

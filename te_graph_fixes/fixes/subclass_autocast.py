@@ -34,7 +34,7 @@ INHERITS = 'next(cls for cls in block_cls.__mro__ if "__call__" in vars(cls)) in
 
 def examine(source: Source) -> Verdict:
     public = source.definition("transformer_engine.pytorch.graph", "make_graphed_callables")
-    known = cast(ast.If, cast(Any, public.one(WRAP)).statements[1]).test
+    known = cast(ast.If, cast(Any, public.one(WRAP)).body[1]).test
     if ast.dump(known) == ast.dump(ast.parse(INHERITS, mode="eval").body):
         return not_needed("a subclass that inherits the capture's __call__ is left alone")
     if ast.unparse(known) != KNOWN:
