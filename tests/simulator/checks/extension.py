@@ -163,8 +163,9 @@ def check_histories_and_scales() -> None:
     update = tex.fused_amax_and_scale_update_after_reduction
     update(torch.tensor([2.0]), [history], [scale], "most_recent", E5M2, 0)
     assert scale.tolist() == [57344 / 2]
-    history.zero_()
+    history = torch.tensor([[0.0], [8.0], [4.0]])
     update(torch.tensor([0.0]), [history], [scale], "max", E5M2, 0)
+    assert history.tolist() == [[0], [8], [4]]
     assert scale.tolist() == [57344 / 2]
     with pytest.raises(NotImplementedError, match="median"):
         update(torch.tensor([0.0]), [history], [scale], "median", E5M2, 0)

@@ -113,7 +113,10 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: int,
     margin: float,
 ) -> None:
-    """Shift every amax history by one step and derive the scales of the next step from it."""
+    """Shift every amax history by one step and derive the scales of the next step from it.
+
+    As in TE's kernel, a history and its scale stay as they are where there is no new amax.
+    """
     if algorithm not in ("max", "most_recent"):
         raise NotImplementedError(f"simulator: amax algorithm {algorithm!r}")
     largest = torch.finfo(torch_dtype(fp8_dtype)).max * 2.0**-margin
@@ -275,7 +278,7 @@ def _update_scale(
     last = torch.where(reduced != 0, reduced, history[0])
     shifted = torch.cat([history[1:], last.unsqueeze(0)])
     amax = shifted.amax(dim=0) if of_all else last
-    history.copy_(shifted)
-    history[0] = 0.0
-    usable = torch.isfinite(amax) & (amax > 0)
+    shifted[0] = 0.0
+    history.copy_(torch.where(last != 0, shifted, history))
+    usable = torch.isfinite(amax) & (amax > 0) & (last != 0)
     scale.copy_(torch.where(usable, _quotient(largest, amax), scale))
