@@ -19,7 +19,8 @@ class Verdict:
     """What a source says of one fix: a ``verdict`` word, the ``reason``, and the change where it is applicable.
 
     ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
-    ``fix`` is the fix's id: where several insert at one place, the text of the first id comes first.
+    ``fix`` is the fix's id: where several insert at one place, the text of the first id comes first. ``rests_on`` are
+    the functions and classes, as module and qualified name, that were looked for: what is loaded must be the same.
     """
 
     verdict: str
@@ -27,6 +28,7 @@ class Verdict:
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     fix: str = ""
+    rests_on: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -68,8 +70,9 @@ class Fix:
 
     def verdict(self, source: Source) -> Verdict:
         """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``."""
+        source.consulted()
         try:
-            return replace(self.examine(source), fix=self.id)
+            return replace(self.examine(source), fix=self.id, rests_on=source.consulted())
         except UnrecognizedError as error:
             return Verdict(UNRECOGNIZED, str(error))
         except Exception as error:

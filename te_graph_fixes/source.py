@@ -108,6 +108,14 @@ class Source:
         """Function or class ``qualname`` of module ``name``; raises `UnrecognizedError` where there is none."""
         return self.module(name).definition(qualname)
 
+    def consulted(self) -> frozenset[tuple[str, str]]:
+        """The functions and classes that were looked for since the last call, each as its module and qualified name."""
+        modules = [module for module in self._modules.values() if module]
+        found = frozenset((module.name, name) for module in modules for name in module.consulted)
+        for module in modules:
+            module.consulted.clear()
+        return found
+
     def _read(self, name: str) -> ModuleSource | None:
         parent = os.path.join(self.location, *name.split(".")[1:-1])
         spec = importlib.machinery.PathFinder.find_spec(name, [parent])
@@ -139,6 +147,11 @@ def _version(path: list[str] | None) -> str | None:
     return None
 
 
+def split_lines(text: str) -> list[str]:
+    """The lines, with their line breaks, as Python counts them."""
+    return list(io.StringIO(text))
+
+
 @dataclass(frozen=True)
 class ModuleSource:
     """The text of one module and its syntax tree."""
@@ -156,8 +169,7 @@ class ModuleSource:
 
     @cached_property
     def lines(self) -> list[str]:
-        """The lines, with their line breaks, as Python counts them."""
-        return list(io.StringIO(self.text))
+        return split_lines(self.text)
 
     @cached_property
     def _line_starts(self) -> list[int]:
@@ -170,14 +182,24 @@ class ModuleSource:
 
     @cached_property
     def imports(self) -> list[ast.stmt]:
-        """The imports at module level, whatever statements they are in."""
+        """The imports at module level, whatever statements they are in: those of `__future__`, the rest never run."""
         body = [node for node in self.tree.body if not isinstance(node, _DEFINITIONS)]
-        return [node for each in body for node in ast.walk(each) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        nodes = [node for each in body for node in ast.walk(each) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        future = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+        never = cast(ast.If, ast.parse("if False: pass").body[0])
+        never.body += [node for node in nodes if node not in future]
+        return [*future, never]
 
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
+        self.consulted.add(qualname)
         node = self.definitions.get(qualname)
         return Definition(self, qualname, node) if node else None
+
+    @cached_property
+    def consulted(self) -> set[str]:
+        """The names that `find` was asked for."""
+        return set()
 
     def definition(self, qualname: str) -> Definition:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""

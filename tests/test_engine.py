@@ -310,12 +310,14 @@ def signature(package: StandIn, text: str, new: str) -> Verdict:
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        ("def run(a, b=9, *, c=2):\n    return a", "change the decorators, or parameters"),
-        ("def run(b, a=1, *, c=2):\n    return a", "change the decorators, or parameters"),
-        ("def run(a, *, c=2):\n    return a", "change the decorators, or parameters"),
-        ("def run(a, b=1, *, d=2):\n    return a", "change the decorators, or parameters"),
-        ("def run(a, b=1, *, c=2, d):\n    return a", "no literal default"),
-        ("def run(a, b=1, *, c=2, d=len):\n    return a", "no literal default"),
+        ("def run(a, b=9, *, c=2):\n    return a", "do more to the head"),
+        ("def run(b, a=1, *, c=2):\n    return a", "do more to the head"),
+        ("def run(a, *, c=2):\n    return a", "do more to the head"),
+        ("def run(a, b=1, *, d=2):\n    return a", "do more to the head"),
+        ("def run(a, b=1, *, c=2, d):\n    return a", "do more to the head"),
+        ("def run(a, b=1, *d, c=2):\n    return a", "do more to the head"),
+        ("def run(a, /, b=1, *, c=2):\n    return a", "do more to the head"),
+        ("def run(a: int, b=1, *, c=2):\n    return a", "do more to the head"),
     ],
 )
 def test_no_other_change_of_a_signature_is_accepted(standin: Callable[..., StandIn], new: str, message: str) -> None:
@@ -517,7 +519,7 @@ def test_a_module_that_is_there_already_is_not_added(standin: Callable[..., Stan
         patched(package.source, [with_module(package, NEW_MODULE)])
 
 
-@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize("failing", range(3))
 def test_a_failure_at_any_step_leaves_nothing(
     standin: Callable[..., StandIn], monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
@@ -532,14 +534,14 @@ def test_a_failure_at_any_step_leaves_nothing(
     }
     before = snapshot(package)
     steps = iter(range(10))
-    install = engine._install
+    execute = engine._execute
 
     def fail(change: Any) -> Any:
         if next(steps) == failing:
             raise KeyboardInterrupt("injected")
-        return install(change)
+        return execute(change)
 
-    monkeypatch.setattr(engine, "_install", fail)
+    monkeypatch.setattr(engine, "_execute", fail)
     installation = Installation(package.source, verdicts)
     with pytest.raises(KeyboardInterrupt, match="injected"):
         installation.install()
@@ -589,8 +591,7 @@ def test_tracebacks_and_inspect_show_the_corrected_lines(standin: Callable[..., 
     with pytest.raises(KeyError) as failure:
         package.module.fails()
     shown = "".join(traceback.format_exception(failure.value))
-    assert f'File "{package.module.__file__}", line ' in shown
-    assert "in fails\n    return {}['missing']\n" in shown
+    assert f"File \"<te_graph_fixes: {CODE}>\", line 9, in fails\n    return {{}}['missing']\n" in shown
     installation.revert()
     linecache.checkcache()
     assert inspect.getsource(package.module.fails) == "def fails():\n    return 1\n"
