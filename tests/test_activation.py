@@ -507,13 +507,13 @@ os.environ["TE_GRAPH_FIXES"] = "off"
 import te_graph_fixes
 from te_graph_fixes import engine
 del os.environ["TE_GRAPH_FIXES"]
-install, calls = engine._install, []
+execute, calls = engine._execute, []
 def fail(change):
     calls.append(change)
     if len(calls) % 2 == 0:
         raise RuntimeError("injected")
-    return install(change)
-engine._install = fail
+    return execute(change)
+engine._execute = fail
 for _ in range(2):
     found = attempt(te_graph_fixes.activate, None, None, {strict})
     if {when!r} == "before":
@@ -524,7 +524,7 @@ for _ in range(2):
     assert statuses() == {{"graph": "failed", "linear": "failed"}}
     if not {strict}:
         assert results() == WRONG
-engine._install = install
+engine._execute = execute
 te_graph_fixes.activate()
 assert results() == RIGHT
 assert statuses() == APPLIED
