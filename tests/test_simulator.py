@@ -15,7 +15,8 @@ from packaging.version import Version
 from tests.child import on_simulator, python
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("graphs", "extension")
+PARTS = ("graphs", "extension", "blocks")
+GPUS = ("hopper", "blackwell", "blackwell-rtx")
 
 # What an H200 gives without the fixes (docs/results/core.md): outputs and wgrads, the worst step, and the norm of the
 # wgrads in the first step; for TE before 2.14, for TE before 2.17, and for later TE everything is right.
@@ -40,8 +41,8 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 @functools.cache
-def results(part: str) -> dict[str, str | None]:
-    done = on_simulator("-m", "tests.simulator.checks", part, TE_GRAPH_FIXES="off")
+def results(part: str, gpu: str = "hopper") -> dict[str, str | None]:
+    done = on_simulator("-m", "tests.simulator.checks", part, TE_GRAPH_FIXES="off", TE_SIMULATOR_GPU=gpu)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr
     return {line["check"]: line["error"] for line in lines}
@@ -50,6 +51,13 @@ def results(part: str) -> dict[str, str | None]:
 @pytest.mark.parametrize("name", [name for part in PARTS for name in names(part)])
 def test_check(name: str) -> None:
     error = results(name.partition(".")[0])[name]
+    assert error is None, error
+
+
+@pytest.mark.parametrize("gpu", GPUS[1:])
+@pytest.mark.parametrize("name", names("blocks"))
+def test_check_of_blocks_on_another_gpu(name: str, gpu: str) -> None:
+    error = results("blocks", gpu)[name]
     assert error is None, error
 
 

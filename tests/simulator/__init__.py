@@ -16,7 +16,7 @@ _installed = False
 
 
 def install() -> None:
-    """Make this process believe that it has one Hopper GPU and a built TE. Calling it again does nothing."""
+    """Make this process believe that it has a built TE and one GPU, that of ``TE_SIMULATOR_GPU``; once is enough."""
     global _installed
     if _installed:
         return

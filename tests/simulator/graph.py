@@ -94,7 +94,7 @@ class CUDAGraph:
         return self._pool_id
 
     def register_generator_state(self, generator: torch.Generator) -> None:
-        """Take note of a generator: random operations are refused in captures, so there is nothing to keep."""
+        """Take note of a generator, of which there is only the default one."""
 
     def enable_debug_mode(self) -> None:
         """Keep debugging data, of which there is none."""
@@ -131,6 +131,7 @@ class Capture(TorchDispatchMode):
 
     def begin(self) -> None:
         Capture.current = self
+        self._random_state = torch.default_generator.get_state()  # a capture draws nothing; each replay does
         self.__enter__()
 
     def end(self) -> None:
@@ -140,6 +141,7 @@ class Capture(TorchDispatchMode):
             for now, before in reversed(self._before):
                 now.copy_(before)
         self._before.clear()
+        torch.default_generator.set_state(self._random_state)
 
     def refuse(self, what: str) -> GraphError:
         """The error for something that cannot be captured; it spoils the capture, as on a GPU."""
@@ -167,7 +169,7 @@ class Capture(TorchDispatchMode):
         inputs = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         if inputs and all(map(is_on_host, inputs)):
             return tree_map_only(torch.Tensor, mark_on_host, func(*args, **kwargs))
-        self._check(func, args)
+        self._check(func, args, kwargs)
         with _plain_execution():
             return self._run(func, inputs, args, kwargs)
 
@@ -195,7 +197,7 @@ class Capture(TorchDispatchMode):
         finally:
             torch.Tensor.__torch_dispatch__ = plain
 
-    def _check(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    def _check(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tags, name = func.tags, func.name()
         if torch.Tag.data_dependent_output in tags:
             raise self.refuse(f"{name} needs a value from the GPU")
@@ -204,8 +206,9 @@ class Capture(TorchDispatchMode):
                 raise self.refuse(f"{name} with a mask has a result whose size depends on values from the GPU")
         elif torch.Tag.dynamic_output_shape in tags:
             raise self.refuse(f"{name} has a result whose size depends on values from the GPU")
-        if torch.Tag.nondeterministic_seeded in tags:
-            raise self.refuse(f"{name} draws random numbers, which the simulator cannot replay")
+        generators = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Generator)]
+        if any(generator is not torch.default_generator for generator in generators):
+            raise self.refuse(f"{name} draws from a generator that is not registered with the graph")
         if func.overloadpacket in _REFUSED:
             raise self.refuse(f"{name} exchanges the memory of a tensor, which the simulator cannot replay")
 

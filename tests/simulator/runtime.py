@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,29 @@ from . import memory
 from .device import replace
 from .graph import Capture, CUDAGraph, refuse_in_capture
 
-CAPABILITY = (9, 0)
-"""Hopper, the GPU of the measurements that the simulator is held against."""
+GPUS = {"hopper": (9, 0), "blackwell": (10, 0), "blackwell-rtx": (12, 0)}
+"""The GPUs that can be simulated, and their compute capability. Only Hopper has been held against a GPU."""
+
+GPU = os.environ.get("TE_SIMULATOR_GPU", "hopper")
+if GPU not in GPUS:
+    raise ValueError(f"TE_SIMULATOR_GPU={GPU}: the simulator has {', '.join(GPUS)}")
+
+CAPABILITY = GPUS[GPU]
 
 PROPERTIES = SimpleNamespace(
-    name="simulated Hopper GPU", major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132,
+    name=f"simulated {GPU} GPU", major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132,
     total_memory=141 << 30, warp_size=32, shared_memory_per_block_optin=232448, L2_cache_size=50 << 20,
 )  # fmt: skip
+
+
+def sm_arch() -> int:
+    """The capability as TE's C++ compares it."""
+    return 10 * CAPABILITY[0] + CAPABILITY[1]
+
+
+def any_fp8_layout() -> bool:
+    """Whether per-tensor FP8 products take operands in any layout, so that no transposes are made for them."""
+    return 100 <= sm_arch() < 120 or sm_arch() >= 130
 
 
 class Stream:
@@ -169,7 +186,7 @@ _REPLACEMENTS: dict[str, Any] = {
     "get_device_properties": lambda device=None: PROPERTIES,
     "get_device_name": lambda device=None: PROPERTIES.name,
     "is_bf16_supported": lambda including_emulation=True: True,
-    "get_arch_list": lambda: ["sm_90"],
+    "get_arch_list": lambda: [f"sm_{sm_arch()}"],
     "synchronize": _synchronize,
     "Stream": Stream,
     "Event": Event,

@@ -366,11 +366,26 @@ def check_sizes_cannot_depend_on_values_in_a_capture() -> None:
 
 def check_what_cannot_be_replayed_is_refused() -> None:
     x = gpu(1, 0, 2)
-    refused(lambda: torch.nn.functional.dropout(x, 0.5), "random")
-    refused(lambda: torch.rand(2, device="cuda"), "random")
+    refused(lambda: torch.rand(2, device="cuda", generator=torch.Generator()), "generator that is not registered")
     refused(lambda: x.resize_(7), "resize_")
     refused(lambda: x.set_(torch.empty(1, device="cuda")), "set_")
     assert x.tolist() == [1, 0, 2]
+
+
+def check_each_replay_draws_new_random_numbers() -> None:
+    x = torch.ones(8, 8, device="cuda")
+
+    def body() -> Tensors:
+        return torch.nn.functional.dropout(x, 0.5), torch.rand(4, device="cuda"), torch.empty_like(x).normal_()
+
+    torch.manual_seed(1)
+    wanted = [body() for _ in range(3)]
+    torch.manual_seed(1)
+    graph, found = capture(body)
+    for eager in wanted:
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
+    assert not torch.equal(wanted[0][0], wanted[1][0])
 
 
 def check_tensors_on_the_host_can_be_read_in_a_capture() -> None:

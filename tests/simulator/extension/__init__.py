@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from . import activation, enums, gemm, general, normalization, quantize
+from . import activation, blocks, enums, gemm, general, normalization, quantize
 
 MODULE = "transformer_engine_torch"
-_PARTS = (activation, enums, gemm, general, normalization, quantize)
+_PARTS = (activation, blocks, enums, gemm, general, normalization, quantize)
 
 
 def install() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..graph import launch
-from .quantize import bgrad_quantize, quantize
+from .quantize import bgrad_quantize, cast
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,7 +49,7 @@ def _forward(name: str, function: Function, halves: bool) -> Callable[..., Any]:
         width = tensor.shape[-1] // 2 if halves else tensor.shape[-1]
         out = torch.empty([*tensor.shape[:-1], width], dtype=tensor.dtype)
         launch(_activate, [out], out, tensor, function)
-        return quantize(out, quantizer)
+        return cast(out, quantizer)
 
     activation.__name__ = name
     return activation
@@ -57,7 +57,7 @@ def _forward(name: str, function: Function, halves: bool) -> Callable[..., Any]:
 
 def _backward(name: str, function: Function) -> Callable[..., Any]:
     def activation_backward(grad: torch.Tensor, tensor: torch.Tensor, quantizer: Any) -> Any:
-        return quantize(_gradient(function, grad, tensor), quantizer)
+        return cast(_gradient(function, grad, tensor), quantizer)
 
     activation_backward.__name__ = name
     return activation_backward

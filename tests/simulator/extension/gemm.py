@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..graph import launch
+from ..runtime import any_fp8_layout
 from .activation import gelu_value
+from .blocks import Part, for_gemm, is_block_scaled, operand, shape_of
 from .enums import torch_dtype
-from .quantize import quantize
+from .quantize import cast
 
 __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
@@ -53,9 +55,10 @@ def generic_gemm(
     bias_grad = torch.empty(B.shape[-1], dtype=torch_dtype(bias_type)) if grad and bias is not None else None
     if gelu and not grad:
         gelu_in = torch.empty(shape, dtype=torch_dtype(bias_type))
+    right, left = _for_gemm([right])[0], _for_gemm([left])[0]
     _launch(left, right, out, alpha, bias_grad if grad else bias, grad, gelu_in if gelu else None, accumulate)
     if quantizer is not None:
-        out = quantize(out, quantizer)
+        out = cast(out, quantizer)
     return out, bias_grad, gelu_in if gelu else None, extra_output
 
 
@@ -81,9 +84,12 @@ def te_general_grouped_gemm(
     """One product for each pair of ``A`` and ``B``, into the given outputs or into consecutive rows of one."""
     if D is None:
         raise NotImplementedError("simulator: te_general_grouped_gemm without outputs")
+    factors = [_operands(a, transa, b, transb) for a, b in zip(A, B, strict=True)]
+    full = [one for one in factors if one[0].operand.data.numel() and one[1].operand.data.numel()]
+    rights = iter(_for_gemm([right for _, right, _ in full]))
+    lefts = iter(_for_gemm([left for left, _, _ in full]))
     row = 0
-    for index, (a, b) in enumerate(zip(A, B, strict=True)):
-        left, right, shape = _operands(a, transa, b, transb)
+    for index, (left, right, shape) in enumerate(factors):
         if single_output:
             rows = math.prod(shape[:-1])
             out = D[0].view(-1, shape[-1])[row : row + rows]
@@ -97,8 +103,8 @@ def te_general_grouped_gemm(
                 out.zero_()
             if grad and its_bias is not None:
                 its_bias.zero_()
-        elif out.numel() or its_bias is not None:
-            _launch(left, right, out, 1.0, its_bias, grad, gelu_in, accumulate)
+        else:
+            _launch(next(lefts), next(rights), out, 1.0, its_bias, grad, gelu_in, accumulate)
     return bias
 
 
@@ -122,7 +128,7 @@ class _Operand(NamedTuple):
 class _Factor(NamedTuple):
     """One side of a product as it is multiplied."""
 
-    operand: _Operand
+    operand: _Operand | Part
     transposed: bool
 
     def matrix(self) -> torch.Tensor:
@@ -131,14 +137,17 @@ class _Factor(NamedTuple):
         return values.t() if self.transposed else values
 
 
-def _operand(tensor: Any, columnwise: bool) -> _Operand:
-    """The representation of ``tensor`` that a Hopper GPU reads: FP8 products take only one layout of their inputs."""
+def _operand(tensor: Any, columnwise: bool) -> _Operand | Part:
+    """The representation of ``tensor`` that the GPU reads: on Hopper, FP8 products take only one layout of inputs."""
+    if is_block_scaled(tensor):
+        return operand(tensor, columnwise)
     if not hasattr(tensor, "_scale_inv"):
         if not isinstance(tensor, torch.Tensor):
             raise NotImplementedError(f"simulator: GEMM of {type(tensor).__name__}")
         return _Operand(tensor, False, tensor.dtype, None)
     if not hasattr(tensor, "_transpose_invalid"):
         raise NotImplementedError(f"simulator: GEMM of {type(tensor).__name__}")
+    columnwise = columnwise and not any_fp8_layout()
     data = tensor._transpose if columnwise else tensor._data
     if data is None or (columnwise and tensor._transpose_invalid):
         kind = "column-wise" if columnwise else "row-wise"
@@ -148,10 +157,15 @@ def _operand(tensor: Any, columnwise: bool) -> _Operand:
 
 def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[_Factor, _Factor, list[int]]:
     """The two factors and the shape of the product."""
-    shape_a, shape_b = list(A.size()), list(B.size())
+    shape_a, shape_b = shape_of(A), shape_of(B)
     columns = math.prod(shape_a[:-1]) if transa else shape_a[-1]
     rows = [shape_b[-1]] if transb else shape_b[:-1]
     return _Factor(_operand(B, transb), transb), _Factor(_operand(A, not transa), transa), [*rows, columns]
+
+
+def _for_gemm(factors: Sequence[_Factor]) -> list[_Factor]:
+    ready = for_gemm([factor.operand for factor in factors])
+    return [factor._replace(operand=one) for factor, one in zip(factors, ready, strict=True)]
 
 
 def _launch(

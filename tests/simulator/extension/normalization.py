@@ -8,7 +8,7 @@ import torch
 
 from ..graph import launch
 from .enums import torch_dtype
-from .quantize import quantize
+from .quantize import cast
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 
@@ -88,7 +88,7 @@ def _forward(
     rows = tensor.numel() // tensor.shape[-1]
     mu, rsigma = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.float32)
     launch(_normalize, [result, mu, rsigma], result, mu, rsigma, tensor, weight, bias, eps, zero_centered_gamma)
-    return quantize(result, quantizer), mu, rsigma
+    return cast(result, quantizer), mu, rsigma
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Per-tensor FP8: quantization with delayed and current scaling, dequantization, amax histories and scales."""
+"""Quantization of every kind, and per-tensor FP8: delayed and current scaling, amax histories and scales."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from ..graph import launch
+from ..runtime import any_fp8_layout
+from . import blocks
+from .blocks import is_block_scaled, skipped
 from .enums import torch_dtype
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "dequantize",
     "fp8_transpose",
     "fused_amax_and_scale_update_after_reduction",
+    "multi_tensor_quantize",
     "quantize",
     "split_quantize",
 ]
@@ -27,6 +31,14 @@ _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
     """Cast ``tensor`` as the quantizer says; where the flag ``noop`` is 1 the output stays as it is."""
+    output = cast(tensor, quantizer, output, noop)
+    if is_block_scaled(quantizer):
+        blocks.swizzle_after_quantize(output, quantizer)
+    return output
+
+
+def cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
+    """``quantize`` as other functions of the extension call it."""
     if quantizer is None:
         return tensor
     kind = _kind(quantizer)
@@ -35,6 +47,9 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
     else:
         _match_usage(output, quantizer)
     if not tensor.numel():
+        return output
+    if kind == "blocks":
+        blocks.cast(tensor, quantizer, output, noop)
         return output
     rowwise, columnwise, scale_inv = output._data, output._transpose, output._scale_inv
     results = [one for one in (rowwise, columnwise) if one is not None] + [scale_inv]
@@ -64,18 +79,31 @@ def split_quantize(
 ) -> list[Any]:
     """Quantize consecutive rows of ``tensor``, each part with its own quantizer."""
     parts = torch.split(tensor, list(split_sizes))
-    return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
+    if disable_bulk_allocation or len({type(one) for one in quantizers}) != 1 or not is_block_scaled(quantizers[0]):
+        return multi_tensor_quantize(parts, quantizers)
+    outputs = blocks.empty_parts(quantizers, [part.shape for part in parts], tensor.dtype)
+    for part, quantizer, output in zip(parts, quantizers, outputs, strict=True):
+        if part.numel():
+            blocks.cast(part, quantizer, output, None)
+    return outputs
+
+
+def multi_tensor_quantize(tensors: Sequence[torch.Tensor], quantizers: Sequence[Any]) -> list[Any]:
+    """Quantize each tensor with its quantizer."""
+    return [cast(tensor, quantizer) for tensor, quantizer in zip(tensors, quantizers, strict=True)]
 
 
 def bgrad_quantize(grad_output: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
     """The bias gradient of ``grad_output`` and its quantized form."""
     bias_grad = torch.empty(grad_output.shape[-1], dtype=grad_output.dtype)
     launch(_sum_rows, [bias_grad], bias_grad, grad_output)
-    return bias_grad, quantize(grad_output, quantizer)
+    return bias_grad, cast(grad_output, quantizer)
 
 
 def dequantize(tensor: Any, dtype: int) -> torch.Tensor:
     """The values of a quantized tensor in a wider type."""
+    if is_block_scaled(tensor):
+        return blocks.dequantize(tensor, torch_dtype(dtype))
     if not hasattr(tensor, "_scale_inv"):
         raise NotImplementedError(f"simulator: transformer_engine_torch.dequantize of {type(tensor).__name__}")
     if tensor._data is None:
@@ -130,6 +158,8 @@ def fused_amax_and_scale_update_after_reduction(
 def _kind(quantizer: Any) -> str:
     kinds = {"Float8Quantizer": "delayed", "Float8CurrentScalingQuantizer": "current"}
     name = type(quantizer).__name__
+    if is_block_scaled(quantizer):
+        return "blocks"
     if name not in kinds:
         raise NotImplementedError(f"simulator: quantization with {name}")
     return kinds[name]
@@ -141,15 +171,16 @@ def _transposed_shape(shape: Sequence[int]) -> list[int]:
 
 def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
     """A tensor of TE's own class with the representations that the quantizer asks for (on Hopper: with a transpose)."""
+    if is_block_scaled(quantizer):
+        return blocks.empty(quantizer, shape, dtype)
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 
     _kind(quantizer)
     shape = list(shape)
+    rowwise, transposed = _needs(quantizer)
     parts = {
-        "data": torch.empty(shape, dtype=torch.uint8) if quantizer.rowwise_usage else None,
-        "data_transpose": (
-            torch.empty(_transposed_shape(shape), dtype=torch.uint8) if quantizer.columnwise_usage else None
-        ),
+        "data": torch.empty(shape, dtype=torch.uint8) if rowwise else None,
+        "data_transpose": torch.empty(_transposed_shape(shape), dtype=torch.uint8) if transposed else None,
         "fp8_scale_inv": torch.empty(1, dtype=torch.float32),
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
@@ -163,26 +194,31 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 def _match_usage(output: Any, quantizer: Any) -> None:
     """Give an existing tensor the representations that the quantizer asks for, and take those it does not."""
+    if is_block_scaled(quantizer):
+        blocks.match_usage(output, quantizer)
+        return
     if not hasattr(output, "_transpose_invalid"):
         raise NotImplementedError(f"simulator: quantization into {type(output).__name__}")
     shape = list(output.size())
-    if not quantizer.rowwise_usage:
+    rowwise, transposed = _needs(quantizer)
+    if not rowwise:
         output._data = None
     elif output._data is None:
         output._data = torch.empty(shape, dtype=torch.uint8)
-    if not quantizer.columnwise_usage:
+    if not transposed:
         output._transpose = None
     elif output._transpose is None:
         output._transpose = torch.empty(_transposed_shape(shape), dtype=torch.uint8)
-    output._transpose_invalid = not quantizer.columnwise_usage
+    output._transpose_invalid = not transposed
     output._fp8_dtype = quantizer.dtype
 
 
+def _needs(quantizer: Any) -> tuple[bool, bool]:
+    """Whether a tensor of per-tensor FP8 gets data and a transpose."""
+    return quantizer.rowwise_usage or any_fp8_layout(), quantizer.columnwise_usage and not any_fp8_layout()
+
+
 # The kernels.
-
-
-def _skipped(noop: torch.Tensor | None) -> bool:
-    return noop is not None and noop.numel() > 0 and noop.item() == 1.0
 
 
 def _largest_magnitude(values: torch.Tensor) -> torch.Tensor:
@@ -222,7 +258,7 @@ def _cast_delayed(
     noop: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> None:
-    if _skipped(noop):
+    if skipped(noop):
         return
     values = tensor.float()
     amax.copy_(torch.maximum(amax, _largest_magnitude(values)))
@@ -240,7 +276,7 @@ def _cast_current(
     dtype: torch.dtype,
     options: tuple[bool, float, bool],
 ) -> None:
-    if _skipped(noop):
+    if skipped(noop):
         return
     use_existing_amax, epsilon, power_of_two = options
     values = tensor.float()

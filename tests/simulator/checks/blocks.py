@@ -1,0 +1,362 @@
+"""Block-scaled formats, against TE's reference of NVFP4, the definitions of the others and cuBLAS's order of scales."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+from tests.simulator.runtime import sm_arch
+
+from .extension import E4M3, E5M2, close, gemm, gpu
+
+FIELDS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+SHAPES = ((64, 128), (256, 192), (128, 512))
+NVFP4 = {
+    "plain": {},
+    "2d": {"with_2d_quantization": True},
+    "rht": {"with_rht": True, "with_post_rht_amax": True},
+}
+
+
+def reference() -> Any:
+    """TE's reference, which has had several names."""
+    for name in ("reference_nvfp4", "quantization_ref_nvfp4", "quantization_nvfp4"):
+        try:
+            return importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{name}")
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError("TE's reference of NVFP4")
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Values of very different sizes, with blocks of zeros."""
+    rows = torch.exp2(torch.arange(shape[0]) % 23 - 11.0).unsqueeze(1)
+    x = gpu(*shape, dtype=torch.float32, seed=seed) * rows
+    x[:32, :32] = 0
+    return x.bfloat16()
+
+
+def cublas_order(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of lines x blocks, a multiple of 128 x 4, each put where cuBLAS's documentation says."""
+    out, wide = torch.empty(scale.numel(), dtype=torch.uint8), scale.shape[1] // 4
+    for line, block in itertools.product(*map(range, scale.shape)):
+        tile = (line // 128 * wide + block // 4) * 512
+        out[tile + line % 32 * 16 + line % 128 // 32 * 4 + block % 4] = scale[line, block]
+    return out
+
+
+def padded(scale: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
+
+
+def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The codes of the nearest finite values, of two equally near ones the even one."""
+    codes = torch.arange(256).to(torch.uint8)
+    table = codes.view(dtype).double()
+    codes, table = codes[table.isfinite()], table[table.isfinite()]
+    distance = (x.double().abs().reshape(-1, 1) - table[table >= 0]).abs()
+    size = codes[table >= 0][(distance + (codes[table >= 0] % 2) * distance.abs() * 1e-15).argmin(dim=1)]
+    return (size | x.reshape(-1).signbit().to(torch.uint8) << 7).view(x.shape)
+
+
+def mx_by_definition(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks along rows: each with the smallest power of two that brings it into the range of the type."""
+    blocks = x.double().reshape(x.shape[0], -1, 32)
+    scale = torch.zeros(blocks.shape[:2], dtype=torch.uint8)
+    for line, block in itertools.product(*map(range, scale.shape)):
+        largest = float(blocks[line, block].abs().max()) / torch.finfo(dtype).max
+        scale[line, block] = max(math.ceil(math.log2(largest)) + 127, 0) if largest else 0
+    scaled = blocks / torch.exp2(scale.double() - 127).unsqueeze(2)
+    return nearest_fp8(scaled, dtype).reshape(x.shape), scale
+
+
+def fp8_blocks(**options: Any) -> Float8BlockQuantizer:
+    return Float8BlockQuantizer(E4M3, **{"rowwise": True, "columnwise": True, **options})
+
+
+def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks along rows: each with the largest power of two that keeps it within the range of E4M3."""
+    high, wide = -(-x.shape[0] // height), -(-x.shape[1] // 128)
+    data, scale_inv = torch.empty(x.shape, dtype=torch.uint8), torch.empty(high, wide)
+    for row, column in itertools.product(range(high), range(wide)):
+        place = slice(row * height, (row + 1) * height), slice(column * 128, (column + 1) * 128)
+        largest = float(x[place].abs().max())
+        scale = 2.0 ** math.floor(math.log2(448 / largest)) if largest else 1.0
+        data[place], scale_inv[row, column] = nearest_fp8(x[place].double() * scale, torch.float8_e4m3fn), 1 / scale
+    return data, scale_inv
+
+
+def nv_values(module: Any, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    scale = scale.contiguous().view(torch.float8_e4m3fn).double() * amax.double() / (6 * 448)
+    return module.cast_from_fp4x2(data, torch.float64) * scale.repeat_interleave(16, dim=1)
+
+
+def check_mxfp8_is_that_of_its_definition() -> None:
+    for (dtype, torch_dtype), shape in itertools.product(
+        ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)), ((64, 128), (96, 160))
+    ):
+        x = values(*shape)
+        out = tex.quantize(x, MXFP8Quantizer(dtype))
+        data, scale = mx_by_definition(x, torch_dtype)
+        assert torch.equal(out._rowwise_data, data)
+        assert torch.equal(out._rowwise_scale_inv[: shape[0], : shape[1] // 32], scale)
+        assert out._rowwise_scale_inv.shape == padded(scale).shape
+        data, scale = mx_by_definition(x.t(), torch_dtype)
+        assert torch.equal(out._columnwise_data, data.t())
+        assert torch.equal(out._columnwise_scale_inv[: shape[0] // 32, : shape[1]], scale.t())
+        assert out._columnwise_scale_inv.shape == padded(scale).t().shape
+        close(tex.dequantize(out, tex.DType.kFloat32), x, 4e-2 if dtype == E4M3 else 8e-2)
+
+
+def check_nvfp4_is_that_of_tes_reference() -> None:
+    module = reference()
+    formats = getattr(module, "reference_utils", None) or module.utils
+    for (kind, options), shape in itertools.product(NVFP4.items(), SHAPES):
+        x = values(*shape)
+        out = tex.quantize(x, NVFP4Quantizer(**options))
+        tile = (16, 16) if kind == "2d" else (1, 16)
+        quantizer = module.NVFP4QuantizerRef(formats.Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=kind == "rht")
+        data, scale, data_t, scale_t, amax, amax_t = quantizer._quantize(x)
+        assert torch.equal(out._amax_rowwise, amax), kind
+        assert torch.equal(out._amax_columnwise, amax_t), kind
+        rows, columns = shape
+        assert torch.equal(out._rowwise_scale_inv[:rows, : columns // 16], scale.view(torch.uint8)), kind
+        assert torch.equal(out._columnwise_scale_inv[:columns, : rows // 16], scale_t.view(torch.uint8)), kind
+        assert torch.equal(out._rowwise_data, data), kind
+        assert torch.equal(out._columnwise_data, data_t), kind
+
+
+def check_fp4_rounds_ties_to_even() -> None:
+    x = torch.zeros(16, 16, dtype=torch.bfloat16)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    x[0] = torch.cat([ties, -ties])
+    out = tex.quantize(x, NVFP4Quantizer())
+    wanted = [0, 1, 1, 2, 2, 4, 4, 6]
+    assert tex.dequantize(out, tex.DType.kFloat32)[0].tolist() == [*wanted, *(-one for one in wanted)]
+
+
+def check_stochastic_rounding_takes_either_neighbour_and_keeps_the_mean() -> None:
+    x = torch.full((256, 256), 6.0, dtype=torch.bfloat16)  # so that all scales are 1
+    for column, value in enumerate((0.125, 1.125, 2.25, 3.5, 4.5, -5.0, -0.75, 3.0), start=1):
+        x[:, column::16] = value
+    for options in ({}, {"with_2d_quantization": True}):
+        torch.manual_seed(3)
+        quantizer = NVFP4Quantizer(stochastic_rounding=True, **options)
+        out, again = (tex.dequantize(tex.quantize(x, quantizer), tex.DType.kFloat32) for _ in range(2))
+        for column, (low, high) in enumerate(
+            ((0, 0.5), (1, 1.5), (2, 3), (3, 4), (4, 6), (-6, -4), (-1, -0.5), (3, 3)), start=1
+        ):
+            found = out[:, column::16]
+            assert found.unique().tolist() == sorted({low, high})
+            assert abs(found.mean() - x[0, column]) < 0.05 * (high - low) + 1e-6
+        assert torch.equal(out[:, ::16], torch.full((256, 16), 6.0))
+        assert not torch.equal(out, again)
+
+
+def check_each_replay_rounds_anew_and_as_eager_does() -> None:
+    x = values(128, 256)
+    for options in NVFP4.values():
+        quantizer = NVFP4Quantizer(stochastic_rounding=True, **options)
+        torch.manual_seed(4)
+        wanted = [tex.quantize(x, quantizer) for _ in range(2)]
+        torch.manual_seed(4)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = tex.quantize(x, quantizer)
+        for eager in wanted:
+            graph.replay()
+            assert all(torch.equal(getattr(found, name), getattr(eager, name)) for name in FIELDS)
+        assert all(
+            not torch.equal(*(getattr(one, f"_{side}wise_data") for one in wanted)) for side in ("row", "column")
+        )
+
+
+def check_the_order_of_the_scales_matters() -> None:
+    for make in (lambda: MXFP8Quantizer(E4M3), NVFP4Quantizer):
+        x, weight = tex.quantize(gpu(128, 256, seed=1), make()), tex.quantize(values(128, 256), make())
+        wanted = gemm(weight, x, "TN")[0]
+        tex.swizzle_scales_for_gemm_(weight)
+        assert torch.equal(gemm(weight, x, "TN")[0], wanted)
+        weight._with_gemm_swizzled_scales = False
+        assert not torch.equal(gemm(weight, x, "TN")[0], wanted)  # read as if they were not swizzled
+        tex.swizzle_scales_for_gemm_(weight)
+        assert not torch.equal(gemm(weight, x, "TN")[0], wanted)  # swizzled twice
+
+
+def check_swizzled_scales_lie_as_cublas_reads_them() -> None:
+    for quantizer, shape in itertools.product((MXFP8Quantizer(E4M3), NVFP4Quantizer()), SHAPES):
+        plain = tex.quantize(values(*shape), quantizer)
+        out = tex.quantize(values(*shape), quantizer)
+        block = 32 if isinstance(quantizer, MXFP8Quantizer) else 16
+        tex.swizzle_scales_for_gemm_(out)
+        assert out._with_gemm_swizzled_scales
+        rows, columns = shape
+        scale = plain._rowwise_scale_inv[:rows, : columns // block]
+        assert torch.equal(out._rowwise_scale_inv.flatten(), cublas_order(padded(scale)))
+        scale = plain._columnwise_scale_inv
+        scale = (scale.t() if block == 32 else scale)[:columns, : rows // block]
+        assert torch.equal(out._columnwise_scale_inv.flatten(), cublas_order(padded(scale)))
+        assert torch.equal(tex.dequantize(out, tex.DType.kFloat32), tex.dequantize(plain, tex.DType.kFloat32))
+
+
+def check_scales_that_are_swizzled_at_once_are_the_same() -> None:
+    quantizers = MXFP8Quantizer(E4M3), *(NVFP4Quantizer(**options) for options in NVFP4.values())
+    for quantizer in quantizers:
+        plain = tex.quantize(values(128, 256), quantizer)
+        tex.swizzle_scales_for_gemm_(plain)
+        quantizer.optimize_for_gemm = True
+        out = tex.quantize(values(128, 256), quantizer)
+        if isinstance(quantizer, MXFP8Quantizer):
+            assert out._with_gemm_swizzled_scales
+        if out._with_gemm_swizzled_scales:  # NVFP4: TE 2.17 and later
+            assert all(torch.equal(getattr(out, name), getattr(plain, name)) for name in FIELDS)
+
+
+def check_the_flag_keeps_what_is_there() -> None:
+    for quantizer in (MXFP8Quantizer(E4M3), *(NVFP4Quantizer(**options) for options in NVFP4.values())):
+        out = tex.quantize(values(128, 128), quantizer)
+        before = [getattr(out, name).clone() for name in FIELDS]
+        tex.quantize(values(128, 128, seed=1), quantizer, out, torch.ones(1))
+        assert all(torch.equal(getattr(out, name), one) for name, one in zip(FIELDS, before, strict=True))
+        tex.quantize(values(128, 128, seed=1), quantizer, out, torch.zeros(1))
+        wanted = tex.quantize(values(128, 128, seed=1), quantizer)
+        assert all(torch.equal(getattr(out, name), getattr(wanted, name)) for name in FIELDS)
+
+
+def check_usages_come_and_go_in_an_existing_tensor() -> None:
+    for quantizer in (MXFP8Quantizer(E4M3), NVFP4Quantizer()):
+        out = tex.quantize(values(64, 64), quantizer)
+        quantizer.set_usage(columnwise=False)
+        tex.quantize(values(64, 64), quantizer, out)
+        assert [getattr(out, name) is None for name in FIELDS] == [False, False, True, True]
+        quantizer.set_usage(rowwise=False, columnwise=True)
+        tex.quantize(values(64, 64), quantizer, out)
+        assert [getattr(out, name) is None for name in FIELDS] == [True, True, False, False]
+
+
+def check_products_are_those_of_the_dequantized_values() -> None:
+    module = reference()
+    for layout, mx in itertools.product(("TN", "NN", "NT"), (True, False)):
+        shapes = {"TN": ((96, 64), (32, 64)), "NN": ((64, 96), (32, 64)), "NT": ((64, 96), (64, 32))}[layout]
+        quantizer = MXFP8Quantizer(E4M3) if mx else NVFP4Quantizer()
+        a, b = (tex.quantize(gpu(*shape, seed=seed), quantizer) for seed, shape in enumerate(shapes))
+
+        def matrix(tensor: Any, rows: int, columns: int, columnwise: bool, mx: bool = mx) -> torch.Tensor:
+            side = "columnwise" if columnwise else "rowwise"
+            data, scale = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_{side}_scale_inv")
+            if not mx:
+                lines, length = (columns, rows) if columnwise else (rows, columns)
+                amax = getattr(tensor, f"_amax_{side}")
+                found = nv_values(module, data, scale[:lines, : length // 16], amax)
+                return found.t() if columnwise else found
+            factor = torch.exp2(scale.double() - 127).repeat_interleave(32, dim=0 if columnwise else 1)
+            return data.view(torch.float8_e4m3fn).double() * factor[:rows, :columns]
+
+        left = matrix(b, *shapes[1], columnwise=layout[1] == "T")
+        right = matrix(a, *shapes[0], columnwise=layout[0] == "N")
+        wanted = (left.t() if layout[1] == "T" else left) @ (right.t() if layout[0] == "T" else right)
+        close(gemm(a, b, layout)[0], wanted, 1e-6)
+        for tensor in (a, b):
+            assert not tensor._with_gemm_swizzled_scales
+            tex.swizzle_scales_for_gemm_(tensor)
+        close(gemm(a, b, layout)[0], wanted, 1e-6)
+
+
+def check_a_split_is_quantized_part_by_part() -> None:
+    x = values(256, 128)
+    for options in (None, NVFP4["plain"], NVFP4["rht"]):
+        make = (lambda: MXFP8Quantizer(E4M3)) if options is None else (lambda o=options: NVFP4Quantizer(**o))
+        parts = tex.split_quantize(x, [128, 0, 64, 64], [make() for _ in range(4)])
+        for part, piece in zip(parts, x.split([128, 0, 64, 64]), strict=True):
+            if not len(piece):
+                assert part._rowwise_data.numel() == 0
+                continue
+            wanted = tex.quantize(piece, make())
+            rows, columns = piece.shape
+            for name in FIELDS:
+                found, one = getattr(part, name), getattr(wanted, name)
+                if "scale" in name:  # without the padding
+                    lines = rows // 32 if options is None and "column" in name else None
+                    lines = lines or (columns if "column" in name else rows)
+                    length = found.shape[1] if lines != rows else columns // (32 if options is None else 16)
+                    length = rows // 16 if options is not None and "column" in name else length
+                    found, one = found[:lines, :length], one[:lines, :length]
+                assert torch.equal(found, one), name
+
+
+def check_a_grouped_product_is_one_by_one() -> None:
+    for make in (lambda: MXFP8Quantizer(E4M3), NVFP4Quantizer):
+        weights = [tex.quantize(gpu(128, 128, seed=seed), make()) for seed in range(2)]
+        inputs = tex.split_quantize(gpu(128, 128, seed=7), [64, 64], [make(), make()])
+        out = torch.empty(128, 128)
+        none = [torch.empty(0)] * 2
+        rest = (none, tex.DType.kFloat32, True, none, False, [torch.empty(1)], 1, False, False, 0)
+        tex.te_general_grouped_gemm(weights, True, inputs, False, [out], tex.DType.kFloat32, [64, 64], *rest)
+        wanted = torch.cat([gemm(a, b, "TN")[0] for a, b in zip(weights, inputs, strict=True)])
+        assert torch.equal(out, wanted)
+
+
+def check_the_swizzle_after_a_quantization_takes_new_memory_and_knows_no_flag() -> None:
+    """TE 2.17 and later do so where the kernel does not swizzle: TE 2.18's does, of SM 100 to 110."""
+    te_217 = "nvfp4_use_4over6" in NVFP4Quantizer.__annotations__
+    te_218 = hasattr(TransformerEngineBaseModule, "_enable_weight_preswizzle")
+    quantizer = NVFP4Quantizer(with_2d_quantization=True)
+    quantizer.optimize_for_gemm = True
+    out = tex.quantize(values(128, 128), quantizer)
+    assert out._with_gemm_swizzled_scales == te_217
+    scale, content = out._rowwise_scale_inv, out._rowwise_scale_inv.clone()
+    tex.quantize(values(128, 128), quantizer, out, torch.ones(1))
+    assert torch.equal(scale, content)
+    if not te_217 or (te_218 and 100 <= sm_arch() <= 110):
+        assert out._rowwise_scale_inv is scale
+    else:
+        assert out._rowwise_scale_inv is not scale
+        assert torch.equal(out._rowwise_scale_inv.flatten(), cublas_order(content))  # what was swizzled, once more
+
+
+def check_shapes_that_a_gpu_does_not_take_are_refused() -> None:
+    for quantizer, shape in ((MXFP8Quantizer(E4M3), (16, 64)), (NVFP4Quantizer(), (16, 24))):
+        with pytest.raises(RuntimeError, match="requires tensor dims that are divisible by"):
+            tex.quantize(gpu(*shape), quantizer)
+    with pytest.raises(RuntimeError, match="RHT is only supported for bfloat16"):
+        tex.quantize(gpu(16, 16, dtype=torch.float32), NVFP4Quantizer(**NVFP4["rht"]))
+
+
+def check_block_scaled_fp8_is_that_of_its_definition() -> None:
+    for dim, shape in itertools.product((1, 2), ((128, 256), (192, 160))):
+        x = values(*shape)
+        out = tex.quantize(x, fp8_blocks(block_scaling_dim=dim))
+        for matrix, side in ((x, "rowwise"), (x.t(), "columnwise")):
+            data, scale_inv = tiles_by_definition(matrix, 128 if dim == 2 else 1)
+            found = getattr(out, f"_{side}_scale_inv")
+            assert found.shape[1] % 4 == 0
+            scale_inv = scale_inv if dim == 2 else scale_inv.t()
+            assert torch.equal(getattr(out, f"_{side}_data"), data)
+            assert torch.equal(found[:, : scale_inv.shape[1]], scale_inv)
+
+
+def check_block_scaled_fp8_keeps_the_flag_and_multiplies() -> None:
+    square, lines = fp8_blocks(block_scaling_dim=2), fp8_blocks(block_scaling_dim=1)
+    weight, x = tex.quantize(gpu(128, 256), square), tex.quantize(gpu(64, 256, seed=1), lines)
+    before = [getattr(weight, name).clone() for name in FIELDS]
+    tex.quantize(gpu(128, 256, seed=2), square, weight, torch.ones(1))
+    assert all(torch.equal(getattr(weight, name), one) for name, one in zip(FIELDS, before, strict=True))
+    grad = tex.quantize(gpu(64, 128, seed=3), lines)
+    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # by TE's Python
+    close(gemm(weight, x, "TN")[0], y @ w.t(), 1e-6)
+    close(gemm(weight, grad, "NN")[0], g @ w, 1e-6)
+    close(gemm(x, grad, "NT")[0], gpu(64, 128, seed=3).double().t() @ gpu(64, 256, seed=1).double(), 5e-2)
+    parts = tex.split_quantize(gpu(192, 256), [64, 0, 128], [fp8_blocks(block_scaling_dim=1) for _ in range(3)])
+    for part, piece in zip(parts, gpu(192, 256).split([64, 0, 128]), strict=True):
+        if len(piece):
+            assert torch.equal(part.dequantize(), tex.quantize(piece, lines).dequantize(dtype=torch.float32))

@@ -1,0 +1,461 @@
+"""Tensors of the block-scaled formats: what is allocated for them, where data and scales lie, who swizzles when.
+
+A tensor has up to two parts, row-wise and column-wise, each quantized from the high-precision source. Column-wise data
+of MXFP8 lie as the tensor does, with blocks along columns; those of NVFP4 and block-scaled FP8 lie transposed. Scales
+of MXFP8 and NVFP4 are padded to tiles of 128 x 4, which a GEMM reads in cuBLAS's order ("swizzled"); those of
+block-scaled FP8 lie as cuBLAS reads them on Hopper, and on Blackwell a GEMM makes MXFP8's of them.
+
+The rules are those of the C++ of the TE whose Python is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..graph import launch
+from ..runtime import sm_arch
+from . import formats
+from .enums import torch_dtype
+from .formats import MX_BLOCK, NV_BLOCK, TILE, tiles
+
+__all__ = ["swizzle_scales_for_gemm_"]
+
+MX, NV, TILED = "MXFP8", "NVFP4", "Float8Block"
+
+
+class Part(NamedTuple):
+    """The row-wise or the column-wise half of a tensor. ``dtype`` is that of FP8 data and ``amax`` NVFP4's.
+
+    - ``upright``: data lie as the tensor does though their blocks lie along columns (column-wise MXFP8)
+    - ``swizzled``: scales lie in the order of a GEMM
+    - ``height``: that of a block of block-scaled FP8
+    """
+
+    kind: str
+    data: torch.Tensor
+    scale: torch.Tensor
+    amax: torch.Tensor | None
+    dtype: torch.dtype | None
+    columnwise: bool
+    upright: bool
+    swizzled: bool
+    height: int
+
+    scale_inv = None
+    """What a product is multiplied with besides: nothing."""
+
+    def lines(self) -> torch.Tensor:
+        """The data as a matrix of bytes with blocks along its rows."""
+        if self.columnwise and not self.upright:
+            return self.data.reshape(self.data.shape[0], -1)
+        data = self.data.reshape(-1, self.data.shape[-1])
+        return data.t() if self.upright else data
+
+    def scales(self) -> torch.Tensor:
+        """The scales without padding, a row for each line of blocks; a view of them unless they are swizzled."""
+        lines, columns = self.lines().shape
+        if self.kind == TILED:
+            scale = self.scale if self.height > 1 else self.scale.t()
+            return scale[: -(-lines // self.height), : tiles(columns)]
+        scale = self.scale.t() if self.upright else self.scale
+        if self.swizzled:
+            scale = formats.unswizzle(self.scale.view(scale.shape))
+        return scale[:lines, : columns // MX_BLOCK if self.kind == MX else columns * 2 // NV_BLOCK]
+
+    def matrix(self, to: torch.dtype = torch.float64) -> torch.Tensor:
+        """The values that data and scales stand for, as the tensor lies."""
+        codes, scale = self.lines(), self.scales()
+        if self.kind == NV:
+            assert self.amax is not None
+            values = formats.decode_nvfp4(codes, scale, self.amax, to)
+        elif self.kind == MX:
+            assert self.dtype is not None
+            values = formats.decode_mxfp8(codes, scale, self.dtype, to)
+        else:
+            assert self.dtype is not None
+            values = codes.contiguous().view(self.dtype).to(to)
+            values = values * formats.spread(scale.to(to), self.height, codes.shape)
+        return values.t() if self.columnwise else values
+
+    def store(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Write codes and scales that have blocks along rows. Padding of unswizzled scales keeps what it has."""
+        self.data.copy_((codes.t() if self.upright else codes).reshape(self.data.shape))
+        if self.swizzled:
+            self.scale.copy_(self.padded_and_swizzled(scale))
+        else:
+            self.scales().copy_(scale)
+
+    def padded_and_swizzled(self, scale: torch.Tensor) -> torch.Tensor:
+        """Scales of this part in the order of a GEMM, padded with zeros."""
+        padded = torch.zeros_like(self.scale.t() if self.upright else self.scale)
+        padded[: scale.shape[0], : scale.shape[1]] = scale
+        return formats.swizzle(padded).view(self.scale.shape)
+
+
+def is_block_scaled(value: Any) -> bool:
+    """Whether it is a quantizer or a tensor of these formats."""
+    return type(value).__name__.startswith((MX, NV, TILED))
+
+
+def _kind(value: Any) -> str:
+    return next(kind for kind in (MX, NV, TILED) if type(value).__name__.startswith(kind))
+
+
+def shape_of(tensor: Any) -> list[int]:
+    """The shape of any tensor, quantized or not."""
+    if not is_block_scaled(tensor) or _kind(tensor) == MX:
+        return list(tensor.size())
+    pack = 2 if _kind(tensor) == NV else 1
+    if tensor._rowwise_data is not None:
+        return [*tensor._rowwise_data.shape[:-1], pack * tensor._rowwise_data.shape[-1]]
+    first, *rest = tensor._columnwise_data.shape
+    return [*rest[:-1], pack * rest[-1], first]
+
+
+def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A tensor of TE's own class without content."""
+    fields = {
+        name: torch.empty(size, dtype=kind) if wanted else None
+        for columnwise, wanted in _usages(quantizer)
+        for name, size, kind in _fields(quantizer, shape, columnwise)
+    }
+    return _construct(quantizer, shape, dtype, fields, _kernel_swizzles(quantizer, shape), quantizer.internal)
+
+
+def empty_parts(quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Any]:
+    """Tensors for the parts of a split, with one buffer for all row-wise and one for all column-wise fields."""
+    parts: list[dict[str, Any]] = [{} for _ in quantizers]
+    for columnwise, wanted in _usages(quantizers[0]):
+        wished = [_fields(quantizer, shape, columnwise) for quantizer, shape in zip(quantizers, shapes, strict=True)]
+        places, total = [], 0
+        for fields in zip(*wished, strict=True):  # the data of all parts, then their scales, then their amaxes
+            for part, (name, size, kind) in zip(parts, fields, strict=True):
+                start = -(-total // 256) * 256 if name.endswith("data") else -(-total // 16) * 16
+                total = start + math.prod(size) * kind.itemsize
+                places.append((part, name, size, kind, start, total))
+        buffer = torch.empty(total, dtype=torch.uint8) if wanted else None
+        for part, name, size, kind, start, end in places:
+            part[name] = None if buffer is None else buffer[start:end].view(kind).view(size)
+    swizzled = all(
+        _kernel_swizzles(quantizer, shape, in_split=True) for quantizer, shape in zip(quantizers, shapes, strict=True)
+    )
+    rows = zip(quantizers, shapes, parts, strict=True)
+    return [_construct(quantizer, shape, dtype, part, swizzled, internal=True) for quantizer, shape, part in rows]
+
+
+def match_usage(output: Any, quantizer: Any) -> None:
+    """Give an existing tensor the parts that the quantizer asks for, and take those it does not."""
+    shape = shape_of(output)
+    for columnwise, wanted in _usages(quantizer):
+        for name, size, kind in _fields(quantizer, shape, columnwise):
+            if not wanted:
+                setattr(output, f"_{name}", None)
+            elif getattr(output, f"_{name}") is None:
+                setattr(output, f"_{name}", torch.empty(size, dtype=kind))
+    output._with_gemm_swizzled_scales = _kernel_swizzles(quantizer, shape)
+    if hasattr(output, "_fp8_dtype"):
+        output._fp8_dtype = quantizer.dtype
+
+
+def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor | None) -> None:
+    """Quantize into ``output``, whose parts are those that the quantizer asks for; where ``noop`` is 1, do nothing."""
+    _refuse(quantizer)
+    parts = [_part(output, columnwise) for columnwise, wanted in _usages(quantizer) if wanted]
+    writes = [field for part in parts for field in part if isinstance(field, torch.Tensor)]
+    if _kind(quantizer) == TILED:
+        options = quantizer.force_pow_2_scales, quantizer.amax_epsilon
+        launch(_cast_tiles, writes, tensor, parts, *options, noop)
+    elif _kind(quantizer) == MX:
+        launch(_cast_mx, writes, tensor, parts, noop)
+    elif not quantizer.with_rht:
+        states = _random_states(1) if quantizer.stochastic_rounding else None
+        height = NV_BLOCK if quantizer.with_2d_quantization else 1
+        launch(_cast_nv, writes, tensor, parts, height, None, states, noop)
+    else:
+        if tensor.dtype != torch.bfloat16:
+            raise RuntimeError("RHT is only supported for bfloat16 input")
+        rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+        fused = _sm_100_to_110() and rows % 64 == 0 and columns % 128 == 0
+        states = _random_states(1 if fused else len(parts)) if quantizer.stochastic_rounding else None
+        if quantizer.columnwise_usage and not fused:
+            torch.empty([columns, rows], dtype=tensor.dtype)  # the transformed input, between two kernels
+        launch(_cast_nv, writes, tensor, parts, 1, quantizer.rht_matrix, states, noop)
+
+
+def swizzle_after_quantize(tensor: Any, quantizer: Any) -> None:
+    """What ``tex.quantize`` of TE 2.17 and later does last, no-op flag or not: new memory for the scales."""
+    if _swizzles_after() and quantizer.optimize_for_gemm:
+        swizzle_scales_for_gemm_(tensor)
+
+
+def swizzle_scales_for_gemm_(tensor: Any) -> None:
+    """Exchange the scales of a tensor for new ones in the order of a GEMM, unless they are in it."""
+    if not is_block_scaled(tensor) or _kind(tensor) == TILED or tensor._with_gemm_swizzled_scales:
+        return
+    for columnwise in (False, True):
+        name = f"_{_side(columnwise)}_scale_inv"
+        if getattr(tensor, name) is not None:
+            setattr(tensor, name, for_gemm([_part(tensor, columnwise)])[0].scale)
+    tensor._with_gemm_swizzled_scales = True
+
+
+def for_gemm(operands: Sequence[Any]) -> list[Any]:
+    """Operands as a GEMM reads them: where scales are not swizzled, with swizzled ones, all in one new buffer."""
+    places, total = {}, 0
+    for index, part in enumerate(operands):
+        if isinstance(part, Part) and part.kind != TILED and not part.swizzled:
+            start = -(-total // 16) * 16
+            total = start + part.scale.numel()
+            places[index] = slice(start, total)
+    buffer = torch.empty(total, dtype=torch.uint8) if places else None
+
+    def ready(index: int, part: Any) -> Any:
+        if isinstance(part, Part) and part.kind == TILED and sm_arch() >= 100:
+            return _as_mxfp8(part)
+        if buffer is None or index not in places:
+            return part
+        scale = buffer[places[index]].view(part.scale.shape)
+        launch(_swizzle, [scale], scale, part)
+        return part._replace(scale=scale, swizzled=True)
+
+    return [ready(index, part) for index, part in enumerate(operands)]
+
+
+def operand(tensor: Any, columnwise: bool) -> Part:
+    """The part of ``tensor`` that a GEMM reads."""
+    if getattr(tensor, f"_{_side(columnwise)}_data") is None:
+        raise RuntimeError(f"simulator: the GEMM needs {_side(columnwise)} data, which the tensor does not have")
+    return _part(tensor, columnwise)
+
+
+def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a block-scaled tensor in a wider type."""
+    if tensor._rowwise_data is None and _kind(tensor) != MX:
+        raise RuntimeError("simulator: dequantize: the tensor has no row-wise data")
+    result = torch.empty(shape_of(tensor), dtype=dtype)
+    launch(_dequantize, [result], result, _part(tensor, tensor._rowwise_data is None))
+    return result
+
+
+def skipped(noop: torch.Tensor | None) -> bool:
+    """Whether a no-op flag is there and set."""
+    return noop is not None and noop.numel() > 0 and noop.item() == 1.0
+
+
+def _as_mxfp8(part: Part) -> Part:
+    """A part of block-scaled FP8 as one of MXFP8: the same codes, with new, swizzled scales."""
+    lines, columns = part.lines().shape
+    scale = torch.empty([tiles(lines) * 128, tiles(columns) * 4], dtype=torch.uint8)
+    launch(_convert_scales, [scale], scale, part)
+    return part._replace(kind=MX, scale=scale, swizzled=True)
+
+
+def _side(columnwise: bool) -> str:
+    return "columnwise" if columnwise else "rowwise"
+
+
+def _usages(quantizer: Any) -> tuple[tuple[bool, bool], ...]:
+    return (False, quantizer.rowwise_usage), (True, quantizer.columnwise_usage)
+
+
+def _part(tensor: Any, columnwise: bool) -> Part:
+    kind, side = _kind(tensor), _side(columnwise)
+    return Part(
+        kind,
+        getattr(tensor, f"_{side}_data"),
+        getattr(tensor, f"_{side}_scale_inv"),
+        getattr(tensor, f"_amax_{side}") if kind == NV else None,
+        None if kind == NV else torch_dtype(tensor._fp8_dtype),
+        columnwise,
+        columnwise and kind == MX,
+        kind != TILED and tensor._with_gemm_swizzled_scales,
+        TILE if kind == TILED and tensor._is_2D_scaled else 1,
+    )
+
+
+def _fields(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tuple[str, list[int], torch.dtype]]:
+    """Name, shape and type of what one part of a tensor consists of."""
+    kind, side = _kind(quantizer), _side(columnwise)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    lines, along = (columns, rows) if columnwise else (rows, columns)
+    data = [columns, *shape[:-1]] if columnwise else list(shape)
+    if kind == TILED:
+        high, wide = (tiles(lines), tiles(along)) if quantizer.block_scaling_dim == 2 else (tiles(along), lines)
+        return [
+            (f"{side}_data", data, torch.uint8),
+            (f"{side}_scale_inv", [high, -(-wide // 4) * 4], torch.float32),
+        ]
+    block = MX_BLOCK if kind == MX else NV_BLOCK
+    if rows % block or columns % block:
+        raise RuntimeError(
+            f"{kind} requires tensor dims that are divisible by {block} (got shape=({','.join(map(str, shape))}))"
+        )
+    scale = [-(-lines // 128) * 128, -(-(along // block) // 4) * 4]
+    if kind == MX:
+        scale = scale[::-1] if columnwise else scale
+        return [(f"{side}_data", list(shape), torch.uint8), (f"{side}_scale_inv", scale, torch.uint8)]
+    data = [columns, rows // 2] if columnwise else [*shape[:-1], columns // 2]
+    return [
+        (f"{side}_data", data, torch.uint8),
+        (f"{side}_scale_inv", scale, torch.uint8),
+        (f"amax_{side}", [1], torch.float32),
+    ]
+
+
+def _construct(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, fields: dict[str, Any], swizzled: bool, internal: bool
+) -> Any:
+    kind = _kind(quantizer)
+    name, file = ("Float8BlockwiseQ", "float8_blockwise") if kind == TILED else (kind, kind.lower())
+    module = importlib.import_module(f"transformer_engine.pytorch.tensor.{file}_tensor")
+    cls = getattr(module, f"{name}TensorStorage" if internal else f"{name}Tensor")
+    known = inspect.signature(cls.__new__).parameters
+    fields = {**fields, "fp4_dtype" if kind == NV else "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    if kind == TILED:
+        fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+    if not internal:
+        fields.update(shape=list(shape), dtype=dtype)
+    elif "fake_dtype" in known:  # TE 2.14 and later
+        fields["fake_dtype"] = dtype
+    if "with_gemm_swizzled_scales" in known:  # TE 2.12 and later
+        fields["with_gemm_swizzled_scales"] = swizzled
+    if "data_format" in known:  # TE 2.10 and 2.11
+        fields["data_format"] = module.tex.Float8BlockScaleTensorFormat.GEMM_READY
+    tensor = cls(**fields)
+    tensor._with_gemm_swizzled_scales = swizzled
+    return tensor
+
+
+def _refuse(quantizer: Any) -> None:
+    for name in ("row_scaled_nvfp4", "nvfp4_use_4over6", "all_gather_usage"):
+        if getattr(quantizer, name, False):
+            raise NotImplementedError(f"simulator: {type(quantizer).__name__} with {name}")
+    if getattr(quantizer, "with_amax_reduction", False) and torch.distributed.is_initialized():
+        raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
+
+
+def _random_states(number: int) -> torch.Tensor:
+    """What seeds the random numbers of each kernel, itself drawn from the default generator at each replay."""
+    states = torch.empty(number, 2, dtype=torch.int64)
+    launch(_draw, [states], states)
+    return states
+
+
+# What the C++ of the installed version does: known by what came into its Python with it.
+
+
+@functools.cache
+def _swizzles_after() -> bool:
+    """TE 2.17 and later."""
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    return "nvfp4_use_4over6" in NVFP4Quantizer.__annotations__
+
+
+@functools.cache
+def _swizzles_2d() -> bool:
+    """TE 2.18 and later."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    return hasattr(TransformerEngineBaseModule, "_enable_weight_preswizzle")
+
+
+def _sm_100_to_110() -> bool:
+    return 100 <= sm_arch() <= 110
+
+
+def _kernel_swizzles(quantizer: Any, shape: Sequence[int], in_split: bool = False) -> bool:
+    """Whether the kernel that quantizes writes its scales in the order of a GEMM."""
+    if _kind(quantizer) == TILED or not getattr(quantizer, "optimize_for_gemm", False):  # since TE 2.12
+        return False
+    if _kind(quantizer) == MX:
+        return True
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if not _swizzles_after() or not _sm_100_to_110() or columns % 128:
+        return False
+    if quantizer.with_rht:
+        return rows % (128 if in_split else 64) == 0
+    return _swizzles_2d() and not in_split and quantizer.with_2d_quantization and rows % 128 == 0
+
+
+# The kernels.
+
+
+def _swizzle(scale: torch.Tensor, part: Part) -> None:
+    scale.copy_(part.padded_and_swizzled(part.scales()))
+
+
+def _dequantize(result: torch.Tensor, part: Part) -> None:
+    result.copy_(part.matrix(torch.float32).reshape(result.shape))
+
+
+def _draw(states: torch.Tensor) -> None:
+    states.random_()
+
+
+def _cast_mx(tensor: torch.Tensor, parts: Sequence[Part], noop: torch.Tensor | None) -> None:
+    if skipped(noop):
+        return
+    rows = tensor.float().reshape(-1, tensor.shape[-1])
+    for part in parts:
+        assert part.dtype is not None
+        part.store(*formats.encode_mxfp8(rows.t() if part.columnwise else rows, part.dtype))
+
+
+def _cast_tiles(
+    tensor: torch.Tensor, parts: Sequence[Part], power_of_two: bool, epsilon: float, noop: torch.Tensor | None
+) -> None:
+    if skipped(noop):
+        return
+    rows, infinite = tensor.float().reshape(-1, tensor.shape[-1]), torch.finfo(tensor.dtype).max
+    for part in parts:
+        values = rows.t() if part.columnwise else rows
+        assert part.dtype is not None
+        part.store(*formats.encode_tiles(values, part.dtype, part.height, power_of_two, epsilon, infinite))
+
+
+def _convert_scales(scale: torch.Tensor, part: Part) -> None:
+    lines, columns = part.lines().shape
+    bits = part.scales().contiguous().view(torch.int32)
+    if (bits & 0x7FFFFF).any():
+        raise RuntimeError("simulator: scales of block-scaled FP8 that are no powers of two, for an MXFP8 GEMM")
+    exponents = (bits >> 23).to(torch.uint8).repeat_interleave(part.height, dim=0)[:lines]
+    padded = torch.zeros_like(scale)
+    padded[:lines, : 4 * tiles(columns)] = exponents.repeat_interleave(4, dim=1)
+    scale.copy_(formats.swizzle(padded))
+
+
+def _cast_nv(
+    tensor: torch.Tensor,
+    parts: Sequence[Part],
+    height: int,
+    rht: torch.Tensor | None,
+    states: torch.Tensor | None,
+    noop: torch.Tensor | None,
+) -> None:
+    """``height`` is that of a block; ``rht``, a matrix, transforms the column-wise values; ``states`` seed rounding."""
+    if skipped(noop) and rht is None:
+        return
+    rows = tensor.float().reshape(-1, tensor.shape[-1])
+    generator = torch.Generator()
+    for number, part in enumerate(parts):
+        values = rows.t() if part.columnwise else rows
+        if part.columnwise and rht is not None:
+            values = (values.reshape(-1, NV_BLOCK) @ rht.float()).bfloat16().float().reshape(values.shape)
+        assert part.amax is not None
+        part.amax.fill_(formats.largest(values, 0, 1))  # with RHT by a kernel that knows of no no-op flag
+        if skipped(noop):
+            continue
+        random = None
+        if states is not None:
+            if number < len(states):
+                generator.manual_seed(int(states[number, 0]))
+            random = torch.rand(values.shape, generator=generator)
+        part.store(*formats.encode_nvfp4(values, part.amax, height, random))
