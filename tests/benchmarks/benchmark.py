@@ -5,12 +5,13 @@
 Three variants of the same TE are compared, in processes of their own that take turns: ``unpatched``, ``patched`` (by
 this package, in memory) and ``source`` (a copy of TE with the change of ``te-graph-fixes diff`` on disk, this package
 off).
-Without a GPU only the import times are measured, with ``--no-gpu``. Needs matplotlib for the picture.
+With ``--imports`` only import times are measured. Needs matplotlib for the picture.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -85,28 +86,29 @@ class Worker:
         self._process.wait()
 
 
-def import_ms(statement: str, before: str = "pass") -> float:
-    """The time that ``statement`` takes in a fresh interpreter, after ``before``, with bytecode as pip installs it."""
-    code = f"import time; {before}; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+def import_ms(*statements: str) -> list[float]:
+    """The time that each statement takes in one fresh interpreter, with bytecode as pip installs it."""
+    timed = "; ".join(f"{statement}; times.append(time.perf_counter())" for statement in statements)
+    code = f"import time; times = [time.perf_counter()]; {timed}; print(*times)"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    return 1e3 * float(done.stdout.split()[-1])
+    times = list(map(float, done.stdout.split()[-len(statements) - 1 :]))
+    return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
 
 
 def imports(te: bool) -> Samples:
-    """Import times of this package and of wrapt, in pairs that run side by side, and what it adds to TE's import.
-
-    The latter is the time of importing this package after TE: all the fixes are then put in place at once.
+    """Import times of this package and of wrapt, in pairs that run side by side; of TE, torch included, without and
+    with this package: it is imported after TE, so that all the fixes are put in place at once, and the time added.
     """
     statements = "import wrapt", "import te_graph_fixes"
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(import_ms, statements))  # fills the caches
-        measured = list(pool.map(import_ms, statements * 15))
-        found: Samples = {"import_ms": {WRAPT: measured[::2], PATCHED: measured[1::2]}}
-        if te:
-            added = [import_ms(statements[1], "import transformer_engine.pytorch") for _ in range(16)]
-            found["added_to_te_import_ms"] = {PATCHED: added[1:]}  # the first fills the caches
+        measured = [time for (time,) in pool.map(import_ms, statements * 15)]
+    found: Samples = {"import_ms": {WRAPT: measured[::2], PATCHED: measured[1::2]}}
+    if te:
+        rounds = [import_ms("import transformer_engine.pytorch", statements[1]) for _ in range(16)][1:]
+        found["te_import_ms"] = {UNPATCHED: [te for te, _ in rounds], PATCHED: [te + added for te, added in rounds]}
     return found
 
 
@@ -191,17 +193,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write every sample here")
     parser.add_argument("--png", metavar="FILE", help="draw the picture here")
-    parser.add_argument("--no-gpu", action="store_true", help="only import times")
+    parser.add_argument("--imports", action="store_true", help="only import times, of TE too where it is installed")
     options = parser.parse_args()
     try:
         source = Source.installed()
     except TENotFoundError:
         source = None
-    if source is None and not options.no_gpu:
-        sys.exit("TransformerEngine is not installed: only --no-gpu works")
-    samples = imports(te=not options.no_gpu)
+    if source is None and not options.imports:
+        sys.exit("TransformerEngine is not installed: only --imports works")
+    samples = imports(te=source is not None)
     about: dict[str, Any] = {}
-    if source is not None and not options.no_gpu:
+    if source is not None and not options.imports:
         about, measured = on_gpu(source)
         samples.update(measured)
         print(
