@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from pathlib import PurePosixPath
 from .engine import EngineError, patched
 from .fix import APPLICABLE, UNRECOGNIZED, Verdict
 from .fixes import CATALOGUE
-from .source import Source, TENotFoundError
+from .source import Source, TENotFoundError, split_lines
 from .verdicts import expected, surprise, unmet, verdicts
 
 NO_TE = 2
@@ -111,7 +112,8 @@ def _diff(options: argparse.Namespace) -> int:
     source = _source(options)
     chosen = _chosen(options.fixes, verdicts(source))
     for name, (before, after) in sorted(patched(source, chosen.values()).items()):
-        sys.stdout.writelines(_unified(_path(source, name), before, after))
+        newline = source.module(name).newline if before else "\n"
+        sys.stdout.writelines(_unified(_path(source, name), before, after, newline))
     return 0
 
 
@@ -146,11 +148,16 @@ def _path(source: Source, module: str) -> str:
     return str(PurePosixPath(*parts)) + ".py"
 
 
-def _unified(path: str, before: str, after: str) -> Iterator[str]:
+def _unified(path: str, before: str, after: str, newline: str) -> Iterator[str]:
     """A unified diff that `patch -p1` accepts, last lines without a line break included."""
     old = f"a/{path}" if before else "/dev/null"
-    for line in difflib.unified_diff(before.splitlines(True), after.splitlines(True), old, f"b/{path}"):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+    diff = difflib.unified_diff(split_lines(before), split_lines(after), old, f"b/{path}")
+    yield from itertools.islice(diff, 2)
+    for line in diff:
+        if not line.endswith("\n"):
+            yield f"{line}\n\\ No newline at end of file\n"
+        else:
+            yield line if line.startswith("@") else line[:-1] + newline
 
 
 def _verify(options: argparse.Namespace) -> int:

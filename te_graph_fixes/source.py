@@ -121,13 +121,14 @@ class Source:
         spec = importlib.machinery.PathFinder.find_spec(name, [parent])
         if spec is None or spec.loader is None:
             return None
+        loader = cast(importlib.machinery.SourceFileLoader, spec.loader)
         try:
-            text = cast(importlib.machinery.SourceFileLoader, spec.loader).get_source(name)
+            text, data = loader.get_source(name), loader.get_data(spec.origin or name)
         except (OSError, ImportError, SyntaxError, UnicodeDecodeError) as error:
             raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
         if text is None:
             raise UnrecognizedError(f"{name} in {self.location} has no source text (only bytecode)")
-        return ModuleSource(name, spec.origin or name, text)
+        return ModuleSource(name, spec.origin or name, text, "\r\n" if b"\r\n" in data else "\n")
 
 
 def _version(path: list[str] | None) -> str | None:
@@ -154,11 +155,12 @@ def split_lines(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """The text of one module and its syntax tree."""
+    """The text of one module, as Python reads it, and its syntax tree; ``newline`` is the line break of the file."""
 
     name: str
     path: str
     text: str
+    newline: str = "\n"
 
     @cached_property
     def tree(self) -> ast.Module:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from te_graph_fixes.cli import main
+from te_graph_fixes.engine import patched
+from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import verdicts
 from tests.published import source
 
 
@@ -29,6 +34,34 @@ def altered(folder: Path, version: str, module: str, old: str, new: str) -> Path
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"\n", b"\r\n"), (b"    if is_training:\n", b"    if is_training:  # form\x0cfeed\n"), (b"\n", b"\n\x0c\n")],
+    ids=["carriage returns", "form feed in a line", "form feeds on lines of their own"],
+)
+def test_a_diff_fits_whatever_breaks_the_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bytes, new: bytes
+) -> None:
+    tree = altered(tmp_path, "2.12.0", "graph.py", "import contextlib", "import contextlib  # changed")
+    graph = tree / "transformer_engine" / "pytorch" / "graph.py"
+    graph.write_bytes(graph.read_bytes().replace(old, new))
+    status, out, _ = run(capsys, "diff", "--source", tree)
+    assert status == 0
+    texts = dict(written(tree))
+    subprocess.run(["patch", "-p1", "--fuzz=0"], input=out.encode(), cwd=tree, check=True, capture_output=True)
+    for path, text in texts.items():
+        assert path.read_bytes() == text.replace(b"\n", b"\r\n" if new == b"\r\n" and path == graph else b"\n")
+
+
+def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
+    """What `diff` makes of each file that it changes or adds."""
+    te = Source.at(tree)
+    verdict_of = verdicts(te)
+    for name, (_, after) in patched(te, [each for each in verdict_of.values() if each.verdict == APPLICABLE]).items():
+        found = te.find(name)
+        yield Path(found.path) if found else tree.joinpath(*name.split(".")).with_suffix(".py"), after.encode()
 
 
 def test_status_as_text(capsys: pytest.CaptureFixture[str]) -> None:

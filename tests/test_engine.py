@@ -10,6 +10,7 @@ import inspect
 import linecache
 import py_compile
 import sys
+import textwrap
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +83,26 @@ def test_every_reference_sees_the_correction_and_the_return(standin: Callable[..
     assert (function(1), partial()) == (3, 3)
     installation.revert()
     assert (function(1), state(function)) == (2, before)
+    assert function.__code__ is before[0]
+
+
+def test_what_was_bound_or_saved_before_is_corrected(standin: Callable[..., StandIn]) -> None:
+    package = standin("class Module:\n    def forward(self, x):\n        return x\n")
+    held, hooked = package.module.Module(), package.module.Module()
+    bound, code = held.forward, package.module.Module.forward.__code__
+    saved = hooked.forward  # as accelerate does: it saves the bound method, and puts a wrapper on the instance
+
+    @functools.wraps(saved)
+    def forward(self: Any, *args: Any) -> Any:
+        return ("hooked", saved(*args))
+
+    hooked.forward = functools.update_wrapper(functools.partial(forward, hooked), saved)
+    kept = {"closure": lambda x: bound(x), "partial": functools.partial(package.module.Module.forward, held)}
+    installation = package.install(package.edit("Module.forward", "return x", "return -x"))
+    assert (bound(1), kept["closure"](1), kept["partial"](1), hooked.forward(1)) == (-1, -1, -1, ("hooked", -1))
+    installation.revert()
+    assert (bound(1), kept["closure"](1), kept["partial"](1), hooked.forward(1)) == (1, 1, 1, ("hooked", 1))
+    assert package.module.Module.forward.__code__ is code
 
 
 METHODS = """
@@ -230,6 +251,56 @@ def test_a_wrapper_of_another_tool_stays(standin: Callable[..., StandIn], when: 
     assert package.module.Module().mangled() == ("traced", 8)
     installation.revert()
     assert package.module.Module().mangled() == ("traced", 7)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_unwrapping_leaves_the_correction(standin: Callable[..., StandIn], when: str) -> None:
+    package = standin(METHODS)
+
+    def trace(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return ("traced", wrapped(*args, **kwargs))
+
+    if when == "before":
+        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
+    installation = package.install(package.edit("Module.mangled", "result = self.__hidden", "result = 8"))
+    if when == "after":
+        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
+    package.module.Module.mangled = package.module.Module.mangled.__wrapped__
+    assert installation.is_live()
+    assert package.module.Module().mangled() == 8
+    installation.revert()
+    assert package.module.Module().mangled() == 7
+
+
+def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[..., StandIn]) -> None:
+    text = """
+        ran = []
+
+        def decorate(function):
+            ran.append(function)
+            return function
+
+        class A:
+            @decorate
+            @staticmethod
+            def run(x, y=ran.append(1)):
+                return x
+        """
+    package = standin(textwrap.dedent(text))
+    package.module.ran.clear()
+    package.install(package.edit("A.run", "return x", "return {}['missing']"))
+    assert package.module.ran == [1]
+    with pytest.raises(KeyError):
+        package.module.A.run(1)
+    assert inspect.getsource(package.module.A.run).startswith("    @decorate\n    @staticmethod\n    def run(")
+
+
+def test_an_added_function_has_super_and_its_decorators(standin: Callable[..., StandIn]) -> None:
+    base = "import functools\n\nclass B:\n    def run(self):\n        return 1\n\n"
+    package = standin(base + "class A(B):\n    def run(self):\n        return 2\n")
+    package.install(package.add("A.run", "@functools.lru_cache\ndef added(self):\n    return super().run() + 10"))
+    assert package.module.A().added() == 11
+    assert package.module.A.added.cache_info().currsize == 1
 
 
 def test_a_function_that_has_run_often_is_recognised(standin: Callable[..., StandIn]) -> None:
@@ -441,6 +512,35 @@ def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callabl
     assert "looked for A.run of standin.code as its source has it" in found["first"]
 
 
+@pytest.mark.parametrize("places", [{"run"}, {"A.run"}, {"A.run", "run", "missing", "A"}])
+def test_what_a_verdict_rests_on_is_compared_too(standin: Callable[..., StandIn], places: set[str]) -> None:
+    package = standin("class A:\n    def run(self):\n        return 1\n\ndef run():\n    return 1\n")
+    verdict = Verdict("not-needed", "a test", rests_on=frozenset((CODE, place) for place in places))
+    edited = package.edit("run", "return 1", "return 2")
+    installation = Installation(package.source, {"idle": verdict, "fix": edited})
+    assert installation.replaced() == {}
+    installation.install()
+    assert installation.is_live("idle")
+    assert package.module.run() == 2
+
+    package.module.A.run.__code__ = (lambda self: 5).__code__
+    assert installation.is_live("idle") == ("A.run" not in places)
+    assert installation.is_live("fix")
+    installation.revert()
+    installation = Installation(package.source, {"idle": verdict, "fix": edited})
+    assert set(installation.replaced()) == ({"idle"} if "A.run" in places else set())
+    assert not installation.is_live("fix")
+
+
+def test_what_is_absent_in_the_source_must_be_absent_in_what_is_loaded(standin: Callable[..., StandIn]) -> None:
+    package = standin("class A:\n    if True:\n        def run(self):\n            return 1\n")
+    verdict = Verdict("not-applicable", "a test", rests_on=frozenset({(CODE, "A.run"), ("standin.lazy", "run")}))
+    Path(package.source.location, "lazy.py").write_text("def run():\n    return 1\n")
+    assert set(Installation(package.source, {"fix": verdict}).replaced()) == {"fix"}
+    del package.module.A.run
+    assert Installation(package.source, {"fix": verdict}).replaced() == {}
+
+
 def test_a_file_that_has_changed_since_the_import_is_reported(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     Path(str(package.module.__file__)).write_text("def run():\n    x = 7\n    return 1\n")
@@ -622,7 +722,7 @@ def test_installing_keeps_nothing_alive(standin: Callable[..., StandIn]) -> None
     for _ in range(3):
         package.install(package.edit("run", "return 1", "return 2")).revert()
     gc.collect()
-    assert not [found for found in gc.get_objects() if isinstance(found, Installation)]
+    assert not [found for found in gc.get_objects() if type(found) is Installation]
 
 
 def test_the_text_on_disk_does_not_change(standin: Callable[..., StandIn]) -> None:
