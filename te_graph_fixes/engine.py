@@ -145,17 +145,14 @@ def _first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
 
 def _functions(module: ModuleSource, owner: str, text: str, line: int) -> list[ast.FunctionDef]:
     """The functions in a piece of text that begins at ``line``; `EngineError` if there is anything else."""
-    owners = owner.split(".") if owner else []
-    header = "".join(f"{' ' * depth}class {name}:\n" for depth, name in enumerate(owners))
+    above = "\n" * (line - 2) + f"class {owner}:\n" if owner else "\n" * (line - 1)
     try:
-        tree = ast.parse("\n" * (line - 1 - len(owners)) + header + text, module.path)
+        tree = ast.parse(above + text, module.path)
     except SyntaxError as error:
         raise EngineError(f"the edits do not leave Python text in {module.path}: {error}") from error
-    body = tree.body
-    for _ in owners:
-        body = cast(ast.ClassDef, body[0]).body if len(body) == 1 else []
+    body = cast(ast.ClassDef, tree.body[0]).body if owner else tree.body
     found = [node for node in body if isinstance(node, ast.FunctionDef)]
-    if not found or len(found) != len(body):
+    if len(found) != len(body) or len(tree.body) != 1:
         raise EngineError(f"the edits leave something other than functions in {module.path}")
     return found
 
@@ -189,20 +186,18 @@ def _compile(module: ModuleSource, qualname: str, node: ast.FunctionDef) -> Code
 
 def _block(module: ModuleSource, owner: str, node: ast.stmt) -> CodeType:
     """The code of the module, or of the class ``owner``, with just ``node``, and the imports on which calls depend."""
-    owners = owner.split(".") if owner else []
-    body = [node]
-    for name in reversed(owners):
-        outer = cast(ast.ClassDef, ast.parse(f"class {name}: pass").body[0])
-        outer.body, body = body, [outer]
-    tree = ast.Module([*module.imports, *body], [])
-    return _inner(compile(tree, _path(module.name), "exec", dont_inherit=True), *owners)
+    if owner:
+        outer = cast(ast.ClassDef, ast.parse(f"class {owner}: pass").body[0])
+        outer.body, node = [node], outer
+    tree = ast.Module([*module.imports, node], [])
+    code = compile(tree, _path(module.name), "exec", dont_inherit=True)
+    return _inner(code, owner) if owner else code
 
 
-def _inner(code: CodeType, *names: str) -> CodeType:
+def _inner(code: CodeType, name: str) -> CodeType:
     """The code of a class or function inside that of a module or class."""
-    for name in names:
-        (code,) = (const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
-    return code
+    (found,) = (const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+    return found
 
 
 def _path(module: str) -> str:
@@ -231,16 +226,10 @@ def _held(change: Change) -> Any:
         return None
 
 
-def _is_as_read(change: Change) -> bool:
-    """Whether what is loaded is what the source has."""
-    if change.module not in sys.modules:
-        return not change.edits
-    return _held(change) is None if change.before is None else live_function(change) is not None
-
-
-def _is_live(change: Change) -> bool:
+def _is_live(change: Change, code: CodeType | None) -> bool:
+    """Whether the function has ``code``; None: whether there is nothing of its name."""
     function = live_function(change)
-    return function is not None and function.__code__ is change.after if change.edits else _is_as_read(change)
+    return _held(change) is None if code is None else function is not None and function.__code__ == code
 
 
 def _scope(change: Change) -> Any:
@@ -300,7 +289,7 @@ class Installation:
         earlier: Mapping[FunctionType, tuple[str, str]] | None = None,
     ) -> None:
         self._verdicts = verdicts
-        self._changes = changes(source, verdicts)
+        self._changes = [change for change in changes(source, verdicts) if change.edits or change.module in sys.modules]
         self._texts = patched(source, verdicts.values())
         self._earlier = earlier or {}
         self._corrections: list[_Correction] = []
@@ -339,14 +328,14 @@ class Installation:
             "replaced it, or that the file has changed since it was imported"
             for fix in self._verdicts
             for change in self._of(fix)
-            if not _is_as_read(change)
+            if not _is_live(change, change.before)
         }
 
     def is_live(self, fix_id: str | None = None) -> bool:
         """Whether what was put in place, or found to be as it should be, is what runs: for one fix, or for all."""
         fixes = self._verdicts if fix_id is None else [fix_id]
         modules = [name for fix in fixes for name in self._verdicts[fix].new_modules]
-        return all(_is_live(change) for fix in fixes for change in self._of(fix)) and all(
+        return all(_is_live(change, change.after) for fix in fixes for change in self._of(fix)) and all(
             name in self._modules and sys.modules.get(name) is self._modules[name] for name in modules
         )
 
@@ -359,7 +348,7 @@ class Installation:
         """Take back, in reverse order, what is still ours; returns the functions that have their own code again."""
         restored = {each.function: each.place for each in reversed(self._corrections) if each.revert()}
         for change in self._changes:
-            if change.before is None and change.edits and _is_live(change):
+            if change.before is None and change.after and _is_live(change, change.after):
                 delattr(_scope(change), change.qualname.rpartition(".")[2])
         for name, module in self._modules.items():
             if sys.modules.get(name) is module:

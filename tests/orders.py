@@ -1,4 +1,4 @@
-"""Orders to test with: those of the issue, and random ones. Plain lists, no torch."""
+"""Orders to test with: named ones, and random ones. Plain lists, no torch."""
 
 from __future__ import annotations
 
