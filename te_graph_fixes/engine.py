@@ -250,26 +250,29 @@ def _execute(change: Change) -> Any:
 
 
 class _Correction:
-    """TransformerEngine's own function with the corrected code, and with the defaults of new parameters."""
+    """What TransformerEngine's own function has, and what it gets: the code, and the defaults of new parameters."""
 
     def __init__(self, change: Change, function: FunctionType) -> None:
         made = _execute(change)
         before, after = cast(CodeType, change.before), cast(CodeType, change.after)
         self.function, self.place = function, (change.module, change.qualname)
-        self._had = [getattr(function, name) for name in _STATE]
-        function.__code__ = after
-        added = after.co_argcount - before.co_argcount
-        if added:
-            function.__defaults__ = (*(function.__defaults__ or ()), *made.__defaults__[-added:])
+        self._had = function.__code__, function.__defaults__, function.__kwdefaults__
+        _, positional, keyword = self._had
+        if after.co_argcount > before.co_argcount:
+            positional = (*(positional or ()), *made.__defaults__[before.co_argcount - after.co_argcount :])
         if made.__kwdefaults__:
-            function.__kwdefaults__ = {**made.__kwdefaults__, **(function.__kwdefaults__ or {})}
-        self._got = [getattr(function, name) for name in _STATE]
+            keyword = {**made.__kwdefaults__, **(keyword or {})}
+        self._gets = after, positional, keyword
+
+    def make(self) -> None:
+        for name, gets in zip(_STATE, self._gets, strict=True):
+            setattr(self.function, name, gets)
 
     def revert(self) -> bool:
-        """Give back the very objects that the function had, where they are not replaced since; whether its code was."""
-        was_live = self.function.__code__ is self._got[0]
-        for name, had, got in zip(_STATE, self._had, self._got, strict=True):
-            if getattr(self.function, name) is got:
+        """Give back the very objects that it had, where they are still ours; returns whether the code was."""
+        was_live = self.function.__code__ is self._gets[0]
+        for name, had, gets in zip(_STATE, self._had, self._gets, strict=True):
+            if getattr(self.function, name) is gets:
                 setattr(self.function, name, had)
         return was_live
 
@@ -302,12 +305,18 @@ class Installation:
                 path = _path(name)
                 linecache.cache[path] = (len(text), None, split_lines(text), path)
                 if not before:
-                    self._modules[name] = _add_module(name, text)
+                    self._add(name, text)
             for change in filter(lambda change: change.edits, self._changes):
                 self._install(change)
         except BaseException:
             self.revert()
             raise
+
+    def _add(self, name: str, text: str) -> None:
+        module = self._modules[name] = sys.modules[name] = ModuleType(name)
+        module.__package__, _, child = name.rpartition(".")
+        exec(compile(text, _path(name), "exec", dont_inherit=True), vars(module))
+        apply_patch(sys.modules[module.__package__], child, module)
 
     def _install(self, change: Change) -> None:
         if change.before is None:
@@ -316,10 +325,10 @@ class Installation:
         function = live_function(change)
         if function is None:
             raise EngineError(f"{change.qualname} of {change.module} was replaced while it was being corrected")
-        self._corrections.append(_Correction(change, function))
-        for earlier, place in self._earlier.items():
-            if place == (change.module, change.qualname) and earlier.__code__ == change.before:
-                self._corrections.append(_Correction(change, earlier))
+        held = [each for each, place in self._earlier.items() if place == (change.module, change.qualname)]
+        for each in [function, *(each for each in held if each.__code__ == change.before)]:
+            self._corrections.append(_Correction(change, each))
+            self._corrections[-1].make()
 
     def replaced(self) -> dict[str, str]:
         """The fixes whose functions are not loaded as the source has them, each with what was found."""
@@ -361,16 +370,3 @@ class Installation:
         self._corrections.clear()
         self._modules.clear()
         return restored
-
-
-def _add_module(name: str, text: str) -> ModuleType:
-    module = ModuleType(name)
-    module.__package__, _, child = name.rpartition(".")
-    sys.modules[name] = module
-    try:
-        exec(compile(text, _path(name), "exec", dont_inherit=True), vars(module))
-    except BaseException:
-        del sys.modules[name]
-        raise
-    apply_patch(sys.modules[module.__package__], child, module)
-    return module
