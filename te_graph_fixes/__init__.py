@@ -1,20 +1,25 @@
 """Correct, in memory, the CUDA-graph defects of the installed TransformerEngine (TE).
 
-Import this package before or after TE, anywhere in a program: from then on TE's graphs give the eager numbers.
+Import this package before or after TE, but before TE's graphs are captured: they then give the eager numbers.
 
     import te_graph_fixes
     te_graph_fixes.report()
 
 Environment: ``TE_GRAPH_FIXES`` = ``on`` (default), ``off``, or a comma list of fix ids; ``TE_GRAPH_FIXES_DISABLE`` =
-ids; ``TE_GRAPH_FIXES_STRICT=1`` raises `FixNotAppliedError` where a needed fix cannot be applied, instead of warning.
+ids; ``TE_GRAPH_FIXES_STRICT=1`` raises `FixNotAppliedError` where a needed fix cannot be applied, instead of warning;
+``TE_GRAPH_FIXES_VERBOSE`` = ``1``: every process says on stderr what was applied, not only that of rank 0; ``0``: none.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+
+__version__ = "0.1.0"
+
 from .activation import activate, deactivate, report
 from .status import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
 
-__version__ = "0.1.0"
 __all__ = [
     "FixNotAppliedError",
     "FixStatus",
@@ -25,4 +30,14 @@ __all__ = [
     "report",
 ]
 
-activate()
+
+def _is_command() -> bool:
+    """Whether this process is a command of ours: it needs no fixes, and says itself which settings are bad."""
+    name = sys.argv[0] if getattr(sys, "argv", None) else ""
+    if name == "-m":
+        return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
+    return os.path.basename(name) == "te-graph-fixes"
+
+
+if not _is_command():
+    activate()

@@ -1,11 +1,29 @@
 """``te-graph-fixes``, also ``python -m te_graph_fixes``."""
 
+import os
+import signal
 import sys
 
 
 def main() -> int:
-    """Run one command and return its exit status. ``run`` has to start fast, so it does without the other commands."""
-    if sys.argv[1:2] == ["run"]:
+    """Run one command and return its exit status, also where nobody reads on or there is no space for its output."""
+    try:
+        try:
+            return _command()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # not of standard output
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"te-graph-fixes: cannot write: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _command() -> int:
+    if sys.argv[1:2] == ["run"]:  # has to start fast, so it does without the other commands
         from .run import main as run
 
         return run(sys.argv[2:])

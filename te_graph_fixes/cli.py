@@ -11,27 +11,31 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
+from . import __version__
 from .engine import EngineError, patched
-from .fix import APPLICABLE, UNRECOGNIZED, Verdict
+from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
+from .settings import Settings, fix_ids
 from .source import Source, TENotFoundError, split_lines
-from .verdicts import expected, surprise, unmet, verdicts
+from .verdicts import Reading, expected, surprise
 
 NO_TE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         return int(options.command(options))
     except TENotFoundError as error:
-        print(f"te-graph-fixes: {error}", file=sys.stderr)
-        return NO_TE
+        return _fail(NO_TE, str(error))
     except (ValueError, EngineError) as error:
-        print(f"te-graph-fixes: {error}", file=sys.stderr)
-        return 1
+        return _fail(1, str(error))
+
+
+def _fail(status: int, message: str) -> int:
+    print(f"te-graph-fixes: {message}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="te-graph-fixes",
         description="Correct, in memory, the CUDA-graph defects of the installed TransformerEngine (TE).",
     )
+    parser.add_argument("--version", action="version", version=f"te-graph-fixes {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     status = commands.add_parser("status", help="what the installed TE, or a source tree, has and needs")
@@ -70,74 +75,62 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", metavar="DIR", help="a site-packages folder or checkout that holds TE")
 
 
-def _source(options: argparse.Namespace) -> Source:
-    return Source.at(options.source) if options.source else Source.installed()
-
-
 def _status(options: argparse.Namespace) -> int:
-    source = _source(options)
-    found = verdicts(source)
+    reading = _reading(options, Settings.read())
+    source, chosen = reading.source, reading.chosen
     if options.json:
-        print(json.dumps(_status_dict(source, found), indent=2))
+        print(json.dumps(_status_dict(reading), indent=2))
     else:
-        print(f"TransformerEngine {source.version or '(version unknown)'} in {source.location}")
+        version = source.version or "(version unknown)"
+        print(f"TransformerEngine {version} in {source.location} (te-graph-fixes {__version__})")
         width = max(map(len, CATALOGUE))
-        for fix in CATALOGUE.values():
-            verdict = found[fix.id]
-            print(f"  {fix.id:{width}}  {verdict.verdict:14}  {_reason(source, fix.id, verdict)}")
-    return int(any(verdict.verdict == UNRECOGNIZED for verdict in found.values()))
+        for fix_id, verdict in chosen.items():
+            print(f"  {fix_id:{width}}  {verdict.verdict:14}  {_reason(reading, fix_id)}")
+    return int(any(verdict.verdict == UNRECOGNIZED for verdict in chosen.values()))
 
 
-def _reason(source: Source, fix_id: str, verdict: Verdict) -> str:
-    return "; ".join(filter(None, [verdict.reason, surprise(CATALOGUE[fix_id], verdict, source.version)]))
+def _reading(options: argparse.Namespace, settings: Settings) -> Reading:
+    """What `te_graph_fixes.activate` with these settings does to the TE that the options name."""
+    source = Source.installed() if options.source is None else Source.at(options.source)
+    reading = Reading(source, settings)
+    reading.refuse_unbuildable()
+    return reading
 
 
-def _status_dict(source: Source, found: dict[str, Verdict]) -> dict[str, object]:
+def _reason(reading: Reading, fix_id: str) -> str:
+    unexpected = surprise(CATALOGUE[fix_id], reading.found[fix_id], reading.version)
+    return "; ".join(filter(None, [reading.chosen[fix_id].reason, unexpected]))
+
+
+def _status_dict(reading: Reading) -> dict[str, object]:
+    version = reading.version
     return {
-        "te_version": source.version,
-        "source": source.location,
+        "te_graph_fixes_version": __version__,
+        "te_version": version,
+        "source": reading.source.location,
         "fixes": {
             fix_id: {
                 "verdict": verdict.verdict,
-                "expected": expected(CATALOGUE[fix_id], source.version),
-                "reason": _reason(source, fix_id, verdict),
+                "expected": expected(CATALOGUE[fix_id], version),
+                "reason": _reason(reading, fix_id),
                 "upstream": list(CATALOGUE[fix_id].upstream),
             }
-            for fix_id, verdict in found.items()
+            for fix_id, verdict in reading.chosen.items()
         },
     }
 
 
 def _diff(options: argparse.Namespace) -> int:
-    source = _source(options)
-    chosen = _chosen(options.fixes, verdicts(source))
-    for name, (before, after) in sorted(patched(source, chosen.values()).items()):
-        newline = source.module(name).newline if before else "\n"
-        sys.stdout.writelines(_unified(_path(source, name), before, after, newline))
-    return 0
-
-
-def _chosen(ids: Sequence[str], found: dict[str, Verdict]) -> dict[str, Verdict]:
-    """The applicable verdicts of the fixes ``ids`` (all if empty) whose requirements are met."""
-    unknown = sorted(set(ids) - set(CATALOGUE))
-    if unknown:
-        raise ValueError(f"unknown fix {', '.join(unknown)}; valid: {', '.join(CATALOGUE)}")
-    for fix_id in ids:
-        if found[fix_id].verdict != APPLICABLE:
-            print(f"te-graph-fixes: {fix_id} is {found[fix_id].verdict}: {found[fix_id].reason}", file=sys.stderr)
-    chosen = {
-        fix_id: verdict
-        for fix_id, verdict in found.items()
-        if verdict.verdict == APPLICABLE and (not ids or fix_id in ids)
-    }
-    for fix_id in list(chosen):
-        required = unmet(CATALOGUE[fix_id], chosen, found)
-        if required and ids:
-            raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; name both")
-        if required:
-            print(f"te-graph-fixes: {fix_id} is left out: it requires {required}", file=sys.stderr)
-            del chosen[fix_id]
-    return chosen
+    names = options.fixes
+    reading = _reading(options, Settings(fix_ids(names)) if names else Settings.read())
+    for fix_id in names or CATALOGUE:
+        verdict = reading.chosen[fix_id]
+        if verdict.verdict == UNRECOGNIZED or (names and verdict.verdict != APPLICABLE):
+            print(f"te-graph-fixes: {fix_id} is {verdict.verdict}: {verdict.reason}", file=sys.stderr)
+    for name, (before, after) in sorted(patched(reading.source, reading.to_apply.values()).items()):
+        newline = reading.source.module(name).newline if before else "\n"
+        sys.stdout.writelines(_unified(_path(reading.source, name), before, after, newline))
+    return int(any(verdict.verdict == UNRECOGNIZED for verdict in reading.chosen.values()))
 
 
 def _path(source: Source, module: str) -> str:
@@ -164,6 +157,7 @@ def _verify(options: argparse.Namespace) -> int:
     from .verify.cases import select
     from .verify.runner import no_gpu, verify
 
+    Settings.read()
     cases = select(options.wanted, options.quick)
     Source.installed()
     reason = no_gpu()

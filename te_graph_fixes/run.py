@@ -12,14 +12,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .settings import EXPECT
+from .settings import EXPECT, Settings
 
 USAGE = """\
 usage: te-graph-fixes run [--] CMD [ARG ...]
        te-graph-fixes run --print-env
 
 Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children.
-With --print-env, print the variables that do it, one NAME=VALUE a line, for a Dockerfile or a Slurm script.
+With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
@@ -30,11 +30,17 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
+    try:
+        Settings.read()
+    except ValueError as error:
+        if list(arguments) == ["--print-env"]:
+            print("false")  # so that `eval` fails too
+        return _fail(1, str(error))
     if list(arguments) == ["--print-env"]:
         print_environment()
         return 0
     command = list(arguments[1:] if arguments and arguments[0] == "--" else arguments)
-    if not command or (command[0].startswith("-") and arguments[0] != "--"):
+    if not command or not command[0] or (command[0].startswith("-") and arguments[0] != "--"):
         return _fail(BAD_USAGE, f"no command, or an unknown option\n{USAGE.rstrip()}")
     problem = _unreachable(command)
     if problem:
@@ -56,17 +62,19 @@ def python_path() -> str:
 
 
 def print_environment() -> None:
-    """Print the variables that activate the fixes, and the one with which every process compares its TE with ours."""
+    """Print how to set what activates the fixes, and that with which every process compares its TE with ours."""
+    import shlex
+
     from .source import Source, TENotFoundError
     from .verdicts import fingerprint, verdicts
 
-    print(f"PYTHONPATH={python_path()}")
+    print(f"export PYTHONPATH={shlex.quote(python_path())}")
     try:
         source = Source.installed()
     except TENotFoundError as error:
         print(f"te-graph-fixes run: {EXPECT} is left out: {error}", file=sys.stderr)
     else:
-        print(f"{EXPECT}={fingerprint(source.version, verdicts(source))}")
+        print(f"export {EXPECT}={shlex.quote(fingerprint(source.version, verdicts(source)))}")
 
 
 def _unreachable(command: Sequence[str]) -> str | None:

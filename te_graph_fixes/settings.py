@@ -10,18 +10,23 @@ SWITCH = "TE_GRAPH_FIXES"
 DISABLE = "TE_GRAPH_FIXES_DISABLE"
 STRICT = "TE_GRAPH_FIXES_STRICT"
 EXPECT = "TE_GRAPH_FIXES_EXPECT"
+VERBOSE = "TE_GRAPH_FIXES_VERBOSE"
 
 _TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off", "")
+_FALSE = ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Which fixes are wanted: ``only`` these (None: all) less those in ``disable``; ``strict`` raises on a problem."""
+    """Which fixes are wanted: ``only`` these (None: all) less those in ``disable``; ``strict`` raises on a problem.
+
+    ``verbose`` lets every process say what was applied, False none, and None the first of a job.
+    """
 
     only: frozenset[str] | None = None
     disable: frozenset[str] = frozenset()
     strict: bool = False
+    verbose: bool | None = None
 
     def wants(self, fix_id: str) -> bool:
         return (self.only is None or fix_id in self.only) and fix_id not in self.disable
@@ -43,40 +48,53 @@ class Settings:
         Raises ValueError for an unknown fix id or value, naming the valid ones.
         """
         return cls(
-            _switch(environ.get(SWITCH, "on")) if only is None else _ids(only, "only"),
-            _ids(_split(environ.get(DISABLE, "")), DISABLE) if disable is None else _ids(disable, "disable"),
-            _flag(environ.get(STRICT, "")) if strict is None else strict,
+            _switch(environ) if only is None else fix_ids(only, "only"),
+            fix_ids(_split(environ, DISABLE), DISABLE) if disable is None else fix_ids(disable, "disable"),
+            bool(_flag(environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")),
+            _flag(environ.get(VERBOSE, ""), VERBOSE),
         )
 
 
-def _split(value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
+def _split(environ: Mapping[str, str], name: str) -> list[str]:
+    value = environ.get(name, "")
+    found = [part.strip() for part in value.split(",") if part.strip()]
+    if value.strip() and not found:
+        raise ValueError(f"{name}={value!r} names no fix")
+    return found
 
 
-def _switch(value: str) -> frozenset[str] | None:
-    word = value.strip().lower()
+def _switch(environ: Mapping[str, str]) -> frozenset[str] | None:
+    word = environ.get(SWITCH, "").strip().lower()
     if word in _TRUE or not word:
         return None
     if word in _FALSE:
         return frozenset()
-    return _ids(_split(value), SWITCH, "on, off, ")
+    return fix_ids(_split(environ, SWITCH), SWITCH, "on, off, ")
 
 
-def _flag(value: str) -> bool:
-    word = value.strip().lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError(f"{STRICT}={value!r} is not understood; valid: {', '.join(filter(None, _TRUE + _FALSE))}")
-    return word in _TRUE
+def _flag(value: object, where: str) -> bool | None:
+    """Whether a value says yes or no; None if it says nothing."""
+    if value in (False, True):
+        return bool(value)
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word not in (*_TRUE, *_FALSE, ""):
+        raise ValueError(f"{where}={value!r} is not understood; valid: {', '.join(_TRUE + _FALSE)}")
+    return word in _TRUE if word else None
 
 
-def _ids(ids: Iterable[str], where: str, also: str = "") -> frozenset[str]:
+def fix_ids(ids: Iterable[str], where: str = "", also: str = "") -> frozenset[str]:
+    """``ids`` as a set; ValueError, which begins with ``where`` they come from, unless all are ids of fixes."""
     if isinstance(ids, str):
         raise ValueError(f"{where} must be a collection of fix ids, not the string {ids!r}")
-    wanted = frozenset(ids)
+    try:
+        wanted = frozenset(ids)
+    except TypeError as error:
+        raise ValueError(f"{where} must be a collection of fix ids, not {ids!r}") from error
     if wanted:
         from .fixes import CATALOGUE
 
-        unknown = sorted(wanted - set(CATALOGUE))
+        unknown = sorted(map(str, wanted - set(CATALOGUE)))
         if unknown:
-            raise ValueError(f"{where}: unknown fix {', '.join(unknown)}; valid: {also}{', '.join(CATALOGUE)}")
+            prefix = f"{where}: " if where else ""
+            raise ValueError(f"{prefix}unknown fix {', '.join(unknown)}; valid: {also}{', '.join(CATALOGUE)}")
     return wanted

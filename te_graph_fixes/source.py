@@ -6,12 +6,14 @@ Nothing here imports torch or TransformerEngine (TE). The same classes serve an 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import io
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,23 +65,28 @@ class Source:
     @classmethod
     def installed(cls) -> Source:
         """The TE that ``import transformer_engine`` would find; raises `TENotFoundError`."""
+        loaded = sys.modules.get(TE)
         try:
             spec = importlib.util.find_spec(TE)
         except (ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
             spec = None
         if spec is None or not spec.submodule_search_locations:
+            if loaded is not None:
+                raise TENotFoundError(f"{TE} in sys.modules is a stand-in ({type(loaded).__name__}) without files")
             raise TENotFoundError(f"{TE} is not installed in this interpreter")
         location = next(iter(spec.submodule_search_locations))
-        return cls(location, _version([os.path.dirname(location)]) or _version(None))
+        return cls(location, _version(os.path.dirname(location)))
 
     @classmethod
     def at(cls, folder: str | Path) -> Source:
         """The TE in ``folder``: a site-packages folder, a checkout, or the package folder itself."""
-        root = Path(folder)
+        if not str(folder):
+            raise TENotFoundError(f"looked for {TE} in a folder without a name")
+        root = Path(os.path.abspath(folder))
         package = root if root.name == TE and (root / "__init__.py").is_file() else root / TE
         if not (package / "__init__.py").is_file():
             raise TENotFoundError(f"no {TE} package in {root}: expected {root / TE}/__init__.py")
-        return cls(str(package), _version([str(package.parent)]))
+        return cls(str(package), _version(str(package.parent)))
 
     @cached_property
     def _modules(self) -> dict[str, ModuleSource | None]:
@@ -131,20 +138,15 @@ class Source:
         return ModuleSource(name, spec.origin or name, text, "\r\n" if b"\r\n" in data else "\n")
 
 
-def _version(path: list[str] | None) -> str | None:
-    """The version of TE's distribution on ``path`` (None: `sys.path`), or of a checkout's VERSION.txt."""
+def _version(folder: str) -> str | None:
+    """The version of the TE in ``folder`` by the metadata beside it, or by the VERSION.txt of a checkout."""
     for name in _DISTRIBUTIONS:
-        found = (
-            importlib.metadata.distributions(name=name)
-            if path is None
-            else importlib.metadata.distributions(name=name, path=path)
-        )
-        for distribution in found:
-            return distribution.version
-    if path is not None:
-        version_file = Path(path[0], "build_tools", "VERSION.txt")
-        if version_file.is_file():
-            return version_file.read_text().strip()
+        for distribution in importlib.metadata.distributions(name=name, path=[folder]):
+            with contextlib.suppress(Exception):  # METADATA is unreadable, not UTF-8, without a version
+                if distribution.version:
+                    return distribution.version
+    with contextlib.suppress(OSError):
+        return Path(folder, "build_tools", "VERSION.txt").read_text("utf-8", "replace").strip()
     return None
 
 

@@ -1,17 +1,36 @@
-"""What a TransformerEngine's source says of every fix, beside what its version leads one to expect."""
+"""What a TransformerEngine's source says of every fix, what its version leads one to expect, and what is chosen."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
+from .engine import EngineError, changes
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
 from .fixes import CATALOGUE
-from .source import Source
+from .settings import EXPECT, Settings
+from .source import Source, TENotFoundError
+
+DISABLED = "disabled"
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def verdicts(source: Source) -> dict[str, Verdict]:
-    """The verdict of every fix on ``source``."""
-    return {fix.id: fix.verdict(source) for fix in CATALOGUE.values()}
+    """The verdict of every fix on ``source``.
+
+    A fix whose feature is absent though the version should have it is ``unrecognized``: the feature may have moved.
+    """
+    if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
+        nothing = Verdict(NOT_APPLICABLE, "this TransformerEngine is without PyTorch: there is nothing to correct")
+        return dict.fromkeys(CATALOGUE, nothing)
+    found = {fix.id: fix.verdict(source) for fix in CATALOGUE.values()}
+    for fix_id, verdict in found.items():
+        if verdict.verdict == NOT_APPLICABLE and _must_be_affected(CATALOGUE[fix_id], source.version):
+            reason = f"version {source.version} leads one to expect the defect, found not even its feature"
+            found[fix_id] = Verdict(UNRECOGNIZED, f"{reason}: {verdict.reason}")
+    return found
 
 
 def expected(fix: Fix, version: str | None) -> str | None:
@@ -29,21 +48,135 @@ def expected(fix: Fix, version: str | None) -> str | None:
     return APPLICABLE if SpecifierSet(fix.affected).contains(release) else NOT_NEEDED
 
 
+def _must_be_affected(fix: Fix, version: str | None) -> bool:
+    """Whether the version is expected to have the defect; before a release, the release before it too."""
+    from packaging.version import Version
+
+    if expected(fix, version) != APPLICABLE:
+        return False
+    found = Version(version or "")
+    return not found.is_prerelease or expected(fix, f"{found.major}.{found.minor - 1}") == APPLICABLE
+
+
 def surprise(fix: Fix, verdict: Verdict, version: str | None) -> str:
     """One sentence where the source says other than the version, "" where they agree."""
     guess = expected(fix, version)
     found = NOT_NEEDED if verdict.verdict == NOT_APPLICABLE else verdict.verdict
-    if guess is None or found in (guess, UNRECOGNIZED):
+    if guess is None or found in (guess, UNRECOGNIZED, DISABLED):
         return ""
     return f"version {version} leads one to expect {guess}; the source decides"
 
 
-def unmet(fix: Fix, chosen: Mapping[str, Verdict], found: Mapping[str, Verdict]) -> str | None:
-    """The id of a fix that ``fix`` requires, and which is neither ``chosen`` nor found not to be needed."""
-    for required in fix.requires:
-        if required not in chosen and found[required].verdict not in (NOT_NEEDED, NOT_APPLICABLE):
-            return required
-    return None
+def choose(
+    found: Mapping[str, Verdict], settings: Settings, refused: Mapping[str, str] = _NOTHING
+) -> dict[str, Verdict]:
+    """The verdicts as they are acted upon: ``applicable`` are the fixes that will be applied.
+
+    What the settings leave out is ``disabled``. What is ``refused``, each with the reason, is ``unrecognized``. A fix
+    whose requirement is left out is left out too, as its requirement is; ValueError, with the names of both, if it was
+    asked for by name and the requirement was not.
+    """
+    chosen = dict(found)
+    for fix_id, verdict in found.items():
+        if not settings.wants(fix_id):
+            reason = f"left out by the settings; the source says {verdict.verdict}"
+            chosen[fix_id] = replace(verdict, verdict=DISABLED, reason=reason)
+        elif fix_id in refused:
+            chosen[fix_id] = replace(verdict, verdict=UNRECOGNIZED, reason=refused[fix_id])
+    while unmet := _unmet(chosen, found):
+        for fix_id, required in unmet.items():
+            why = chosen[required].verdict
+            if settings.only is not None and why == DISABLED:
+                raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; name both")
+            reason = f"it requires {required}, which is {why}: one without the other is wrong"
+            chosen[fix_id] = replace(chosen[fix_id], verdict=why, reason=reason)
+    return chosen
+
+
+def _unmet(chosen: Mapping[str, Verdict], found: Mapping[str, Verdict]) -> dict[str, str]:
+    """The fixes that are to be applied, and require one that neither is nor is found to be of no need."""
+    return {
+        fix_id: required
+        for fix_id in to_apply(chosen)
+        for required in CATALOGUE[fix_id].requires
+        if chosen[required].verdict != APPLICABLE and found[required].verdict not in (NOT_NEEDED, NOT_APPLICABLE)
+    }
+
+
+def to_apply(chosen: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    """Those that are ``applicable``."""
+    return {fix_id: verdict for fix_id, verdict in chosen.items() if verdict.verdict == APPLICABLE}
+
+
+class Reading:
+    """TransformerEngine (TE) as it was read once: the verdicts ``found`` are known, and of them some are ``chosen``.
+
+    Raises ValueError as `choose` does.
+    """
+
+    def __init__(self, source: Source, settings: Settings, found: Mapping[str, Verdict] | None = None) -> None:
+        self.source, self.version, self.settings = source, source.version, settings
+        self.found = verdicts(source) if found is None else found
+        self.modules = {name for verdict in self.found.values() for name, _ in verdict.rests_on}
+        self._refused: dict[str, str] = {}
+        self.chosen = choose(self.found, settings)
+
+    @classmethod
+    def installed(cls, settings: Settings) -> Reading:
+        """That of the installed TE; where there is none, it holds no shape that is known."""
+        try:
+            return cls(Source.installed(), settings)
+        except TENotFoundError as error:
+            return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error))))
+
+    @property
+    def to_apply(self) -> dict[str, Verdict]:
+        return to_apply(self.chosen)
+
+    @property
+    def to_install(self) -> dict[str, Verdict]:
+        """What to apply, and the verdicts that rest on what is loaded being as it should be."""
+        good = (APPLICABLE, NOT_NEEDED, NOT_APPLICABLE)
+        return {fix_id: verdict for fix_id, verdict in self.chosen.items() if verdict.verdict in good}
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Choose anew without these fixes, which cannot be applied for these ``reasons``."""
+        self._refused |= reasons
+        self.chosen = choose(self.found, self.settings, self._refused)
+
+    def refuse_unbuildable(self) -> None:
+        """Choose what can be compiled."""
+        while wanted := self.to_apply:
+            try:
+                changes(self.source, wanted)
+                return
+            except EngineError as error:
+                self.refuse(unbuildable(self.source, wanted, error))
+
+
+def unbuildable(source: Source, wanted: Mapping[str, Verdict], error: EngineError) -> dict[str, str]:
+    """The fixes by which compiling ``wanted`` ended in ``error``, with reasons: those that fail alone, or else all."""
+    reasons = {}
+    for fix_id, verdict in wanted.items():
+        try:
+            changes(source, {fix_id: verdict})
+        except EngineError as own:
+            reasons[fix_id] = str(own)
+    return reasons or dict.fromkeys(wanted, str(error))
+
+
+def mismatch(reading: Reading, expected: str) -> str:
+    """What is different from the `fingerprint` that is ``expected``, or "" (nothing is, or nothing is expected)."""
+    found = fingerprint(reading.version, reading.found)
+    theirs, ours = (
+        ", ".join(sorted(set(a.split(",")) - set(b.split(",")))) for a, b in ((expected, found), (found, expected))
+    )
+    if not expected or not theirs + ours:
+        return ""
+    return (
+        f"TransformerEngine here is not that of the other processes: {EXPECT} has {theirs or 'nothing more'}; "
+        f"found {ours or 'nothing more'}"
+    )
 
 
 def fingerprint(version: str | None, found: Mapping[str, Verdict]) -> str:

@@ -200,7 +200,7 @@ found = threading.Event()
 class Loader(importlib.machinery.SourceFileLoader):
     def create_module(self, spec):
         found.set()
-        while type(sys.meta_path[0]).__name__ != "_Finder": time.sleep(0.01)
+        while type(sys.meta_path[0]).__name__ != "Finder": time.sleep(0.01)
         time.sleep(0.3)
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -402,8 +402,8 @@ for _ in range(2):
     purge()
     te_graph_fixes.activate()
 """)
-    assert out.count("ERROR") == out.count("TEGraphFixesWarning") == 1
-    assert "ERROR TransformerEngine 2.12.0+vendor: graph cannot be applied: looked for" in out
+    assert out.count("TEGraphFixesWarning") == 1
+    assert "TEGraphFixesWarning: TransformerEngine 2.12.0+vendor: graph cannot be applied: looked for" in out
 
 
 def test_a_fix_goes_only_with_what_it_requires(own_world: World) -> None:
@@ -483,7 +483,95 @@ assert statuses() == {"graph": "unrecognized", "linear": "applied"}
 te_graph_fixes.deactivate()
 assert results() == ("theirs", 1, "wrong", 2)
 """)
-    assert out.count("ERROR") == out.count("TEGraphFixesWarning") == 1
+    assert out.count("TEGraphFixesWarning") == 1
+
+
+@pytest.mark.parametrize("only", ["", ", only=['graph', 'linear']", ", only=['linear']"])
+def test_after_a_strict_refusal_the_report_says_that_nothing_is_applied(own_world: World, only: str) -> None:
+    write(own_world.folder, {"te_graph_fixes/fixes/third.py": ADDS_A_MODULE})
+    own_world.run(f"""
+import te_graph_fixes, transformer_engine.pytorch as te
+te_graph_fixes.deactivate()
+te.Linear.forward = lambda self, x: ("theirs", x)
+for _ in range(2):
+    found = attempt(lambda: te_graph_fixes.activate(strict=True{only}))
+    assert found.startswith("FixNotAppliedError: "), found
+    assert "requires linear" in found or {bool(only)}, found
+    assert statuses()["linear"] == "unrecognized"
+    assert set(statuses().values()) <= {{"unrecognized", "failed", "disabled"}}, statuses()
+    assert results() == ("wrong", 1, "theirs", 2)
+    assert "transformer_engine.pytorch._third" not in sys.modules
+te_graph_fixes.activate()
+assert results() == ("wrong", 1, "theirs", 2)
+assert statuses() == {{"graph": "unrecognized", "linear": "unrecognized", "third": "applied"}}
+""")
+
+
+ADDS_A_MODULE = """
+    from ..fix import Fix, applicable
+
+    def examine(source):
+        found = source.definition("transformer_engine.pytorch.graph", "capture")
+        edit = found.insert_at_start("from transformer_engine.pytorch._third import x as _")
+        return applicable("a module is missing", [edit], {"transformer_engine.pytorch._third": "x = 1\\n"})
+
+    FIX = Fix("third", "summary", "symptom", ("link",), ">=2.10", examine)
+"""
+
+
+def test_a_strict_refusal_with_te_imported_shows_in_the_report(own_world: World) -> None:
+    path = own_world.folder / GRAPH
+    path.write_text(SHAPES["missing"](path.read_text()))
+    own_world.run("""
+import te_graph_fixes
+te_graph_fixes.deactivate()
+import transformer_engine.pytorch
+assert attempt(te_graph_fixes.activate, None, None, True).startswith("FixNotAppliedError")
+assert statuses() == {"graph": "unrecognized", "linear": "failed"}, statuses()
+reason = te_graph_fixes.report().fixes["linear"].reason
+assert reason == "nothing was changed: strict mode has raised an error", reason
+""")
+
+
+def test_a_te_that_is_imported_past_the_finder_shows_in_the_report(world: World) -> None:
+    world.run("""
+import te_graph_fixes
+class Finder:
+    find_spec = staticmethod(importlib.machinery.PathFinder.find_spec)
+sys.meta_path.insert(0, Finder)
+assert results() == WRONG
+assert statuses() == {"graph": "failed", "linear": "failed"}
+assert "imported past te_graph_fixes" in te_graph_fixes.report().fixes["graph"].reason
+sys.meta_path.remove(Finder)
+te_graph_fixes.activate()
+assert results() == RIGHT and statuses() == APPLIED
+""")
+
+
+EDITS = {
+    "another line": ('"""The docstring."""', '"""Another."""', "right", "applied", "right"),
+    "corrected": ('"wrong"', '"right"', "right", "not-needed", "right"),
+    "another defect": ('"wrong"', '"other"', "other", "unrecognized", "right"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("again", ["graph", "all"])
+def test_a_reload_reads_the_file_again(own_world: World, edit: str, again: str) -> None:
+    old, new, *expected = EDITS[edit]
+    own_world.run(f"""
+import te_graph_fixes, transformer_engine.pytorch as te
+path = sys.modules["transformer_engine.pytorch.graph"].__file__
+text = open(path).read()
+assert text.count({old!r}) == 1
+open(path, "w").write(text.replace({old!r}, {new!r}) + "\\n")
+if {again!r} == "graph":
+    te.capture = importlib.reload(sys.modules["transformer_engine.pytorch.graph"]).capture
+else:
+    purge()
+assert results()[::2] == ({expected[0]!r}, {expected[2]!r}), results()
+assert statuses() == {{"graph": {expected[1]!r}, "linear": "applied"}}, statuses()
+""")
 
 
 def test_what_is_replaced_later_shows_in_the_report(world: World) -> None:
@@ -529,7 +617,7 @@ te_graph_fixes.activate()
 assert results() == RIGHT
 assert statuses() == APPLIED
 """)
-    assert out.count("ERROR") == (0 if strict else 1)
+    assert out.count("TEGraphFixesWarning") == (0 if strict else 1)
 
 
 SETTINGS = {
@@ -539,9 +627,9 @@ SETTINGS = {
     "empty": ("", "", "right right", "applied applied"),
     "one": ("linear", "", "wrong right", "disabled applied"),
     "both": (" linear, graph ,", "", "right right", "applied applied"),
-    "without its requirement": ("graph", "", "wrong wrong", "disabled disabled"),
     "one disabled": ("on", "graph", "wrong right", "disabled applied"),
     "its requirement disabled": ("on", "linear", "wrong wrong", "disabled disabled"),
+    "what requires it disabled too": ("on", "linear,graph", "wrong wrong", "disabled disabled"),
     "named and disabled": ("graph,linear", "graph", "wrong right", "disabled applied"),
     "all disabled": ("on", "graph,linear", "wrong wrong", "disabled disabled"),
 }
@@ -566,7 +654,7 @@ import te_graph_fixes
 {call}
 assert results()[::2] == {tuple(values.split())}, results()
 assert " ".join(statuses().values()) == {expected!r}, statuses()
-if {name!r} == "without its requirement":
+if {name!r} == "its requirement disabled":
     assert te_graph_fixes.report().fixes["graph"].reason.startswith("it requires linear, which is disabled")
 """,
         **environment,
@@ -574,10 +662,47 @@ if {name!r} == "without its requirement":
     assert "ERROR" not in out
 
 
+@pytest.mark.parametrize("disable", ["", "linear"])
+@pytest.mark.parametrize("by", ["environment", "arguments"])
+@pytest.mark.parametrize("strict", ["", "1"])
+def test_a_fix_that_is_named_without_what_it_requires_is_an_error(
+    world: World, by: str, disable: str, strict: str
+) -> None:
+    names = ["graph", "linear"] if disable else ["graph"]
+    environment = {"TE_GRAPH_FIXES": ",".join(names), "TE_GRAPH_FIXES_DISABLE": disable} if by == "environment" else {}
+    world.run(
+        f"""
+if {bool(environment)}:
+    for _ in range(2):
+        found = attempt(importlib.import_module, "te_graph_fixes")
+        assert found == "ValueError: graph requires linear: one without the other is wrong; name both", found
+else:
+    import te_graph_fixes
+    for name in ("te_graph_fixes", "transformer_engine.pytorch"):
+        importlib.import_module(name)
+        found = attempt(te_graph_fixes.activate, {names}, {[disable] if disable else []})
+        assert found == "ValueError: graph requires linear: one without the other is wrong; name both", found
+        assert set(statuses().values()) == {{"pending" if name == "te_graph_fixes" else "applied"}}
+""",
+        TE_GRAPH_FIXES_STRICT=strict,
+        **environment,
+    )
+
+
+def test_a_fix_that_is_named_goes_without_a_requirement_that_is_not_needed(own_world: World) -> None:
+    path = own_world.folder / "transformer_engine/pytorch/linear.py"
+    path.write_text(path.read_text().replace('"wrong"', '"right"'))
+    program = "import te_graph_fixes\nassert results() == RIGHT\nassert statuses()['graph'] == 'applied'\n"
+    own_world.run(program, TE_GRAPH_FIXES="graph")
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
         ("TE_GRAPH_FIXES", "grahp", "ValueError: TE_GRAPH_FIXES: unknown fix grahp; valid: on, off, graph, linear"),
+        ("TE_GRAPH_FIXES", " , ", "ValueError: TE_GRAPH_FIXES=' , ' names no fix"),
+        ("TE_GRAPH_FIXES_DISABLE", ",", "ValueError: TE_GRAPH_FIXES_DISABLE=',' names no fix"),
+        ("TE_GRAPH_FIXES_VERBOSE", "very", "ValueError: TE_GRAPH_FIXES_VERBOSE='very' is not understood; valid: 1,"),
         ("TE_GRAPH_FIXES", "on,graph", "ValueError: TE_GRAPH_FIXES: unknown fix on; valid: on, off, graph, linear"),
         (
             "TE_GRAPH_FIXES_DISABLE",
@@ -598,6 +723,205 @@ assert importlib.import_module("te_graph_fixes") and results() == RIGHT
 """)
 
 
+STAND_INS = {
+    "a mock": "from unittest.mock import MagicMock\nmade = MagicMock()",
+    "a module": "from types import ModuleType\nmade = ModuleType('transformer_engine')",
+}
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS)
+def test_a_stand_in_for_te_is_said_once(world: World, stand_in: str) -> None:
+    out = world.run(f"""
+{STAND_INS[stand_in]}
+sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = made
+import te_graph_fixes
+assert set(statuses().values()) == {{"unrecognized"}}
+found = attempt(te_graph_fixes.activate, None, None, True)
+assert found.startswith("FixNotAppliedError: TransformerEngine (unknown version): graph, linear cannot be"), found
+""")
+    assert out.count("graph, linear cannot be applied: transformer_engine in sys.modules is a stand-in (") == 1
+    assert out.count("TEGraphFixesWarning") == 1
+
+
+METADATA = "transformer_engine-2.12.0+vendor.dist-info/METADATA"
+
+
+@pytest.mark.parametrize("file", [METADATA, "build_tools/VERSION.txt"])
+@pytest.mark.parametrize("content", [b"Version: \xff\xfe\n", b"Name: x\n", b""])
+def test_metadata_that_cannot_be_read_does_no_harm(own_world: World, file: str, content: bytes) -> None:
+    (own_world.folder / METADATA).unlink()
+    (own_world.folder / file).parent.mkdir(exist_ok=True)
+    (own_world.folder / file).write_bytes(content)
+    own_world.run("""
+import te_graph_fixes
+assert results() == RIGHT and statuses() == APPLIED
+assert "2.12" not in str(te_graph_fixes.report().te_version)
+""")
+
+
+def test_a_te_without_metadata_does_not_take_the_version_of_another(own_world: World) -> None:
+    other = own_world.folder / "other"
+    (own_world.folder / METADATA).parent.rename(own_world.folder / "transformer_engine-2.99.0.dist-info")
+    write(other, TE)
+    shutil.rmtree(other / "transformer_engine-2.12.0+vendor.dist-info")
+    own_world.run(f"""
+sys.path.insert(0, {str(other)!r})
+import te_graph_fixes
+assert results() == RIGHT and te_graph_fixes.report().te_version is None
+""")
+
+
+def test_a_te_without_pytorch_has_nothing_to_correct(own_world: World) -> None:
+    shutil.rmtree(own_world.folder / "transformer_engine" / "pytorch")
+    (own_world.folder / "transformer_engine" / "__init__.py").write_text("")
+    own_world.run("""
+import te_graph_fixes, transformer_engine
+assert set(statuses().values()) == {"pending"}
+from te_graph_fixes.cli import main
+assert main(["status"]) == 0
+assert main(["diff"]) == 0
+""")
+
+
+def test_a_feature_that_the_version_should_have_is_missed_as_loudly_as_a_shape(own_world: World) -> None:
+    text = """
+        from ..fix import Fix, not_applicable
+        FIX = Fix("third", "summary", "symptom", ("link",), "{affected}", lambda source: not_applicable("no feature"))
+    """
+    for affected, status in ((">=2.13", "not-applicable"), (">=2.12", "unrecognized")):
+        write(own_world.folder, {"te_graph_fixes/fixes/third.py": text.format(affected=affected)})
+        out = own_world.run(f"import te_graph_fixes\nresults()\nassert statuses()['third'] == {status!r}\n")
+        assert out.count("expect the defect, found not even its feature: no feature") == (status == "unrecognized")
+    before_a_release = own_world.folder / "transformer_engine-2.12.0.dev0.dist-info"
+    (own_world.folder / METADATA).parent.rename(before_a_release)
+    (before_a_release / "METADATA").write_text("Name: transformer_engine\nVersion: 2.12.0.dev0+abc\n")
+    own_world.run("import te_graph_fixes\nresults()\nassert statuses()['third'] == 'not-applicable'\n")
+
+
+def test_the_warning_names_the_users_line_and_the_report(own_world: World) -> None:
+    path = own_world.folder / GRAPH
+    path.write_text(SHAPES["missing"](path.read_text()))
+    (own_world.folder / "train.py").write_text("import te_graph_fixes\n\nimport transformer_engine.pytorch\n")
+    for program in ("train.py", "late.py"):
+        (own_world.folder / "late.py").write_text("import transformer_engine.pytorch\n\nimport te_graph_fixes\n")
+        done = subprocess.run(
+            [sys.executable, program], cwd=own_world.folder, capture_output=True, text=True, check=True, env={}
+        )
+        assert done.stderr.count("cannot be applied") == 1, done.stderr
+        assert f"{program}:3: TEGraphFixesWarning: TransformerEngine 2.12.0+vendor: graph cannot" in done.stderr
+        assert "; see te_graph_fixes.report()" in done.stderr
+
+
+def test_fixes_with_one_reason_are_named_together(own_world: World) -> None:
+    fix = (own_world.folder / "te_graph_fixes/fixes/linear.py").read_text().replace('Fix("linear"', 'Fix("third"')
+    (own_world.folder / "te_graph_fixes/fixes/third.py").write_text(fix)
+    out = own_world.run("import te_graph_fixes\nassert results() == WRONG\n")
+    assert out.count("graph, linear, third cannot be applied: two fixes edit the same text of ") == 1
+    assert out.count("two fixes edit") == out.count("TEGraphFixesWarning") == 1
+
+
+def test_garbage_collection_is_left_alone(world: World) -> None:
+    world.run("""
+import gc
+def fail(): raise AssertionError("the whole process has one garbage collector")
+gc.disable = gc.enable = gc.freeze = fail
+import te_graph_fixes
+assert results() == RIGHT and statuses() == APPLIED
+""")
+
+
+RIGHT_ON_DISK = """
+for name in ("graph", "linear"):
+    path = f"transformer_engine/pytorch/{name}.py"
+    text = open(path).read()
+    with open(path, "w") as file: file.write(text.replace('"wrong"', '"right"'))
+"""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_te_that_was_imported_before_it_was_corrected_on_disk_is_not_right(own_world: World, strict: bool) -> None:
+    out = own_world.run(
+        f"""
+import transformer_engine.pytorch
+{RIGHT_ON_DISK}
+found = attempt(importlib.import_module, "te_graph_fixes")
+assert results() == WRONG
+if {strict}:
+    assert "file has changed since it was imported" in str(found), found
+else:
+    assert statuses() == {{"graph": "unrecognized", "linear": "unrecognized"}}
+    purge()
+    assert results() == RIGHT
+    assert statuses() == {{"graph": "not-needed", "linear": "not-needed"}}
+""",
+        TE_GRAPH_FIXES_STRICT=str(int(strict)),
+    )
+    assert out.count("the file has changed since it was imported") == 2 * (not strict)
+
+
+def test_old_bytecode_that_python_does_not_check_is_not_right(own_world: World) -> None:
+    own_world.run(f"""
+import py_compile
+for name in ("graph", "linear"):
+    path = f"transformer_engine/pytorch/{{name}}.py"
+    py_compile.compile(path, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+{RIGHT_ON_DISK}
+import te_graph_fixes
+assert results() == WRONG
+assert statuses() == {{"graph": "unrecognized", "linear": "unrecognized"}}
+""")
+
+
+def test_what_is_right_and_replaced_later_shows_in_the_report(own_world: World) -> None:
+    own_world.run(f"""
+{RIGHT_ON_DISK}
+import te_graph_fixes, transformer_engine.pytorch as te
+assert statuses() == {{"graph": "not-needed", "linear": "not-needed"}}
+te.Linear.forward = lambda self, x: ("wrong", x)
+assert statuses() == {{"graph": "not-needed", "linear": "unrecognized"}}
+assert "somebody has replaced" in te_graph_fixes.report().fixes["linear"].reason
+""")
+
+
+def test_another_te_than_expected_raises_in_strict_mode(world: World) -> None:
+    world.run(
+        """
+import te_graph_fixes
+for _ in range(2):
+    found = attempt(importlib.import_module, "transformer_engine.pytorch")
+    assert found.startswith("FixNotAppliedError: TransformerEngine here is not that of the other processes"), found
+os.environ["TE_GRAPH_FIXES_EXPECT"] = "te=2.12.0+vendor,graph=applicable,linear=applicable"
+assert results() == RIGHT
+""",
+        TE_GRAPH_FIXES_STRICT="1",
+        TE_GRAPH_FIXES_EXPECT="te=2.12.0,graph=applicable,linear=applicable",
+    )
+
+
+RANKS = [{}, {"RANK": "0"}, {"RANK": "1"}, {"SLURM_PROCID": "3"}, {"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_RANK": "12"}]
+
+
+@pytest.mark.parametrize("verbose", ["", "0", "1"])
+@pytest.mark.parametrize("variables", RANKS, ids=str)
+def test_a_line_on_stderr_without_any_logging(world: World, variables: dict[str, str], verbose: str) -> None:
+    program = "import te_graph_fixes, transformer_engine.pytorch\nte_graph_fixes.activate()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=world.folder,
+        env={**variables, "TE_GRAPH_FIXES_VERBOSE": verbose},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (rank,) = variables.values() or [""]
+    where = f", rank {rank}" if rank else ""
+    line = (
+        f"te-graph-fixes {te_graph_fixes.__version__}{where}: TransformerEngine 2.12.0+vendor: applied: graph, linear\n"
+    )
+    said = verbose == "1" or (not verbose and rank in ("", "0"))
+    assert (done.stdout, done.stderr) == ("", line if said else "")
+
+
 @pytest.mark.parametrize("rank", [None, "0", "1"])
 def test_one_line_says_what_was_applied(world: World, rank: str | None) -> None:
     out = world.run(
@@ -614,7 +938,15 @@ import json, te_graph_fixes
 results()
 found = json.loads(json.dumps(te_graph_fixes.report().as_dict()))
 assert found["te_version"] == "2.12.0+vendor"
+assert found["te_graph_fixes_version"] == te_graph_fixes.__version__
 assert found["fixes"]["graph"] == {
     "status": "applied", "reason": "it is wrong", "upstream": ["link"], "targets": ["transformer_engine.pytorch.graph"]
 }
 """)
+
+
+def test_the_report_as_a_table(world: World) -> None:
+    out = world.run("import te_graph_fixes\nresults()\nprint(te_graph_fixes.report())\n")
+    title, *lines = out.splitlines()[1:]
+    assert title == f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine 2.12.0+vendor"
+    assert [line.split() for line in lines] == [[fix, "applied", "it", "is", "wrong"] for fix in ("graph", "linear")]

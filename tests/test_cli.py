@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,13 +12,17 @@ from pathlib import Path
 
 import pytest
 
+import te_graph_fixes
 from te_graph_fixes.cli import main
 from te_graph_fixes.engine import patched
 from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.settings import DISABLE, SWITCH
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 from tests.published import source
+
+ROOT = Path(__file__).parent.parent
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -67,7 +73,8 @@ def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
 def test_status_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "status", "--source", source("2.12.0"))
     assert status == 0
-    assert out.startswith(f"TransformerEngine 2.12.0 in {source('2.12.0')}/transformer_engine\n")
+    place = f"{source('2.12.0')}/transformer_engine"
+    assert out.startswith(f"TransformerEngine 2.12.0 in {place} (te-graph-fixes {te_graph_fixes.__version__})\n")
     lines = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
     assert set(lines) == set(CATALOGUE)
     assert (lines["warmup-reset"], lines["skip-flag-accessors"]) == ("applicable", "not-needed")
@@ -109,6 +116,104 @@ def test_no_te(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         status, out, err = run(capsys, command, "--source", tmp_path)
         assert (status, out) == (2, "")
         assert err.startswith("te-graph-fixes: no transformer_engine package in")
+
+
+def test_a_source_whose_corrected_text_does_not_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tree = altered(tmp_path, "2.12.0", "graph.py", "import contextlib", "import contextlib")
+    path = tree / "transformer_engine" / "pytorch" / "graph.py"
+    path.write_text("".join(re.sub("^ +", tabs, line) for line in path.read_text().splitlines(keepends=True)))
+    compile(path.read_text(), "graph.py", "exec")
+    status, out, _ = run(capsys, "status", "--source", tree)
+    words = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
+    assert status == 1
+    unbuildable = [fix for fix, word in words.items() if word == "unrecognized"]
+    assert "delayed-wgrad-delivery" in unbuildable
+    assert words["grouped-linear-skip-flag"] == "applicable"
+    status, out, err = run(capsys, "diff", "--source", tree)
+    assert status == 1
+    for fix in unbuildable:
+        assert f"te-graph-fixes: {fix} is unrecognized: " in err
+    subprocess.run(["git", "apply", "-p1", "-"], input=out, text=True, cwd=tree, check=True)
+    compile(path.read_text(), "graph.py", "exec")
+    assert "applicable" not in run(capsys, "status", "--source", tree)[1].replace("not-applicable", "")
+
+
+def tabs(indent: re.Match[str]) -> str:
+    return "\t" * (len(indent[0]) // 4) + " " * (len(indent[0]) % 4)
+
+
+def test_status_leaves_out_what_the_settings_leave_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = altered(tmp_path, "2.12.0", "module/grouped_linear.py", "skip_fp8_weight_update", "another_name")
+    found = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"]
+    unknown = {fix for fix, record in found.items() if record["verdict"] == "unrecognized"}
+    assert "grouped-linear-skip-flag" in unknown
+    assert "warmup-reset" in unknown
+    assert found["warmup-reset"]["reason"].startswith("it requires grouped-linear-skip-flag, which is unrecognized")
+    assert run(capsys, "status", "--source", tree)[0] == run(capsys, "diff", "--source", tree)[0] == 1
+    monkeypatch.setenv(DISABLE, ",".join(unknown))
+    status, out, _ = run(capsys, "status", "--json", "--source", tree)
+    assert status == run(capsys, "diff", "--source", tree)[0] == 0
+    assert {fix for fix, record in json.loads(out)["fixes"].items() if record["verdict"] == "disabled"} == unknown
+    monkeypatch.delenv(DISABLE)
+    monkeypatch.setenv(SWITCH, "warmup-reset")
+    status, _, err = run(capsys, "status", "--source", source("2.12.0"))
+    assert status == 1
+    assert "warmup-reset requires " in err
+
+
+def test_the_package_folder_itself_and_no_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source("2.12.0") / "transformer_engine")
+    assert run(capsys, "status", "--source", ".")[:2] == run(capsys, "status", "--source", source("2.12.0"))[:2]
+    for command in ("status", "diff"):
+        assert run(capsys, command, "--source", "")[0] == 2
+
+
+@pytest.mark.parametrize("command", ["list", "diff", "status", "status --json", "run --help", "run --print-env"])
+def test_output_that_cannot_be_written(command: str) -> None:
+    start = [sys.executable, "-m", "te_graph_fixes", *command.split()]
+    options = ["--source", str(source("2.12.0"))] if command.startswith(("diff", "status")) else []
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*start, *options], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("te-graph-fixes: cannot write: No space left on device\n")
+    assert "Traceback" not in done.stderr
+    with subprocess.Popen(
+        [*start, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait() == 141
+        assert "Error" not in process.stderr.read()
+
+
+def test_a_bad_setting_is_said_where_it_counts() -> None:
+    environment = {**os.environ, SWITCH: "wormup-reset"}
+    for command, status in (("list", 0), ("--version", 0), ("status", 1), ("diff", 1), ("run true", 1)):
+        done = subprocess.run(
+            [sys.executable, "-m", "te_graph_fixes", *command.split()],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, command
+        assert done.stderr.count("TE_GRAPH_FIXES: unknown fix wormup-reset; valid: ") == status
+        assert "Traceback" not in done.stderr
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"te-graph-fixes {te_graph_fixes.__version__}\n"
+    status = json.loads(run(capsys, "status", "--json", "--source", source("2.12.0"))[1])
+    assert status["te_graph_fixes_version"] == te_graph_fixes.__version__
 
 
 def test_diff_of_one_fix(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +268,7 @@ def test_bad_arguments(arguments: list[str]) -> None:
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "te_graph_fixes", "status", "--source", source("2.20.2")],
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

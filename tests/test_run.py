@@ -228,17 +228,24 @@ def test_a_run_in_a_run(run: Run) -> None:
     assert found.stdout.count(FOLDER) == 1
 
 
+def variables(printed: str) -> dict[str, str]:
+    """What ``run --print-env`` sets, by a shell."""
+    shell = ["sh", "-c", 'set -e; eval "$1"; exec env', "sh", printed]
+    found = subprocess.run(shell, env={}, capture_output=True, text=True, check=True).stdout
+    return {name: value for name, _, value in (line.partition("=") for line in found.splitlines()) if name != "PWD"}
+
+
 def test_print_env(run: Run, folder: Path) -> None:
-    found = run("--print-env")
-    variables = dict(line.split("=", 1) for line in found.stdout.splitlines())
+    found = run("--print-env", python_path=str(folder / "a folder's name; $(false)"))
     assert found.returncode == 0
-    assert list(variables) == ["PYTHONPATH", "TE_GRAPH_FIXES_EXPECT"]
-    assert variables["PYTHONPATH"].split(os.pathsep) == [FOLDER, str(folder / "site"), str(ROOT)]
-    assert re.fullmatch(r"te=unknown(,[a-z0-9-]+=[a-z-]+)+", variables["TE_GRAPH_FIXES_EXPECT"])
+    set_by_it = variables(found.stdout)
+    assert set(set_by_it) == {"PYTHONPATH", "TE_GRAPH_FIXES_EXPECT"}
+    entries = [FOLDER, str(folder / "a folder's name; $(false)"), str(folder / "site"), str(ROOT)]
+    assert set_by_it["PYTHONPATH"].split(os.pathsep) == entries
+    assert re.fullmatch(r"te=unknown(,[a-z0-9-]+=[a-z-]+)+", set_by_it["TE_GRAPH_FIXES_EXPECT"])
     active = subprocess.run(
-        ["sh", "-c", f'export $(cat) && "{sys.executable}" -c "{STATE}"'],
-        input=found.stdout,
-        env={"TE_GRAPH_FIXES_DISABLE": ALL},
+        [sys.executable, "-c", STATE],
+        env={**set_by_it, "TE_GRAPH_FIXES_DISABLE": ALL},
         capture_output=True,
         text=True,
         check=False,
@@ -246,18 +253,24 @@ def test_print_env(run: Run, folder: Path) -> None:
     assert outcome(active) == (0, "True\n", "")
 
 
+def test_print_env_fails_where_eval_does(run: Run) -> None:
+    found = run("--print-env", environment={"TE_GRAPH_FIXES": "warmup-rest"})
+    assert found.returncode == 1
+    assert "unknown fix warmup-rest; valid: " in found.stderr
+    assert subprocess.run(["sh", "-c", found.stdout], check=False).returncode != 0
+
+
 def test_print_env_without_te(run: Run, folder: Path) -> None:
     (folder / "site" / "transformer_engine" / "__init__.py").unlink()
     (folder / "site").rename(folder / "gone")
     found = run("--print-env")
     assert found.returncode == 0
-    assert [line.split("=")[0] for line in found.stdout.splitlines()] == ["PYTHONPATH"]
+    assert set(variables(found.stdout)) == {"PYTHONPATH"}
     assert "transformer_engine is not installed" in found.stderr
 
 
 def test_an_unexpected_te_is_said(run: Run) -> None:
-    variables = dict(line.split("=", 1) for line in run("--print-env").stdout.splitlines())
-    expected = variables["TE_GRAPH_FIXES_EXPECT"]
+    expected = variables(run("--print-env").stdout)["TE_GRAPH_FIXES_EXPECT"]
     same = run(sys.executable, "-c", STATE, environment={"TE_GRAPH_FIXES_EXPECT": expected})
     assert outcome(same) == (0, "True\n", "")
     other = expected.replace("te=unknown", "te=2.12.0").replace("warmup-reset=unrecognized", "warmup-reset=applicable")
@@ -271,6 +284,8 @@ def test_an_unexpected_te_is_said(run: Run) -> None:
     [
         ([], 2, "usage"),
         (["--unknown", "python"], 2, "unknown option"),
+        ([""], 2, "no command"),
+        (["--", ""], 2, "no command"),
         (["no-such-command-anywhere"], 127, "cannot start no-such-command-anywhere: No such file or directory"),
         (["/etc"], 126, "cannot start /etc: Permission denied"),
         (["python3", "-I", "train.py"], 2, "cannot reach python3 -I: drop -I"),

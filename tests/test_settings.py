@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.settings import DISABLE, STRICT, SWITCH, Settings
+from te_graph_fixes.settings import DISABLE, STRICT, SWITCH, VERBOSE, Settings
 
 
 @pytest.mark.parametrize("value", [None, "", " ", "on", "ON", "1", "true", "yes"])
@@ -50,6 +52,9 @@ IDS = ", ".join(sorted(CATALOGUE))
         ({SWITCH: "warmup-reset,b,a"}, f"{SWITCH}: unknown fix a, b; valid: on, off, {IDS}"),
         ({SWITCH: "off,warmup-reset"}, f"{SWITCH}: unknown fix off; valid: on, off, {IDS}"),
         ({DISABLE: "on"}, f"{DISABLE}: unknown fix on; valid: {IDS}"),
+        ({SWITCH: ","}, f"{SWITCH}=',' names no fix"),
+        ({DISABLE: " ,,"}, f"{DISABLE}=' ,,' names no fix"),
+        ({VERBOSE: "2"}, f"{VERBOSE}='2' is not understood; valid: 1, true, yes, on, 0, false, no, off"),
         ({STRICT: "2"}, f"{STRICT}='2' is not understood; valid: 1, true, yes, on, 0, false, no, off"),
     ],
 )
@@ -57,6 +62,33 @@ def test_what_is_not_understood_is_an_error_that_lists_what_is(environ: dict[str
     with pytest.raises(ValueError) as failure:  # noqa: PT011
         Settings.read(environ=environ)
     assert str(failure.value) == message
+
+
+@pytest.mark.parametrize(("value", "strict"), [(True, True), (1, True), ("on", True), ("off", False), (False, False)])
+def test_strict_as_an_argument(value: bool, strict: bool) -> None:
+    assert Settings.read(strict=value, environ={}).strict is strict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"only": 5}, "only must be a collection of fix ids, not 5"),
+        ({"disable": True}, "disable must be a collection of fix ids, not True"),
+        ({"only": [5, "warmup-reset"]}, "only: unknown fix 5; valid: "),
+        ({"only": b"warmup-reset"}, "only: unknown fix "),
+        ({"strict": "maybe"}, "strict='maybe' is not understood; valid: "),
+        ({"strict": 2}, "strict=2 is not understood; valid: "),
+    ],
+)
+def test_arguments_that_are_not_understood(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as failure:  # noqa: PT011
+        Settings.read(**arguments, environ={})
+    assert str(failure.value).startswith(message)
+
+
+@pytest.mark.parametrize(("value", "verbose"), [(None, None), ("", None), ("1", True), ("0", False), ("off", False)])
+def test_verbose(value: str | None, verbose: bool | None) -> None:
+    assert Settings.read(environ={} if value is None else {VERBOSE: value}).verbose is verbose
 
 
 @pytest.mark.parametrize("arguments", [{"only": "warmup-reset"}, {"disable": "warmup-reset"}])

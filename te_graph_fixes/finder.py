@@ -1,0 +1,68 @@
+"""The finder at the front of `sys.meta_path` that sees TransformerEngine (TE) being imported."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import cast
+
+TE = "transformer_engine"
+PACKAGE = f"{TE}.pytorch"
+
+
+class Finder:
+    """Finds the modules that it ``watches`` as the other finders do, and puts a `Loader` around their loader.
+
+    ``before`` and ``after`` are called with the name of a module around its execution.
+    """
+
+    def __init__(
+        self, watches: Callable[[str], bool], before: Callable[[str], None], after: Callable[[str], None]
+    ) -> None:
+        self._watches, self._before, self._after = watches, before, after
+        self._local = threading.local()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if getattr(self._local, "waiting", False) and name in (TE, PACKAGE):
+            raise ModuleNotFoundError(f"no other thread imports {name}", name=name)
+        if not self._watches(name) or getattr(self._local, "busy", False):
+            return None
+        from .loader import Loader
+
+        self._local.busy = True
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec = find(name, path, target) if find and finder is not self else None
+                if spec is not None:
+                    if hasattr(spec.loader, "exec_module"):
+                        spec.loader = Loader(spec.loader, self._before, self._after)
+                    return cast("importlib.machinery.ModuleSpec", spec)
+            return None
+        finally:
+            self._local.busy = False
+
+    def wait(self) -> None:
+        """Wait while another thread imports TE: it may be past this finder, and TE not yet in `sys.modules`.
+
+        Who imports a module waits for the thread that does so already; if there is none, this finder is asked for it.
+        """
+        self._local.waiting = True
+        try:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(PACKAGE)
+        finally:
+            self._local.waiting = False
+
+
+def loaded(name: str) -> bool:
+    """Whether a module is imported, to its end."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
