@@ -34,7 +34,6 @@ SINCE_2_11 = {
     "another offset": ("per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]", "per_callable_bwd_idx -= 1"),
     "another half": ("ceil(c_id) - c_id", "c_id - ceil(c_id)"),
     "another check": ("if wgrad_validation_list[i] is None:", "if not wgrad_validation_list[i]:"),
-    "another list": ("wgrad_validation_list = [None] * len(_order)", "wgrad_validation_list = [None]"),
     "another loop": ("for i, c_id in enumerate(_order):", "for i, c_id in enumerate(_order, 1):"),
     "another start": ("_order_without_wgrad = []", "_order_without_wgrad = list()"),
 }

@@ -13,7 +13,8 @@ its modules (TE 2.13 iterates a set, whose order may differ between ranks).
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..source import Source, UnrecognizedError
+from ..shapes import graph_capture, lacks_delayed_wgrads
+from ..source import Source
 
 REPLAY = "bwd_dw_graphs[graph_idx].replay()"
 
@@ -35,24 +36,33 @@ for module in graph_callables[graph_idx].modules():
             wgrad_accumulation_and_reduce_hook()
 """
 
-UPSTREAM_HOOKS = """
+CORRECTED = f"""
+{REPLAY}
+...
+{HOOKS}
+"""
+
+UPSTREAM = """
+{}
+...
 for module in te_modules:
-    if ANY_CONDITION:
+    if ANY_CONDITION and module.need_backward_dw():
         module._trigger_wgrad_accumulation_and_reduce_hooks()
 """
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if "backward_dw" not in capture.text(capture.node):
+    if lacks_delayed_wgrads(source):
         return not_applicable("graphs of delayed weight gradients are not captured")
+    capture = graph_capture(source)
     replay = capture.inner("backward_dw")
-    if replay.has(UPSTREAM_HOOKS) or replay.has(HOOKS):
+    if not capture.has(DEFECT):
+        capture.one('setattr(ret[-1], "backward_dw", backward_dw_func)')
+        replay.one(CORRECTED, UPSTREAM.format(REPLAY), UPSTREAM.format("bwd_dw_graph.replay()"))
         return not_needed("the hooks are run after the replay")
     capture.one(DEFECT)
-    for name in ("graph_callables[ANY] = func", "visited_te_modules = {}"):
-        if not capture.has(name):
-            raise UnrecognizedError(f"looked for `{name}` in {capture.qualname} ({capture.module.path}), found none")
+    capture.exactly(2, "graph_callables[ANY] = func")
+    capture.one("visited_te_modules = {}")
     base = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.backward_dw")
     base.one("for ANY_HOOK in self.wgrad_accumulation_and_reduce_hooks: ANY_HOOK()")
     return applicable(

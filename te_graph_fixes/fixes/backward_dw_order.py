@@ -21,7 +21,8 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
-from ..source import Definition, Edit, Run, Source, UnrecognizedError
+from ..shapes import BACKWARD_INDEX, graph_capture, lacks_delayed_wgrads, require_digest
+from ..source import Definition, Edit, Run, Source, unrecognized
 
 MAKE_PLAN = """
 from ._te_graph_order import make_plan
@@ -76,33 +77,10 @@ for ANY_ENTRY in ANY_ORDER:
         ...
 """
 
-INDEX = """
-per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
-    bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
-)
-"""
-
 WGRAD = """
 if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
     if wgrad_validation_list[i] is None:
-        same_bwd_c_id_list = [i]
-        num_wgrad_c_id = 0
-        for idx in range(i + 1, len(_order)):
-            if _order[idx] > 0:
-                continue
-            if _order[idx] == c_id:
-                same_bwd_c_id_list.append(idx)
-            if _order[idx] + 0.5 == c_id:
-                num_wgrad_c_id += 1
-            if len(same_bwd_c_id_list) == num_wgrad_c_id:
-                for same_c_id_idx in same_bwd_c_id_list:
-                    wgrad_validation_list[same_c_id_idx] = True
-                break
-            if len(same_bwd_c_id_list) < num_wgrad_c_id:
-                wgrad_validation_list[i] = False
-                break
-        if wgrad_validation_list[i] is None:
-            wgrad_validation_list[i] = False
+        ANY_COUNTING: ...
         {matched}
 elif ceil(c_id) != c_id:
     per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
@@ -114,6 +92,9 @@ elif ceil(c_id) != c_id:
         ...
     continue
 """
+
+COUNTING = "d4d6883d7d989969"
+"""The `digest` of what counts an order's wgrads, in all TE since 2.11."""
 
 WGRAD_CHECKS = (
     {
@@ -161,25 +142,55 @@ if is_training:
             ...
 """
 
+SKIP_WGRAD = """
+if is_wgrad:
+    continue
+"""
+
+WGRAD_OF_PLAN = """
+if is_wgrad:
+    bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+    with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
+        ...
+    continue
+"""
+
+WGRAD_OF_PLAN_2_10 = """
+if is_training:
+    if not is_wgrad:
+        with _graph_context_wrapper(bwd_graph, pool=mempool):
+            grad_inputs = ANY_GRADS
+    if is_wgrad:
+        ...
+"""
+
+CORRECTED = (
+    MAKE_PLAN,
+    CHOOSE_BUFFER,
+    "for c_id in () if _order_plan.delayed else _order: ...",
+    "for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph): ...",
+    "per_callable_bwd_idx = _order_plan.index(i, l_no)",
+    "for i, c_id in enumerate(_order): ...",
+)
+CORRECTED_2_10 = (WGRAD_OF_PLAN_2_10, SKIP_WGRAD, "m_chunk = _order_plan.entries[i].chunk")
+"""What is found once in a source that has been corrected; `WGRAD_OF_PLAN` in TE since 2.11."""
+
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if "backward_dw" not in capture.text(capture.node):
+    if lacks_delayed_wgrads(source):
         return not_applicable("graphs of delayed weight gradients are not captured")
+    capture = graph_capture(source)
     if "_order_plan" in capture.text(capture.node):
-        capture.one("_order, _num_layers_per_chunk = _order_plan.order, _order_plan.layers")
-        capture.one("for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph): ...")
-        capture.one(CHOOSE_BUFFER)
-        return not_needed("captures follow a plan made from the order")
+        return _corrected(source, capture)
     for name in ("_tree_flatten", "_tree_unflatten"):
         if f"as {name}\n" not in capture.module.text:
-            raise UnrecognizedError(f"looked for an import of {name} in {capture.module.path}, found none")
+            raise unrecognized(f"an import of {name}", capture.module.path)
     capture.require_parameters("callables", "sample_args", "sample_kwargs", "_reuse_graph_input_output_buffers")
     loop = cast(ast.For, capture.one(CAPTURE))
     layers = cast(ast.For, capture.one("for l_no in list(reversed(range(ANY))): ...", within=loop))
-    reuse = cast(ast.For, _statements(capture.one(REUSE_INPUTS))[-1])
+    reuse = cast(ast.For, cast(Run, capture.one(REUSE_INPUTS)).body[-1])
     capture.one("reuse_fwd_idx = ANY_SAMPLE")
-    index = cast(ast.Assign, capture.one(INDEX, within=layers))
+    index = cast(ast.Assign, capture.one(BACKWARD_INDEX, within=layers))
     edits = [
         capture.replace(reuse.iter, "() if _order_plan.delayed else _order"),
         capture.replace(layers.target, "l_no, is_wgrad"),
@@ -199,33 +210,41 @@ def examine(source: Source) -> Verdict:
     )
 
 
+def _corrected(source: Source, capture: Definition) -> Verdict:
+    """``not-needed`` where everything follows this package's plan; raises for a part of it."""
+    if plan_module(source):
+        raise unrecognized("this package's _te_graph_order", source.location)
+    for pattern in CORRECTED:
+        capture.one(pattern)
+    if not capture.has(WGRAD_OF_PLAN):
+        for pattern in CORRECTED_2_10:
+            capture.one(pattern)
+    return not_needed("captures follow a plan made from the order")
+
+
 def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
     """For TE 2.11 and later: orders may hold wgrads."""
     capture.one("for i, c_id in enumerate(_order): ...")
-    wgrads = [node for checks in WGRAD_CHECKS for node in capture.all(WGRAD.format(**checks), within=layers)]
-    if len(wgrads) != 1:
-        raise UnrecognizedError(f"looked for the checks of a wgrad entry in {capture.module.path}, found another shape")
-    wgrad = cast(ast.If, wgrads[0])
+    found = capture.match(*(WGRAD.format(**checks) for checks in WGRAD_CHECKS), within=layers)
+    require_digest(capture, found["ANY_COUNTING"], COUNTING)
+    wgrad = cast(ast.If, found.node)
     otherwise = cast(ast.If, wgrad.orelse[0])
-    number_and_checks = otherwise.body[:4]
-    module = capture.module
-    start = module.offset(wgrad.lineno, wgrad.col_offset)
-    end = module.offset(cast(int, otherwise.test.end_lineno), cast(int, otherwise.test.end_col_offset))
+    start = capture.module.offset(wgrad.lineno, wgrad.col_offset)
+    end = capture.module.offset(cast(int, otherwise.test.end_lineno), cast(int, otherwise.test.end_col_offset))
     return [
         capture.insert_before(capture.one("_order_without_wgrad = []"), MAKE_PLAN),
-        capture.delete(capture.one("wgrad_validation_list = [None] * len(_order)")),
-        Edit(module.name, start, end, "if is_wgrad"),
-        *map(capture.delete, number_and_checks),
-        capture.insert_after(_statements(capture.one(GRAD_OUTPUTS, within=layers))[0], CHOOSE_BUFFER),
+        Edit(capture.module.name, start, end, "if is_wgrad"),
+        *map(capture.delete, otherwise.body[:4]),  # the number of the wgrad, and checks
+        capture.insert_after(cast(Run, capture.one(GRAD_OUTPUTS, within=layers)).body[0], CHOOSE_BUFFER),
     ]
 
 
 def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edit]:
     """For TE 2.10: orders hold whole numbers, and each wgrad is captured with its dgrad."""
-    dgrad = _statements(capture.one(DGRAD_2_10, within=layers))
+    dgrad = cast(Run, capture.one(DGRAD_2_10, within=layers)).body
     graphs = cast(ast.If, capture.one(CAPTURE_2_10, within=layers))
     grads, wgrad = graphs.body[0], cast(ast.If, graphs.body[1])
-    choose = capture.insert_after(_statements(capture.one(GRAD_OUTPUTS, within=dgrad[-1]))[0], CHOOSE_BUFFER)
+    choose = capture.insert_after(cast(Run, capture.one(GRAD_OUTPUTS, within=dgrad[-1])).body[0], CHOOSE_BUFFER)
     chunk = cast(ast.Assign, cast(ast.If, loop.body[-1]).orelse[0])
     numbers = "num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches"
     return [
@@ -236,19 +255,8 @@ def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edi
         _only_dgrad(capture, dgrad, choose),
         _only_dgrad(capture, [grads]),
         capture.replace(wgrad.test, "is_wgrad"),
-        capture.insert_before(
-            capture.one("static_grad_inputs = []", within=layers),
-            """
-            if is_wgrad:
-                continue
-            """,
-        ),
+        capture.insert_before(capture.one("static_grad_inputs = []", within=layers), SKIP_WGRAD),
     ]
-
-
-def _statements(node: ast.AST) -> list[ast.stmt]:
-    """The statements that a pattern of one or several statements matched."""
-    return cast(list[ast.stmt], node.body if isinstance(node, Run) else [node])
 
 
 def _only_dgrad(capture: Definition, statements: list[ast.stmt], *inner: Edit) -> Edit:

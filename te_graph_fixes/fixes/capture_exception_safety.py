@@ -95,10 +95,7 @@ finally:
         hook.remove()
 """
 
-UNWRAP = """
-for module_cls, old_call in old_call_funcs.items():
-    module_cls.__call__ = old_call
-"""
+CAPTURE_LATER = "capture = lambda: ANY_CALL"
 
 SAFE_CALL = """
 
@@ -143,30 +140,29 @@ def examine(source: Source) -> Verdict:
         *_warmup(module.definition("_make_graphed_callables")),
         *_public(module.definition("make_graphed_callables")),
     ]
-    none_grad = module.find("_none_grad_context_wrapper")
-    if none_grad:
-        edits += _none_grad(none_grad)
+    if module.definition("_make_graphed_callables").has("tuple(input.grad for input in inputs)"):
+        edits += _none_grad(module.definition("_none_grad_context_wrapper"))
     if not edits:
         return not_needed("a capture that fails is undone")
     return applicable("what a capture changes is put back only where it succeeds", edits)
 
 
 def _graph_context(wrapper: Definition) -> list[Edit]:
-    if _in_finally(wrapper, "gc.enable()"):
+    if wrapper.has(SAFE_CAPTURE):
         return []
     wrapper.one("yield")
     return [wrapper.replace(wrapper.one(CAPTURE), SAFE_CAPTURE)]
 
 
 def _none_grad(wrapper: Definition) -> list[Edit]:
-    if _in_finally(wrapper, "input_tensor.grad = original_grad"):
+    if wrapper.has(SAFE_GRADS):
         return []
     wrapper.one("yield")
     return [wrapper.replace(wrapper.one(GRADS), SAFE_GRADS)]
 
 
 def _warmup(capture: Definition) -> list[Edit]:
-    if _in_finally(capture, "hook.remove()"):
+    if any(capture.has(SAFE_WARMUP.format(forward=forward)) for forward in FORWARDS):
         return []
     capture.one(REMOVE_HOOKS)
     for forward, count in FORWARDS.items():
@@ -176,18 +172,21 @@ def _warmup(capture: Definition) -> list[Edit]:
 
 
 def _public(public: Definition) -> list[Edit]:
-    if _in_finally(public, "set_capture_end()"):
+    start, wrap = public.one("set_capture_start()"), public.one("wrap_autocast(module)")
+    if public.has(CAPTURE_LATER + SAFE_CALL):
         return []
     public.require_parameters("modules")
     call = cast(ast.Assign, public.one("graphed_callables = ANY"))
     if not isinstance(call.value, ast.Call) or ast.unparse(call.value.func) != "_make_graphed_callables":
         raise UnrecognizedError(f"looked for a call of _make_graphed_callables in {public.module.path}, found another")
-    for pattern in ("saved_fp8_tensors = ANY", "original_rng_states = [state.get_state() for state in generators]"):
-        public.one(pattern)
+    public.one("saved_fp8_tensors = ANY")
+    public.one("original_rng_states = [state.get_state() for state in generators]")
+    public.one("for module_cls, old_call in old_call_funcs.items(): module_cls.__call__ = old_call")
+    public.one("set_capture_end()")
     function = call.value.func
     return [
-        public.delete(public.one("set_capture_start()")),
-        public.delete(public.one("wrap_autocast(module)")),
+        public.delete(start),
+        public.delete(wrap),
         Edit(
             public.module.name,
             public.module.offset(call.lineno, call.col_offset),
@@ -195,17 +194,7 @@ def _public(public: Definition) -> list[Edit]:
             "capture = lambda: ",
         ),
         public.insert_after(call, SAFE_CALL),
-        public.delete(public.one(UNWRAP)),
-        public.delete(public.one("set_capture_end()")),
     ]
-
-
-def _in_finally(definition: Definition, pattern: str) -> bool:
-    return any(
-        definition.has(pattern, within=statement)
-        for node in definition.statements(ast.Try)
-        for statement in node.finalbody
-    )
 
 
 FIX = Fix(

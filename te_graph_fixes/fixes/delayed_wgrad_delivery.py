@@ -20,18 +20,19 @@ was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import module_text
-from ..source import Definition, Edit, Source, UnrecognizedError
+from ..shapes import graph_capture, lacks_delayed_wgrads, require_digest
+from ..source import Definition, Edit, Source, unrecognized
 
 PROVIDED = "transformer_engine.pytorch._te_delayed_wgrad"
 PROVIDED_TEXT = module_text("delayed_wgrad")
-
-IMPORT = "from {dots}_te_delayed_wgrad import accumulate_grads"
-
-# transformer_engine.pytorch.graph
+OP = "ops.basic.grouped_linear"
+CALL = "module.backward_dw()"
+ASSIGNED = "ANY_PARAM.grad = ANY_GRAD"
 
 KEEP = """
 
@@ -40,98 +41,72 @@ from ._te_delayed_wgrad import deliver_grads, take_grads
 # For each wgrad graph, what its replay leaves in the graph's memory: (parameter, gradient).
 static_delayed_grads = {}
 """
-
 WARMUP = """
 for module in visited_te_modules.get(func_idx, set()):
     if hasattr(module, "need_backward_dw") and module.need_backward_dw():
         need_backward_dw = True
         module.backward_dw()
 """
-
 CAPTURE = """
 with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
     for module in visited_te_modules[ANY_INDEX]:
         if hasattr(module, "need_backward_dw") and module.need_backward_dw():
             module.backward_dw()
 """
-
-CALL = "module.backward_dw()"
-
 TAKE = "static_delayed_grads.setdefault({index}, []).extend(take_grads(module))"
-
-UNNAMED_OUTPUTS = "tuple(o for o in outputs if o.requires_grad)"
-
 WARMUP_END = "del outputs, grad_inputs"
-
 FORGET_OUTPUTS = """
 del outputs, grad_inputs
 # What stays of warmup keeps AccumulateGrad nodes of its stream alive, which no capture can wait for.
 outputs_requiring_grad = None
 """
-
 ATTRIBUTES = "delayed_grads = static_delayed_grads.get(graph_idx, [])"
-
-REPLAYS = ("bwd_dw_graphs[graph_idx].replay()", "bwd_dw_graph.replay()")
-
 DELIVER = "deliver_grads(delayed_grads)"
-
+FORGET = "delayed_grads.clear()"
 BASE_MODULES_ONLY = "isinstance(module, TransformerEngineBaseModule)"
-
 WITH_HOOKS = 'hasattr(module, "_trigger_wgrad_accumulation_and_reduce_hooks")'
-
 NO_COPY = 'getattr(module_params[idx - module_param_start], "skip_backward_post_hook", False)'
-
-NO_COPY_OF_DUMMIES = f"""(
+COPY_BIASES = f"""(
     {NO_COPY}
-    and getattr(module_params[idx - module_param_start], "grad_added_to_main_grad", False)
+    and id(module_params[idx - module_param_start]) not in static_delayed_biases
 )"""
+BIASES = """
+from ._te_delayed_wgrad import delayed_biases
 
-# transformer_engine.pytorch.module.base (Linear, LayerNormLinear)
+# A dgrad may return the grads of these, although their module delays its wgrads.
+static_delayed_biases = delayed_biases(callables)
+
+"""
+
+
+def _assigned(parameter: str, grad: str, condition: str = "") -> dict[str, str]:
+    """How TE assigns ``grad`` to the ``.grad`` of ``parameter``, and what becomes of it."""
+    added = f"accumulate_grads([{parameter}], {grad})"
+    if len(added) > 80:
+        added = f"accumulate_grads(\n    [{parameter}],\n    {grad},\n)"
+    return {f"{condition}{parameter}.grad = {grad}.to({parameter}.dtype)": added}
+
 
 BASE_WEIGHT = """
 weight_tensor = noop_cat(self._get_weight_tensors())
 weight_tensor.grad = wgrad.to(weight_tensor.dtype)
 """
-
 BASE_BIAS = """
 bias_tensor = noop_cat([getattr(self, name) for name in self.bias_names])
 if bias_tensor.grad is None:
     bias_tensor.grad = bgrad.to(bias_tensor.dtype)
 """
-
-ASSIGNED = "ANY_PARAM.grad = ANY_GRAD"
-
-ADD_BASE_WEIGHT = "accumulate_grads([getattr(self, name) for name in self.weight_names], wgrad)"
-
-ADD_BASE_BIAS = "accumulate_grads([getattr(self, name) for name in self.bias_names], bgrad)"
-
-# transformer_engine.pytorch.module.layernorm_mlp
-
+BASE = (
+    {BASE_WEIGHT: "accumulate_grads([getattr(self, name) for name in self.weight_names], wgrad)"},
+    {BASE_BIAS: "accumulate_grads([getattr(self, name) for name in self.bias_names], bgrad)"},
+)
 MLP = """
 (fc2_wgrad, fc2_bias_grad_, *_), tensor_list_fc2 = self.wgrad_store.pop()
-if self.use_bias and self.fc1_bias.grad is None:
-    (fc1_wgrad, fc1_bias_grad, *_), _ = self.wgrad_store.pop()
-else:
-    (fc1_wgrad, *_), _ = self.wgrad_store.pop()
-    fc1_bias_grad = None
-if self.use_bias:
-    if self.fc2_bias.grad is None:
-        if (
-            self.fp8
-            and FP8GlobalStateManager.get_fp8_recipe().float8_block_scaling()
-            and self.apply_bias
-            and not self.gemm_bias_unfused_add
-        ):
-            act_out = tensor_list_fc2[0]
-            fc2_bias_grad_ = act_out.view(-1, act_out.shape[-1]).sum(dim=0)
-        self.fc2_bias.grad = fc2_bias_grad_.to(self.fc2_bias.dtype)
-    if self.fc1_bias.grad is None:
-        self.fc1_bias.grad = fc1_bias_grad.to(self.fc1_bias.dtype)
+...
 if not self.fuse_wgrad_accumulation:
-    self.fc2_weight.grad = fc2_wgrad.to(self.fc2_weight.dtype)
-    self.fc1_weight.grad = fc1_wgrad.to(self.fc1_weight.dtype)
+    ...
 """
-
+MLP_DIGEST = "2afde5cba028c21f"  # of all that it matches, in every TE since 2.10
 ADD_MLP = """
 (fc2_wgrad, fc2_bias_grad_, *_), _ = self.wgrad_store.pop()
 (fc1_wgrad, fc1_bias_grad, *_), _ = self.wgrad_store.pop()
@@ -142,230 +117,174 @@ if not self.fuse_wgrad_accumulation:
     accumulate_grads([self.fc2_weight], fc2_wgrad)
     accumulate_grads([self.fc1_weight], fc1_wgrad)
 """
-
-# transformer_engine.pytorch.module.grouped_linear
-
-GROUPED_WEIGHTS = (
-    "weight_params[i].grad = wgrad_list[i].to(weight_params[i].dtype)",
-    "weight_params[i].grad = wgrad_output[i].to(weight_params[i].dtype)",
+ROWWISE = "{}.rowwise_data.view(self.{}, self.out_features, self.in_features)"
+GROUPED = (
+    _assigned("weight_params[i]", "wgrad_list[i]") | _assigned("weight_params[i]", "wgrad_output[i]"),
+    _assigned("bias_params[i]", "grad_biases_[i]", "if bias_params[i].grad is None: ")
+    | _assigned("bias_params[i]", "grad_biases_[i]", "if has_grad_biases[i] and bias_params[i].grad is None: "),
 )
-
-GROUPED_BIASES = (
+SINGLE_WEIGHT = _assigned("weight_params[0]", ROWWISE.format("wgrad_output", "num_gemms"))
+SINGLE_BIAS = {
     """
-    if bias_params[i].grad is None:
-        bias_params[i].grad = grad_biases_[i].to(bias_params[i].dtype)
-    """,
-    """
-    if has_grad_biases[i] and bias_params[i].grad is None:
-        bias_params[i].grad = grad_biases_[i].to(bias_params[i].dtype)
-    """,
+    gstack = torch.stack(grad_biases_, dim=0).to(grouped_bias.dtype)
+    if grouped_bias.grad is None:
+        grouped_bias.grad = gstack
+    else:
+        grouped_bias.grad.add_(gstack)
+    """: "accumulate_grads([grouped_bias], torch.stack(grad_biases_, dim=0))"
+}
+GROUPED_OP = (
+    _assigned("self.weight", "torch.stack(grad_weights, dim=0)"),
+    _assigned("self.weight", ROWWISE.format("grad_weights", "num_groups")),
+    _assigned("w", "grad_weights[group_idx]"),
 )
-
-SINGLE_WEIGHT = """
-weight_params[0].grad = wgrad_output.rowwise_data.view(self.num_gemms, self.out_features, self.in_features).to(
-    weight_params[0].dtype
-)
-"""
-
-ADD_SINGLE_WEIGHT = """
-accumulate_grads(
-    weight_params, wgrad_output.rowwise_data.view(self.num_gemms, self.out_features, self.in_features)
-)
-"""
-
-SINGLE_BIAS = """
-gstack = torch.stack(grad_biases_, dim=0).to(grouped_bias.dtype)
-if grouped_bias.grad is None:
-    grouped_bias.grad = gstack
-else:
-    grouped_bias.grad.add_(gstack)
-"""
-
-ADD_SINGLE_BIAS = "accumulate_grads([grouped_bias], torch.stack(grad_biases_, dim=0))"
+METHODS = {
+    "module.base": ("TransformerEngineBaseModule", "(wgrad, bgrad), _ = self.wgrad_store.pop()", BASE),
+    "module.layernorm_mlp": ("LayerNormMLP", "(fc1_wgrad, *_), _ = self.wgrad_store.pop()", ({MLP: ADD_MLP},)),
+    "module.grouped_linear": ("GroupedLinear", "(_, grad_biases_, _), tensor_list = self.wgrad_store.pop()", GROUPED),
+    OP: ("GroupedLinear", "_, tensor_list = self.wgrad_store.pop()", GROUPED_OP),
+}
+"""By module: the class, where its `backward_dw` gets the grads, what it assigns, and what becomes of that."""
 
 RETURNED = """
 if ctx.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
     ...
-elif ctx.fuse_wgrad_accumulation:
+elif {}:
     wgrad = None
 """
-
-RETURN_NOTHING = """ctx.fuse_wgrad_accumulation or (
+FUSED = "ctx.fuse_wgrad_accumulation"
+FUSED_OR_DELAYED = """ctx.fuse_wgrad_accumulation or (
     ctx.wgrad_store is not None and ctx.wgrad_store.delay_wgrad_compute()
 )"""
 
-# transformer_engine.pytorch.ops.basic.grouped_linear
-
-OP = """
-if self.single_grouped_weight:
-    if isinstance(grad_weights, list):
-        self.weight.grad = torch.stack(grad_weights, dim=0).to(self.weight.dtype)
-    else:
-        self.weight.grad = grad_weights.rowwise_data.view(self.num_groups, self.out_features, self.in_features).to(
-            self.weight.dtype
-        )
-else:
-    for group_idx in range(self.num_groups):
-        w = getattr(self, f"weight{group_idx}")
-        w.grad = grad_weights[group_idx].to(w.dtype)
-"""
-
-ADD_OP = """
-if self.single_grouped_weight:
-    if isinstance(grad_weights, list):
-        accumulate_grads([self.weight], torch.stack(grad_weights, dim=0))
-    else:
-        accumulate_grads(
-            [self.weight],
-            grad_weights.rowwise_data.view(self.num_groups, self.out_features, self.in_features),
-        )
-else:
-    for group_idx in range(self.num_groups):
-        accumulate_grads([getattr(self, f"weight{group_idx}")], grad_weights[group_idx])
-"""
-
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if "backward_dw" not in capture.text(capture.node):
+    if lacks_delayed_wgrads(source):
         return not_applicable("graphs of delayed weight gradients are not captured")
-    targets = {
-        _graph: capture,
-        _base: source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.backward_dw"),
-        _mlp: source.definition("transformer_engine.pytorch.module.layernorm_mlp", "LayerNormMLP.backward_dw"),
-        _grouped: source.definition("transformer_engine.pytorch.module.grouped_linear", "GroupedLinear.backward_dw"),
+    capture = graph_capture(source)
+    methods = {
+        name: source.definition(f"transformer_engine.pytorch.{name}", f"{owner}.backward_dw")
+        for name, (owner, _, _) in METHODS.items()
+        if name != OP or _op_has(source, "backward_dw")
     }
-    op_module = source.find("transformer_engine.pytorch.ops.basic.grouped_linear")
-    op = op_module and op_module.find("GroupedLinear.backward_dw")
-    if op:
-        targets[_op] = op
-    corrected = [target for target in targets.values() if "_te_delayed_wgrad" in target.text(target.node)]
-    if len(corrected) == len(targets):
-        _require_corrected(source, capture)
-        return not_needed("what backward_dw computes is added to the parameters' grads, after each replay too")
+    corrected = [each for each in (capture, *methods.values()) if "_te_delayed_wgrad" in each.text(each.node)]
     if corrected:
-        names = ", ".join(target.qualname for target in corrected)
-        raise UnrecognizedError(f"looked for the defect in all of its places, found it corrected only in {names}")
-    edits = [edit for part, target in targets.items() for edit in part(source, target)]
+        _require_corrected(source, capture, methods)
+        return not_needed("what backward_dw computes is added to the parameters' grads, after each replay too")
+    edits = _graph(source, capture)
+    for name, backward_dw in methods.items():
+        edits += _backward_dw(name, backward_dw)
+    for backward in _dgrads(source):
+        returned = cast(ast.If, backward.one(RETURNED.format(FUSED)))
+        edits.append(backward.replace(cast(ast.If, returned.orelse[0]).test, FUSED_OR_DELAYED))
     new_modules = {} if source.find(PROVIDED) else {PROVIDED: PROVIDED_TEXT}
     return applicable(
         "what backward_dw assigns to .grad is lost, under graphs and at a second microbatch", edits, new_modules
     )
 
 
-def _require_corrected(source: Source, capture: Definition) -> None:
-    found = source.module(PROVIDED)
-    if found.text != PROVIDED_TEXT:
-        raise UnrecognizedError(f"looked for this package's delayed_wgrad.py in {found.path}, found another text")
-    capture.one(DELIVER)
-    capture.exactly(2, TAKE.format(index="ANY_INDEX"))
-    capture.exactly(0, CALL)
+def _op_has(source: Source, name: str) -> bool:
+    """Whether the grouped operation of te.ops has a method; it delays wgrads in newer TE only."""
+    module = source.find(f"transformer_engine.pytorch.{OP}")
+    return module is not None and name in module.text and bool(module.definition(f"GroupedLinear.{name}"))
+
+
+def _dgrads(source: Source) -> list[Definition]:
+    """What computes the dgrad of experts, and may return buffers that their wgrad has yet to fill."""
+    module = source.module("transformer_engine.pytorch.module.grouped_linear")
+    other = module.find("_GroupedLinear._backward_grouped_tensor")
+    return [module.definition("_GroupedLinear.backward"), *([other] if other else [])]
 
 
 def _graph(source: Source, capture: Definition) -> list[Edit]:
-    captures = capture.exactly(2, CAPTURE)
-    capture.exactly(3, CALL)
     edits = [
         capture.insert_after(capture.one("need_bwd_dw_graph = {}"), KEEP),
         capture.replace(capture.one(CALL, within=capture.one(WARMUP)), "take_grads(module)"),
     ]
-    for node in captures:
-        modules = cast(ast.For, cast(ast.With, node).body[0]).iter
-        index = capture.text(cast(ast.Subscript, modules).slice)
-        edits.append(capture.replace(capture.one(CALL, within=node), TAKE.format(index=index)))
-    return edits + _warmup_end(capture) + _attribute_edits(source, capture) + _returned_edits(capture)
+    capture.exactly(2, CAPTURE)
+    capture.exactly(3, CALL)
+    for match in capture.matches(CAPTURE):
+        call = capture.one(CALL, within=match.node)
+        edits.append(capture.replace(call, TAKE.format(index=capture.text(match["ANY_INDEX"]))))
+    if "skip_backward_post_hook" in capture.text(capture.node):  # TE copies the parameter grads of a dgrad
+        slots = capture.inner("_returned_param_grad_clone_slots")
+        edits += [capture.insert_before(slots.node, BIASES), slots.replace(slots.one(NO_COPY), COPY_BIASES)]
+    if _names_outputs(capture):
+        edits.append(capture.replace(capture.one(WARMUP_END), FORGET_OUTPUTS))
+    return edits + _attributes(source, capture)
 
 
-def _warmup_end(capture: Definition) -> list[Edit]:
-    """Forget the outputs of warmup, where TE 2.13 to 2.18 give them a name of their own."""
-    if not capture.has(WARMUP_END):
-        capture.inner("_run_warmup_backward").one("outputs_requiring_grad = ANY")
-        return []
-    if capture.has(UNNAMED_OUTPUTS):
-        return []
-    capture.one("outputs_requiring_grad = ANY")
-    return [capture.replace(capture.one(WARMUP_END), FORGET_OUTPUTS)]
+def _names_outputs(capture: Definition) -> bool:
+    """Whether the outputs of warmup outlive it under a name of their own, as in TE 2.13 to 2.18."""
+    if capture.has("tuple(o for o in outputs if o.requires_grad)"):
+        return False
+    capture.one("outputs_requiring_grad = tuple(ANY)")
+    return capture.has(WARMUP_END)
 
 
-def _attribute_edits(source: Source, capture: Definition) -> list[Edit]:
+def _attributes(source: Source, capture: Definition) -> list[Edit]:
     """Deliver after the replay, and let the static gradients go with the graphs."""
     factory = capture.inner("make_graphed_attribute_functions")
     factory.one("return backward_dw, reset")
     factory.require_parameters("graph_idx")
     replay, reset = factory.inner("backward_dw"), factory.inner("reset")
-    call = replay.one(*REPLAYS)
+    call = replay.one("bwd_dw_graphs[graph_idx].replay()", "bwd_dw_graph.replay()")
     edits = [
         _at_start(factory, ATTRIBUTES),
         replay.replace(call, f"{replay.text(call)}\n{DELIVER}"),
-        reset.insert_after(cast(ast.FunctionDef, reset.node).body[-1], "delayed_grads.clear()"),
+        reset.insert_after(reset.node.body[-1], FORGET),
     ]
-    op_hooks = source.find("transformer_engine.pytorch.ops.basic.grouped_linear")
-    if op_hooks and op_hooks.find("GroupedLinear._trigger_wgrad_accumulation_and_reduce_hooks"):
+    if _op_has(source, "_trigger_wgrad_accumulation_and_reduce_hooks"):
         edits.append(replay.replace(replay.one(BASE_MODULES_ONLY), WITH_HOOKS))
     return edits
 
 
-def _returned_edits(capture: Definition) -> list[Edit]:
-    """Where TE copies the parameter grads that a dgrad returns, let it copy delayed modules' bias gradients too."""
-    if "skip_backward_post_hook" not in capture.text(capture.node):
-        return []
-    return [capture.replace(capture.one(NO_COPY), NO_COPY_OF_DUMMIES)]
-
-
-def _base(source: Source, backward_dw: Definition) -> list[Edit]:
-    backward_dw.one("(wgrad, bgrad), _ = self.wgrad_store.pop()")
-    backward_dw.exactly(2, ASSIGNED)
-    backward_dw.exactly(2, "noop_cat(ANY_PARAMS)")
-    return [
-        _import(backward_dw),
-        backward_dw.replace(backward_dw.one(BASE_WEIGHT), ADD_BASE_WEIGHT),
-        backward_dw.replace(backward_dw.one(BASE_BIAS), ADD_BASE_BIAS),
-    ]
-
-
-def _mlp(source: Source, backward_dw: Definition) -> list[Edit]:
-    backward_dw.exactly(3, "self.wgrad_store.pop()")
-    backward_dw.exactly(4, ASSIGNED)
-    return [_import(backward_dw), backward_dw.replace(backward_dw.one(MLP), ADD_MLP)]
-
-
-def _grouped(source: Source, backward_dw: Definition) -> list[Edit]:
-    backward_dw.one("(_, grad_biases_, _), tensor_list = self.wgrad_store.pop()")
-    weight, bias = backward_dw.one(*GROUPED_WEIGHTS), backward_dw.one(*GROUPED_BIASES)
-    wgrads = "wgrad_output" if "wgrad_output" in backward_dw.text(weight) else "wgrad_list"
-    edits = [
-        backward_dw.replace(weight, f"accumulate_grads([weight_params[i]], {wgrads}[i])"),
-        backward_dw.replace(bias, "accumulate_grads([bias_params[i]], grad_biases_[i])"),
-    ]
-    if "single_grouped_weight" in backward_dw.text(backward_dw.node):
-        edits.append(backward_dw.replace(backward_dw.one(SINGLE_WEIGHT), ADD_SINGLE_WEIGHT))
-    if "grouped_bias.grad" in backward_dw.text(backward_dw.node):
-        edits.append(backward_dw.replace(backward_dw.one(SINGLE_BIAS), ADD_SINGLE_BIAS))
-    backward_dw.exactly(len(edits), ASSIGNED)
-    edits.append(_import(backward_dw))
-    for name in ("_GroupedLinear.backward", "_GroupedLinear._backward_grouped_tensor"):
-        backward = backward_dw.module.find(name)
-        if backward is not None:
-            returned = cast(ast.If, cast(ast.If, backward.one(RETURNED)).orelse[0])
-            edits.append(backward.replace(returned.test, RETURN_NOTHING))
+def _backward_dw(name: str, method: Definition) -> list[Edit]:
+    """Add what one module's `backward_dw` assigns: all of it, in the shapes of `METHODS`."""
+    _, grads, assigned = METHODS[name]
+    method.one(grads)
+    check = method.one("if not self.need_backward_dw(): return")
+    dots = "." * (name.count(".") + 1)
+    edits = [method.insert_before(check, f"from {dots}_te_delayed_wgrad import accumulate_grads")]
+    if "single_grouped_weight" in method.text(method.node) and name != OP:
+        assigned += (SINGLE_WEIGHT,)
+    if "grouped_bias.grad" in method.text(method.node):
+        assigned += (SINGLE_BIAS,)
+    known = 0
+    for shapes in assigned:
+        node = method.one(*shapes)
+        known += len(method.all(ASSIGNED, within=node))
+        edits.append(method.replace(node, next(added for shape, added in shapes.items() if method.has(shape))))
+        if MLP in shapes:
+            require_digest(method, node, MLP_DIGEST)
+    method.exactly(known, ASSIGNED)
+    method.exactly(2 * (assigned is BASE), "noop_cat(ANY)")
     return edits
 
 
-def _op(source: Source, backward_dw: Definition) -> list[Edit]:
-    backward_dw.exactly(3, ASSIGNED)
-    return [_import(backward_dw, dots="..."), backward_dw.replace(backward_dw.one(OP), ADD_OP)]
-
-
-def _import(backward_dw: Definition, dots: str = "..") -> Edit:
-    check = backward_dw.one("if not self.need_backward_dw(): return")
-    return backward_dw.insert_before(check, IMPORT.format(dots=dots))
+def _require_corrected(source: Source, capture: Definition, methods: Mapping[str, Definition]) -> None:
+    """Raise `UnrecognizedError` unless all of the correction is there."""
+    found = source.module(PROVIDED)
+    if found.text != PROVIDED_TEXT:
+        raise unrecognized("this package's delayed_wgrad.py", found.path, "another text")
+    once = dict.fromkeys((KEEP, DELIVER, FORGET, ATTRIBUTES), 1)
+    copies = len(capture.all(NO_COPY))
+    counts = {CALL: 0, "take_grads(module)": 3, TAKE.format(index="ANY"): 2, COPY_BIASES: copies, BIASES: copies}
+    outputs, hooks = _names_outputs(capture), _op_has(source, "_trigger_wgrad_accumulation_and_reduce_hooks")
+    for pattern, count in (once | counts | {FORGET_OUTPUTS: outputs, WITH_HOOKS: hooks}).items():
+        capture.exactly(count, pattern)
+    for name, method in methods.items():
+        method.one(f"from {'.' * (name.count('.') + 1)}_te_delayed_wgrad import accumulate_grads")
+        method.exactly(0, ASSIGNED)
+    for backward in _dgrads(source):
+        backward.one(RETURNED.format(FUSED_OR_DELAYED))
 
 
 def _at_start(function: Definition, text: str) -> Edit:
     """Put ``text`` on the line below the ``def``, which has one line."""
-    first = cast(ast.FunctionDef, function.node).body[0]
+    first = function.node.body[0]
     if first.lineno == function.node.lineno:
-        raise UnrecognizedError(f"looked for {function.qualname} on lines of its own ({function.module.path})")
+        raise unrecognized("a function on lines of its own", function, "it on one line")
     start = function.module.line_start(function.node.lineno + 1)
     return Edit(function.module.name, start, start, " " * first.col_offset + text + "\n")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..source import Definition, Source, UnrecognizedError
+from ..source import Definition, Source, unrecognized
 
 SLOT = "skip_fp8_weight_update"
 
@@ -29,19 +29,33 @@ if FP8GlobalStateManager.fp8_graph_capturing():
         is_first_microbatch = False
 """
 
+UPSTREAM_READS_FLAG = """
+if FP8GlobalStateManager.fp8_graph_capturing():
+    skip_fp8_weight_update = {tensor}
+else:
+    skip_fp8_weight_update = None
+if skip_fp8_weight_update is not None:
+    is_first_microbatch = False
+"""
+
+TENSORS = (
+    "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()",
+    "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor",
+)
+"""How the graph's skip tensor is read, up to TE 2.14 and from 2.15 on."""
+
 
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.module.grouped_linear")
     forward = module.definition("GroupedLinear.forward")
     value = _value_of_slot(module.definition("_GroupedLinear.forward"), forward)
-    guarded = forward.has(f"if {SLOT} is not None: is_first_microbatch = False")
-    if isinstance(value, ast.Name) and value.id == SLOT and guarded:
+    reads = [read.format(tensor=tensor) for read in (READ_FLAG, UPSTREAM_READS_FLAG) for tensor in TENSORS]
+    if isinstance(value, ast.Name) and value.id == SLOT:
+        found = sum(len(forward.all(read)) for read in reads)
+        forward.exactly(2 * found or 1, f"{SLOT} = ANY")
         return not_needed(f"GroupedLinear passes {SLOT} on")
     if not (isinstance(value, ast.Constant) and value.value is None) or forward.has(SLOT):
-        raise UnrecognizedError(
-            f"looked for a literal None in the slot {SLOT} of {forward.qualname} ({module.path}), "
-            f"found `{forward.text(value)}`"
-        )
+        raise unrecognized(f"a literal None in the slot {SLOT}", forward, f"`{forward.text(value)}`")
     forward.require_parameters("is_first_microbatch")
     return applicable(
         f"GroupedLinear passes None as {SLOT}",
@@ -63,10 +77,8 @@ def _value_of_slot(inner: Definition, forward: Definition) -> ast.expr:
         given = _items(forward.one("args += ANY").value)  # type: ignore[union-attr]
         values = [item for item in given if not isinstance(item, ast.Starred)]
     if names.count(SLOT) != 1 or len(values) != len(names):
-        raise UnrecognizedError(
-            f"looked for the slot {SLOT} of {inner.qualname} ({inner.module.path}), found it {names.count(SLOT)} times "
-            f"among {len(names)} names for {len(values)} values"
-        )
+        found = f"it {names.count(SLOT)} times among {len(names)} names for {len(values)} values"
+        raise unrecognized(f"the slot {SLOT}", inner, found)
     return values[names.index(SLOT)]
 
 
@@ -78,9 +90,9 @@ def _skip_tensor(source: Source) -> str:
     """How this TE reads the graph's skip tensor."""
     quantization = source.module("transformer_engine.pytorch.quantization")
     if quantization.find("FP8GlobalStateManager.get_skip_fp8_weight_update_tensor"):
-        return "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
+        return TENSORS[0]
     quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
-    return "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor"
+    return TENSORS[1]
 
 
 FIX = Fix(

@@ -41,6 +41,8 @@ BACKWARD = """
 
 FLATTEN = "flatten_outputs, spec = _tree_flatten(outputs)"
 
+TENSORS_ONLY = "outputs = [o for o in outputs if o is not None]"
+
 LEAVE_OUT = """
 # Outputs that are None have no part in the graph.
 spec = (spec, [o is None for o in flatten_outputs])
@@ -58,10 +60,13 @@ return _tree_unflatten([None if none else next(out) for none in is_none], spec)
 
 def examine(source: Source) -> Verdict:
     capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if capture.has("tuple(o.detach() if o is not None else o for o in static_outputs)") or capture.has(
-        "[o is None for o in flatten_outputs]"
-    ):
+    if capture.has("tuple(o.detach() if o is not None else o for o in static_outputs)"):
+        capture.exactly(len(capture.all("o.requires_grad")), "o is not None and o.requires_grad")
         return not_needed("outputs may be None")
+    if capture.has(PUT_BACK):
+        capture.one(TENSORS_ONLY)
+        capture.exactly(2, FLATTEN + LEAVE_OUT)
+        return not_needed("outputs that are None are left out of what is captured")
     capture.one("tuple(o.detach() for o in static_outputs)")
     capture.one("per_callable_static_outputs.append(tuple(flatten_outputs))")
     capture.one("per_callable_static_outputs[per_callable_fwd_idx] = tuple(flatten_outputs)")
@@ -70,7 +75,7 @@ def examine(source: Source) -> Verdict:
     return applicable(
         "every output is taken for a tensor",
         [
-            capture.insert_before(backward, "outputs = [o for o in outputs if o is not None]"),
+            capture.insert_before(backward, TENSORS_ONLY),
             *(capture.insert_after(node, LEAVE_OUT) for node in flatten),
             capture.replace(capture.one(RETURN), PUT_BACK),
         ],

@@ -34,8 +34,10 @@ def get_skip_fp8_weight_update_tensor(cls):
 def examine(source: Source) -> Verdict:
     fp8 = "transformer_engine.pytorch.fp8"  # the home of the class up to TE 2.8
     module = source.find("transformer_engine.pytorch.quantization") or source.module(fp8)
-    names = [f"FP8GlobalStateManager.{verb}_skip_fp8_weight_update_tensor" for verb in ("get", "set")]
-    if all(module.find(name) for name in names):
+    getter, setter = (f"FP8GlobalStateManager.{verb}_skip_fp8_weight_update_tensor" for verb in ("get", "set"))
+    if module.find(getter) or module.find(setter):
+        module.definition(getter).one("return ANY_STATE.skip_fp8_weight_update_tensor")
+        module.definition(setter).one("ANY_STATE.skip_fp8_weight_update_tensor.fill_(skip)")
         return not_needed("FP8GlobalStateManager has both accessors")
     module.definition("FP8GlobalStateManager").one("quantization_state = FP8GlobalState()")
     module.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")

@@ -15,10 +15,10 @@ found. On the subclass it finds, inherited, the replacement that it has just mad
 from __future__ import annotations
 
 import ast
-from typing import Any, cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..source import Source, UnrecognizedError
+from ..shapes import graph_interface
+from ..source import Source, unrecognized
 
 WRAP = """
 block_cls = type(block)
@@ -33,15 +33,12 @@ INHERITS = 'next(cls for cls in block_cls.__mro__ if "__call__" in vars(cls)) in
 
 
 def examine(source: Source) -> Verdict:
-    public = source.definition("transformer_engine.pytorch.graph", "make_graphed_callables")
-    known = cast(ast.If, cast(Any, public.one(WRAP)).body[1]).test
-    if ast.dump(known) == ast.dump(ast.parse(INHERITS, mode="eval").body):
+    public = graph_interface(source)
+    known = public.match(WRAP)["ANY_KNOWN"]
+    if public.has(f"if {INHERITS}: return"):
         return not_needed("a subclass that inherits the capture's __call__ is left alone")
     if ast.unparse(known) != KNOWN:
-        raise UnrecognizedError(
-            f"looked for `if {KNOWN}` in {public.qualname} ({public.module.path}:{known.lineno}), "
-            f"found `{ast.unparse(known)}`"
-        )
+        raise unrecognized(f"`if {KNOWN}`", public, f"`if {ast.unparse(known)}`")
     public.one("for module_cls, old_call in old_call_funcs.items(): module_cls.__call__ = old_call")
     return applicable("a subclass keeps the capture's __call__ of its base class", [public.replace(known, INHERITS)])
 

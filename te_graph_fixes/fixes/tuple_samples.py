@@ -11,6 +11,7 @@ Tuples are now made into lists.
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..shapes import graph_capture, graph_interface, lacks_parameter
 from ..source import Source
 
 REFUSE = "assert isinstance(sample_args, list), ANY_TEXT"
@@ -24,10 +25,11 @@ if isinstance(sample_kwargs, tuple):
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if not capture.has("_reuse_graph_input_output_buffers"):
+    if lacks_parameter(graph_interface(source), "_reuse_graph_input_output_buffers"):
         return not_applicable("static buffers are not reused")
+    capture = graph_capture(source)
     if capture.has(CONVERT):
+        capture.exactly(0, REFUSE)
         return not_needed("samples may be tuples")
     return applicable("samples have to be a list", [capture.replace(capture.one(REFUSE), CONVERT)])
 

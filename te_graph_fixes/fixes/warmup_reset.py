@@ -9,32 +9,88 @@ After warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on e
 Megatron's do. The capture that follows reads it and freezes "first microbatch" into the graph: no accumulation. The
 loop is removed. Removing it where FP8 experts do not read the graph's skip flag would freeze their weights instead,
 hence the requirement.
+
+That nothing is reset is proved by two things: all that warmup calls or sets is known, and nothing in the module but
+the check of a replay's arguments names the attribute.
 """
 
 from __future__ import annotations
 
+import ast
+from typing import cast
+
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..source import Source, UnrecognizedError
+from ..shapes import graph_capture
+from ..source import Definition, Run, Source, unrecognized
+
+NAME = "is_first_microbatch"
+
+ARGUMENT = (
+    '"is_first_microbatch" in user_kwargs',
+    '"is_first_microbatch" not in user_kwargs',
+    'user_kwargs["is_first_microbatch"]',
+)
 
 RESET = """
 for ANY_MODULE in func.modules():
-    if hasattr(module, "is_first_microbatch"):
-        module.is_first_microbatch = True
+    if hasattr(ANY_MODULE, "is_first_microbatch"):
+        ANY_MODULE.is_first_microbatch = True
 """
+
+WARMUP = """
+visited_te_modules = ANY_EMPTY
+ANY_WARMUP: ...
+if _order is not None:
+    ...
+else:
+    ...
+"""
+
+KNOWN_CALLS = {
+    *("RuntimeError", "ceil", "enumerate", "hasattr", "isinstance", "len", "range", "reversed", "set", "sum", "tuple"),
+    *("zip", "add", "append", "get", "pop", "remove", "update"),
+    *("Stream", "backward", "empty_like", "grad", "stream", "synchronize", "_tree_flatten"),
+    *("func", "modules", "register_forward_hook", "backward_dw", "need_backward_dw", "take_grads"),
+    *("_none_grad_context_wrapper", "_run_capture_time_hooks", "_run_warmup_backward", "_run_warmup_forward"),
+    *("pre_warmup_hook", "post_warmup_hook"),
+}
+"""What the warmup of TE 2.5 to 2.20 calls, as it is and as corrected."""
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
+    capture = graph_capture(source)
     if capture.has(RESET):
         return applicable(
             "modules are reset to the first microbatch after warmup", [capture.delete(capture.one(RESET))]
         )
-    if "is_first_microbatch = " in capture.text(capture.node):
-        raise UnrecognizedError(
-            f"looked for `{' '.join(RESET.split())}` in {capture.qualname} ({capture.module.path}), found another "
-            "assignment to is_first_microbatch"
-        )
+    for node in cast(Run, capture.match(WARMUP)["ANY_WARMUP"]).body:
+        for part in ast.walk(node):
+            _require_known(capture, part)
+    checks = [node for argument in ARGUMENT for node in capture.all(argument)]
+    others = [node for node in capture.module.tree.body if getattr(node, "name", "") != "make_graphed_callables"]
+    if sum(map(_names_it, others)) != len(checks):
+        raise unrecognized(f"{NAME} among a replay's arguments only", capture.module.path, "it elsewhere too")
     return not_needed("warmup leaves is_first_microbatch alone")
+
+
+def _require_known(capture: Definition, node: ast.AST) -> None:
+    """Raise `UnrecognizedError` for what could set an attribute of a module."""
+    if isinstance(node, ast.Call):
+        known = getattr(node.func, "attr", getattr(node.func, "id", "")) in KNOWN_CALLS
+    elif isinstance(node, ast.Attribute):
+        known = isinstance(node.ctx, ast.Load) and not node.attr.startswith("__")
+    elif isinstance(node, ast.withitem):
+        known = isinstance(node.context_expr, ast.Call)
+    else:
+        known = not getattr(node, "decorator_list", [])
+    if not known:
+        raise unrecognized("a warmup that sets nothing", capture, f"`{ast.unparse(node)}`")
+
+
+def _names_it(root: ast.AST) -> int:
+    """How often a name, or a text without blanks, is or holds that of the attribute."""
+    values = [value for node in ast.walk(root) for value in vars(node).values() if isinstance(value, str)]
+    return sum(NAME in value and not any(map(str.isspace, value)) for value in values)
 
 
 FIX = Fix(

@@ -12,11 +12,9 @@ processes. They are kept in a ``dict`` now, in the order of their forwards.
 
 from __future__ import annotations
 
-import ast
-from typing import cast
-
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..source import Source, UnrecognizedError
+from ..shapes import graph_capture, lacks_delayed_wgrads
+from ..source import Source
 
 VISIT = """
 if func_idx not in visited_te_modules:
@@ -27,29 +25,22 @@ else:
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if "backward_dw" not in capture.text(capture.node):
+    if lacks_delayed_wgrads(source):
         return not_applicable("graphs of delayed weight gradients are not captured")
+    capture = graph_capture(source)
     capture.one(VISIT)
-    additions = capture.all("modules.add(ANY_MODULE)")
-    if capture.has("modules = {}") and not additions:
+    additions, corrected = capture.matches("modules.add(ANY_MODULE)"), capture.matches("modules[ANY_MODULE] = None")
+    # Of other uses there are the definition, `if modules:` and two in VISIT.
+    capture.exactly(len(additions) + len(corrected) + 4, "modules")
+    if corrected:
+        capture.one("modules = {}")
+        capture.exactly(0, "modules.add(ANY_MODULE)")
         return not_needed("the modules of a callable are in the order of their forwards")
-    if not additions:
-        raise UnrecognizedError(f"looked for modules.add() in {capture.qualname} ({capture.module.path}), found none")
-    # Of other uses there are its definition, `if modules:` and two in VISIT.
-    if len(capture.all("modules")) != len(additions) + 4:
-        raise UnrecognizedError(
-            f"looked for modules.add() and the set's known uses in {capture.qualname} ({capture.module.path}), "
-            "found others"
-        )
     return applicable(
         "the modules of a callable are in no order",
         [
             capture.replace(capture.one("modules = set()"), "modules = {}  # in the order of their forwards"),
-            *(
-                capture.replace(node, f"modules[{capture.text(cast(ast.Call, node).args[0])}] = None")
-                for node in additions
-            ),
+            *(capture.replace(add.node, f"modules[{capture.text(add['ANY_MODULE'])}] = None") for add in additions),
         ],
     )
 

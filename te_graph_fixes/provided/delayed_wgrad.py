@@ -56,6 +56,18 @@ def take_grads(module: Module) -> list[tuple[Parameter, Tensor]]:
             parameter.grad = grad
 
 
+def delayed_biases(modules: Iterable[Module]) -> set[int]:
+    """The ids of the biases in ``modules`` whose own module delays its wgrads."""
+    return {
+        id(bias)
+        for outer in modules
+        for module in outer.modules()
+        if hasattr(module, "need_backward_dw") and module.need_backward_dw()
+        for name, bias in module.named_parameters(recurse=False)
+        if "bias" in name
+    }
+
+
 def deliver_grads(grads: Iterable[tuple[Parameter, Tensor]]) -> None:
     """Add what a replay has left in a graph's memory to the ``.grad`` of each parameter, which never aliases it."""
     for parameter, grad in grads:
