@@ -39,7 +39,8 @@ def examine(source: Source) -> Verdict:
         return not_needed("a subclass that inherits the capture's __call__ is left alone")
     if ast.unparse(known) != KNOWN:
         raise unrecognized(f"`if {KNOWN}`", public, f"`if {ast.unparse(known)}`")
-    public.one("for module_cls, old_call in old_call_funcs.items(): module_cls.__call__ = old_call")
+    if not public.has("for module_cls, old_call in old_call_funcs.items(): module_cls.__call__ = old_call"):
+        raise unrecognized("the loop that puts every __call__ back", public)
     return applicable("a subclass keeps the capture's __call__ of its base class", [public.replace(known, INHERITS)])
 
 
