@@ -15,8 +15,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -157,12 +157,16 @@ def split_lines(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """The text of one module, as Python reads it, and its syntax tree; ``newline`` is the line break of the file."""
+    """The text of one module, as Python reads it, and its syntax tree.
+
+    ``newline`` is the line break of the file, ``consulted`` the names that `find` was asked for.
+    """
 
     name: str
     path: str
     text: str
     newline: str = "\n"
+    consulted: set[str] = field(default_factory=set, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -182,7 +186,15 @@ class ModuleSource:
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
         """Every class and function at module or class level, by qualified name; ambiguous names are left out."""
-        return _definitions(self.tree)
+        found: dict[str, list[ast.FunctionDef | ast.ClassDef]] = {}
+        pending = [("", self.tree.body)]
+        for prefix, body in pending:
+            for node in body:
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                    found.setdefault(prefix + node.name, []).append(node)
+                    if isinstance(node, ast.ClassDef):
+                        pending.append((f"{prefix}{node.name}.", node.body))
+        return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
 
     @cached_property
     def imports(self) -> list[ast.stmt]:
@@ -199,11 +211,6 @@ class ModuleSource:
         self.consulted.add(qualname)
         node = self.definitions.get(qualname)
         return Definition(self, qualname, node) if node else None
-
-    @cached_property
-    def consulted(self) -> set[str]:
-        """The names that `find` was asked for."""
-        return set()
 
     def definition(self, qualname: str) -> Definition:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
@@ -242,20 +249,6 @@ class ModuleSource:
     def line_start(self, line: int) -> int:
         """The character offset at which 1-based ``line`` begins."""
         return self._line_starts[line - 1]
-
-
-def _definitions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-    found: dict[str, list[ast.FunctionDef | ast.ClassDef]] = {}
-
-    def visit(nodes: Iterable[ast.stmt], prefix: str) -> None:
-        for node in nodes:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.setdefault(prefix + node.name, []).append(node)
-                if isinstance(node, ast.ClassDef):
-                    visit(node.body, f"{prefix}{node.name}.")
-
-    visit(tree.body, "")
-    return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
 
 
 @dataclass(frozen=True)
