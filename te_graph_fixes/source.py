@@ -92,12 +92,6 @@ class Source:
     def _modules(self) -> dict[str, ModuleSource | None]:
         return {}
 
-    def forget_trees(self) -> None:
-        """Let the syntax trees go, which are large; the texts stay, and are parsed again where that is needed."""
-        for module in filter(None, self._modules.values()):
-            for name in ("tree", "definitions", "imports", "_indexes"):
-                vars(module).pop(name, None)
-
     def find(self, name: str) -> ModuleSource | None:
         """The source of module ``name``, or None where this TE has no such module."""
         if name not in self._modules:
