@@ -159,10 +159,10 @@ def _functions(module: ModuleSource, owner: str, text: str, line: int) -> list[a
 
 def _require_growth(module: ModuleSource, old: ast.FunctionDef, new: ast.FunctionDef) -> None:
     """Raise `EngineError` unless ``new`` has what ``old`` has, and beyond it only parameters with defaults."""
-    rest = copy.deepcopy(new.args)
+    rest = copy.copy(new.args)
     added = len(rest.defaults) - len(old.args.defaults)
     if added > 0:
-        del rest.args[-added:], rest.defaults[-added:]
+        rest.args, rest.defaults = rest.args[:-added], rest.defaults[:-added]
     known = {parameter.arg for parameter in old.args.kwonlyargs}
     keywords = zip(new.args.kwonlyargs, new.args.kw_defaults, strict=True)
     kept = [(parameter, default) for parameter, default in keywords if parameter.arg in known or default is None]

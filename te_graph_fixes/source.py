@@ -223,9 +223,9 @@ class ModuleSource:
             while pending:
                 node = pending.pop()
                 for value in map(vars(node).get, node._fields):
-                    nodes = value if isinstance(value, list) else [value]
+                    nodes = value if isinstance(value, list) else [value] if isinstance(value, ast.AST) else []
                     for place, item in enumerate(nodes):
-                        if isinstance(item, ast.AST):
+                        if isinstance(item, ast.AST) and item._fields:  # Load() and the like have none
                             pending.append(item)
                             found.setdefault(type(item), []).append((nodes, place))
         return self._indexes[root]
@@ -454,18 +454,16 @@ def _match(wanted: object, found: object, names: _Names) -> Sequence[_Names]:
             return (names,)
         same = wanted.id not in names or ast.unparse(names[wanted.id]) == ast.unparse(found)
         return ({wanted.id: found, **names},) if same else ()
-    if isinstance(wanted, ast.expr_context):
-        return (names,)
     if type(wanted) is not type(found):
-        return ()
+        return (names,) if isinstance(wanted, ast.expr_context) else ()
     if isinstance(wanted, list):
         whole = len(cast("list[Any]", found))
         return [bound for bound, length in _match_run(wanted, cast("list[Any]", found), names) if length == whole]
-    if isinstance(wanted, ast.AST):
-        ways: Sequence[_Names] = (names,)
-        for field in wanted._fields:
-            if ways and field not in _NO_SYNTAX:
-                ours, theirs = getattr(wanted, field, None), getattr(found, field, None)
-                ways = [bound for known in ways for bound in _match(ours, theirs, known)]
-        return ways
-    return (names,) if wanted == found else ()
+    if not isinstance(wanted, ast.AST):
+        return (names,) if wanted == found else ()
+    ways: Sequence[_Names] = (names,)
+    for field in wanted._fields:
+        if ways and field not in _NO_SYNTAX:
+            ours, theirs = getattr(wanted, field, None), getattr(found, field, None)
+            ways = [bound for known in ways for bound in _match(ours, theirs, known)]
+    return ways
