@@ -462,8 +462,8 @@ def _match(wanted: object, found: object, names: _Names) -> Sequence[_Names]:
     if not isinstance(wanted, ast.AST):
         return (names,) if wanted == found else ()
     ways: Sequence[_Names] = (names,)
-    for field in wanted._fields:
-        if ways and field not in _NO_SYNTAX:
-            ours, theirs = getattr(wanted, field, None), getattr(found, field, None)
+    for part in wanted._fields:
+        if ways and part not in _NO_SYNTAX:
+            ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
             ways = [bound for known in ways for bound in _match(ours, theirs, known)]
     return ways
