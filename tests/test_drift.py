@@ -32,6 +32,7 @@ FIRST = {
     "backward-dw-order": "2.10.0",
     "delayed-wgrad-delivery": "2.10.0",
     "grouped-linear-skip-flag": "2.10.0",
+    "nvfp4-weight-preswizzle": "2.18.0",
     "skip-flag-accessors": "2.15.0",
     "stale-fp8-weights": "2.9.0",
     "wgrad-hook-order": "2.10.0",
@@ -55,6 +56,9 @@ LACKS = (
 )
 """The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 
+SINCE = {"nvfp4-weight-preswizzle": "2.12.0"}
+"""The first version with the feature, where there are versions with it before the defect."""
+
 REPRESENTATIVE = ("2.10.0", "2.12.0", "2.15.0", VERSIONS[-1])
 """Versions that between them have every defect and every layout of the source."""
 
@@ -71,7 +75,8 @@ def position(version: str) -> int:
 
 def wanted(fix: str, version: str) -> str:
     if position(version) < position(FIRST.get(fix, VERSIONS[0])):
-        return NOT_APPLICABLE if fix in LACKS else NOT_NEEDED
+        lacks = fix in LACKS or position(version) < position(SINCE.get(fix, VERSIONS[0]))
+        return NOT_APPLICABLE if lacks else NOT_NEEDED
     return APPLICABLE if position(version) <= position(LAST.get(fix, VERSIONS[-1])) else NOT_NEEDED
 
 

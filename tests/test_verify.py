@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,22 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify import runner
-from te_graph_fixes.verify.cases import CASES, Case, select
+from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
 from tests.child import on_simulator, python
 
 ROOT = Path(__file__).parent.parent
 ON_SIMULATOR = (sys.executable, "-m", "tests.simulator", "-m", "te_graph_fixes.verify.child")
 SIMULATED = [
-    pytest.param(case, marks=() if case.quick else pytest.mark.slow, id=case.name)
+    pytest.param(case, gpu, marks=() if case.quick and gpu == "hopper" else pytest.mark.slow, id=f"{case.name}-{gpu}")
     for case in CASES.values()
-    if case.options.get("recipe") != "fp8-block"  # which the simulator does not have
+    for gpu in [
+        "blackwell-rtx"
+        if PRESWIZZLE in case.fixes
+        else "blackwell"
+        if case.options.get("recipe") in BLACKWELL_RECIPES
+        else "hopper"
+    ]
 ]
 APPLICABLE_FIXES = {fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE}
 
@@ -42,17 +49,25 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[dict[str, Child]]:
+def children() -> Iterator[Callable[[str, str], Child]]:
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    found = {switch: Child({**runner.environment(switch), **path}, ON_SIMULATOR) for switch in ("without", "with")}
-    yield found
-    for started in found.values():
-        started.close()
+
+    @functools.cache
+    def start(switch: str, gpu: str) -> Child:
+        started.append(Child({**runner.environment(switch), **path, "TE_SIMULATOR_GPU": gpu}, ON_SIMULATOR))
+        return started[-1]
+
+    started: list[Child] = []
+    yield start
+    for child in started:
+        child.close()
 
 
-@pytest.mark.parametrize("case", SIMULATED)
-def test_cases_on_the_simulator(case: Case, children: dict[str, Child]) -> None:
-    row = Row(case, *(children[switch].measure(case, limit=300) for switch in ("without", "with")))
+@pytest.mark.parametrize(("case", "gpu"), SIMULATED)
+def test_cases_on_the_simulator(case: Case, gpu: str, children: Callable[[str, str], Child]) -> None:
+    row = Row(case, *(children(switch, gpu).measure(case, limit=300) for switch in ("without", "with")))
+    if row.skipped:
+        pytest.skip(row.verdict)
     assert row.with_fixes.right, row.with_fixes
     if case.quick or not APPLICABLE_FIXES & set(case.fixes):
         assert row.verdict == ("fixed" if APPLICABLE_FIXES & set(case.fixes) else "not affected")
@@ -73,6 +88,7 @@ def test_every_fix_has_a_case_and_a_quick_one() -> None:
         (WRONG, WRONG, "STILL WRONG", False),
         (RIGHT, CRASH, "STILL WRONG", False),
         (SKIP, SKIP, "skipped: no FP8", True),
+        (RIGHT, SKIP, "not measured with the fixes: no FP8", False),
         (WRONG, HANG, "not measured with the fixes: no result in 60 s", False),
         (HANG, RIGHT, "not measured without the fixes: no result in 60 s", True),
         (HANG, WRONG, "STILL WRONG", False),
@@ -186,6 +202,14 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 4
     assert "te-graph-fixes: linear-bf16: not measured with the fixes: no result in 60 s" in captured.err.splitlines()
+
+
+def test_what_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    measured(monkeypatch, SKIP, SKIP)
+    assert cli.main(["verify", "linear-bf16", "linear-mxfp8"]) == 0
+    assert "left out (no FP8): linear-bf16, linear-mxfp8" in capsys.readouterr().out.splitlines()
+    assert cli.main(["verify", "--json", "linear-mxfp8"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == {"no FP8": ["linear-mxfp8"]}
 
 
 def test_json_holds_no_infinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

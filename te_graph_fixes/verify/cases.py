@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..fixes import CATALOGUE
@@ -52,6 +53,7 @@ SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-o
 PARAM_GRADS, ACCESSORS = "param-grad-lifetime", "skip-flag-accessors"
 HOOKS, HOOK_ORDER = "backward-dw-hooks", "wgrad-hook-order"
 GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
+PRESWIZZLE = "nvfp4-weight-preswizzle"
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
 
 
@@ -76,6 +78,7 @@ _ALL = (
     _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
     _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, fit=True, steps=6, quick=True),
     _training("other-module-first", (STALE,), recipe="fp8-current", other_first=True),
+    _training("cached-nvfp4", (PRESWIZZLE,), recipe="nvfp4", order=(1, 1, 1, -1, -1, -1), quick=True),
     _order("forward-before-wgrad", (1, -1, 1, -1.5, -1, -1.5), quick=True),
     _order("two-chunks-wgrads-last", (1, 2, -2, -1, -2.5, -1.5)),
     _order("two-microbatches-wgrads-last", (1, 1, -1, -1, -1.5, -1.5)),
@@ -102,7 +105,24 @@ _ALL = (
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
 )
 
-CASES: dict[str, Case] = {case.name: case for case in _ALL}
+BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
+
+
+def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
+    """Whatever is trained, once more in the recipes that came with Blackwell; elsewhere these cases are skipped."""
+    done = set()
+    for case in cases:
+        options = {name: value for name, value in case.options.items() if name != "recipe"}
+        if case.function != "training:compare" or str(options) in done:
+            continue
+        done.add(str(options))
+        name = re.sub(r"-(bf16|nvfp4|fp8(-delayed|-current|-block)?)\b", "", case.name)
+        for recipe in BLACKWELL_RECIPES:
+            if case.options.get("recipe") != recipe:
+                yield replace(case, name=f"{name}-{recipe}", options={**options, "recipe": recipe}, quick=False)
+
+
+CASES: dict[str, Case] = {case.name: case for case in (*_ALL, *_in_blackwell_recipes(_ALL))}
 """Every case by its name."""
 
 

@@ -72,20 +72,24 @@ class Row:
     @property
     def verdict(self) -> str:
         """``fixed``, ``not affected``, ``STILL WRONG``, ``skipped: why`` or ``not measured: why``."""
-        for outcome in (self.with_fixes, self.without):
-            if outcome.outcome == "skipped":
-                return f"skipped: {outcome.detail}"
+        if self.skipped:
+            return f"skipped: {self.with_fixes.detail}"
         if self.with_fixes.wrong:
             return "STILL WRONG"
         for switch, outcome in ((WITH, self.with_fixes), (WITHOUT, self.without)):
-            if outcome.outcome == "unmeasured":
+            if outcome.outcome in ("unmeasured", "skipped"):
                 return f"not measured {switch} the fixes: {outcome.detail}"
         return "not affected" if self.without.right else "fixed"
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong, or unknown, with the package on."""
-        return self.with_fixes.right or self.with_fixes.outcome == "skipped"
+        return self.with_fixes.right or self.skipped
+
+    @property
+    def skipped(self) -> bool:
+        """Whether this GPU or this TE lacks what the case needs, which the fixes cannot change."""
+        return self.with_fixes.outcome == self.without.outcome == "skipped"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -260,11 +264,17 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT) -
     bad = [row for row in rows if not row.ok]
     gpu = next((row.with_fixes.gpu for row in rows if row.with_fixes.gpu), None)
     te = next((row.with_fixes.te for row in rows if row.with_fixes.te), None)
+    left_out: dict[str, list[str]] = {}
+    for row in rows:
+        if row.skipped:
+            left_out.setdefault(row.with_fixes.detail, []).append(row.case.name)
     if as_json:
-        found = {"te_version": te, "gpu": gpu, "seconds": round(seconds, 1), "ok": not bad}
+        found = {"te_version": te, "gpu": gpu, "seconds": round(seconds, 1), "ok": not bad, "left_out": left_out}
         print(json.dumps({**found, "cases": [_finite(row.as_dict()) for row in rows]}, indent=2, allow_nan=False))
     else:
-        print(table(rows))
+        print(table(row for row in rows if not row.skipped))
+        for why, names in left_out.items():
+            print(f"left out ({why}): {', '.join(names)}")
         counts: dict[str, int] = {}
         for row in rows:
             word = row.verdict.partition(":")[0]
