@@ -46,7 +46,9 @@ def warn(text: str) -> None:
     if text in _said:
         return
     frame: FrameType = sys._getframe()
-    while frame.f_back and _module(frame).partition(".")[0] in _NOT_THE_USERS:
+    while frame.f_back and (
+        _module(frame).partition(".")[0] in _NOT_THE_USERS or "exec_module" in frame.f_code.co_name  # a tool's loader
+    ):
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno, _module(frame)

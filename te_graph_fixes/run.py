@@ -1,7 +1,8 @@
 """``te-graph-fixes run``: start a program with the fixes active in it and in all its children, through the environment.
 
-The variable PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start. Then the program takes
-the place of this process, so that its signals, exit status and streams are its own.
+PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start; where another one stands before it,
+PYTHONWARNINGS does, by naming a category of `launcher/te_graph_fixes_run.py`. Then the program takes the place of this
+process, so that its signals, exit status and streams are its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ Start CMD (python, torchrun, a shell script) with the fixes active in it and in 
 With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
+FILTER = "ignore::te_graph_fixes_run.Started"
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
@@ -48,17 +50,21 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these at its start, and a program would inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        os.execvpe(command[0], command, {**os.environ, "PYTHONPATH": python_path()})
+        os.execvpe(command[0], command, {**os.environ, **variables()})
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         return _fail(NOT_FOUND if missing else NOT_EXECUTABLE, f"cannot start {command[0]}: {error.strerror}")
 
 
-def python_path() -> str:
-    """PYTHONPATH with our folder at its front."""
+def variables() -> dict[str, str]:
+    """PYTHONPATH with our folder at its front, and PYTHONWARNINGS with our module at its end."""
     inherited = os.environ.get("PYTHONPATH")
     entries = inherited.split(os.pathsep) if inherited else []  # an empty entry is the current folder
-    return os.pathsep.join([FOLDER, *(entry for entry in entries if entry != FOLDER)])
+    filters = [item for item in os.environ.get("PYTHONWARNINGS", "").split(",") if item and item != FILTER]
+    return {
+        "PYTHONPATH": os.pathsep.join([FOLDER, *(entry for entry in entries if entry != FOLDER)]),
+        "PYTHONWARNINGS": ",".join([*filters, FILTER]),
+    }
 
 
 def print_environment() -> None:
@@ -68,7 +74,8 @@ def print_environment() -> None:
     from .source import Source, TENotFoundError
     from .verdicts import fingerprint, verdicts
 
-    print(f"export PYTHONPATH={shlex.quote(python_path())}")
+    for name, value in variables().items():
+        print(f"export {name}={shlex.quote(value)}")
     try:
         source = Source.installed()
     except TENotFoundError as error:

@@ -216,3 +216,60 @@ sys.exit(status)
     assert {fix: record["verdict"] for fix, record in found["fixes"].items()} == VERDICTS
     assert os.path.samefile(found["source"], Source.installed().location)
     assert min(seconds) < 1
+
+
+CAPTURE = """
+import gc, warnings
+warnings.simplefilter("always")
+
+def capture():
+    import torch, transformer_engine.pytorch as te
+    module = te.Linear(32, 32).cuda()
+    return te.make_graphed_callables(module, (torch.randn(8, 32, device="cuda", requires_grad=True),))
+
+def said(function, *args):
+    with warnings.catch_warnings(record=True) as found:
+        function(*args)
+    return [str(warning.message) for warning in found if warning.category.__name__ == "TEGraphFixesWarning"]
+
+def without():
+    import te_graph_fixes
+    reasons = [status.reason for status in te_graph_fixes.report().fixes.values() if status.status == "applied"]
+    return [reason.rpartition("; ")[2] for reason in reasons if "captured before" in reason]
+"""
+
+
+@pytest.mark.skipif(not NEEDED, reason="this TE needs no fix")
+def test_graphs_that_were_captured_before_are_not_forgotten() -> None:
+    simulate(
+        "-c",
+        CAPTURE
+        + f"""
+early = capture()
+(text,) = said(__import__, "te_graph_fixes")
+assert "1 graphs were captured before the fixes were in place and stay as they are" in text, text
+import te_graph_fixes
+assert without() == ["1 graphs that were captured before are without it"] * {len(NEEDED)}, without()
+late = capture()
+assert without() == ["1 graphs that were captured before are without it"] * {len(NEEDED)}, without()
+try:
+    te_graph_fixes.activate(strict=True)
+except te_graph_fixes.FixNotAppliedError as error:
+    assert "1 graphs were captured before" in str(error), error
+else:
+    raise AssertionError("no error")
+assert "applied" not in {{status.status for status in te_graph_fixes.report().fixes.values()}}
+del early
+gc.collect()
+assert said(te_graph_fixes.activate, None, None, True) == [] == without()
+te_graph_fixes.deactivate()
+assert said(te_graph_fixes.activate) == [] == without()
+te_graph_fixes.deactivate()
+wrong = capture()
+assert len(said(te_graph_fixes.activate)) == 0  # the same text, said already
+assert len(without()) == {len(NEEDED)}
+del wrong, late
+te_graph_fixes.deactivate()
+assert said(te_graph_fixes.activate) == [] == without()
+""",
+    )

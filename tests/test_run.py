@@ -184,6 +184,33 @@ def test_a_users_sitecustomize_that_fails_is_reported_as_python_does(folder: Pat
     assert start(FOLDER) == (0, "True\n", errors)
 
 
+@pytest.mark.parametrize("warnings", ["", "ignore", "error,default::UserWarning"])
+def test_another_sitecustomize_that_comes_first_and_does_not_go_on_to_ours(
+    run: Run, folder: Path, warnings: str
+) -> None:
+    script(folder / "own" / "sitecustomize.py", "import sys; sys.own = True")
+    code = f"import sys, os; print(sys.own, sys.warnoptions, os.environ['PYTHONPATH'].count('launcher'))\n{STATE}"
+    path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH=own:$PYTHONPATH exec "{sys.executable}" "$@"\n')
+    os.chmod(path, 0o755)
+    options = [*filter(None, warnings.split(","))]
+    found = run(path, "-W", "once", "-c", code, environment={"PYTHONWARNINGS": warnings})
+    assert outcome(found) == (0, f"True {[*options, 'once']} 1\nTrue\n", "")
+
+
+def test_where_warnings_are_set_anew_our_sitecustomize_runs(run: Run, folder: Path) -> None:
+    path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONWARNINGS=ignore exec "{sys.executable}" -c "{STATE}"\n')
+    os.chmod(path, 0o755)
+    assert outcome(run(path)) == (0, "True\n", "")
+
+
+def test_where_the_path_is_set_anew_it_is_said(run: Run, folder: Path) -> None:
+    path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH="$1" exec "{sys.executable}" -c "{STATE}"\n')
+    os.chmod(path, 0o755)
+    found = run(path, os.pathsep.join([str(folder / "site"), str(ROOT)]))
+    assert (found.returncode, found.stdout) == (0, "False\n")
+    assert found.stderr == "Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'\n"
+
+
 def test_the_path_of_the_program_is_its_own(run: Run) -> None:
     code = "import sys; print(sys.path)"
     found = run(sys.executable, "-c", code, python_path=os.pathsep.join(["/first", "", "/last"]))
@@ -223,9 +250,10 @@ def test_signals_that_python_ignores_are_not_ignored_by_the_program(run: Run) ->
 
 def test_a_run_in_a_run(run: Run) -> None:
     nested = [sys.executable, "-m", "te_graph_fixes", "run", sys.executable, "-c"]
-    code = "import os; print(os.environ['PYTHONPATH'])"
+    code = "import os; print(os.environ['PYTHONPATH'], os.environ['PYTHONWARNINGS'])"
     found = run(*nested, code)
     assert found.stdout.count(FOLDER) == 1
+    assert found.stdout.count("te_graph_fixes_run") == 1
 
 
 def variables(printed: str) -> dict[str, str]:
@@ -239,7 +267,7 @@ def test_print_env(run: Run, folder: Path) -> None:
     found = run("--print-env", python_path=str(folder / "a folder's name; $(false)"))
     assert found.returncode == 0
     set_by_it = variables(found.stdout)
-    assert set(set_by_it) == {"PYTHONPATH", "TE_GRAPH_FIXES_EXPECT"}
+    assert set(set_by_it) == {"PYTHONPATH", "PYTHONWARNINGS", "TE_GRAPH_FIXES_EXPECT"}
     entries = [FOLDER, str(folder / "a folder's name; $(false)"), str(folder / "site"), str(ROOT)]
     assert set_by_it["PYTHONPATH"].split(os.pathsep) == entries
     assert re.fullmatch(r"te=unknown(,[a-z0-9-]+=[a-z-]+)+", set_by_it["TE_GRAPH_FIXES_EXPECT"])
@@ -265,7 +293,7 @@ def test_print_env_without_te(run: Run, folder: Path) -> None:
     (folder / "site").rename(folder / "gone")
     found = run("--print-env")
     assert found.returncode == 0
-    assert set(variables(found.stdout)) == {"PYTHONPATH"}
+    assert set(variables(found.stdout)) == {"PYTHONPATH", "PYTHONWARNINGS"}
     assert "transformer_engine is not installed" in found.stderr
 
 

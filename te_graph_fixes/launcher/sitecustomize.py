@@ -2,19 +2,22 @@
 
 Runs at the start of any interpreter there, so it is quick, needs nothing but the standard library and keeps to syntax
 that old interpreters know. The package is imported when TransformerEngine (TE) is. The ``sitecustomize`` that Python
-would have found without this folder is run as Python would have.
+would have found without this folder is run as Python would have. `te_graph_fixes_run` runs this file earlier still.
 """
 
 import os
 import sys
 
 PACKAGE = "transformer_engine.pytorch"
+FILTER = "ignore::te_graph_fixes_run.Started"
 
 
 class Activator:
     """Imports te_graph_fixes just before TE is imported, then steps aside."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        if name == "site":  # what brought us here is no choice of warnings, and programs ask whether there is one
+            sys.warnoptions[:] = [option for option in sys.warnoptions if option != FILTER]
         if name != PACKAGE or self not in sys.meta_path:  # type: ignore[comparison-overlap]
             return None
         import importlib.util
@@ -46,5 +49,7 @@ def chain(folder: str) -> None:
         sys.modules["sitecustomize"] = ours
 
 
-sys.meta_path.insert(0, Activator())  # type: ignore[arg-type]
-chain(os.path.dirname(__file__))
+if not any(type(finder).__name__ == "Activator" for finder in sys.meta_path):
+    sys.meta_path.insert(0, Activator())  # type: ignore[arg-type]
+if __name__ == "sitecustomize":
+    chain(os.path.dirname(__file__))
