@@ -1,4 +1,4 @@
-"""The command line: ``te-graph-fixes status | diff | verify | run | list``. Only ``verify`` imports torch or TE."""
+"""The command line, all but ``te-graph-fixes run``. Only ``verify`` imports torch or TransformerEngine (TE)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import difflib
 import itertools
 import json
 import os
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
@@ -16,7 +17,7 @@ from .engine import EngineError, patched
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
 from .settings import Settings, fix_ids
-from .source import Source, TENotFoundError, split_lines
+from .source import TE, Source, TENotFoundError, split_lines
 from .verdicts import Reading, expected, surprise
 
 NO_TE = 2
@@ -65,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
 
     # For the list of commands only: `__main__` starts `run` without this module.
     commands.add_parser("run", help="start a program with the fixes active in it and its children")
+
+    issue = commands.add_parser("issue", help="what a report about a TE that is not recognised needs, and nothing else")
+    _add_source(issue)
+    issue.set_defaults(command=_issue)
 
     listing = commands.add_parser("list", help="the catalogue of fixes")
     listing.set_defaults(command=_list)
@@ -165,6 +170,38 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"te-graph-fixes: verify needs a GPU: {reason}", file=sys.stderr)
         return NO_TE
     return verify(cases, options.json, options.limit)
+
+
+def _issue(options: argparse.Namespace) -> int:
+    """Versions, verdicts and digests of the files that they are about: no paths, variables or source text."""
+    import hashlib
+
+    reading = _reading(options, Settings())
+    source = reading.source
+    print(f"te-graph-fixes {__version__}, TransformerEngine {source.version or '(version unknown)'}")
+    packages = ("torch", "megatron-core", "wrapt")
+    known = [f"{name} {_installed(name) or '-'}" for name in packages]
+    print(f"Python {platform.python_version()}, {', '.join(known)}, {platform.system()} {platform.machine()}\n")
+    for fix_id, verdict in reading.chosen.items():
+        guess = expected(CATALOGUE[fix_id], source.version)
+        print(f"{fix_id}: {verdict.verdict}" + (f" (expected: {guess})" if guess != verdict.verdict else ""))
+        if verdict.verdict == UNRECOGNIZED:
+            print("    " + verdict.reason.replace(source.location, TE))
+    print()
+    for name in sorted(reading.modules):
+        module = source.find(name)
+        if module is not None:
+            print(f"{hashlib.sha256(module.text.encode()).hexdigest()[:16]}  {_path(source, name)}")
+    return 0
+
+
+def _installed(name: str) -> str | None:
+    from importlib.metadata import version
+
+    try:
+        return version(name)
+    except Exception:  # not there, or its metadata is broken
+        return None
 
 
 def _list(_: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import DISABLE, SWITCH
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
+from tests import newest
 from tests.published import source
 
 ROOT = Path(__file__).parent.parent
@@ -214,6 +215,42 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"te-graph-fixes {te_graph_fixes.__version__}\n"
     status = json.loads(run(capsys, "status", "--json", "--source", source("2.12.0"))[1])
     assert status["te_graph_fixes_version"] == te_graph_fixes.__version__
+
+
+def test_what_a_report_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
+    status, out, err = run(capsys, "issue", "--source", tree)
+    assert (status, err) == (0, "")
+    assert out.startswith(
+        f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine (version unknown)\nPython 3."
+    )
+    assert "\nbackward-dw-order: unrecognized" in out
+    assert "looked for one definition of _make_graphed_callables in transformer_engine/pytorch/graph.py" in out
+    assert str(tmp_path) not in out
+    published = run(capsys, "issue", "--source", source("2.12.0"))[1]
+    files = [
+        {
+            name: digest
+            for digest, _, name in (line.partition("  ") for line in text.splitlines() if line.endswith(".py"))
+        }
+        for text in (out, published)
+    ]
+    assert [name for name in files[0] if files[0][name] != files[1].get(name)] == [
+        "transformer_engine/pytorch/graph.py"
+    ]
+
+
+def test_a_te_that_is_not_as_expected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert newest.main([str(source("2.20.2")), str(source("2.10.0"))]) == 0
+    tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
+    metadata = tree / "transformer_engine-2.12.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: transformer_engine\nVersion: 2.12.0\n")
+    assert newest.main([str(tree)]) == 1
+    assert "! backward-dw-order          unrecognized   expected applicable" in capsys.readouterr().out
+    metadata.write_text("Name: transformer_engine\nVersion: 2.99.0\n")
+    assert newest.main([str(tree)]) == 1
+    assert "! skip-flag-accessors" not in capsys.readouterr().out
 
 
 def test_diff_of_one_fix(capsys: pytest.CaptureFixture[str]) -> None:
