@@ -269,6 +269,7 @@ wrong = capture()
 assert len(said(te_graph_fixes.activate)) == 0  # the same text, said already
 assert len(without()) == {len(NEEDED)}
 del wrong, late
+gc.collect()
 te_graph_fixes.deactivate()
 assert said(te_graph_fixes.activate) == [] == without()
 """,

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from .. import __version__
 from ..settings import SWITCH, Settings
 from .cases import Case
 
@@ -188,8 +189,10 @@ def measure(
 ) -> list[Row]:
     """Measure ``cases`` without and with the fixes in ``workers`` processes (default: up to 8, by the CPUs).
 
-    ``say`` gets a line of progress for each result; ``command`` starts a child.
+    ``say`` gets a line of progress at the start and for each result; ``command`` starts a child.
     """
+    start, total = time.perf_counter(), 2 * len(cases)
+    running: list[str] = []
     results: dict[tuple[str, str], Outcome] = {}
     queues: dict[str, SimpleQueue[Case]] = {WITHOUT: SimpleQueue(), WITH: SimpleQueue()}
     for switch in queues:
@@ -204,10 +207,17 @@ def measure(
                 case = queues[switch].get_nowait()
             except Empty:
                 return
+            about = f"{case.name}, {switch} the fixes"
+            running.append(about)
             outcome = child.measure(case, limit)
             results[switch, case.name] = outcome
-            say(f"[{len(results)}/{2 * len(cases)}] {case.name}, {switch} the fixes: {outcome.text}")
+            running.remove(about)
+            left = (time.perf_counter() - start) / len(results) * (total - len(results))
+            say(f"[{len(results)}/{total}, about {left:.0f} s left] {about}: {outcome.text}{_now(running)}")
 
+    say(
+        f"{total} measurements of {len(cases)} cases in {len(children)} processes, which import TransformerEngine first"
+    )
     try:
         with ThreadPoolExecutor(len(children)) as pool:
             try:
@@ -220,6 +230,10 @@ def measure(
         for _, child in children:
             child.close()
     return [Row(case, results[WITHOUT, case.name], results[WITH, case.name]) for case in cases]
+
+
+def _now(running: Sequence[str]) -> str:
+    return f" (running: {'; '.join(running)})" if running else ""
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -269,7 +283,14 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT) -
         if row.skipped:
             left_out.setdefault(row.with_fixes.detail, []).append(row.case.name)
     if as_json:
-        found = {"te_version": te, "gpu": gpu, "seconds": round(seconds, 1), "ok": not bad, "left_out": left_out}
+        found = {
+            "te_graph_fixes_version": __version__,
+            "te_version": te,
+            "gpu": gpu,
+            "seconds": round(seconds, 1),
+            "ok": not bad,
+            "left_out": left_out,
+        }
         print(json.dumps({**found, "cases": [_finite(row.as_dict()) for row in rows]}, indent=2, allow_nan=False))
     else:
         print(table(row for row in rows if not row.skipped))
