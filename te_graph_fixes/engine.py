@@ -219,11 +219,12 @@ def live_function(change: Change) -> FunctionType | None:
 
 
 def _held(change: Change) -> Any:
-    """What the module, or the class, holds under the name of the function; None if nothing."""
+    """What the module, or the class itself, holds under the name of the function; None if nothing."""
     try:
-        return resolve_path(sys.modules.get(change.module), change.qualname)[2]
+        holder, name, _ = resolve_path(sys.modules.get(change.module), change.qualname)
     except AttributeError:
         return None
+    return vars(holder).get(name)
 
 
 def _is_live(change: Change, code: CodeType | None) -> bool:

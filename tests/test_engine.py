@@ -533,11 +533,12 @@ def test_what_a_verdict_rests_on_is_compared_too(standin: Callable[..., StandIn]
 
 
 def test_what_is_absent_in_the_source_must_be_absent_in_what_is_loaded(standin: Callable[..., StandIn]) -> None:
-    package = standin("class A:\n    if True:\n        def run(self):\n            return 1\n")
+    package = standin("class O: pass\n\nclass A(O):\n    if True:\n        def run(self):\n            return 1\n")
     verdict = Verdict("not-applicable", "a test", rests_on=frozenset({(CODE, "A.run"), ("standin.lazy", "run")}))
     Path(package.source.location, "lazy.py").write_text("def run():\n    return 1\n")
     assert set(Installation(package.source, {"fix": verdict}).replaced()) == {"fix"}
     del package.module.A.run
+    package.module.A.__bases__ = (type("Base", (), {"run": lambda self: 2}),)  # what is inherited is another matter
     assert Installation(package.source, {"fix": verdict}).replaced() == {}
 
 
