@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from types import FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakKeyDictionary
 
 from .captured import Captured
@@ -95,10 +95,10 @@ class _Activation:
         reading = Reading.installed(settings)
         with self._lock:
             if self._settings is settings:
-                self._reading = reading
+                self._reading, self._failure = reading, ""
         if text := mismatch(reading, os.environ.get(EXPECT, "")):
             if settings.strict:
-                raise FixNotAppliedError(text)
+                self._refuse(text)
             warn(text)
         if settings.strict and not loaded(PACKAGE):
             self._complain(settings)
@@ -159,16 +159,19 @@ class _Activation:
     def _complain(self, settings: Settings) -> None:
         """Raise in strict mode, else warn, where a graph is without a fix that it needs."""
         with self._lock:
-            early = self._captured.without(self._applied)
-            text = complaint(self.report(), early)
-            if text and settings.strict:
-                self._take_back()
-                self._settled, self._failure = self._reading, "nothing was changed: strict mode has raised an error"
-                raise FixNotAppliedError(
-                    f"{text}. To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
-                )
+            text = complaint(self.report(), self._captured.without(self._applied))
+        if text and settings.strict:
+            self._refuse(
+                f"{text}. To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
+            )
         if text:
             warn(f"{text}; see te_graph_fixes.report()")
+
+    def _refuse(self, text: str) -> NoReturn:
+        with self._lock:
+            self._take_back()
+            self._settled, self._failure = self._reading, "nothing was changed: strict mode has raised an error"
+        raise FixNotAppliedError(text)
 
     def report(self) -> Report:
         from .fixes import CATALOGUE

@@ -455,6 +455,15 @@ import te_graph_fixes
 te_graph_fixes.activate()
 assert results() == ("other", 1, "right", 2)
 assert statuses() == {{"graph": "disabled", "linear": "applied"}}
+purge()
+del os.environ["TE_GRAPH_FIXES_DISABLE"]
+te_graph_fixes.activate()
+assert attempt(importlib.import_module, {name!r}).startswith("FixNotAppliedError")
+path = "transformer_engine/pytorch/graph.py"
+text = open(path).read()
+open(path, "w").write(text.replace('"other"', '"right"'))
+assert results() == RIGHT
+assert statuses() == {{"graph": "not-needed", "linear": "applied"}}
 """,
         TE_GRAPH_FIXES_STRICT="1",
     )
@@ -890,6 +899,7 @@ import te_graph_fixes
 for _ in range(2):
     found = attempt(importlib.import_module, "transformer_engine.pytorch")
     assert found.startswith("FixNotAppliedError: TransformerEngine here is not that of the other processes"), found
+    assert set(statuses().values()) == {"failed"}
 os.environ["TE_GRAPH_FIXES_EXPECT"] = "te=2.12.0+vendor,graph=applicable,linear=applicable"
 assert results() == RIGHT
 """,
