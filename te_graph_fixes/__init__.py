@@ -18,6 +18,7 @@ import sys
 __version__ = "0.1.0"
 
 from .activation import activate, deactivate, report
+from .checking import check, check_as_asked
 from .status import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Report",
     "TEGraphFixesWarning",
     "activate",
+    "check",
     "deactivate",
     "report",
 ]
@@ -41,3 +43,4 @@ def _is_command() -> bool:
 
 if not _is_command():
     activate()
+    check_as_asked()

@@ -57,7 +57,8 @@ class Fix:
 
     ``examine`` reads a `Source` and returns a `Verdict`; it raises `UnrecognizedError` where it finds neither the
     defect nor the corrected shape. ``affected`` is the version range in which one expects the defect, as a specifier.
-    ``requires`` names fixes that must be applied or not needed for this one to be applied.
+    ``requires`` names fixes that must be applied or not needed for this one to be applied. ``looks_like`` says in the
+    words of docs/check.md what a check of graphs against eager finds where the defect is.
     """
 
     id: str
@@ -67,6 +68,7 @@ class Fix:
     affected: str
     examine: Callable[[Source], Verdict]
     requires: tuple[str, ...] = ()
+    looks_like: tuple[str, ...] = ()
 
     def verdict(self, source: Source) -> Verdict:
         """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``."""

@@ -81,4 +81,5 @@ FIX = Fix(
     ),
     affected=">=2.10,<2.13",
     examine=examine,
+    looks_like=("wgrad-hook-missing",),
 )

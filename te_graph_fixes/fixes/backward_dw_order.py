@@ -277,4 +277,5 @@ FIX = Fix(
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2376",),
     affected=">=2.10",
     examine=examine,
+    looks_like=("delayed-wgrad",),
 )

@@ -106,4 +106,5 @@ FIX = Fix(
     ),
     affected=">=2.10,<2.17",
     examine=examine,
+    looks_like=("fp8 output of GroupedLinear", "wgrad-replaced of GroupedLinear"),
 )

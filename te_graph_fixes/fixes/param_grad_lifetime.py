@@ -105,4 +105,5 @@ FIX = Fix(
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2937",),
     affected="<2.19",
     examine=examine,
+    looks_like=("grad-overwritten",),
 )
