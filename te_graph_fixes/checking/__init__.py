@@ -1,8 +1,7 @@
 """Graph against eager in a job of your own: `check`, ``te-graph-fixes run --check`` and ``TE_GRAPH_FIXES_CHECK``.
 
-`findings` collects comparisons and reports them, `twin` runs a module eagerly beside its graphs, `callables` wraps what
-`make_graphed_callables` gives, `lifetimes` watches graph memory that is in use. Nothing of them is imported before
-TransformerEngine (TE) is, and only where a check is asked for.
+`callables` wraps what `make_graphed_callables` gives, `twin` runs a module eagerly beside its graphs, `lifetimes`
+watches graph memory that is in use, `findings` reports. None of them is imported unless a check is asked for.
 """
 
 from __future__ import annotations
@@ -18,48 +17,44 @@ STEPS = 2
 """One step cannot show that a graph computes with old weights."""
 DIFFERENT = 86
 """The exit status of a process that a strict check has ended."""
-_OFF = ("", "0", "off", "no", "false")
-_ON = ("on", "yes", "true")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Check every module in ``steps`` steps, ``layers`` modules at a time (None: all); ``strict`` ends the process."""
+    """Every module is checked in ``steps`` steps, ``layers`` modules at a time (0: all at once)."""
 
     steps: int = STEPS
-    layers: int | None = None
+    layers: int = 0
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("steps", self.steps), ("layers", self.layers)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"check: {name} must be a whole number from 1 on, not {value!r}")
+        if self.steps < 1 or self.layers < 0:
+            raise ValueError(f"check: steps must be 1 or more and layers 0 or more, not {self.steps} and {self.layers}")
 
     @classmethod
     def parse(cls, text: str) -> Options | None:
-        """``N``, ``N,layers=K``, ``N,strict``, in any order; None for ``off``; ValueError for anything else."""
-        words = [word.strip().lower() for word in text.split(",")]
-        if words[0] in _OFF and len(words) == 1:
+        """``N``, ``N,layers=K``, ``N,strict``, ``on``; None for ``off``; ValueError for anything else."""
+        if text.strip().lower() in ("", "0", "off"):
             return None
         found: dict[str, int] = {}
-        for word in words:
+        for word in text.lower().replace(" ", "").split(","):
             name, _, value = word.rpartition("=")
             if word == "strict":
                 found["strict"] = True
-            elif word not in _ON:
-                if name not in ("", "layers") or not value.isdecimal():
-                    raise ValueError(f"{VARIABLE}={text!r} is not understood; valid: N, N,layers=K, N,strict, on, off")
+            elif name in ("", "layers") and value.isdecimal():
                 found[name or "steps"] = int(value)
-        return cls(found.get("steps", STEPS), found.get("layers"), bool(found.get("strict")))
+            elif word != "on":
+                raise ValueError(f"{VARIABLE}={text!r} is not understood; valid: on, off, N, N,layers=K, N,strict")
+        return cls(found.get("steps", STEPS), found.get("layers", 0), bool(found.get("strict")))
 
 
-def check(steps: int = STEPS, *, layers: int | None = None, strict: bool = False) -> None:
+def check(steps: int = STEPS, *, layers: int = 0, strict: bool = False) -> None:
     """Compare graphs with eager in the first ``steps`` training steps of what is graphed from now on, and report it.
 
-    With ``layers``, that many modules are checked at a time, each in ``steps`` steps, so that less memory is needed.
-    With ``strict`` the process ends with the status 86 after the first step that has a mismatch. Training goes on as it
-    would without: parameters, gradients, FP8 state, random states and hooks are left alone. docs/check.md says what is
-    seen, what is not, and what it costs. Raises ValueError for numbers below 1.
+    With ``layers``, that many modules are checked at a time, each in ``steps`` steps, which takes less memory. With
+    ``strict`` the process ends with status 86 after a step that has a mismatch. Training goes on as it would without:
+    parameters, gradients, FP8 state, random states and hooks are left alone. docs/check.md says what is seen, what is
+    not, and what it costs. ValueError for numbers that make no sense.
     """
     options = Options(steps, layers, strict)
     from wrapt import when_imported
@@ -73,7 +68,7 @@ def check(steps: int = STEPS, *, layers: int | None = None, strict: bool = False
 
 
 def check_as_asked(environ: Mapping[str, str] = os.environ) -> None:
-    """Start the check that the environment asks for, if it does; ValueError where it is not understood."""
+    """Start the check that the environment asks for, if it does."""
     options = Options.parse(environ.get(VARIABLE, ""))
     if options is not None:
         check(options.steps, layers=options.layers, strict=options.strict)

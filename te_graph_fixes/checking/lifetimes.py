@@ -17,17 +17,7 @@ import wrapt
 
 from .findings import Findings, Place
 
-GROUP = torch.distributed.ProcessGroup if torch.distributed.is_available() else None
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
-    return words.sum(dtype=torch.int64)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 @dataclass(eq=False)
@@ -40,9 +30,15 @@ class Watched:
     use: str
     before: torch.Tensor | None = None
 
+    def sum(self) -> torch.Tensor | None:
+        tensor = self.get()
+        if tensor is None:
+            return None
+        return tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64)
+
 
 class Send(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """The handle of a send; what is sent is in use until somebody waits for it, or lets go of the handle."""
+    """The handle of a send. What is sent is in use until somebody waits for it, or lets go of the handle."""
 
     def __init__(self, work: Any, watched: list[Watched]) -> None:
         super().__init__(work)
@@ -55,7 +51,7 @@ class Send(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 
 class Lifetimes:
-    """What is in use in this process."""
+    """What is in use in this process. Sends are seen in the process group: torch compares `isend` by identity."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -63,20 +59,16 @@ class Lifetimes:
         self._grads: dict[int, Watched] = {}
         self._sends: list[weakref.ref[Send]] = []
         self._batch: list[Watched] | None = None
-        self._replaced: dict[str, Any] = {}
-        if GROUP is not None:  # `isend` itself is compared by identity in torch
-            for name, wrapper in (
-                ("send", self._send),
-                ("_start_coalescing", self._start),
-                ("_end_coalescing", self._over),
-            ):
-                self._replaced[name] = getattr(GROUP, name)
-                setattr(GROUP, name, wrapper(self._replaced[name]))
+        self._group: Any = getattr(torch.distributed, "ProcessGroup", None)
+        names = [name for name in ("send", "_start_coalescing", "_end_coalescing") if hasattr(self._group, name)]
+        self._replaced = {name: getattr(self._group, name) for name in names}
+        for name in names:
+            setattr(self._group, name, self._wrapped(name))
 
     def stop(self) -> None:
         """Watch nothing any more."""
         for name, original in self._replaced.items():
-            setattr(GROUP, name, original)
+            setattr(self._group, name, original)
         self._returned, self._grads, self._sends = {}, {}, []
 
     def returned(self, tensor: torch.Tensor, place: Place) -> None:
@@ -88,9 +80,8 @@ class Lifetimes:
         reference, address = weakref.ref(parameter), returned.data_ptr()
 
         def get() -> torch.Tensor | None:
-            owner = reference()
-            found = None if owner is None else owner.grad
-            return found if found is not None and found.data_ptr() == address else None
+            grad = getattr(reference(), "grad", None)
+            return grad if grad is not None and grad.data_ptr() == address else None
 
         self._grads[id(parameter)] = Watched(get, place, "grad-overwritten", "is in use")
 
@@ -98,53 +89,49 @@ class Lifetimes:
         """What the program itself writes before this is no defect."""
         self._grads = {key: each for key, each in self._grads.items() if each.get() is not None}
         for each in self._watched():
-            tensor = each.get()
-            each.before = None if tensor is None else _sum(tensor)
+            each.before = each.sum()
 
     def after_replay(self, by: str) -> None:
         for each in self._watched():
-            tensor = each.get()
-            if tensor is not None and each.before is not None:
+            before, now = each.before, each.sum()
+            if before is not None and now is not None:
                 note = f"{each.use} and overwritten by {by}"
-                self._findings.overwritten(each.place, _sum(tensor) != each.before, each.symptom, note)
+                self._findings.overwritten(each.place, now != before, each.symptom, note)
 
     def _watched(self) -> list[Watched]:
         sends = [send for send in (reference() for reference in self._sends) if send is not None]
         return [*self._grads.values(), *(each for send in sends for each in send._self_watched)]
 
-    def _send(self, original: Any) -> Any:
-        def send(group: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-            work = original(group, tensors, *args, **kwargs)
-            places = [(each, self._returned.get(each.data_ptr())) for each in tensors]
-            watched = [
-                Watched(functools.partial(_same, each), place, "sent-overwritten", "is being sent")
-                for each, place in places
-                if place is not None
-            ]
-            if self._batch is not None:
+    def _wrapped(self, name: str) -> Callable[..., Any]:
+        original = self._replaced[name]
+
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if name == "_start_coalescing":
+                self._batch = []
+            work = original(group, *args, **kwargs)
+            watched = self._sent(*args, **kwargs) if name == "send" else []
+            if name == "_end_coalescing":
+                watched, self._batch = self._batch or [], None
+            elif self._batch is not None:
                 self._batch += watched
                 return work
-            return self._handle(work, watched)
+            if work is None or not watched:
+                return work
+            handle = Send(work, watched)
+            self._sends = [*(each for each in self._sends if each() is not None), weakref.ref(handle)]
+            return handle
 
-        return send
+        return call
 
-    def _start(self, original: Any) -> Any:
-        def start(*args: Any, **kwargs: Any) -> Any:
-            self._batch = []
-            return original(*args, **kwargs)
+    def _sent(self, tensors: list[torch.Tensor], *_: Any, **__: Any) -> list[Watched]:
+        places = [(each, self._returned.get(each.data_ptr())) for each in tensors]
+        return [
+            Watched(functools.partial(_same, each), place, "sent-overwritten", "is being sent")
+            for each, place in places
+            if place is not None
+        ]
 
-        return start
 
-    def _over(self, original: Any) -> Any:
-        def over(*args: Any, **kwargs: Any) -> Any:
-            watched, self._batch = self._batch or [], None
-            return self._handle(original(*args, **kwargs), watched)
-
-        return over
-
-    def _handle(self, work: Any, watched: list[Watched]) -> Any:
-        if work is None or not watched:
-            return work
-        handle = Send(work, watched)
-        self._sends = [*(each for each in self._sends if each() is not None), weakref.ref(handle)]
-        return handle
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -118,14 +118,13 @@ def compare(name: str, work: Callable[[], list[torch.Tensor]], totals: dict[str,
     except Skipped:
         totals["skipped"] += 1
         return
-    callables.finish()
-    findings = callables.findings()
+    findings = callables.finish()
     both = isinstance(without, list) and isinstance(checked, list)
     same = without == checked if not both else all(map(same_bits, without, checked))
     totals["trainings"] += 1
-    totals["tensors"] += findings.totals.tensors
-    totals["not reproducible"] += findings.totals.noisy
-    totals["left out"] += findings.totals.left_out
+    totals["tensors"] += findings.totals["tensors"]
+    totals["not reproducible"] += findings.totals["noisy"]
+    totals["left out"] += findings.totals["left out"]
     totals["found"] += bool(findings.mismatches)
     totals["changed"] += not same
     totals["seconds"] += seconds
