@@ -8,6 +8,7 @@ Import this package before or after TE, but before TE's graphs are captured: the
 Environment: ``TE_GRAPH_FIXES`` = ``on`` (default), ``off``, or a comma list of fix ids; ``TE_GRAPH_FIXES_DISABLE`` =
 ids; ``TE_GRAPH_FIXES_STRICT=1`` raises `FixNotAppliedError` where a needed fix cannot be applied, instead of warning;
 ``TE_GRAPH_FIXES_VERBOSE`` = ``1``: every process says on stderr what was applied, not only that of rank 0; ``0``: none.
+``TE_GRAPH_FIXES_CHECK=N`` compares graphs with eager in the first N steps of training (`check`).
 """
 
 from __future__ import annotations

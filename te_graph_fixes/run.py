@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from .settings import EXPECT, Settings
 
 USAGE = """\
-usage: te-graph-fixes run [--] CMD [ARG ...]
+usage: te-graph-fixes run [--check[=N[,layers=K]] | --check-strict[=N[,layers=K]]] [--] CMD [ARG ...]
        te-graph-fixes run --print-env
 
 Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children.
+With --check, compare graphs with eager in the first N steps (2); docs/check.md says what is seen. With K layers at a
+time it takes less memory. With --check-strict, a process that finds a mismatch ends with the status 86.
 With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
@@ -41,6 +43,17 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments) == ["--print-env"]:
         print_environment()
         return 0
+    option, _, value = (arguments[0] if arguments else "").partition("=")
+    if option in ("--check", "--check-strict"):
+        from .checking import VARIABLE, Options
+
+        strict = ",strict" if option == "--check-strict" else ""
+        try:
+            Options.parse(value or "on")
+        except ValueError as error:
+            return _fail(BAD_USAGE, str(error))
+        os.environ[VARIABLE] = (value or "on") + strict
+        arguments = arguments[1:]
     command = list(arguments[1:] if arguments and arguments[0] == "--" else arguments)
     if not command or not command[0] or (command[0].startswith("-") and arguments[0] != "--"):
         return _fail(BAD_USAGE, f"no command, or an unknown option\n{USAGE.rstrip()}")
