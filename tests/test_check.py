@@ -316,3 +316,19 @@ def test_a_send_that_is_overwritten() -> None:
     assert "rank 0, step 1, callable 2 (Linear), backward: gradient of input 0" in sent[0]
     assert "on 2 ranks: " in lines(first)[-1]
     assert "differ, on rank 0" in lines(first)[-1]
+
+
+@pytest.mark.slow
+def test_edits_left_out() -> None:
+    """Every single edit of a fix left out: the check finds something wherever graph and eager differ."""
+    source = Source.installed()
+    changed = 0
+    for fix, case in DEFECTS.items():
+        for number in range(len(CATALOGUE[fix].verdict(source).edits)):
+            line = json.loads(simulate("tests/check_breakage.py", fix, str(number), case).splitlines()[-1])
+            if line.get("error"):
+                changed += 1
+                assert line["found"], (fix, number, line)
+            elif line["status"] == "applied" and "raised" not in line:
+                assert line["found"] == [], (fix, number, line)
+    assert changed > 5

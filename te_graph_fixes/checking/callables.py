@@ -145,19 +145,19 @@ class Check:
             seen, subject.seen = subject.seen, (self._optimizer_steps, versions)
             subject.step += seen != subject.seen
         if subject.step > self._step:
-            self.findings.step_over(self._step)
+            self.findings.step_over()
             self._step = subject.step
         steps = self.options.steps
         last = steps * (1 + max(each.turn for each in self._subjects.values()))
         if self._step > last + 1 or all(each.step > last for each in self._subjects.values()):
-            self.finish(last)
+            self.finish()
         return subject.turn * steps < subject.step <= (subject.turn + 1) * steps
 
-    def finish(self, steps: int | None = None) -> None:
+    def finish(self) -> None:
         """Report, and let go of everything."""
         self._hook.remove()
         self.lifetimes.stop()
-        self.findings.finish(self._step if steps is None else steps)
+        self.findings.finish()
         for subject in self._subjects.values():
             subject.twin.release()
 

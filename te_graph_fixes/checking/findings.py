@@ -155,9 +155,8 @@ class Findings:
             self.totals["left out"] += 1
             say(f"rank {ranks()[0]}, callable {index} ({module}) is not compared: {reason}")
 
-    def step_over(self, steps: int) -> None:
-        """Read what has been compared in the ``steps`` so far. A strict check ends the process here."""
-        self.totals["steps"] = max(self.totals["steps"], steps)
+    def step_over(self) -> None:
+        """Read what has been compared so far. A strict check ends the process here."""
         pending, self._pending = self._pending, []
         flat = iter(torch.cat([each.to(pending[0][0].device) for each, _, _ in pending]).tolist() if pending else ())
         read = [(list(itertools.islice(flat, len(each))), place, symptoms) for each, place, symptoms in pending]
@@ -172,12 +171,12 @@ class Findings:
             sys.stdout.flush()
             os._exit(DIFFERENT)
 
-    def finish(self, steps: int) -> None:
+    def finish(self) -> None:
         """The check is over: rank 0 reports for the job, once all ranks are here."""
         if self.finished:
             return
         self.finished = True
-        self.step_over(steps)
+        self.step_over()
         number, size = ranks()
         if size == 1:
             _report([self.totals])
@@ -190,6 +189,7 @@ class Findings:
     def _count(self, place: Place, numbers: torch.Tensor, symptoms: tuple[str, ...]) -> None:
         self._callables.add(place.callable)
         self.totals["callables"] = len(self._callables)
+        self.totals["steps"] = max(self.totals["steps"], place.step)
         self.totals["tensors"] += 1
         self._pending.append((numbers, place, symptoms))
 
@@ -240,7 +240,7 @@ class Findings:
     def _end(self) -> None:
         """At the end of the process, which may have had fewer steps than were to be checked."""
         try:
-            self.finish(self.totals["steps"])
+            self.finish()
         except Exception as error:
             say(f"the last comparisons could not be read: {type(error).__name__}: {error}")
         if self._job is not None:

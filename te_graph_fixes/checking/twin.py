@@ -84,6 +84,7 @@ class Twin:
         self._names = {each: f"{name or type(module).__name__}" for name, each in module.named_modules()}
         self._takes_first = FIRST in inspect.signature(kept[module]["forward"] or type(module).forward).parameters
         self._torch_autocast = torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
+        self._recomputes = False
         self._own = kept
         for each, own in kept.items():
             if isinstance(each, TransformerEngineBaseModule):
@@ -109,6 +110,15 @@ class Twin:
 
     def backward(self, inputs: Inputs, grad_of: Callable[[int], torch.Tensor | None], slot: str) -> Pass:
         """Run the forward again, and its backward from ``grad_of`` each output, with the random states of now."""
+        try:
+            return self._backward(inputs, grad_of, slot)
+        except RuntimeError as error:
+            if self._recomputes or "Checkpointing" not in str(error):
+                raise
+        self._recomputes = True  # which allows `autograd.backward` only
+        return self._backward(inputs, grad_of, slot)
+
+    def _backward(self, inputs: Inputs, grad_of: Callable[[int], torch.Tensor | None], slot: str) -> Pass:
         done, random, scales = self._new_pass(), _random_states(), self.scales()
         parameters = {name: each for name, each in self.parameters.items() if each.requires_grad}
         main_grads = self.main_grads(done.aliases, slot)
@@ -121,7 +131,12 @@ class Twin:
             given = [torch.zeros_like(x) if g is None else g.clone() for (_, x), g in zip(used, given, strict=True)]
             wanted = {f"gradient of input {i}": x for i, x in enumerate(tensors) if x.requires_grad}
             wanted |= {f".grad of {name}": done.aliases[id(each)] for name, each in parameters.items()}
-            got = torch.autograd.grad([x for _, x in used], [*wanted.values()], given, allow_unused=True)
+            outputs_used = [x for _, x in used]
+            if self._recomputes:
+                torch.autograd.backward(outputs_used, given)
+                got: Any = [each.grad for each in wanted.values()]
+            else:
+                got = torch.autograd.grad(outputs_used, [*wanted.values()], given, allow_unused=True)
             values = dict(zip(wanted, got, strict=True))
             amaxes = self.amaxes(BACKWARD)
         for name, each in parameters.items():
@@ -236,6 +251,7 @@ class Twin:
                         each.reset_recipe_state(recipe=self.recipe)
                     elif "num_gemms" in real[each].get("fp8_meta", ()):
                         each.init_fp8_metadata(num_gemms=real[each]["fp8_meta"]["num_gemms"])
+                        each.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
                 self._take_scales(inputs.scales, FORWARD, BACKWARD)
                 _put_random_states(inputs.random)
                 yield
