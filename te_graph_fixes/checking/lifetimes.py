@@ -61,7 +61,7 @@ class Lifetimes:
         self._batch: list[Watched] | None = None
         self._group: Any = getattr(torch.distributed, "ProcessGroup", None)
         names = [name for name in ("send", "_start_coalescing", "_end_coalescing") if hasattr(self._group, name)]
-        self._replaced = {name: getattr(self._group, name) for name in names}
+        self._replaced = {name: vars(self._group)[name] for name in names}  # not `getattr`, which would lose its self
         for name in names:
             setattr(self._group, name, self._wrapped(name))
 
@@ -105,11 +105,10 @@ class Lifetimes:
     def _wrapped(self, name: str) -> Callable[..., Any]:
         original = self._replaced[name]
 
-        @functools.wraps(original)
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             if name == "_start_coalescing":
                 self._batch = []
-            work = original(group, *args, **kwargs)
+            work = original.__get__(group)(*args, **kwargs)
             watched = self._sent(*args, **kwargs) if name == "send" else []
             if name == "_end_coalescing":
                 watched, self._batch = self._batch or [], None
