@@ -260,9 +260,9 @@ for step in range(3):
         if rank == 0 and i == 2:
             batch = [dist.P2POp(dist.isend, leaf.grad, 1)]
             work = dist.isend(leaf.grad, 1) if step % 2 else dist.batch_isend_irecv(batch)[0]
-    if rank == 0:
-        work.wait()
-    else:
+        if rank == 0 and i == WAIT:
+            work.wait()
+    if rank == 1:
         dist.recv(torch.empty(16, 32, dtype=torch.bfloat16), 0)
     with torch.no_grad():
         for layer in layers:
@@ -274,13 +274,13 @@ dist.destroy_process_group()
 """
 
 
-def on_two_ranks(**environment: str) -> list[subprocess.CompletedProcess[str]]:
+def on_two_ranks(wait: int, **environment: str) -> list[subprocess.CompletedProcess[str]]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TE_GRAPH_FIXES_CHECK": "2"}
     path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
-    code = "from tests.simulator import install; install()\n" + RANKS
+    code = "from tests.simulator import install; install()\n" + RANKS.replace("WAIT", str(wait))
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code],
@@ -301,7 +301,7 @@ def on_two_ranks(**environment: str) -> list[subprocess.CompletedProcess[str]]:
 
 
 def test_one_report_for_all_ranks() -> None:
-    first, second = on_two_ranks()
+    first, second = on_two_ranks(wait=0)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert lines(first)[-1].startswith("2 steps, 8 callables, "), first.stderr
     assert "on 2 ranks: all equal" in lines(first)[-1]
@@ -309,11 +309,12 @@ def test_one_report_for_all_ranks() -> None:
 
 
 def test_a_send_that_is_overwritten() -> None:
-    first, second = on_two_ranks(TE_GRAPH_FIXES="off")
+    first, second = on_two_ranks(wait=1, TE_GRAPH_FIXES_DISABLE="grad-input-lifetime")
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     sent = [line for line in lines(first) if "is being sent and overwritten by" in line]
     assert sent, first.stderr
     assert "rank 0, step 1, callable 2 (Linear), backward: gradient of input 0" in sent[0]
+    assert sent[0].endswith("looks like grad-input-lifetime")
     assert "on 2 ranks: " in lines(first)[-1]
     assert "differ, on rank 0" in lines(first)[-1]
 
