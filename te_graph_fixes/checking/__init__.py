@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..activation import PACKAGE
+from ..finder import PACKAGE
 
 VARIABLE = "TE_GRAPH_FIXES_CHECK"
 STEPS = 2
