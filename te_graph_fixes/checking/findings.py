@@ -28,6 +28,8 @@ CHUNK = 1 << 22
 NOISE = 8
 """What eager does not reproduce is a mismatch only where graph and eager differ by more than so many times what two
 eager runs differ by. It is named in any case, with both numbers."""
+LINES = 25
+"""Mismatches that a rank prints; it counts the rest."""
 PATIENCE = 60
 """Seconds that rank 0 waits for the other ranks at the end of its process."""
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
@@ -212,7 +214,9 @@ class Findings:
         self.totals["different"] += 1
         if self._new(*place.key, symptom):
             self.mismatches.append(Mismatch(place, text, tuple(self._hints(place, symptom))))
-            say(str(self.mismatches[-1]))
+            if len(self.mismatches) <= LINES:
+                more = "" if len(self.mismatches) < LINES else " (further mismatches are counted only)"
+                say(f"{self.mismatches[-1]}{more}")
 
     def _new(self, *key: str) -> bool:
         new = key not in self._said
