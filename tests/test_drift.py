@@ -28,11 +28,14 @@ from te_graph_fixes.verdicts import choose, to_apply, verdicts
 from tests.published import VERSIONS, source
 
 FIRST = {
+    "backward-amax-reduction": "2.10.0",
     "backward-dw-hooks": "2.10.0",
     "backward-dw-order": "2.10.0",
     "delayed-wgrad-delivery": "2.10.0",
+    "fp8-state-at-replay": "2.10.0",
     "grouped-linear-skip-flag": "2.10.0",
     "nvfp4-weight-preswizzle": "2.18.0",
+    "nested-autocast": "2.8.0",
     "skip-flag-accessors": "2.15.0",
     "stale-fp8-weights": "2.9.0",
     "wgrad-hook-order": "2.10.0",
@@ -52,7 +55,7 @@ LAST = {
 
 LACKS = (
     *("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery"),
-    *("stale-fp8-weights", "wgrad-hook-order"),
+    *("stale-fp8-weights", "wgrad-hook-order", "backward-amax-reduction", "fp8-state-at-replay", "nested-autocast"),
 )
 """The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 

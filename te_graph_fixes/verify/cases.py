@@ -55,10 +55,15 @@ HOOKS, HOOK_ORDER = "backward-dw-hooks", "wgrad-hook-order"
 GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
 PRESWIZZLE = "nvfp4-weight-preswizzle"
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
+NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
 def _training(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
     return Case(name, tuple(fixes), "training:compare", options, quick)
+
+
+def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
+    return Case(name, tuple(fixes), "programs:compare", {"name": name, **options}, quick)
 
 
 def _order(name: str, order: Iterable[float], quick: bool = False, **options: Any) -> Case:
@@ -100,6 +105,14 @@ _ALL = (
     ),
     Case("failed-capture", (SAFETY,), "aftermath:failed_capture", quick=True),
     Case("subclass-after-capture", (SUBCLASS,), "aftermath:subclass_after_capture", quick=True),
+    _program("nested-modules", (NESTED,), quick=True),
+    _program("nested-operations", (NESTED,), recipe="fp8-current"),
+    _program("frozen-first", (REDUCTION,), quick=True),
+    _program("self-distillation", (REDUCTION,)),
+    _program("plain-torch-first", (REDUCTION,)),
+    _program("forward-method", (STATE,), quick=True),
+    _program("own-autocast", (STATE,)),
+    _program("checkpoint", (STATE,)),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),

@@ -1,0 +1,118 @@
+"""``backward-amax-reduction``: a graph that needs no backward switches off the backward's amax reduction of others.
+
+Upstream: open, TE 2.7 to main (corrected from 2.10 on)
+
+Symptom: delayed scaling with a frozen first graph, a graphed teacher, self-distillation, or a graph of plain torch
+first: scales of the backward stay 1 in the whole autocast, wgrads are off by 1.16 to 1.20, small gradients become 0.
+
+In an autocast the first FP8 module that has a backward updates the scales of all backwards at its end. To find it, TE
+keeps a flag. Eager modules take the flag with grad mode on and something that needs a gradient; `Graphed.forward`
+always takes it. It is now left for the next module where no output needs a gradient, and where the graph holds no FP8
+module. Whether the graph sets the flag that says if weights are new is decided before that, as it was.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import cast
+
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..source import Definition, Edit, Source, unrecognized
+
+VISITED = "visited_te_modules = {}"
+WITHOUT_FP8 = "callables_without_fp8 = set()"
+
+HOOK = """
+if module is func and not any(
+    isinstance(m, BasicOperation) or getattr(m, "fp8", False) for m in func.modules()
+):
+    callables_without_fp8.add(func_idx)
+"""
+
+TAKE = "ctx.is_first_module = FP8GlobalStateManager.is_first_fp8_module()"
+TAKE_FOR_FP8 = "ctx.is_first_module = uses_fp8 and FP8GlobalStateManager.is_first_fp8_module()"
+
+REMEMBER = "is_first_module = {flag}"
+GIVE_BACK = """
+if not any(o is not None and o.requires_grad for o in out):
+    # As eager modules do, leave the reduction of the backward's amaxes to one that has a backward.
+    {flag} = is_first_module
+"""
+
+
+def examine(source: Source) -> Verdict:
+    module = source.module("transformer_engine.pytorch.graph")
+    if '"backward_dw"' not in module.text:
+        return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
+    capture = module.definition("_make_graphed_callables")
+    factory = capture.inner("make_graphed_autograd_function")
+    forward, functionalized = factory.inner("Graphed").inner("forward"), factory.inner("functionalized")
+    flag = _flag(source)
+    corrected = [
+        capture.has(WITHOUT_FP8),
+        capture.has(HOOK),
+        forward.has(TAKE_FOR_FP8),
+        functionalized.has(REMEMBER.format(flag=flag) + "out = ANY\n" + GIVE_BACK.format(flag=flag)),
+    ]
+    if all(corrected):
+        return not_needed("a graph without a backward leaves the amax reduction to the next module")
+    if any(corrected):
+        raise unrecognized("graphs that all take the flag of the first FP8 module", capture, "a mixture")
+    hook = capture.inner("hook_fn")
+    hook.require_parameters("module", "func_idx")
+    call = _call(capture)
+    replay = functionalized.match("out = ANY_CALL")
+    if not functionalized.text(replay["ANY_CALL"]).startswith("Graphed.apply("):
+        raise unrecognized("`out = Graphed.apply(...)`", functionalized, f"`{functionalized.text(replay.node)}`")
+    return applicable(
+        "a graph always takes the flag of the first FP8 module",
+        [
+            capture.insert_after(capture.one(VISITED), WITHOUT_FP8),
+            hook.insert_at_start(HOOK),
+            _insert_argument(capture, call.args[0], "i not in callables_without_fp8"),
+            _insert_argument(capture, cast(ast.FunctionDef, factory.node).args.args[0], "uses_fp8"),
+            forward.replace(forward.one(TAKE), TAKE_FOR_FP8),
+            functionalized.insert_before(replay.node, REMEMBER.format(flag=flag)),
+            functionalized.insert_after(replay.node, GIVE_BACK.format(flag=flag)),
+        ],
+    )
+
+
+def _flag(source: Source) -> str:
+    """How this TE names the flag."""
+    quantization = source.module("transformer_engine.pytorch.quantization")
+    manager = quantization.definition("FP8GlobalStateManager")
+    if manager.has("quantization_state = FP8GlobalState()"):
+        quantization.definition("FP8GlobalState").one("is_first_fp8_module: bool = False")
+        return "FP8GlobalStateManager.quantization_state.is_first_fp8_module"
+    manager.one("IS_FIRST_FP8_MODULE = False")
+    return "FP8GlobalStateManager.IS_FIRST_FP8_MODULE"
+
+
+def _call(capture: Definition) -> ast.Call:
+    """The call that makes the autograd function of graph ``i``."""
+    calls = [
+        node
+        for node in ast.walk(capture.node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "make_graphed_autograd_function"
+    ]
+    if len(calls) != 1 or not calls[0].args or ast.unparse(calls[0].args[0]) != "fwd_graphs[i]":
+        raise unrecognized("one call make_graphed_autograd_function(fwd_graphs[i], ...)", capture)
+    return calls[0]
+
+
+def _insert_argument(capture: Definition, before: ast.expr | ast.arg, text: str) -> Edit:
+    """Put an argument before the first one of a list that has one entry a line."""
+    start = capture.module.offset(before.lineno, before.col_offset)
+    indent = " " * before.col_offset
+    return Edit(capture.module.name, start, start, f"{text},\n{indent}")
+
+
+FIX = Fix(
+    id="backward-amax-reduction",
+    summary="a graph that needs no backward switches off the backward's amax reduction of the whole autocast",
+    symptom="delayed scaling with a frozen or teacher graph first: wgrads off by 1.2, small gradients become 0",
+    upstream=(),
+    affected=">=2.10",
+    examine=examine,
+)

@@ -1,0 +1,158 @@
+"""``fp8-state-at-replay``: replays leave out what eager forwards do with the scales of delayed scaling.
+
+Upstream: open, TE 2.7 to main (corrected from 2.10 on)
+
+Symptom: modules of a graph never get new scales (0.20 to 2.16 in all that follows, gradients of exactly 0) where they
+
+1. are run by ``sub.forward(x)``, or are a `te.ops.Linear` or another fused operation that is captured by itself;
+2. run in a ``te.autocast`` of their own; inside an outer one of another recipe it is an ``AttributeError``;
+3. are recomputed by ``te.checkpoint`` around the graph: the second forward uses the scales that came after the first.
+
+Before a replay TE puts the FP8 state of those modules into the buffers of the amax reduction which the warmup's forward
+hooks have seen, with the recipe of the autocast around it. Now modules say in the capture what state they use, where
+eager ones put it into the buffers, and a replay does the same with it
+(`te_graph_fixes/provided/captured_fp8.py`, shipped beside the patched modules). What the warmup has left in the scales
+of modules with an autocast of their own is taken back.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..provided import module_text
+from ..source import Definition, Edit, Source, unrecognized
+
+PROVIDED = "transformer_engine.pytorch._te_captured_fp8"
+
+REGISTER = """
+if not FP8GlobalStateManager.fp8_graph_capturing():
+    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
+"""
+USE = """
+from .._te_captured_fp8 import use_fp8_state
+
+use_fp8_state(self.fp8_meta)
+"""
+PREPARE_OPERATIONS = """
+for idx, op in enumerate(self._basic_ops):
+    op.pre_fuser_forward(requires_grad=idx >= self.first_op_requiring_backward)
+"""
+USE_OF_OPERATIONS = """
+if recipe is not None and recipe.delayed():
+    from .._te_captured_fp8 import use_fp8_state
+
+    for op in self._basic_ops:
+        for mode in ("forward", "backward"):
+            if op.num_quantizers(mode):
+                use_fp8_state(op._fp8_metas[mode], of_module=False)
+"""
+
+VISITED = "visited_te_modules = {}"
+BEGIN = """
+from ._te_captured_fp8 import begin_capture, begin_graph, end_capture, with_fp8_state
+
+begin_capture()
+used_fp8_states = {}
+outside_of_autocast = set()
+"""
+HOOK = """
+if not (FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.fp8_graph_capturing()):
+    # Without FP8, or in an autocast of its own: the recipe of a replay's autocast is not for it.
+    outside_of_autocast.update((func_idx, m) for m in module.modules())
+"""
+CAPTURE = """
+with _graph_context_wrapper(fwd_graph, pool=mempool):
+    outputs = func(*args, **kwargs)
+"""
+BEGIN_GRAPH = "used_fp8_states[fwd_graph] = begin_graph()"
+TE_MODULES = "te_modules = visited_te_modules.get(i, set())"
+IN_AUTOCAST = """
+te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
+"""
+RETURNED = "ret = []"
+END = "end_capture()"
+WITH_STATE = "graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])"
+
+KEPT = {
+    "save_fp8_tensors": ("TransformerEngineBaseModule",),
+    "restore_fp8_tensors": ("TransformerEngineBaseModule", "BasicOperation"),
+}
+"""What saves and restores the state of delayed scaling around a capture, and whose it takes for that."""
+
+IMPORT_STATE = "from ._te_captured_fp8 import has_other_state"
+WITHOUT_STATE = " and not has_other_state(m)"
+
+
+def examine(source: Source) -> Verdict:
+    module = source.module("transformer_engine.pytorch.graph")
+    if '"backward_dw"' not in module.text:
+        return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
+    capture = module.definition("_make_graphed_callables")
+    prepare = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.prepare_forward")
+    fuser = source.definition("transformer_engine.pytorch.ops.fuser", "OperationFuser.__call__")
+    corrected = [
+        prepare.has(REGISTER + USE),
+        fuser.has(PREPARE_OPERATIONS + USE_OF_OPERATIONS),
+        len(capture.all(BEGIN_GRAPH)) == 2,
+        *(capture.has(text) for text in (BEGIN, HOOK, IN_AUTOCAST, END, WITH_STATE)),
+        *(module.definition(name).has(IMPORT_STATE) for name in KEPT),
+    ]
+    text, found = module_text("captured_fp8"), source.find(PROVIDED)
+    if all(corrected) and found and found.text == text:
+        return not_needed("replays do with FP8 state what eager forwards do")
+    if any(corrected) or found:
+        raise unrecognized("replays that leave FP8 state alone", source.location, "a mixture")
+    fuser.one("recipe = FP8GlobalStateManager.get_fp8_recipe()")
+    hook = capture.inner("hook_fn")
+    hook.require_parameters("module", "func_idx")
+    return applicable(
+        "replays leave out what eager forwards do with FP8 state",
+        [
+            prepare.insert_after(prepare.one(REGISTER), USE),
+            fuser.insert_after(fuser.one(PREPARE_OPERATIONS), USE_OF_OPERATIONS),
+            capture.insert_after(capture.one(VISITED), BEGIN),
+            hook.insert_at_start(HOOK),
+            *(capture.insert_before(node, BEGIN_GRAPH) for node in capture.exactly(2, CAPTURE)),
+            capture.insert_before(capture.one(RETURNED), END),
+            capture.replace(capture.one(TE_MODULES), IN_AUTOCAST),
+            capture.insert_after(_autograd_function(capture), WITH_STATE),
+            *(edit for name, kinds in KEPT.items() for edit in _delayed_only(module.definition(name), kinds)),
+        ],
+        {PROVIDED: text},
+    )
+
+
+def _delayed_only(function: Definition, kinds: Iterable[str]) -> list[Edit]:
+    """Let a function leave modules with the state of another recipe alone."""
+    tests = [function.one(f"isinstance(m, {kind})") for kind in kinds]
+    return [
+        function.insert_at_start(IMPORT_STATE + "\n"),
+        *(function.replace(test, function.text(test) + WITHOUT_STATE) for test in tests),
+    ]
+
+
+def _autograd_function(capture: Definition) -> ast.Assign:
+    """The statement that makes the autograd function ``graphed`` of graph ``i``."""
+    capture.one("fwd_graphs[i]")
+    found = [
+        node
+        for node in capture.statements(ast.Assign)
+        if isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "make_graphed_autograd_function"
+        and ast.unparse(node.targets[0]) in ("graphed", "(graphed, helpers)")
+    ]
+    if len(found) != 1:
+        raise unrecognized("graphed = make_graphed_autograd_function(...) once", capture, f"it {len(found)} times")
+    return found[0]
+
+
+FIX = Fix(
+    id="fp8-state-at-replay",
+    summary="replays leave out what eager forwards do with the scales of delayed scaling",
+    symptom="scales that never change: sub.forward(), te.ops.Linear alone, own autocasts; other scales: te.checkpoint",
+    upstream=(),
+    affected=">=2.10",
+    examine=examine,
+)

@@ -1,0 +1,111 @@
+"""The FP8 state of delayed scaling that a graph's forward uses, and what an eager forward does with it.
+
+An eager forward puts the state (``fp8_meta``: scales and amax histories) of each module that it runs into buffers, from
+which the end of an autocast makes the next scales; under activation recompute it keeps a copy for the second forward.
+No Python of the modules runs in a replay. So they say in the capture which state they use, and `with_fp8_state` does
+the rest at each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformer_engine.pytorch import distributed
+from transformer_engine.pytorch.graph import is_graph_capturing
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+
+KEYS = ("scaling_fwd", "scaling_bwd")
+
+
+@dataclass
+class UsedState:
+    """The state that one graph uses: in the autocast of the capture, in autocasts of the modules' own, in modules.
+
+    Modules, unlike operations of `te.ops`, keep a copy for a recomputation.
+    """
+
+    in_capture: list[dict[str, Any]] = field(default_factory=list)
+    autocasts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    of_modules: list[dict[str, Any]] = field(default_factory=list)
+
+
+_before: dict[int, tuple[dict[str, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]] = {}
+_used = UsedState()
+
+
+def begin_capture() -> None:
+    """Begin with the warmup of a capture."""
+    _before.clear()
+
+
+def begin_graph() -> UsedState:
+    """Begin with the capture of a forward; what it uses will be in the result."""
+    global _used
+    _used = UsedState()
+    return _used
+
+
+def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
+    """Say, in a forward, that it uses this state of delayed scaling. It is nothing to eager forwards."""
+    if not is_graph_capturing():
+        return
+    if not torch.cuda.is_current_stream_capturing():
+        if id(fp8_meta) not in _before:
+            states = {key: fp8_meta[key] for key in KEYS if key in fp8_meta}
+            _before[id(fp8_meta)] = (
+                fp8_meta,
+                {key: (state.scale.clone(), state.amax_history.clone()) for key, state in states.items()},
+            )
+        return
+    if FP8GlobalStateManager.get_autocast_state()[-1]:
+        _used.in_capture.append(fp8_meta)
+    else:
+        recipe, group = FP8GlobalStateManager.get_fp8_recipe(), FP8GlobalStateManager.get_fp8_group()
+        _used.autocasts[FP8GlobalStateManager.get_unique_autocast_key(recipe, group)] = recipe, group
+    if of_module:
+        _used.of_modules.append(fp8_meta)
+
+
+def end_capture() -> None:
+    """Give the scales and histories the values from before the warmup, which has put its own into them."""
+    for fp8_meta, states in _before.values():
+        for key, (scale, amax_history) in states.items():
+            fp8_meta[key].scale.copy_(scale)
+            fp8_meta[key].amax_history.copy_(amax_history)
+    _before.clear()
+
+
+def has_other_state(module: torch.nn.Module) -> bool:
+    """Whether a module or operation holds the state of another recipe than delayed scaling."""
+    metas = [getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()]
+    return any(not hasattr(meta[key], "amax_history") for meta in metas if meta for key in KEYS if key in meta)
+
+
+def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[..., Any]:
+    """The replay ``graphed`` with what eager forwards do with the state, where there is any of delayed scaling."""
+    if not used.in_capture and not used.autocasts:
+        return graphed
+
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        manager = FP8GlobalStateManager
+        if manager.is_fp8_enabled():
+            for fp8_meta in used.in_capture:
+                fp8_meta["recipe"], fp8_meta["fp8_group"] = manager.get_fp8_recipe(), manager.get_fp8_group()
+                manager.add_fp8_tensors_to_global_buffer(fp8_meta)
+        with ExitStack() as stack:
+            for recipe, group in used.autocasts.values():
+                stack.enter_context(autocast(recipe=recipe, amax_reduction_group=group))
+            if distributed.in_fp8_activation_recompute_phase():
+                for fp8_meta in used.of_modules:
+                    manager.get_old_fp8_meta_tensors_for_recompute(fp8_meta)
+                    stack.callback(manager.restore_fp8_meta_tensors, fp8_meta)
+            elif distributed.is_fp8_activation_recompute_enabled():
+                for fp8_meta in used.of_modules:
+                    manager.copy_forward_fp8_meta_tensors_for_recompute(fp8_meta)
+            return graphed(*args, **kwargs)
+
+    return replay

@@ -1,0 +1,254 @@
+"""Programs that run several modules, graphed and eager ones, in their autocasts: replay against eager.
+
+A program makes its modules, captures some of them if it is asked to, and gives what runs a microbatch. Outputs, dgrads,
+wgrads and the scales of delayed scaling are compared, over several optimizer steps with inputs that grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from .training import HIDDEN, TOKENS, error, make_recipe
+
+STEPS, MICROBATCHES, LEARNING_RATE = 3, 2, 0.1
+OPTIONS: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+
+Run = Callable[[torch.Tensor, bool], torch.Tensor]
+"""Runs a microbatch; the flag says whether it is the first one of its step."""
+Program = Callable[[Any, bool], "tuple[Run, Iterable[torch.nn.Module]]"]
+"""Makes the modules of a program for a recipe, captures them if the flag says so."""
+
+PROGRAMS: dict[str, Program] = {}
+"""By name. Tests add their own."""
+
+
+def program(function: Program) -> Program:
+    """Enter a function into the `PROGRAMS`."""
+    PROGRAMS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def linear() -> Any:
+    """A projection."""
+    return te.Linear(HIDDEN, HIDDEN, **OPTIONS)
+
+
+def operation() -> Any:
+    """A projection of `te.ops`."""
+    return te.ops.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16, device="cuda")
+
+
+class Block(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+    """Two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(torch.relu(self.first(x)))
+
+
+def capture(*modules: torch.nn.Module, recipe: Any, grad: bool = True, **options: Any) -> None:
+    """Graph the modules, which are run in this order, for inputs that need a gradient, or do not."""
+    samples = tuple((random().requires_grad_(grad),) for _ in modules)
+    te.make_graphed_callables(modules, samples, **{"enabled": recipe is not None, "recipe": recipe, **options})
+
+
+def autocast(recipe: Any) -> Any:
+    """The autocast of a recipe, none for None."""
+    return te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext()
+
+
+def random() -> torch.Tensor:
+    """Values for one microbatch."""
+    return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+
+@program
+def nested_modules(recipe: Any, graphed: bool) -> Any:
+    """A `Sequential` inside a captured `Sequential`, and a captured projection next to a layer that holds some."""
+    nested, block, last = torch.nn.Sequential(torch.nn.Sequential(linear()), linear()), Block(), linear()
+    if graphed:
+        capture(nested, block, last, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            return last(block(nested(x)))
+
+    return run, (nested, block, last)
+
+
+@program
+def nested_operations(recipe: Any, graphed: bool) -> Any:
+    """A `te.ops.Sequential` inside a captured one."""
+    nested = te.ops.Sequential(te.ops.Sequential(operation()), operation())
+    if graphed:
+        capture(nested, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            return nested(x)
+
+    return run, (nested,)
+
+
+@program
+def frozen_first(recipe: Any, graphed: bool) -> Any:
+    """A frozen graph runs first in the autocast, with FP8 weights that are cached."""
+    frozen, trained = linear().requires_grad_(False).eval(), linear()
+    if graphed:
+        capture(frozen, recipe=recipe, grad=False, cache_quantized_params=True)
+        capture(trained, recipe=recipe, cache_quantized_params=True)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            hidden = frozen(x.detach(), is_first_microbatch=first)
+            return trained(hidden, is_first_microbatch=first) + x
+
+    return run, (frozen, trained)
+
+
+@program
+def self_distillation(recipe: Any, graphed: bool) -> Any:
+    """A graph runs without gradients first, and with them then, in one autocast."""
+    block = Block()
+    if graphed:
+        capture(block, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            with torch.no_grad():
+                target = block(x / 2).clone()
+            return block(x) - target
+
+    return run, (block,)
+
+
+@program
+def plain_torch_first(recipe: Any, graphed: bool) -> Any:
+    """A graph without TE modules, whose gradients nobody wants, runs first in the autocast."""
+    plain, trained = torch.nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16, device="cuda"), linear()
+    if graphed:
+        capture(plain, recipe=None)
+        capture(trained, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            return plain(x).detach() + trained(x)
+
+    return run, (trained,)
+
+
+@program
+def forward_method(recipe: Any, graphed: bool) -> Any:
+    """A captured module calls ``forward`` of a projection; another one is an operation by itself."""
+
+    class Calls(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.second.forward(torch.relu(self.first.forward(x)))
+
+    block, last = Calls(), operation()
+    if graphed:
+        capture(block, last, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            return last(block(x))
+
+    return run, (block, last)
+
+
+class OwnAutocast(Block):
+    """The second projection is in an autocast of its own."""
+
+    def __init__(self, recipe: Any) -> None:
+        super().__init__()
+        self.recipe = recipe
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        with autocast(self.recipe):
+            return self.second(x)
+
+
+@program
+def own_autocast(recipe: Any, graphed: bool) -> Any:
+    """A captured module enters an autocast of its own inside the caller's, which has another recipe."""
+    block, other = OwnAutocast(recipe), make_recipe("fp8-current")
+    if graphed:
+        capture(block, recipe=other)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(other):
+            return block(x)
+
+    return run, (block,)
+
+
+@program
+def checkpoint(recipe: Any, graphed: bool) -> Any:
+    """`te.checkpoint` around a graph."""
+    block, last = Block(), linear()
+    if graphed:
+        capture(block, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            return last(te.checkpoint(block, x))
+
+    return run, (block, last)
+
+
+def train(name: str, recipe: str, graphed: bool) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Run a program, and give what each step computed."""
+    FP8GlobalStateManager.reset()
+    torch.manual_seed(1)
+    run, modules = PROGRAMS[name](make_recipe(recipe), graphed)
+    parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+    torch.manual_seed(2)
+    inputs = [[(step + 1) * random() for _ in range(MICROBATCHES)] for step in range(STEPS)]
+    output_grads = [[random() / 100 for _ in range(MICROBATCHES)] for _ in range(STEPS)]
+    for step in range(STEPS):
+        done: dict[str, list[torch.Tensor]] = {"outputs": [], "dgrads": []}
+        for microbatch in range(MICROBATCHES):
+            x = inputs[step][microbatch].clone().requires_grad_()
+            out = run(x, microbatch == 0)
+            done["outputs"].append(out.detach().clone())
+            out.backward(output_grads[step][microbatch])
+            assert x.grad is not None
+            done["dgrads"].append(x.grad.clone())
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        done["wgrads"] = [grad.clone() for grad in grads]
+        done["scales"] = [state.clone() for module in modules for state in _fp8_state(module)]
+        with torch.no_grad():
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.sub_(LEARNING_RATE * grad)
+                parameter.grad = None
+        yield done
+
+
+def _fp8_state(root: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The scales and amax histories of delayed scaling in ``root``."""
+    for module in root.modules():
+        for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
+            for key in ("scaling_fwd", "scaling_bwd"):
+                state = (fp8_meta or {}).get(key)
+                if hasattr(state, "amax_history"):
+                    yield from (state.scale, state.amax_history)
+
+
+def compare(name: str, recipe: str = "fp8-delayed") -> dict[str, Any]:
+    """Run a program both ways: the errors, by step."""
+    eager = list(train(name, recipe, graphed=False))
+    errors: dict[str, list[float]] = {}
+    for graphed, wanted in zip(train(name, recipe, graphed=True), eager, strict=True):
+        for kind, tensors in wanted.items():
+            errors.setdefault(kind, []).append(error(graphed[kind], tensors))
+    return {"errors": errors}
