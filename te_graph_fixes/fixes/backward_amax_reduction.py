@@ -17,7 +17,7 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..source import Definition, Edit, Source, unrecognized
+from ..source import Definition, Edit, Node, Source, unrecognized
 
 VISITED = "visited_te_modules = {}"
 WITHOUT_FP8 = "callables_without_fp8 = set()"
@@ -52,7 +52,7 @@ def examine(source: Source) -> Verdict:
         capture.has(WITHOUT_FP8),
         capture.has(HOOK),
         forward.has(TAKE_FOR_FP8),
-        functionalized.has(REMEMBER.format(flag=flag) + "out = ANY\n" + GIVE_BACK.format(flag=flag)),
+        functionalized.has(REMEMBER.format(flag=flag) + "\nout = ANY" + GIVE_BACK.format(flag=flag)),
     ]
     if all(corrected):
         return not_needed("a graph without a backward leaves the amax reduction to the next module")
@@ -61,9 +61,10 @@ def examine(source: Source) -> Verdict:
     hook = capture.inner("hook_fn")
     hook.require_parameters("module", "func_idx")
     call = _call(capture)
-    replay = functionalized.match("out = ANY_CALL")
-    if not functionalized.text(replay["ANY_CALL"]).startswith("Graphed.apply("):
-        raise unrecognized("`out = Graphed.apply(...)`", functionalized, f"`{functionalized.text(replay.node)}`")
+    replays = [match for match in functionalized.matches("out = ANY_CALL") if _is_replay(match["ANY_CALL"])]
+    if len(replays) != 1:
+        raise unrecognized("`out = Graphed.apply(...)` once", functionalized, f"it {len(replays)} times")
+    replay = replays[0].node
     return applicable(
         "a graph always takes the flag of the first FP8 module",
         [
@@ -72,8 +73,8 @@ def examine(source: Source) -> Verdict:
             _insert_argument(capture, call.args[0], "i not in callables_without_fp8"),
             _insert_argument(capture, cast(ast.FunctionDef, factory.node).args.args[0], "uses_fp8"),
             forward.replace(forward.one(TAKE), TAKE_FOR_FP8),
-            functionalized.insert_before(replay.node, REMEMBER.format(flag=flag)),
-            functionalized.insert_after(replay.node, GIVE_BACK.format(flag=flag)),
+            functionalized.insert_before(replay, REMEMBER.format(flag=flag)),
+            functionalized.insert_after(replay, GIVE_BACK.format(flag=flag)),
         ],
     )
 
@@ -87,6 +88,10 @@ def _flag(source: Source) -> str:
         return "FP8GlobalStateManager.quantization_state.is_first_fp8_module"
     manager.one("IS_FIRST_FP8_MODULE = False")
     return "FP8GlobalStateManager.IS_FIRST_FP8_MODULE"
+
+
+def _is_replay(node: Node) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "Graphed.apply"
 
 
 def _call(capture: Definition) -> ast.Call:

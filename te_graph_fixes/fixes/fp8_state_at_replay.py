@@ -62,10 +62,7 @@ if not (FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.fp8_gra
     # Without FP8, or in an autocast of its own: the recipe of a replay's autocast is not for it.
     outside_of_autocast.update((func_idx, m) for m in module.modules())
 """
-CAPTURE = """
-with _graph_context_wrapper(fwd_graph, pool=mempool):
-    outputs = func(*args, **kwargs)
-"""
+CAPTURE = "_graph_context_wrapper(fwd_graph, pool=mempool)"
 BEGIN_GRAPH = "used_fp8_states[fwd_graph] = begin_graph()"
 TE_MODULES = "te_modules = visited_te_modules.get(i, set())"
 IN_AUTOCAST = """
@@ -114,7 +111,7 @@ def examine(source: Source) -> Verdict:
             fuser.insert_after(fuser.one(PREPARE_OPERATIONS), USE_OF_OPERATIONS),
             capture.insert_after(capture.one(VISITED), BEGIN),
             hook.insert_at_start(HOOK),
-            *(capture.insert_before(node, BEGIN_GRAPH) for node in capture.exactly(2, CAPTURE)),
+            *(capture.insert_before(node, BEGIN_GRAPH) for node in _forwards(capture)),
             capture.insert_before(capture.one(RETURNED), END),
             capture.replace(capture.one(TE_MODULES), IN_AUTOCAST),
             capture.insert_after(_autograd_function(capture), WITH_STATE),
@@ -122,6 +119,19 @@ def examine(source: Source) -> Verdict:
         ],
         {PROVIDED: text},
     )
+
+
+def _forwards(capture: Definition) -> list[ast.With]:
+    """The statements that capture a forward: with an order, and without."""
+    found = [
+        node
+        for node in capture.statements(ast.With)
+        if CAPTURE in [ast.unparse(item.context_expr) for item in node.items]
+        and capture.has("outputs = func(*args, **kwargs)", within=node)
+    ]
+    if len(found) != 2:
+        raise unrecognized(f"`with {CAPTURE}` around a forward twice", capture, f"it {len(found)} times")
+    return found
 
 
 def _delayed_only(function: Definition, kinds: Iterable[str]) -> list[Edit]:

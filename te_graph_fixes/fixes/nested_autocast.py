@@ -18,15 +18,7 @@ from typing import cast
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..source import Definition, Edit, Source, unrecognized
 
-CALL = """
-def call_func(self, *args, **kwargs):
-    with {contexts}:
-        outputs = old_call_funcs[block_cls](self, *args, **kwargs)
-    return outputs
-"""
-CONTEXTS = ("ANY_CONTEXT", "own_skip_flag(), ANY_CONTEXT")
-"""Up to TE 2.20, and with `stale-fp8-weights`."""
-
+CALL = "outputs = old_call_funcs[block_cls](self, *args, **kwargs)"
 BY_MODULE = tuple(
     f"ANY_FUNCTION(enabled=module_uses_fp8.get(id(self), False), calibrating=ANY_C, {recipe}=ANY_R, {group}=ANY_G, "
     "_graph=True)"
@@ -45,7 +37,7 @@ def examine(source: Source) -> Verdict:
     public = source.definition("transformer_engine.pytorch.graph", "make_graphed_callables")
     if public.has(FOR_ALL):
         return not_applicable("all modules of a capture use FP8, or none")
-    context = cast(ast.expr, public.match(*(CALL.format(contexts=contexts) for contexts in CONTEXTS))["ANY_CONTEXT"])
+    context = _context(public.inner("call_func"))
     public.one("module_uses_fp8 = dict(zip((id(m) for m in modules), ANY_ENABLED))")
     if _is_by_module(public, context):
         end = public.module.offset(cast(int, context.end_lineno), cast(int, context.end_col_offset))
@@ -60,6 +52,15 @@ def examine(source: Source) -> Verdict:
     ):
         return not_needed("modules that are not captured themselves are left alone")
     raise unrecognized("an autocast with `module_uses_fp8.get(id(self), False)`", public, f"`{public.text(context)}`")
+
+
+def _context(call_func: Definition) -> ast.expr:
+    """The context in which the original ``__call__`` is run, the last one if there are more."""
+    found = [node for node in call_func.statements(ast.With) if call_func.has(CALL, within=node)]
+    call_func.one(CALL)
+    if len(found) != 1:
+        raise unrecognized(f"`{CALL}` in one context", call_func, f"it in {len(found)}")
+    return found[0].items[-1].context_expr
 
 
 def _is_by_module(public: Definition, context: ast.expr) -> bool:
