@@ -36,7 +36,10 @@ FIRST = {
     "grouped-linear-skip-flag": "2.10.0",
     "nvfp4-weight-preswizzle": "2.18.0",
     "nested-autocast": "2.8.0",
+    "replay-arguments": "2.10.0",
+    "calibrating-recipe": "2.9.0",
     "skip-flag-accessors": "2.15.0",
+    "skip-flag-reset": "2.9.0",
     "stale-fp8-weights": "2.9.0",
     "wgrad-hook-order": "2.10.0",
 }
@@ -56,6 +59,7 @@ LAST = {
 LACKS = (
     *("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery"),
     *("stale-fp8-weights", "wgrad-hook-order", "backward-amax-reduction", "fp8-state-at-replay", "nested-autocast"),
+    *("replay-arguments", "calibrating-recipe", "skip-flag-reset"),
 )
 """The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 

@@ -101,8 +101,8 @@ def _call(capture: Definition) -> ast.Call:
         for node in ast.walk(capture.node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "make_graphed_autograd_function"
     ]
-    if len(calls) != 1 or not calls[0].args or ast.unparse(calls[0].args[0]) != "fwd_graphs[i]":
-        raise unrecognized("one call make_graphed_autograd_function(fwd_graphs[i], ...)", capture)
+    if len(calls) != 1 or "fwd_graphs[i]" not in map(ast.unparse, calls[0].args):
+        raise unrecognized("one call make_graphed_autograd_function(..., fwd_graphs[i], ...)", capture)
     return calls[0]
 
 

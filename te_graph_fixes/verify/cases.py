@@ -55,6 +55,7 @@ HOOKS, HOOK_ORDER = "backward-dw-hooks", "wgrad-hook-order"
 GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
 PRESWIZZLE = "nvfp4-weight-preswizzle"
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
+ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-flag-reset"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
@@ -113,6 +114,9 @@ _ALL = (
     _program("forward-method", (STATE,), quick=True),
     _program("own-autocast", (STATE,)),
     _program("checkpoint", (STATE,)),
+    _program("reset-between-steps", (RESET,), recipe="fp8-current", quick=True),
+    _program("calibration", (CALIBRATING,), quick=True),
+    Case("misused-arguments", (ARGUMENTS,), "refusal:misused_arguments", quick=True),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),

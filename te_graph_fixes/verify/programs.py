@@ -206,6 +206,39 @@ def checkpoint(recipe: Any, graphed: bool) -> Any:
     return run, (block, last)
 
 
+@program
+def reset_between_steps(recipe: Any, graphed: bool) -> Any:
+    """The program resets TE's global FP8 state between its steps; weights are cached."""
+    block = linear()
+    begun: list[bool] = []
+    if graphed:
+        capture(block, recipe=recipe, cache_quantized_params=True)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        if first and begun:
+            FP8GlobalStateManager.reset()
+        begun.append(first)
+        with autocast(recipe):
+            return block(x, is_first_microbatch=first)
+
+    return run, (block,)
+
+
+@program
+def calibration(recipe: Any, graphed: bool) -> Any:
+    """A graph that runs in bf16 and collects amaxes for a recipe with a short history."""
+    block = Block()
+    recipe = type(recipe)(amax_history_len=3)
+    if graphed:
+        capture(block, recipe=recipe, enabled=False, calibrating=True)
+
+    def run(x: torch.Tensor, _: bool) -> Any:
+        with te.autocast(enabled=False, calibrating=True, recipe=recipe):
+            return block(x)
+
+    return run, (block,)
+
+
 def train(name: str, recipe: str, graphed: bool) -> Iterator[dict[str, list[torch.Tensor]]]:
     """Run a program, and give what each step computed."""
     FP8GlobalStateManager.reset()

@@ -302,6 +302,8 @@ def error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> floa
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     if torch.equal(found, wanted):
         return 0.0
+    if found.shape != wanted.shape:
+        return math.inf
     difference, norm = _norm([found.double() - wanted.double()]), _norm([wanted])
     return difference / norm if math.isfinite(difference) and norm else math.inf
 

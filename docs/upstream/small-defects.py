@@ -1,0 +1,48 @@
+"""Three small defects of graphs: exits with 1 if any of them is there."""
+
+import sys
+
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+SIZE = 128
+wrong = 0
+
+
+def linear() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return te.Linear(SIZE, SIZE, bias=False, params_dtype=torch.bfloat16, device="cuda")
+
+
+x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
+
+graphed = te.make_graphed_callables(linear(), (x.clone(),))
+try:
+    out = graphed(inp=x)
+    wrong += 1
+    print(f"graphed(inp=x) returns something, equal to graphed(x): {torch.equal(out, graphed(x))}")
+except TypeError as error:
+    print(f"graphed(inp=x): {error}")
+
+module = linear()
+recipe = DelayedScaling(amax_history_len=4)
+te.make_graphed_callables(module, (x.clone(),), enabled=False, calibrating=True, recipe=recipe)
+found = module.fp8_meta["recipe"].amax_history_len
+wrong += found != 4
+print(f"calibrating for a history of 4 amaxes: the graph has {found}")
+
+module = linear()
+options = {"enabled": True, "recipe": Float8CurrentScaling(), "cache_quantized_params": True}
+te.make_graphed_callables(module, (x.clone(),), **options)
+with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+    before = module(x, is_first_microbatch=True).clone()
+    module(x, is_first_microbatch=False)
+    FP8GlobalStateManager.reset()
+    module.weight.neg_()
+with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+    after = module(x, is_first_microbatch=True)
+wrong += not torch.equal(after, -before)
+print(f"after reset(), new weights are used: {torch.equal(after, -before)}")
+sys.exit(wrong > 0)

@@ -1,0 +1,49 @@
+"""``calibrating-recipe``: a capture that only calibrates does it for the default recipe instead of the caller's.
+
+Upstream: open, TE 2.7 to main
+
+Symptom: ``make_graphed_callables(..., enabled=False, calibrating=True, recipe=recipe)`` collects amaxes in histories of
+1024 entries, whatever ``recipe.amax_history_len`` is; FP8 state of another format or recipe type than the caller's.
+
+``recipe`` is set to None where FP8 is enabled for no module, and None means the default. It is kept where
+``calibrating`` is set.
+"""
+
+from __future__ import annotations
+
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..source import Source
+
+CHOICE = """
+if any(enabled) and recipe is None:
+    recipe = get_default_fp8_recipe()
+elif {none}:
+    recipe = None
+"""
+NONE, NEITHER = "not any(enabled)", "not any(enabled) and not calibrating"
+
+
+def examine(source: Source) -> Verdict:
+    module = source.module("transformer_engine.pytorch.graph")
+    public = module.definition("make_graphed_callables")
+    if public.has(CHOICE.format(none=NEITHER)):
+        return not_needed("a capture that calibrates keeps its recipe")
+    if source.find("transformer_engine.pytorch.quantization") is None:
+        return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
+    public.require_parameters("calibrating", "recipe", "enabled")
+    public.one("if calibrating is None: calibrating = False")
+    choice = public.one(CHOICE.format(none=NONE))
+    return applicable(
+        "recipe is dropped where FP8 is not enabled",
+        [public.replace(public.one(NONE, within=choice), NEITHER)],
+    )
+
+
+FIX = Fix(
+    id="calibrating-recipe",
+    summary="a capture that only calibrates uses the default recipe instead of the caller's",
+    symptom="amax histories of 1024 entries, or of another recipe, after a capture with calibrating=True",
+    upstream=(),
+    affected=">=2.9",
+    examine=examine,
+)

@@ -1,0 +1,107 @@
+"""``replay-arguments``: graphs take arguments that are not those of their samples, without a word.
+
+Upstream: open, TE 2.7 to main (corrected from 2.10 on)
+
+Symptom: ``graphed(inp=x)`` for a sample that was positional copies the first *weight* into the input (outputs off by
+1.0); so does a missing argument. Dicts with their keys in another order exchange tensors (1.77). Inputs of another
+shape are broadcast.
+
+A replay flattens what it is given and copies it into the static inputs by position. It now compares number, shapes and,
+where an argument is a dict or another container, its structure with the samples first, and raises `TypeError` or
+`ValueError`. Keywords that were not among the samples are ignored as before: callers give ``is_first_microbatch``.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import cast
+
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..source import Definition, Edit, Source, unrecognized
+
+SPEC = """
+None
+if all(isinstance(arg, torch.Tensor) for arg in (*sample_args[i], *sample_kwargs[i].values()))
+else _tree_flatten(
+    (sample_args[i], [sample_kwargs[i][key] for key in per_callable_kwargs_keys[i]])
+)[1]
+"""
+SHAPES = "sample_shapes = [arg.shape for arg in static_input_surface[:len_user_args]]"
+FUNCTION_ARGS = "func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params"
+CHECK = """
+shapes = [getattr(arg, "shape", None) for arg in (*flatten_user_args, *flatten_user_kwargs)]
+if shapes != sample_shapes:
+    raise (ValueError if len(shapes) == len_user_args else TypeError)(
+        "This graph was captured for positional arguments, then keywords "
+        f"{kwargs_keys}, with tensors of shapes {[tuple(shape) for shape in sample_shapes]}; "
+        f"it was given shapes {[shape and tuple(shape) for shape in shapes]}"
+    )
+if sample_spec is not None:
+    spec = _tree_flatten((user_args, [user_kwargs[key] for key in kwargs_keys]))[1]
+    if spec != sample_spec:
+        raise ValueError(
+            f"This graph was captured for arguments in the structure {sample_spec}; "
+            f"it was given {spec}. The keys of dicts must come in the same order"
+        )
+"""
+
+
+def examine(source: Source) -> Verdict:
+    module = source.module("transformer_engine.pytorch.graph")
+    if '"backward_dw"' not in module.text:
+        return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
+    capture = module.definition("_make_graphed_callables")
+    factory = capture.inner("make_graphed_autograd_function")
+    factory.require_parameters("kwargs_keys", "len_user_args", "static_input_surface")
+    functionalized = factory.inner("functionalized")
+    corrected = [factory.has(SHAPES), functionalized.has(CHECK + FUNCTION_ARGS)]
+    if all(corrected):
+        factory.require_parameters("sample_spec")
+        return not_needed("arguments are compared with the samples")
+    if any(corrected):
+        raise unrecognized("replays that take any arguments", functionalized, "a mixture")
+    for pattern in (
+        "flatten_user_args, _ = _tree_flatten(user_args)",
+        "flatten_user_kwargs, _ = _tree_flatten([user_kwargs[key] for key in kwargs_keys])",
+    ):
+        functionalized.one(pattern)
+    capture.one("per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]")
+    function = cast(ast.FunctionDef, factory.node)
+    return applicable(
+        "a replay takes whatever it is given",
+        [
+            _insert_argument(capture, capture_call(capture).args[0], f"({' '.join(SPEC.split())})"),
+            _insert_argument(capture, function.args.args[0], "sample_spec"),
+            factory.insert_before(functionalized.node, SHAPES + "\n"),
+            functionalized.insert_before(functionalized.one(FUNCTION_ARGS), CHECK),
+        ],
+    )
+
+
+def capture_call(capture: Definition) -> ast.Call:
+    """The call that makes the autograd function of graph ``i``."""
+    calls = [
+        node
+        for node in ast.walk(capture.node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "make_graphed_autograd_function"
+    ]
+    if len(calls) != 1 or "fwd_graphs[i]" not in map(ast.unparse, calls[0].args):
+        raise unrecognized("one call make_graphed_autograd_function(..., fwd_graphs[i], ...)", capture)
+    return calls[0]
+
+
+def _insert_argument(capture: Definition, before: ast.expr | ast.arg, text: str) -> Edit:
+    """Put an argument before the first one of a list that has one entry a line."""
+    start = capture.module.offset(before.lineno, before.col_offset)
+    indent = " " * before.col_offset
+    return Edit(capture.module.name, start, start, f"{text},\n{indent}")
+
+
+FIX = Fix(
+    id="replay-arguments",
+    summary="graphs take arguments that are not those of their samples, without a word",
+    symptom="graphed(inp=x) computes with a weight in place of x; dicts with other key orders exchange tensors",
+    upstream=(),
+    affected=">=2.10",
+    examine=examine,
+)

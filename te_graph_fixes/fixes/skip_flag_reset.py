@@ -1,0 +1,59 @@
+"""``skip-flag-reset``: ``FP8GlobalStateManager.reset()`` frees the skip flag that graphs with cached weights read.
+
+Upstream: open, TE 2.7 to main
+
+Symptom: after a ``reset()``, graphs that were captured before it with ``cache_quantized_params=True`` read memory that
+belongs to something else, or is nobody's, to learn whether their weights are new: weights are stale or always renewed.
+
+The flag is one tensor of shape [1], whose address is part of those graphs. ``reset()`` keeps it now. Captures that do
+not cache weights must not see it, hence the requirement.
+"""
+
+from __future__ import annotations
+
+from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..source import Source, unrecognized
+
+FORGET = "cls.skip_fp8_weight_update_tensor = None"
+RENEW = "cls.quantization_state = FP8GlobalState()"
+STATE = "FP8GlobalState()"
+KEEP = """
+FP8GlobalState(
+    # Graphs have its address.
+    skip_fp8_weight_update_tensor=cls.quantization_state.skip_fp8_weight_update_tensor
+)
+"""
+
+
+def examine(source: Source) -> Verdict:
+    quantization = source.find("transformer_engine.pytorch.quantization")
+    if quantization is None:
+        return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
+    manager, reset = (
+        quantization.definition("FP8GlobalStateManager"),
+        quantization.definition("FP8GlobalStateManager.reset"),
+    )
+    if manager.has("quantization_state = FP8GlobalState()"):
+        if reset.has("cls.quantization_state = " + KEEP.strip()):
+            return not_needed("reset() keeps the skip flag")
+        quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
+        reset.one(RENEW)
+        return applicable("reset() renews all state", [reset.replace(reset.one(STATE), KEEP)])
+    manager.one("skip_fp8_weight_update_tensor = None")
+    if reset.has(FORGET):
+        return applicable("reset() forgets the skip flag", [reset.delete(reset.one(FORGET))])
+    if "skip_fp8_weight_update_tensor" in reset.text(reset.node):
+        raise unrecognized(f"`{FORGET}`, or nothing of it", reset)
+    reset.one("cls.IS_FIRST_FP8_MODULE = False")
+    return not_needed("reset() keeps the skip flag")
+
+
+FIX = Fix(
+    id="skip-flag-reset",
+    summary="FP8GlobalStateManager.reset() frees the skip flag that graphs with cached weights read",
+    symptom="after a reset(), earlier graphs keep stale FP8 weights, or read memory that is not theirs",
+    upstream=(),
+    affected=">=2.9",
+    examine=examine,
+    requires=("stale-fp8-weights",),
+)
