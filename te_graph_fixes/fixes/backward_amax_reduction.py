@@ -17,6 +17,7 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..shapes import lacks_delayed_wgrads
 from ..source import Definition, Edit, Node, Source, unrecognized
 
 VISITED = "visited_te_modules = {}"
@@ -28,6 +29,8 @@ if module is func and not any(
 ):
     callables_without_fp8.add(func_idx)
 """
+
+USES_FP8 = "i not in callables_without_fp8"
 
 TAKE = "ctx.is_first_module = FP8GlobalStateManager.is_first_fp8_module()"
 TAKE_FOR_FP8 = "ctx.is_first_module = uses_fp8 and FP8GlobalStateManager.is_first_fp8_module()"
@@ -42,7 +45,7 @@ if not any(o is not None and o.requires_grad for o in out):
 
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.graph")
-    if '"backward_dw"' not in module.text:
+    if lacks_delayed_wgrads(source):
         return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
     capture = module.definition("_make_graphed_callables")
     factory = capture.inner("make_graphed_autograd_function")
@@ -51,6 +54,8 @@ def examine(source: Source) -> Verdict:
     corrected = [
         capture.has(WITHOUT_FP8),
         capture.has(HOOK),
+        capture.has(USES_FP8),
+        "uses_fp8" in [argument.arg for argument in cast(ast.FunctionDef, factory.node).args.args],
         forward.has(TAKE_FOR_FP8),
         functionalized.has(REMEMBER.format(flag=flag) + "\nout = ANY" + GIVE_BACK.format(flag=flag)),
     ]
@@ -68,9 +73,9 @@ def examine(source: Source) -> Verdict:
     return applicable(
         "a graph always takes the flag of the first FP8 module",
         [
-            capture.insert_after(capture.one(VISITED), WITHOUT_FP8),
+            capture.insert_before(capture.one(VISITED), WITHOUT_FP8),
             hook.insert_at_start(HOOK),
-            _insert_argument(capture, call.args[0], "i not in callables_without_fp8"),
+            _insert_argument(capture, call.args[0], USES_FP8),
             _insert_argument(capture, cast(ast.FunctionDef, factory.node).args.args[0], "uses_fp8"),
             forward.replace(forward.one(TAKE), TAKE_FOR_FP8),
             functionalized.insert_before(replay, REMEMBER.format(flag=flag)),

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import module_text
+from ..shapes import lacks_delayed_wgrads
 from ..source import Definition, Edit, Source, unrecognized
 
 PROVIDED = "transformer_engine.pytorch._te_captured_fp8"
@@ -84,7 +85,7 @@ WITHOUT_STATE = " and not has_other_state(m)"
 
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.graph")
-    if '"backward_dw"' not in module.text:
+    if lacks_delayed_wgrads(source):
         return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
     capture = module.definition("_make_graphed_callables")
     prepare = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.prepare_forward")
@@ -95,6 +96,11 @@ def examine(source: Source) -> Verdict:
         len(capture.all(BEGIN_GRAPH)) == 2,
         *(capture.has(text) for text in (BEGIN, HOOK, IN_AUTOCAST, END, WITH_STATE)),
         *(module.definition(name).has(IMPORT_STATE) for name in KEPT),
+        *(
+            module.definition(name).has(f"isinstance(m, {kind}){WITHOUT_STATE}")
+            for name, kinds in KEPT.items()
+            for kind in kinds
+        ),
     ]
     text, found = module_text("captured_fp8"), source.find(PROVIDED)
     if all(corrected) and found and found.text == text:
@@ -109,7 +115,7 @@ def examine(source: Source) -> Verdict:
         [
             prepare.insert_after(prepare.one(REGISTER), USE),
             fuser.insert_after(fuser.one(PREPARE_OPERATIONS), USE_OF_OPERATIONS),
-            capture.insert_after(capture.one(VISITED), BEGIN),
+            capture.insert_before(capture.one(VISITED), BEGIN),
             hook.insert_at_start(HOOK),
             *(capture.insert_before(node, BEGIN_GRAPH) for node in _forwards(capture)),
             capture.insert_before(capture.one(RETURNED), END),

@@ -17,6 +17,7 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..shapes import lacks_delayed_wgrads
 from ..source import Definition, Edit, Source, unrecognized
 
 SPEC = """
@@ -48,15 +49,20 @@ if sample_spec is not None:
 
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.graph")
-    if '"backward_dw"' not in module.text:
+    if lacks_delayed_wgrads(source):
         return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
     capture = module.definition("_make_graphed_callables")
     factory = capture.inner("make_graphed_autograd_function")
     factory.require_parameters("kwargs_keys", "len_user_args", "static_input_surface")
     functionalized = factory.inner("functionalized")
-    corrected = [factory.has(SHAPES), functionalized.has(CHECK + FUNCTION_ARGS)]
+    function = cast(ast.FunctionDef, factory.node)
+    corrected = [
+        factory.has(SHAPES),
+        functionalized.has(CHECK + FUNCTION_ARGS),
+        capture.has(f"({SPEC})"),
+        "sample_spec" in [argument.arg for argument in function.args.args],
+    ]
     if all(corrected):
-        factory.require_parameters("sample_spec")
         return not_needed("arguments are compared with the samples")
     if any(corrected):
         raise unrecognized("replays that take any arguments", functionalized, "a mixture")
@@ -66,7 +72,6 @@ def examine(source: Source) -> Verdict:
     ):
         functionalized.one(pattern)
     capture.one("per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]")
-    function = cast(ast.FunctionDef, factory.node)
     return applicable(
         "a replay takes whatever it is given",
         [
