@@ -272,7 +272,7 @@ def _fp8_state(root: torch.nn.Module) -> Iterator[torch.Tensor]:
     for module in root.modules():
         for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
             for key in ("scaling_fwd", "scaling_bwd"):
-                state = (fp8_meta or {}).get(key)
+                state: Any = (fp8_meta or {}).get(key)
                 if hasattr(state, "amax_history"):
                     yield from (state.scale, state.amax_history)
 
