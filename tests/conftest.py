@@ -17,6 +17,7 @@ TEXT = {
     "test_containers.py",
     "test_drift.py",
     "test_engine.py",
+    "test_evasions.py",
     "test_foreign_text.py",
     "test_graph_order.py",
     "test_mutations.py",

@@ -1,0 +1,137 @@
+"""A source that has a defect is never said to be well, however the defect is written: see `tests.evasions`.
+
+Every kind of edit is made at what a fix edits and in what it reads, on every published TransformerEngine (TE) where the
+fix applies; and a source that holds all of a correction but one edit is not said to be corrected.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+
+from te_graph_fixes.engine import patched
+from te_graph_fixes.fix import APPLICABLE, UNRECOGNIZED, Verdict
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.source import ModuleSource, Source
+from tests.evasions import DEFINITIONS, STATEMENTS, Place, places
+from tests.published import VERSIONS, source
+
+KINDS = {**STATEMENTS, **DEFINITIONS}
+FEW = ("2.7.0", "2.10.0", "2.12.0", "2.15.0", VERSIONS[-1])
+"""Versions that between them have every defect and every layout of the source."""
+
+
+OPEN = {"grad-input-lifetime", "param-grad-lifetime", "stale-fp8-weights"}
+"""Fixes whose negative verdicts are not yet proved."""
+
+
+@functools.cache
+def published(version: str) -> tuple[Source, Mapping[str, Verdict]]:
+    """A published TE, and the fixes that apply to it."""
+    tree = Source.at(source(version))
+    found = {fix.id: fix.verdict(tree) for fix in CATALOGUE.values()}
+    return tree, {fix_id: verdict for fix_id, verdict in found.items() if verdict.verdict == APPLICABLE}
+
+
+def with_texts(tree: Source, texts: Mapping[str, str]) -> Source:
+    result = Source(tree.location, tree.version)
+    result._modules.update(tree._modules)
+    for name, text in texts.items():
+        result._modules[name] = ModuleSource(name, name, text)
+    return result
+
+
+@functools.cache
+def edited(version: str, fix_id: str) -> tuple[Place, ...]:
+    """The statements that a fix edits, each with those around it, the inmost first."""
+    tree, needed = published(version)
+    found: dict[tuple[str, int], Place] = {}
+    for edit in needed[fix_id].edits:
+        for place in places(tree.module(edit.module), edit.start):
+            found.setdefault((edit.module, id(place.statement)), place)
+    return tuple(found.values())
+
+
+@functools.cache
+def read(version: str, fix_id: str) -> tuple[Place, ...]:
+    """The functions and classes that a fix edits or reads, each as a place in it."""
+    tree, needed = published(version)
+    found: dict[tuple[str, str], Place] = {}
+    for place in edited(version, fix_id):
+        found.setdefault((place.module.name, ".".join(owner.name for owner in place.owners)), place)
+    for name, qualname in sorted(needed[fix_id].rests_on):
+        module = tree.find(name)
+        known = module.find(qualname) if module else None
+        if module and known:
+            for place in places(module, module.line_start(known.node.body[-1].lineno)):
+                found.setdefault((name, ".".join(owner.name for owner in place.owners)), place)
+    return tuple(found.values())
+
+
+def evasions(version: str, fix_id: str, every: bool) -> Iterator[tuple[str, Place, dict[str, str]]]:
+    """The edited texts; without ``every`` one place a kind, another one for each."""
+    for number, (kind, edit) in enumerate(KINDS.items()):
+        there = edited(version, fix_id) if kind in STATEMENTS else read(version, fix_id)
+        turned = [*there[number % len(there) :], *there[: number % len(there)]]
+        made = ((kind, place, texts) for place in turned if (texts := edit(place)) and is_python(texts, every))
+        yield from made if every else itertools.islice(made, 1)
+
+
+def is_python(texts: Mapping[str, str], surely: bool) -> bool:
+    """Whether the texts can be parsed, and ``surely`` compiled, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        try:
+            for name, text in texts.items():
+                compile(text, name, "exec", 0 if surely else ast.PyCF_ONLY_AST, dont_inherit=True)
+        except SyntaxError:
+            return False
+    return True
+
+
+def check(version: str, fix_id: str, every: bool) -> dict[str, str]:
+    """The words that the fix says, by the kind of edit."""
+    tree, _ = published(version)
+    said, wrong = {}, []
+    for kind, place, texts in evasions(version, fix_id, every):
+        found = CATALOGUE[fix_id].verdict(with_texts(tree, texts))
+        said[kind] = found.verdict
+        if found.verdict not in (APPLICABLE, UNRECOGNIZED):
+            where = f"{place.module.name}:{place.statement.lineno} `{ast.unparse(place.statement)[:60]}`"
+            wrong.append(f"{kind} at {where}: {found.verdict}: {found.reason}")
+    assert not wrong, "\n".join(wrong)
+    return said
+
+
+def pairs(versions: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(version, fix_id) for version in versions for fix_id in published(version)[1] if fix_id not in OPEN]
+
+
+@pytest.mark.parametrize(("version", "fix_id"), pairs(FEW))
+def test_no_evasion_is_said_to_be_well(version: str, fix_id: str) -> None:
+    said = check(version, fix_id, every=False)
+    assert len(said) >= 10
+    assert UNRECOGNIZED in said.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "fix_id"), pairs(VERSIONS))
+def test_no_evasion_at_any_place_is_said_to_be_well(version: str, fix_id: str) -> None:
+    check(version, fix_id, every=True)
+
+
+@pytest.mark.parametrize(("version", "fix_id"), pairs(FEW))
+def test_a_part_of_a_correction_is_not_said_to_be_all(version: str, fix_id: str) -> None:
+    tree, needed = published(version)
+    verdict = needed[fix_id]
+    for left_out in verdict.edits if len(verdict.edits) > 1 else ():
+        rest = replace(verdict, edits=tuple(edit for edit in verdict.edits if edit is not left_out))
+        texts = {name: after for name, (_, after) in patched(tree, [rest]).items()}
+        found = CATALOGUE[fix_id].verdict(with_texts(tree, texts))
+        assert found.verdict in (APPLICABLE, UNRECOGNIZED), f"without {left_out}: {found.verdict}"
