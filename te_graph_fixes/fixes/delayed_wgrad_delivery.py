@@ -23,16 +23,15 @@ import ast
 from collections.abc import Mapping
 from typing import cast
 
+from ..delayed_grads import ASSIGNED, add_instead, backward_dw_methods, import_of, op_has
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import module_text
-from ..shapes import graph_capture, lacks_delayed_wgrads, require_digest
+from ..shapes import graph_capture, lacks_delayed_wgrads
 from ..source import Definition, Edit, Source, unrecognized
 
 PROVIDED = "transformer_engine.pytorch._te_delayed_wgrad"
 PROVIDED_TEXT = module_text("delayed_wgrad")
-OP = "ops.basic.grouped_linear"
 CALL = "module.backward_dw()"
-ASSIGNED = "ANY_PARAM.grad = ANY_GRAD"
 
 KEEP = """
 
@@ -77,75 +76,6 @@ from ._te_delayed_wgrad import delayed_biases
 static_delayed_biases = delayed_biases(callables)
 
 """
-
-
-def _assigned(parameter: str, grad: str, condition: str = "") -> dict[str, str]:
-    """How TE assigns ``grad`` to the ``.grad`` of ``parameter``, and what becomes of it."""
-    added = f"accumulate_grads([{parameter}], {grad})"
-    if len(added) > 80:
-        added = f"accumulate_grads(\n    [{parameter}],\n    {grad},\n)"
-    return {f"{condition}{parameter}.grad = {grad}.to({parameter}.dtype)": added}
-
-
-BASE_WEIGHT = """
-weight_tensor = noop_cat(self._get_weight_tensors())
-weight_tensor.grad = wgrad.to(weight_tensor.dtype)
-"""
-BASE_BIAS = """
-bias_tensor = noop_cat([getattr(self, name) for name in self.bias_names])
-if bias_tensor.grad is None:
-    bias_tensor.grad = bgrad.to(bias_tensor.dtype)
-"""
-BASE = (
-    {BASE_WEIGHT: "accumulate_grads([getattr(self, name) for name in self.weight_names], wgrad)"},
-    {BASE_BIAS: "accumulate_grads([getattr(self, name) for name in self.bias_names], bgrad)"},
-)
-MLP = """
-(fc2_wgrad, fc2_bias_grad_, *_), tensor_list_fc2 = self.wgrad_store.pop()
-...
-if not self.fuse_wgrad_accumulation:
-    ...
-"""
-MLP_DIGEST = "2afde5cba028c21f"  # of all that it matches, in every TE since 2.10
-ADD_MLP = """
-(fc2_wgrad, fc2_bias_grad_, *_), _ = self.wgrad_store.pop()
-(fc1_wgrad, fc1_bias_grad, *_), _ = self.wgrad_store.pop()
-if self.use_bias:
-    accumulate_grads([self.fc2_bias], fc2_bias_grad_)
-    accumulate_grads([self.fc1_bias], fc1_bias_grad)
-if not self.fuse_wgrad_accumulation:
-    accumulate_grads([self.fc2_weight], fc2_wgrad)
-    accumulate_grads([self.fc1_weight], fc1_wgrad)
-"""
-ROWWISE = "{}.rowwise_data.view(self.{}, self.out_features, self.in_features)"
-GROUPED = (
-    _assigned("weight_params[i]", "wgrad_list[i]") | _assigned("weight_params[i]", "wgrad_output[i]"),
-    _assigned("bias_params[i]", "grad_biases_[i]", "if bias_params[i].grad is None: ")
-    | _assigned("bias_params[i]", "grad_biases_[i]", "if has_grad_biases[i] and bias_params[i].grad is None: "),
-)
-SINGLE_WEIGHT = _assigned("weight_params[0]", ROWWISE.format("wgrad_output", "num_gemms"))
-SINGLE_BIAS = {
-    """
-    gstack = torch.stack(grad_biases_, dim=0).to(grouped_bias.dtype)
-    if grouped_bias.grad is None:
-        grouped_bias.grad = gstack
-    else:
-        grouped_bias.grad.add_(gstack)
-    """: "accumulate_grads([grouped_bias], torch.stack(grad_biases_, dim=0))"
-}
-GROUPED_OP = (
-    _assigned("self.weight", "torch.stack(grad_weights, dim=0)"),
-    _assigned("self.weight", ROWWISE.format("grad_weights", "num_groups")),
-    _assigned("w", "grad_weights[group_idx]"),
-)
-METHODS = {
-    "module.base": ("TransformerEngineBaseModule", "(wgrad, bgrad), _ = self.wgrad_store.pop()", BASE),
-    "module.layernorm_mlp": ("LayerNormMLP", "(fc1_wgrad, *_), _ = self.wgrad_store.pop()", ({MLP: ADD_MLP},)),
-    "module.grouped_linear": ("GroupedLinear", "(_, grad_biases_, _), tensor_list = self.wgrad_store.pop()", GROUPED),
-    OP: ("GroupedLinear", "_, tensor_list = self.wgrad_store.pop()", GROUPED_OP),
-}
-"""By module: the class, where its `backward_dw` gets the grads, what it assigns, and what becomes of that."""
-
 RETURNED = """
 if ctx.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
     ...
@@ -162,18 +92,14 @@ def examine(source: Source) -> Verdict:
     if lacks_delayed_wgrads(source):
         return not_applicable("graphs of delayed weight gradients are not captured")
     capture = graph_capture(source)
-    methods = {
-        name: source.definition(f"transformer_engine.pytorch.{name}", f"{owner}.backward_dw")
-        for name, (owner, _, _) in METHODS.items()
-        if name != OP or _op_has(source, "backward_dw")
-    }
+    methods = backward_dw_methods(source)
     corrected = [each for each in (capture, *methods.values()) if "_te_delayed_wgrad" in each.text(each.node)]
     if corrected:
         _require_corrected(source, capture, methods)
         return not_needed("what backward_dw computes is added to the parameters' grads, after each replay too")
     edits = _graph(source, capture)
     for name, backward_dw in methods.items():
-        edits += _backward_dw(name, backward_dw)
+        edits += add_instead(name, backward_dw)
     for backward in _dgrads(source):
         returned = cast(ast.If, backward.one(RETURNED.format(FUSED)))
         edits.append(backward.replace(cast(ast.If, returned.orelse[0]).test, FUSED_OR_DELAYED))
@@ -181,12 +107,6 @@ def examine(source: Source) -> Verdict:
     return applicable(
         "what backward_dw assigns to .grad is lost, under graphs and at a second microbatch", edits, new_modules
     )
-
-
-def _op_has(source: Source, name: str) -> bool:
-    """Whether the grouped operation of te.ops has a method; it delays wgrads in newer TE only."""
-    module = source.find(f"transformer_engine.pytorch.{OP}")
-    return module is not None and name in module.text and bool(module.definition(f"GroupedLinear.{name}"))
 
 
 def _dgrads(source: Source) -> list[Definition]:
@@ -234,31 +154,8 @@ def _attributes(source: Source, capture: Definition) -> list[Edit]:
         replay.replace(call, f"{replay.text(call)}\n{DELIVER}"),
         reset.insert_after(reset.node.body[-1], FORGET),
     ]
-    if _op_has(source, "_trigger_wgrad_accumulation_and_reduce_hooks"):
+    if op_has(source, "_trigger_wgrad_accumulation_and_reduce_hooks"):
         edits.append(replay.replace(replay.one(BASE_MODULES_ONLY), WITH_HOOKS))
-    return edits
-
-
-def _backward_dw(name: str, method: Definition) -> list[Edit]:
-    """Add what one module's `backward_dw` assigns: all of it, in the shapes of `METHODS`."""
-    _, grads, assigned = METHODS[name]
-    method.one(grads)
-    check = method.one("if not self.need_backward_dw(): return")
-    dots = "." * (name.count(".") + 1)
-    edits = [method.insert_before(check, f"from {dots}_te_delayed_wgrad import accumulate_grads")]
-    if "single_grouped_weight" in method.text(method.node) and name != OP:
-        assigned += (SINGLE_WEIGHT,)
-    if "grouped_bias.grad" in method.text(method.node):
-        assigned += (SINGLE_BIAS,)
-    known = 0
-    for shapes in assigned:
-        node = method.one(*shapes)
-        known += len(method.all(ASSIGNED, within=node))
-        edits.append(method.replace(node, next(added for shape, added in shapes.items() if method.has(shape))))
-        if MLP in shapes:
-            require_digest(method, node, MLP_DIGEST)
-    method.exactly(known, ASSIGNED)
-    method.exactly(2 * (assigned is BASE), "noop_cat(ANY)")
     return edits
 
 
@@ -270,11 +167,11 @@ def _require_corrected(source: Source, capture: Definition, methods: Mapping[str
     once = dict.fromkeys((KEEP, DELIVER, FORGET, ATTRIBUTES), 1)
     copies = len(capture.all(NO_COPY))
     counts = {CALL: 0, "take_grads(module)": 3, TAKE.format(index="ANY"): 2, COPY_BIASES: copies, BIASES: copies}
-    outputs, hooks = _names_outputs(capture), _op_has(source, "_trigger_wgrad_accumulation_and_reduce_hooks")
+    outputs, hooks = _names_outputs(capture), op_has(source, "_trigger_wgrad_accumulation_and_reduce_hooks")
     for pattern, count in (once | counts | {FORGET_OUTPUTS: outputs, WITH_HOOKS: hooks}).items():
         capture.exactly(count, pattern)
     for name, method in methods.items():
-        method.one(f"from {'.' * (name.count('.') + 1)}_te_delayed_wgrad import accumulate_grads")
+        method.one(import_of(name))
         method.exactly(0, ASSIGNED)
     for backward in _dgrads(source):
         backward.one(RETURNED.format(FUSED_OR_DELAYED))
