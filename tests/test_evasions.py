@@ -53,7 +53,8 @@ def edited(version: str, fix_id: str) -> tuple[Place, ...]:
     tree, needed = published(version)
     found: dict[tuple[str, int], Place] = {}
     for edit in needed[fix_id].edits:
-        for place in places(tree.module(edit.module), edit.start):
+        module = tree.module(edit.module)
+        for place in [*places(module, edit.start)] or places(module, edit.start - 2):  # what is added after a method
             found.setdefault((edit.module, id(place.statement)), place)
     return tuple(found.values())
 
