@@ -94,7 +94,7 @@ def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
     for name, qualname in sorted(places - {(change.module, change.qualname) for change in changed}):
         node = source.module(name).definitions.get(qualname)
         if not isinstance(node, ast.ClassDef):
-            code = _compile(source.module(name), qualname, node) if node else None
+            code = _inner(_block(source.module(name), qualname, node), node.name) if node else None
             changed.append(Change(name, qualname, code, code))
     return changed
 
@@ -112,10 +112,10 @@ def _module_changes(module: ModuleSource, edits: list[Edit]) -> list[Change]:
             old = module.definitions.get(qualname)
             before = None
             if isinstance(old, ast.FunctionDef):
-                before = _compile(module, qualname, old)
+                before = _inner(_block(module, qualname, old), node.name)
                 _require_growth(module, old, node)
                 _undecorate(node)
-            block = _block(module, owner, node)
+            block = _block(module, qualname, node)
             after = _inner(block, node.name)
             if before and before.co_freevars != after.co_freevars:
                 raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
@@ -127,7 +127,7 @@ def _place(module: ModuleSource, edit: Edit) -> tuple[str, int, int]:
     """The class, or "", and the characters of the function that the edit is in, or of the place where it adds some."""
     owner = None
     for name, node in module.definitions.items():
-        start = module.line_start(_first_line(node))
+        start = module.line_start([*node.decorator_list, node][0].lineno)
         end = module.line_start(cast(int, node.end_lineno) + 1)
         if start < edit.start and edit.end <= end:
             if isinstance(node, ast.FunctionDef) and edit.start < end:
@@ -137,10 +137,6 @@ def _place(module: ModuleSource, edit: Edit) -> tuple[str, int, int]:
     if owner is None:
         raise EngineError(f"a fix changes text of {module.path} that is not in a function, nor adds one to a class")
     return owner, edit.start, edit.end
-
-
-def _first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def _functions(module: ModuleSource, owner: str, text: str, line: int) -> list[ast.FunctionDef]:
@@ -175,17 +171,13 @@ def _require_growth(module: ModuleSource, old: ast.FunctionDef, new: ast.Functio
 def _undecorate(node: ast.FunctionDef) -> None:
     """Keep the line of the decorators, where the code begins, but do not run them: TE's own object has them."""
     if node.decorator_list:
-        lines = "\n" * (_first_line(node) - 1)
+        lines = "\n" * (node.decorator_list[0].lineno - 1)
         node.decorator_list = [ast.parse(f"{lines}(lambda function: function)", mode="eval").body]
 
 
-def _compile(module: ModuleSource, qualname: str, node: ast.FunctionDef) -> CodeType:
-    owner, _, name = qualname.rpartition(".")
-    return _inner(_block(module, owner, node), name)
-
-
-def _block(module: ModuleSource, owner: str, node: ast.stmt) -> CodeType:
-    """The code of the module, or of the class ``owner``, with just ``node``, and the imports on which calls depend."""
+def _block(module: ModuleSource, qualname: str, node: ast.stmt) -> CodeType:
+    """The code of the module, or the class, with just the function ``node``, and the imports on which calls depend."""
+    owner = qualname.rpartition(".")[0]
     if owner:
         outer = cast(ast.ClassDef, ast.parse(f"class {owner}: pass").body[0])
         outer.body, node = [node], outer
