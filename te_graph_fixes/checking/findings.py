@@ -153,9 +153,10 @@ class Findings:
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         """The callable ``index`` is not compared."""
-        if self._new(str(index), module, reason):
+        if self._new("left out", str(index)):
             self.totals["left out"] += 1
-            say(f"rank {ranks()[0]}, callable {index} ({module}) is not compared: {reason}")
+            if self._new(module, reason):
+                say(f"rank {ranks()[0]}, callable {index} ({module}) is not compared, nor are others like it: {reason}")
 
     def step_over(self) -> None:
         """Read what has been compared so far. A strict check ends the process here."""
