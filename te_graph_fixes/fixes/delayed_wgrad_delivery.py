@@ -128,6 +128,7 @@ def _graph(source: Source, capture: Definition) -> list[Edit]:
         edits.append(capture.replace(call, TAKE.format(index=capture.text(match["ANY_INDEX"]))))
     if "skip_backward_post_hook" in capture.text(capture.node):  # TE copies the parameter grads of a dgrad
         slots = capture.inner("_returned_param_grad_clone_slots")
+        capture.require_parameters("callables")
         edits += [capture.insert_before(slots.node, BIASES), slots.replace(slots.one(NO_COPY), COPY_BIASES)]
     if _names_outputs(capture):
         edits.append(capture.replace(capture.one(WARMUP_END), FORGET_OUTPUTS))
