@@ -339,6 +339,13 @@ class Definition:
         if missing:
             raise unrecognized(f"parameters {sorted(missing)}", self)
 
+    def statement_with(self, context: Node) -> ast.With:
+        """The ``with`` statement that enters ``context``; raises `UnrecognizedError` where there is none."""
+        for statement in self.statements(ast.With):
+            if any(node is context for item in statement.items for node in ast.walk(item.context_expr)):
+                return statement
+        raise unrecognized(f"a with statement that enters `{ast.unparse(context)}`", self)
+
     def statements(self, kind: type[Statement]) -> list[Statement]:
         """Every statement of a type in this definition, itself left out."""
         places = self.module.index(self.node).get(kind, [])
@@ -379,6 +386,11 @@ class Definition:
         """Put the statements ``text`` on lines of their own after the statement ``node``."""
         _, end = self._whole_lines(node)
         return Edit(self.module.name, end, end, self._indented(node, text) + "\n")
+
+    def enter_before(self, context: Node, text: str) -> Edit:
+        """Let the ``with`` statement that enters ``context`` enter the context manager ``text`` first."""
+        start, _ = self._offsets(self.statement_with(context).items[0].context_expr)
+        return Edit(self.module.name, start, start, f"{text}, ")
 
     def delete(self, node: Node) -> Edit:
         """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""

@@ -33,6 +33,7 @@ FIRST = {
     "backward-dw-order": "2.10.0",
     "delayed-wgrad-delivery": "2.10.0",
     "fp8-state-at-replay": "2.10.0",
+    "fused-dummy-copies": "2.19.0",
     "grouped-linear-skip-flag": "2.10.0",
     "nvfp4-weight-preswizzle": "2.18.0",
     "nested-autocast": "2.8.0",
@@ -59,7 +60,7 @@ LAST = {
 LACKS = (
     *("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery"),
     *("stale-fp8-weights", "wgrad-hook-order", "backward-amax-reduction", "fp8-state-at-replay", "nested-autocast"),
-    *("replay-arguments", "calibrating-recipe", "skip-flag-reset"),
+    *("replay-arguments", "calibrating-recipe", "skip-flag-reset", "fused-dummy-copies"),
 )
 """The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 

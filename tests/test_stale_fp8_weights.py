@@ -14,7 +14,8 @@ FIX = CATALOGUE["stale-fp8-weights"]
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
 VERSION = Source.installed().version or ""
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-SETTINGS = ("uncached", "after-cached", "not-first")
+SETTINGS = ("uncached", "after-cached", "not-first", "recompute", "recompute-after-cached")
+CANNOT_RECOMPUTE = VERSION.startswith(("2.10.", "2.11."))
 
 
 def run(setting: str, *case: str) -> dict[tuple[str, ...], float | str]:
@@ -35,6 +36,9 @@ def fixed() -> dict[tuple[str, ...], float | str]:
 def test_weights_are_quantized_when_they_are_new(
     fixed: dict[tuple[str, ...], float | str], kind: str, recipe: str, setting: str
 ) -> None:
+    if setting.startswith("recompute") and CANNOT_RECOMPUTE:
+        assert "Checkpointing is not compatible with .grad()" in str(fixed[kind, recipe, setting])
+        return
     if (
         kind == "LayerNormMLP"
         and VERSION.startswith("2.10.")
@@ -47,6 +51,10 @@ def test_weights_are_quantized_when_they_are_new(
 @pytest.mark.skipif(not NEEDED, reason="this TE has the corrected code")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_without_the_fix_weights_are_stale(setting: str) -> None:
+    if setting.startswith("recompute") and CANNOT_RECOMPUTE:
+        pytest.skip("this TE cannot capture te.checkpoint")
+    if setting == "recompute" and CATALOGUE["warmup-reset"].verdict(Source.installed()).verdict == "applicable":
+        pytest.skip("every microbatch counts as the first one here, which hides it")
     everything_else = ",".join(sorted(set(CATALOGUE) - {FIX.id, "warmup-reset"}))
     (found,) = run(everything_else, "Linear", "fp8-current", setting).values()
     assert isinstance(found, float), found

@@ -132,14 +132,13 @@ else:
     ...
 """
 
-CAPTURE_2_10 = """
-if is_training:
-    with _graph_context_wrapper(bwd_graph, pool=mempool):
-        grad_inputs = ANY_GRADS
-    if need_bwd_dw_graph[per_callable_bwd_idx]:
-        bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-        with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
-            ...
+CAPTURE_2_10 = "_graph_context_wrapper(bwd_graph, pool=mempool)"
+
+WGRAD_2_10 = """
+if need_bwd_dw_graph[per_callable_bwd_idx]:
+    bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+    with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
+        ...
 """
 
 SKIP_WGRAD = """
@@ -156,13 +155,14 @@ if is_wgrad:
 """
 
 WGRAD_OF_PLAN_2_10 = """
-if is_training:
-    if not is_wgrad:
-        with _graph_context_wrapper(bwd_graph, pool=mempool):
-            grad_inputs = ANY_GRADS
-    if is_wgrad:
+if is_wgrad:
+    bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+    with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
         ...
 """
+
+NO_GRAPH = " if not is_wgrad else contextlib.nullcontext()"
+NO_GRADS = " if not is_wgrad else ()"
 
 CORRECTED = (
     MAKE_PLAN,
@@ -172,7 +172,10 @@ CORRECTED = (
     "per_callable_bwd_idx = _order_plan.index(i, l_no)",
     "for i, c_id in enumerate(_order): ...",
 )
-CORRECTED_2_10 = (WGRAD_OF_PLAN_2_10, SKIP_WGRAD, "m_chunk = _order_plan.entries[i].chunk")
+CORRECTED_2_10 = (
+    *(f"{CAPTURE_2_10}{NO_GRAPH}", f"grad_inputs = ANY_GRADS{NO_GRADS}"),
+    *(WGRAD_OF_PLAN_2_10, SKIP_WGRAD, "m_chunk = _order_plan.entries[i].chunk"),
+)
 """What is found once in a source that has been corrected; `WGRAD_OF_PLAN` in TE since 2.11."""
 
 
@@ -242,8 +245,9 @@ def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
 def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edit]:
     """For TE 2.10: orders hold whole numbers, and each wgrad is captured with its dgrad."""
     dgrad = cast(Run, capture.one(DGRAD_2_10, within=layers)).body
-    graphs = cast(ast.If, capture.one(CAPTURE_2_10, within=layers))
-    grads, wgrad = graphs.body[0], cast(ast.If, graphs.body[1])
+    graph = capture.one(CAPTURE_2_10, within=layers)
+    grads = capture.match("grad_inputs = ANY_GRADS", within=capture.statement_with(graph))["ANY_GRADS"]
+    wgrad = cast(ast.If, capture.one(WGRAD_2_10, within=layers))
     choose = capture.insert_after(cast(Run, capture.one(GRAD_OUTPUTS, within=dgrad[-1])).body[0], CHOOSE_BUFFER)
     chunk = cast(ast.Assign, cast(ast.If, loop.body[-1]).orelse[0])
     numbers = "num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches"
@@ -253,10 +257,16 @@ def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edi
         capture.replace(loop.iter, "enumerate(_order)"),
         capture.replace(chunk.value, "_order_plan.entries[i].chunk"),
         _only_dgrad(capture, dgrad, choose),
-        _only_dgrad(capture, [grads]),
+        _after(capture, graph, NO_GRAPH),
+        _after(capture, grads, NO_GRADS),
         capture.replace(wgrad.test, "is_wgrad"),
         capture.insert_before(capture.one("static_grad_inputs = []", within=layers), SKIP_WGRAD),
     ]
+
+
+def _after(capture: Definition, node: ast.expr | ast.stmt, text: str) -> Edit:
+    end = capture.module.offset(cast(int, node.end_lineno), cast(int, node.end_col_offset))
+    return Edit(capture.module.name, end, end, text)
 
 
 def _only_dgrad(capture: Definition, statements: list[ast.stmt], *inner: Edit) -> Edit:

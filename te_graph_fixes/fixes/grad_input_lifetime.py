@@ -19,6 +19,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
+from ..shapes import graph_capture, graph_interface, lacks_parameter
 from ..source import Definition, Source, UnrecognizedError
 
 START = "previous_chunk_last_callable_bwd_idx = None"
@@ -78,10 +79,10 @@ if l_no == 0:
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
-    if "make_weak_ref" not in capture.text(capture.node):
+    capture = graph_capture(source)
+    if lacks_parameter(graph_interface(source), "_reuse_graph_input_output_buffers"):
         return not_applicable("static buffers are not reused")
-    if all(capture.has(pattern) for pattern in (PLAN, PLANNED_RELEASE, PARAMETERS_RELEASE)):
+    if not plan_module(source) and all(capture.has(pattern) for pattern in (PLAN, PLANNED_RELEASE, PARAMETERS_RELEASE)):
         return not_needed("grad inputs are held until their last reader")
     capture.require_parameters("_reuse_graph_input_output_buffers")
     loop = _loop(capture)

@@ -6,9 +6,10 @@ Symptom: plain ``.grad`` accumulation over microbatches is off by about 1.0; so 
 the weights' wgrad is fused. A grad that a hook keeps changes under it.
 
 `Graphed.backward` returns the graph's static buffers; autograd adopts them as ``.grad``. Parameter grads are now
-returned as copies. Not copied are the grads of user inputs, and dummies that stand for a wgrad in ``main_grad``
-(``grad_added_to_main_grad``, with and without ``skip_backward_post_hook``). This is settled once, as the capture ends.
-The keyword ``clone_param_grads_on_return=False``, the same as in TE 2.19, turns it off.
+returned as copies. Not copied are the grads of user inputs, and dummies that stand for a wgrad in ``main_grad``: what
+this graph's backward marks with ``grad_added_to_main_grad`` is returned as TE's shared dummy, which is in no graph's
+memory (`te_graph_fixes/provided/fused_wgrads.py`, shipped beside the patched module). This is settled once, as the
+capture ends. The keyword ``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..source import Definition, Edit, Source, UnrecognizedError
-
-OPTION = "clone_param_grads_on_return"
+from ..provided import new_module
+from ..source import Definition, Edit, Source, unrecognized
+from .fused_dummy_copies import CHOICE, COPIED, NO_DUMMY, OPTION, has_sharing, share_edits
 
 RETURNED = "tuple(b.detach() if b is not None else b for b in static_grad_inputs)"
 
@@ -33,10 +34,22 @@ tuple(
 COPIED_GRADS = f"""
 # Which grads to return as copies: those of parameters, except dummies that stand for a wgrad in main_grad.
 copied_grads = tuple(
-    {OPTION} and index >= len_user_args and not getattr(arg, "grad_added_to_main_grad", False)
-    for index, arg in enumerate(static_input_surface)
+    {OPTION}
+    and index >= len_user_args
+    and not is_shared_dummy(static_grad_inputs[index], static_input_surface[index])
+    for index in range(len(static_grad_inputs))
 )
 
+"""
+
+CLONED = """
+for idx, grad_input in enumerate(static_grad_inputs):
+    if grad_input is None:
+        grad_inputs.append(None)
+    elif returned_param_grad_clone_slots[idx]:
+        grad_inputs.append(grad_input.detach().clone())
+    else:
+        grad_inputs.append(grad_input.detach())
 """
 
 
@@ -44,30 +57,57 @@ def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.graph")
     public, capture = module.definition("make_graphed_callables"), module.definition("_make_graphed_callables")
     call = _capture_call(public)
-    if OPTION in module.text:
-        public.require_parameters(OPTION)
-        capture.require_parameters(OPTION)
-        if OPTION not in {keyword.arg for keyword in call.keywords}:
-            raise UnrecognizedError(
-                f"looked for {OPTION} in the call of {capture.qualname} ({module.path}), found none"
-            )
-        capture.one("ANY_GRAD.detach().clone()")
-        return not_needed("parameter grads are returned as copies")
-    if capture.has("ANY_GRAD.clone()"):
-        raise UnrecognizedError(f"looked for no clone() in {capture.qualname} ({module.path}), found one")
     factory = capture.inner("make_graphed_autograd_function")
     factory.require_parameters("len_user_args", "static_input_surface", "static_grad_inputs")
     graphed = factory.inner("Graphed")
+    if OPTION in module.text:
+        _require_option(public, capture, call)
+        if factory.has(COPIED_GRADS):
+            graphed.one(RETURNED_COPIES)
+            if not has_sharing(capture):
+                raise unrecognized("dummies that are shared", capture)
+        else:
+            capture.inner("_returned_param_grad_clone_slots").one(COPIED)
+            capture.inner("_returned_param_grad_clone_slots").one(CHOICE, f"{CHOICE} and {NO_DUMMY}")
+            graphed.one(CLONED)
+        return not_needed("parameter grads are returned as copies")
+    if capture.has("ANY_GRAD.clone()"):
+        raise unrecognized("no clone()", capture, "one")
     return applicable(
         "graphs return their static buffers as parameter grads",
         [
             _append(public, _last_default(public), f"{OPTION}: bool = True"),
             _append(capture, _last_default(capture), f"{OPTION}: bool = True"),
             _append(public, call.keywords[-1].value, f"{OPTION}={OPTION}"),
+            *share_edits(capture),
             factory.insert_before(graphed.node, COPIED_GRADS),
             graphed.replace(graphed.one(RETURNED), RETURNED_COPIES),
         ],
+        new_module(source, "fused_wgrads"),
     )
+
+
+def _require_option(public: Definition, capture: Definition, call: ast.Call) -> None:
+    """Raise `UnrecognizedError` unless copies are made where the caller says nothing, and as the caller says."""
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if given.get(OPTION) != OPTION:
+        raise unrecognized(f"{OPTION}={OPTION} in the call of {capture.qualname}", public, given.get(OPTION, "none"))
+    for definition in (public, capture):
+        default = _default(definition, OPTION)
+        if default != "True":
+            raise unrecognized(f"{OPTION}: bool = True", definition, default)
+        for node in ast.walk(definition.node):
+            if isinstance(node, ast.Name) and node.id == OPTION and not isinstance(node.ctx, ast.Load):
+                raise unrecognized(f"{OPTION} as it was given", definition, f"an assignment (line {node.lineno})")
+
+
+def _default(definition: Definition, parameter: str) -> str:
+    arguments = cast(ast.FunctionDef, definition.node).args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    with_default = positional[len(positional) - len(arguments.defaults) :]
+    pairs = [*zip(with_default, arguments.defaults, strict=True)]
+    pairs += [(name, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value]
+    return next((ast.unparse(value) for name, value in pairs if name.arg == parameter), "none")
 
 
 def _capture_call(public: Definition) -> ast.Call:
@@ -77,7 +117,7 @@ def _capture_call(public: Definition) -> ast.Call:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_make_graphed_callables"
     ]
     if len(calls) != 1 or not calls[0].keywords or any(keyword.arg is None for keyword in calls[0].keywords):
-        raise UnrecognizedError(f"looked for one call of _make_graphed_callables with keywords in {public.module.path}")
+        raise unrecognized("one call of _make_graphed_callables with keywords", public)
     return calls[0]
 
 
@@ -85,7 +125,7 @@ def _last_default(definition: Definition) -> ast.expr:
     arguments = cast(ast.FunctionDef, definition.node).args
     defaults = [*arguments.defaults, *(default for default in arguments.kw_defaults if default)]
     if not defaults:
-        raise UnrecognizedError(f"looked for parameters with defaults of {definition.qualname}, found none")
+        raise unrecognized("parameters with defaults", definition)
     return defaults[-1]
 
 

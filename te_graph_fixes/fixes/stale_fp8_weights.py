@@ -16,11 +16,9 @@ quantized again. It happens
 
 from __future__ import annotations
 
-import ast
-from typing import cast
-
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..source import Definition, Edit, Source, UnrecognizedError
+from ..shapes import lacks_parameter
+from ..source import Definition, Edit, Source, unrecognized
 
 MODULES = {
     "linear": "Linear",
@@ -30,13 +28,12 @@ MODULES = {
 }
 
 QUANTIZE = """
-# Captured without a skip flag, "not the first microbatch" would mean that weights are never quantized.
-if (
-    is_first_microbatch is False
-    and {state}.{capturing}
-    and {state}.skip_fp8_weight_update_tensor is None
-):
-    is_first_microbatch = None
+if is_first_microbatch is False:
+    from ..graph import is_graph_capturing as is_capturing
+
+    # Captured without a skip flag, "not the first microbatch" would mean that weights are never quantized.
+    if is_capturing() and {state}.skip_fp8_weight_update_tensor is None:
+        is_first_microbatch = None
 
 """
 
@@ -55,12 +52,12 @@ def own_skip_flag():
 
 """
 
-WRAPPER = """
-def call_func(self, *args, **kwargs):
-    with ANY_AUTOCAST:
-        outputs = old_call_funcs[block_cls](self, *args, **kwargs)
-    return outputs
-"""
+CONTEXTS = {
+    "torch.cuda.stream(torch.cuda.Stream())": 1,
+    "_graph_context_wrapper(fwd_graph, pool=mempool)": 2,
+    "_graph_context_wrapper(bwd_graph, pool=mempool)": 2,
+}
+"""What warmup, captures of forwards and captures of dgrads (which recompute activations) run in, and how often."""
 
 SET_FLAG = "ctx.is_first_module and skip_fp8_weight_update is not None"
 
@@ -68,57 +65,50 @@ ALWAYS_SET_FLAG = "skip_fp8_weight_update is not None and (ctx.is_first_module o
 
 
 def examine(source: Source) -> Verdict:
-    if source.find("transformer_engine.pytorch.quantization") is None:
-        return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
     graph = source.module("transformer_engine.pytorch.graph")
     public, capture = graph.definition("make_graphed_callables"), graph.definition("_make_graphed_callables")
+    if source.find("transformer_engine.pytorch.quantization") is None and lacks_parameter(
+        public, "cache_quantized_params"
+    ):
+        return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
+    state = _state(source)
+    graph.definition("is_graph_capturing")
+    capture.require_parameters("cache_quantized_params")
+    contexts = [node for text, count in CONTEXTS.items() for node in capture.exactly(count, text)]
     forwards = [
         source.definition(f"transformer_engine.pytorch.module.{module}", f"{name}.forward")
         for module, name in MODULES.items()
     ]
     corrected = [
-        "def own_skip_flag" in public.text(public.node),
+        capture.has(OWN_FLAG.format(state=state)) and len(capture.all("own_skip_flag()")) == len(contexts),
         capture.has(ALWAYS_SET_FLAG),
-        *(forward.has("is_first_microbatch = None") for forward in forwards),
+        *(forward.has(QUANTIZE.format(state=state)) for forward in forwards),
     ]
     if all(corrected):
         return not_needed("graphs quantize their weights whenever these are new")
     if any(corrected):
-        raise UnrecognizedError(
-            f"looked for modules that all can keep stale weights in {source.location}, found a mixture"
-        )
-    state, capturing = _state(source)
-    public.require_parameters("cache_quantized_params")
-    wrapper = cast(ast.FunctionDef, public.one(WRAPPER))
-    autocast = cast(ast.With, wrapper.body[0])
-    start = public.module.offset(autocast.items[0].context_expr.lineno, autocast.items[0].context_expr.col_offset)
-    wrap = next(node for node in ast.walk(public.node) if isinstance(node, ast.FunctionDef) and wrapper in node.body)
+        raise unrecognized("modules that all can keep stale weights", source.location, "a mixture")
     return applicable(
         "graphs without a skip flag of their own never quantize their weights again",
         [
-            public.insert_before(wrap, OWN_FLAG.format(state=state)),
-            Edit(graph.name, start, start, "own_skip_flag(), "),
+            capture.insert_before(capture.one("visited_te_modules = ANY_EMPTY"), OWN_FLAG.format(state=state)),
+            *(capture.enter_before(context, "own_skip_flag()") for context in contexts),
             capture.replace(capture.one(SET_FLAG), ALWAYS_SET_FLAG),
-            *(_quantize(forward, QUANTIZE.format(state=state, capturing=capturing)) for forward in forwards),
+            *(_quantize(forward, QUANTIZE.format(state=state)) for forward in forwards),
         ],
     )
 
 
-def _state(source: Source) -> tuple[str, str]:
-    """What holds the skip flag while the program runs, and the name in it that says whether a capture is under way."""
+def _state(source: Source) -> str:
+    """What holds the skip flag while the program runs."""
     quantization = source.module("transformer_engine.pytorch.quantization")
     manager = quantization.definition("FP8GlobalStateManager")
     if manager.has("quantization_state = FP8GlobalState()"):
-        state = quantization.definition("FP8GlobalState")
-        state.one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
-        state.one("fp8_graph_capturing: bool = False")
-        return "FP8GlobalStateManager.quantization_state", "fp8_graph_capturing"
-    for name, value in (("skip_fp8_weight_update_tensor", "None"), ("FP8_GRAPH_CAPTURING", "False")):
-        if not manager.has(f"{name} = {value}"):
-            raise UnrecognizedError(
-                f"looked for {name} = {value} in {manager.qualname} ({quantization.path}), found none"
-            )
-    return "FP8GlobalStateManager", "FP8_GRAPH_CAPTURING"
+        quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
+        return "FP8GlobalStateManager.quantization_state"
+    if any(node in manager.node.body for node in manager.all("skip_fp8_weight_update_tensor = None")):
+        return "FP8GlobalStateManager"
+    raise unrecognized("skip_fp8_weight_update_tensor = None", manager)
 
 
 def _quantize(forward: Definition, text: str) -> Edit:

@@ -7,8 +7,6 @@ from typing import cast
 
 from ..source import Source, UnrecognizedError
 
-PLAN_MODULE = "transformer_engine.pytorch._te_graph_order"
-
 
 def module_text(name: str) -> str:
     """The text of module ``name`` of this package, which may be in a zip."""
@@ -17,10 +15,15 @@ def module_text(name: str) -> str:
 
 def plan_module(source: Source) -> dict[str, str]:
     """The ``new_modules`` of a verdict whose edits import the order plan; empty where ``source`` has it already."""
-    text = module_text("graph_order")
-    found = source.find(PLAN_MODULE)
+    return new_module(source, "graph_order")
+
+
+def new_module(source: Source, name: str) -> dict[str, str]:
+    """The ``new_modules`` of a verdict whose edits import module ``name``; empty where ``source`` has it already."""
+    full_name, text = f"transformer_engine.pytorch._te_{name}", module_text(name)
+    found = source.find(full_name)
     if found is None:
-        return {PLAN_MODULE: text}
+        return {full_name: text}
     if found.text != text:
         raise UnrecognizedError(f"{found.path} is another version of a module that this package provides")
     return {}

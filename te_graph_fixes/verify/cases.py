@@ -50,6 +50,7 @@ PIPELINED = (
 )
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
+DUMMIES, PARAMETER_HOOKS = "fused-dummy-copies", "parameter-hooks"
 PARAM_GRADS, ACCESSORS = "param-grad-lifetime", "skip-flag-accessors"
 HOOKS, HOOK_ORDER = "backward-dw-hooks", "wgrad-hook-order"
 GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
@@ -120,6 +121,10 @@ _ALL = (
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
+    Case("recomputed-weights", (STALE, WARMUP), "gradients:recomputed_weights"),
+    Case("tied-weight", (PARAM_GRADS, DUMMIES), "gradients:tied_weight", quick=True),
+    Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
+    Case("parameter-hooks", (PARAMETER_HOOKS,), "gradients:parameter_hooks", quick=True),
 )
 
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")

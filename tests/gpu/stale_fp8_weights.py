@@ -5,8 +5,10 @@
 
 ``uncached``: a capture without cached weights, of a module that carries ``is_first_microbatch``. ``after-cached``: one
 of a module that does not, after another module was captured with cached weights. ``not-first``: a capture with cached
-weights, replayed after an eager FP8 module in the same autocast, while another graph serves a later microbatch. The
-eager modules quantize their weights for every microbatch, as the graphs in these settings have to.
+weights, replayed after an eager FP8 module in the same autocast, while another graph serves a later microbatch.
+``recompute``, ``recompute-after-cached``: as ``uncached`` and ``after-cached``, within ``te.checkpoint`` (which TE 2.10
+and 2.11 cannot capture). The eager modules quantize their weights for every microbatch, as the graphs in these settings
+have to.
 Without arguments it runs every case. Runs on the simulator as well.
 """
 
@@ -29,7 +31,18 @@ STEPS = 3
 MICROBATCHES = 2
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 RECIPES = ("fp8-delayed", "fp8-current")
-SETTINGS = ("uncached", "after-cached", "not-first")
+SETTINGS = ("uncached", "after-cached", "not-first", "recompute", "recompute-after-cached")
+
+
+class Recomputed(torch.nn.Module):
+    """A module whose activations are recomputed in its backward."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return te.checkpoint(self.inner, x)
 
 
 def build(kind: str, seed: int) -> torch.nn.Module:
@@ -55,20 +68,24 @@ def build(kind: str, seed: int) -> torch.nn.Module:
 
 
 def train(kind: str, recipe_name: str, setting: str, graphed: bool) -> list[torch.Tensor]:
-    """Outputs and wgrads of the module, for every microbatch and step."""
+    """Outputs, dgrads and wgrads of the module, for every microbatch and step."""
     FP8GlobalStateManager.reset()
     recipe = make_recipe(recipe_name)
-    module = build(kind, 1)
+    module = inner = build(kind, 1)
     other, eager = build("Linear", 2), build("Linear", 3)
-    if setting == "uncached" and graphed:
-        module.is_first_microbatch = True
+    if setting.startswith("recompute"):
+        module = Recomputed(inner)
+    marks_first = graphed and setting in ("uncached", "recompute")
+    after_cached = setting.endswith("after-cached")
+    if marks_first:
+        inner.is_first_microbatch = True
     torch.manual_seed(4)
     batches = torch.randn(STEPS, MICROBATCHES, TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
     run, run_other = module, other
     if graphed:
         sample = torch.randn_like(batches[0, 0])
         options = {"enabled": True, "recipe": recipe}
-        if setting != "uncached":
+        if after_cached or setting == "not-first":
             run_other = te.make_graphed_callables(
                 other, (sample.clone().requires_grad_(),), cache_quantized_params=True, **options
             )
@@ -77,12 +94,12 @@ def train(kind: str, recipe_name: str, setting: str, graphed: bool) -> list[torc
         )
     values = []
     for step in range(STEPS):
-        if setting == "uncached" and graphed:
-            module.is_first_microbatch = True
+        if marks_first:
+            inner.is_first_microbatch = True
         for parameter in module.parameters():
             parameter.main_grad.zero_()
         for microbatch in range(MICROBATCHES):
-            if setting != "uncached":  # another graph, ahead of this one in the pipeline
+            if after_cached or setting == "not-first":  # another graph, ahead of this one in the pipeline
                 with te.autocast(enabled=True, recipe=recipe):
                     run_other(batches[step, 0], is_first_microbatch=microbatch == 0)
         for microbatch in range(MICROBATCHES):
@@ -94,6 +111,7 @@ def train(kind: str, recipe_name: str, setting: str, graphed: bool) -> list[torc
                 out = run(x, **first)
             values.append(out.detach().clone())
             out.backward(torch.ones_like(out))
+            values.append(x.grad.clone())
         with torch.no_grad():
             for parameter in module.parameters():
                 gradient = parameter.grad if parameter.dim() == 1 else parameter.main_grad

@@ -1,0 +1,53 @@
+"""Backwards of warmup and capture: the hooks of parameters belong to the gradients of training, and must not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def hooks_put_aside(owner: torch.nn.Module | Callable[..., Any] | Sequence[Any]) -> Iterator[None]:
+    """Within the block no hook of the parameters runs: those of a module, or those in a sequence of tensors.
+
+    Neither hooks of a tensor's gradient, nor those for after its accumulation, nor those that are registered with the
+    node that accumulates, as data-parallel wrappers do. Nothing is unregistered: their handles stay valid.
+    """
+    tensors = owner.parameters() if isinstance(owner, torch.nn.Module) else () if callable(owner) else owner
+    hooks = [each for tensor in tensors if _has_hooks(tensor) for each in _hooks(tensor)]
+    held = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, held, strict=True):
+            added = dict(each)
+            each.clear()
+            each.update({**before, **added})
+
+
+def _has_hooks(tensor: Any) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+
+
+def _hooks(parameter: Any) -> Iterator[MutableMapping[int, Any]]:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name, None)
+        if hooks:
+            yield hooks
+    with torch.enable_grad():
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            yield hooks
+
+
+def _nothing(*_: Any) -> None:
+    pass
