@@ -21,7 +21,7 @@ from typing import Any, cast
 from wrapt import apply_patch, resolve_path
 
 from .fix import Verdict
-from .source import Edit, ModuleSource, Source, split_lines
+from .source import Edit, ModuleSource, Source, split_lines, without_full_collections
 
 _STATE = ("__code__", "__defaults__", "__kwdefaults__")
 """What a correction may change about a function."""
@@ -83,6 +83,7 @@ class Change:
     edits: tuple[Edit, ...] = ()
 
 
+@without_full_collections()
 def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
     """Compile the functions that the ``verdicts``, by fix, change or rest on, as in their modules.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -15,7 +16,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -28,6 +29,7 @@ Node: TypeAlias = "ast.expr | ast.stmt"
 _Names: TypeAlias = "dict[str, Node]"
 _Index: TypeAlias = "dict[type[ast.AST], list[tuple[list[Any], int]]]"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_NEVER = 1_000_000_007
 _NO_SYNTAX = {"type_comment", "kind"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
 
@@ -43,6 +45,22 @@ class UnrecognizedError(Exception):
 def unrecognized(wanted: str, place: object, found: str = "none") -> UnrecognizedError:
     """The error to raise where ``wanted`` is not in ``place``: a `Definition`, or a path."""
     return UnrecognizedError(f"looked for {wanted} in {place}, found {found}")
+
+
+@contextlib.contextmanager
+def without_full_collections() -> Iterator[None]:
+    """Put the collection of all garbage off: next to torch's objects it takes as long as reading TE does.
+
+    Young objects are collected as ever, and what another thread sets meanwhile stays.
+    """
+    before = gc.get_threshold()
+    ours = (*before[:2], _NEVER)
+    gc.set_threshold(*ours)
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == ours:
+            gc.set_threshold(*before)
 
 
 @dataclass(frozen=True)

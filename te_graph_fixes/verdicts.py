@@ -11,12 +11,13 @@ from .engine import EngineError, changes
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
 from .fixes import CATALOGUE
 from .settings import EXPECT, Settings
-from .source import Source, TENotFoundError
+from .source import Source, TENotFoundError, without_full_collections
 
 DISABLED = "disabled"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
+@without_full_collections()
 def verdicts(source: Source) -> dict[str, Verdict]:
     """The verdict of every fix on ``source``.
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import py_compile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.source import Definition, ModuleSource, Source, TENotFoundError, UnrecognizedError
+from te_graph_fixes.source import (
+    Definition,
+    ModuleSource,
+    Source,
+    TENotFoundError,
+    UnrecognizedError,
+    without_full_collections,
+)
 
 CODE = "transformer_engine.pytorch.code"
 
@@ -169,6 +177,39 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
 )
 def test_patterns_match_by_syntax(pattern: str, text: str, matches: int) -> None:
     assert len(definition(f"def run(x):\n    {text}\n").all(pattern)) == matches
+
+
+def test_full_collections_are_put_off_and_nothing_else_changes() -> None:
+    before = gc.get_threshold()
+    with without_full_collections():
+        assert gc.get_threshold()[:2] == before[:2]
+        assert gc.isenabled()
+        with without_full_collections():
+            pass
+        count = gc.get_stats()[2]["collections"]
+        kept = [[i] for i in range(300_000)]
+        assert gc.get_stats()[2]["collections"] == count
+        assert gc.get_stats()[0]["collections"] > 0
+        del kept
+    assert gc.get_threshold() == before
+    try:
+        with without_full_collections():
+            gc.disable()
+            gc.set_threshold(5, 6, 7)  # as another thread may
+        assert (gc.isenabled(), gc.get_threshold()) == (False, (5, 6, 7))
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+
+
+def test_two_threads_that_put_collections_off_leave_none_off() -> None:
+    before = gc.get_threshold()
+    first, second = without_full_collections(), without_full_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == before
 
 
 def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
