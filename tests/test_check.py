@@ -195,6 +195,21 @@ te.Linear.forward, done = once, []
     assert lines(done)[-1].endswith("4 callables are left out")
 
 
+def test_layers_that_recompute_their_activations() -> None:
+    before = """
+class Recomputed(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+    def forward(self, x):
+        return te.checkpoint(self.layer, x)
+layers = torch.nn.ModuleList(map(Recomputed, layers))
+"""
+    found = lines(loop(before=before, TE_GRAPH_FIXES_CHECK="2"))
+    assert found[-1].startswith("2 steps, 4 callables, "), found
+    assert found[-1].endswith(" tensors compared: all equal")
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
