@@ -87,9 +87,11 @@ class _Activation:
 
     def before(self, name: str) -> None:
         """``name`` is about to be executed: read TE, if this is its start or a reload of a part of it."""
-        settings = self._settings
+        settings, known = self._settings, self._reading
         if settings is None or (name != PACKAGE and not loaded(PACKAGE)):
             return
+        if name != PACKAGE and known is not None and not loaded(name) and name not in known.targets:
+            return  # imported late for the first time, and nothing in it is to be changed
         from .verdicts import Reading, mismatch
 
         reading = Reading.installed(settings)

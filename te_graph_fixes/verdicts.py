@@ -119,6 +119,7 @@ class Reading:
         self.source, self.version, self.settings = source, source.version, settings
         self.found = verdicts(source) if found is None else found
         self.modules = {name for verdict in self.found.values() for name, _ in verdict.rests_on}
+        self.targets = {name for verdict in self.found.values() for name in verdict.targets}
         self._refused: dict[str, str] = {}
         self.chosen = choose(self.found, settings)
 

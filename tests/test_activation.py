@@ -881,6 +881,32 @@ assert statuses() == {{"graph": "unrecognized", "linear": "unrecognized"}}
 """)
 
 
+def test_a_module_that_is_imported_late_is_no_reason_to_read_again(own_world: World) -> None:
+    late = """
+        from ..fix import Fix, not_needed
+        def examine(source):
+            source.definition("transformer_engine.pytorch.late", "late")
+            return not_needed("it is right")
+        FIX = Fix("late", "summary", "symptom", ("link",), ">=2.99", examine)
+    """
+    write(own_world.folder, {"te_graph_fixes/fixes/late.py": late})
+    write(own_world.folder, {"transformer_engine/pytorch/late.py": "def late(): return 1\n"})
+    own_world.run("""
+import te_graph_fixes, transformer_engine.pytorch
+from te_graph_fixes import verdicts
+assert statuses() == APPLIED | {"late": "not-needed"}
+read = verdicts.Reading.installed
+verdicts.Reading.installed = None
+import transformer_engine.pytorch.late as late
+verdicts.Reading.installed = read
+assert statuses() == APPLIED | {"late": "not-needed"} and results() == RIGHT
+importlib.reload(late)
+assert statuses() == APPLIED | {"late": "not-needed"} and results() == RIGHT
+late.late = lambda: 2
+assert statuses() == APPLIED | {"late": "unrecognized"}
+""")
+
+
 def test_what_is_right_and_replaced_later_shows_in_the_report(own_world: World) -> None:
     own_world.run(f"""
 {RIGHT_ON_DISK}
