@@ -171,4 +171,5 @@ FIX = Fix(
     upstream=(),
     affected=">=2.10",
     examine=examine,
+    looks_like=("fp8 wgrad", "fp8 dgrad"),
 )
