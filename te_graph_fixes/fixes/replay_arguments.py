@@ -20,30 +20,36 @@ from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..shapes import lacks_delayed_wgrads
 from ..source import Definition, Edit, Source, unrecognized
 
-SPEC = """
+SPECS = """
 None
 if all(isinstance(arg, torch.Tensor) for arg in (*sample_args[i], *sample_kwargs[i].values()))
-else _tree_flatten(
-    (sample_args[i], [sample_kwargs[i][key] for key in per_callable_kwargs_keys[i]])
-)[1]
+else (
+    _tree_flatten(tuple(sample_args[i]))[1],
+    _tree_flatten([sample_kwargs[i][key] for key in per_callable_kwargs_keys[i]])[1],
+)
 """
-SHAPES = "sample_shapes = [arg.shape for arg in static_input_surface[:len_user_args]]"
+SHAPES = """
+sample_shapes = [getattr(arg, "shape", None) for arg in static_input_surface[:len_user_args]]
+"""
+FLATTEN = "flatten_user_{kind}, {spec} = _tree_flatten({given})"
+FLATTENED = (
+    {"kind": "args", "given": "user_args"},
+    {"kind": "kwargs", "given": "[user_kwargs[key] for key in kwargs_keys]"},
+)
 FUNCTION_ARGS = "func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params"
 CHECK = """
 shapes = [getattr(arg, "shape", None) for arg in (*flatten_user_args, *flatten_user_kwargs)]
 if shapes != sample_shapes:
     raise (ValueError if len(shapes) == len_user_args else TypeError)(
         "This graph was captured for positional arguments, then keywords "
-        f"{kwargs_keys}, with tensors of shapes {[tuple(shape) for shape in sample_shapes]}; "
+        f"{kwargs_keys}, with tensors of shapes {[shape and tuple(shape) for shape in sample_shapes]}; "
         f"it was given shapes {[shape and tuple(shape) for shape in shapes]}"
     )
-if sample_spec is not None:
-    spec = _tree_flatten((user_args, [user_kwargs[key] for key in kwargs_keys]))[1]
-    if spec != sample_spec:
-        raise ValueError(
-            f"This graph was captured for arguments in the structure {sample_spec}; "
-            f"it was given {spec}. The keys of dicts must come in the same order"
-        )
+if sample_specs is not None and sample_specs != (args_spec, kwargs_spec):
+    raise ValueError(
+        f"This graph was captured for arguments in the structure {sample_specs}; "
+        f"it was given {(args_spec, kwargs_spec)}. The keys of dicts must come in the same order"
+    )
 """
 
 
@@ -59,25 +65,29 @@ def examine(source: Source) -> Verdict:
     corrected = [
         factory.has(SHAPES),
         functionalized.has(CHECK + FUNCTION_ARGS),
-        capture.has(f"({SPEC})"),
-        "sample_spec" in [argument.arg for argument in function.args.args],
+        capture.has(f"({SPECS})"),
+        *(functionalized.has(FLATTEN.format(spec=f"{parts['kind']}_spec", **parts)) for parts in FLATTENED),
+        "sample_specs" in [argument.arg for argument in function.args.args],
     ]
     if all(corrected):
         return not_needed("arguments are compared with the samples")
     if any(corrected):
         raise unrecognized("replays that take any arguments", functionalized, "a mixture")
-    for pattern in (
-        "flatten_user_args, _ = _tree_flatten(user_args)",
-        "flatten_user_kwargs, _ = _tree_flatten([user_kwargs[key] for key in kwargs_keys])",
-    ):
-        functionalized.one(pattern)
+    capture.require_parameters("sample_args", "sample_kwargs")
     capture.one("per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]")
     return applicable(
         "a replay takes whatever it is given",
         [
-            _insert_argument(capture, capture_call(capture).args[0], f"({' '.join(SPEC.split())})"),
-            _insert_argument(capture, function.args.args[0], "sample_spec"),
-            factory.insert_before(functionalized.node, SHAPES + "\n"),
+            _insert_argument(capture, capture_call(capture).args[0], f"({' '.join(SPECS.split())})"),
+            _insert_argument(capture, function.args.args[0], "sample_specs"),
+            factory.insert_before(functionalized.node, SHAPES),
+            *(
+                functionalized.replace(
+                    functionalized.one(FLATTEN.format(spec="_", **parts)),
+                    FLATTEN.format(spec=f"{parts['kind']}_spec", **parts),
+                )
+                for parts in FLATTENED
+            ),
             functionalized.insert_before(functionalized.one(FUNCTION_ARGS), CHECK),
         ],
     )
