@@ -25,7 +25,6 @@ wanted = forward([module] * MICROBATCHES)
 runs = te.make_graphed_callables(
     (module,),
     [(batch.clone().requires_grad_(),) for batch in batches],
-    sample_kwargs=[{"is_first_microbatch": number == 0} for number in range(MICROBATCHES)],
     _order=[1] * MICROBATCHES + [-1] * MICROBATCHES,
     _num_layers_per_chunk=[1],
     enabled=True,

@@ -319,6 +319,8 @@ def compare(**options: Any) -> dict[str, Any]:
     norms = []
     try:
         eager = list(train(setup, graphed=False))
+    except Skipped:
+        raise
     except Exception as why:
         if setup.recipe in BLACKWELL_RECIPES:
             raise Skipped(f"{setup.module} does not take {setup.recipe}: {' '.join(str(why).split())}") from why
