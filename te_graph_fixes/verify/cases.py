@@ -55,6 +55,7 @@ PARAM_GRADS, ACCESSORS = "param-grad-lifetime", "skip-flag-accessors"
 HOOKS, HOOK_ORDER = "backward-dw-hooks", "wgrad-hook-order"
 GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
 PRESWIZZLE = "nvfp4-weight-preswizzle"
+TRANSPOSES, CACHED, EVALUATION = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
 ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-flag-reset"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
@@ -73,6 +74,13 @@ def _order(name: str, order: Iterable[float], quick: bool = False, **options: An
     options = {"order": tuple(order), "delay": True, "mark_first": False, "reuse": True, **options}
     return _training(name, (ORDER,), quick, **options)
 
+
+def _events(name: str, fixes: Iterable[str], events: str, quick: bool = False, **options: Any) -> Case:
+    """Events of ``verify.evaluation``, by name."""
+    return Case(name, tuple(fixes), "evaluation:compare", {"events": tuple(events.split()), **options}, quick)
+
+
+_STEPS = "first later update first later update first later"
 
 _ALL = (
     _training("experts-fp8-delayed", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-delayed", quick=True),
@@ -120,6 +128,55 @@ _ALL = (
     Case("misused-arguments", (ARGUMENTS,), "refusal:misused_arguments", quick=True),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
+    _events("fp8-params-of-master", (TRANSPOSES,), _STEPS, recipe="fp8-delayed", fp8_params=True, update="master"),
+    _events("fp8-params-block-no-grad", (TRANSPOSES,), _STEPS, recipe="fp8-block", fp8_params=True, no_grad=True),
+    _events("fp8-params-no-grad", (TRANSPOSES,), _STEPS, quick=True, fp8_params=True, no_grad=True),
+    _events(
+        *("fp8-experts-no-grad", (TRANSPOSES,), _STEPS),
+        module="GroupedLinear",
+        fp8_params=True,
+        no_grad=True,
+        pipelined=True,
+    ),
+    _events(
+        *("inference-and-training", (CACHED,)),
+        "infer-first first later update infer-later infer-first first infer-later later update first infer-later later",
+        quick=True,
+        cache=True,
+        captures=("infer", "train"),
+    ),
+    _events(
+        *("inference-and-eager-training", (CACHED,)),
+        "infer-first eager-first eager-later update infer-first eager-later update eager-first infer-later",
+        cache=True,
+        recipe="fp8-delayed",
+        captures=("infer",),
+    ),
+    _events(
+        *("cached-after-other-recipe", (CACHED, EVALUATION)),
+        "first later update other first later update first later other later update first",
+        cache=True,
+    ),
+    _events(
+        *("checkpoint-after-bf16", (EVALUATION,)),
+        "first update save bf16 first update save other first save",
+        recipe="fp8-delayed",
+        other="fp8-current",
+    ),
+    _events(
+        *("ops-after-bf16", (EVALUATION,)),
+        "first update bf16 save first update save bf16 first first save",
+        quick=True,
+        module="ops.Linear",
+        recipe="fp8-delayed",
+    ),
+    _events(
+        *("ops-after-other-recipe", (EVALUATION,)),
+        "first update other first update save other first first save",
+        module="ops.Linear",
+        recipe="fp8-delayed",
+        other="fp8-current",
+    ),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
     Case("recomputed-weights", (STALE, WARMUP), "gradients:recomputed_weights"),
     Case("tied-weight", (PARAM_GRADS, DUMMIES), "gradients:tied_weight", quick=True),

@@ -21,7 +21,9 @@ __all__ = [
     "dequantize",
     "fp8_transpose",
     "fused_amax_and_scale_update_after_reduction",
+    "multi_tensor_compute_scale_and_scale_inv",
     "multi_tensor_quantize",
+    "multi_tensor_scale",
     "quantize",
     "split_quantize",
 ]
@@ -155,6 +157,25 @@ def fused_amax_and_scale_update_after_reduction(
         launch(_update_scale, [history, scale], history, scale, amaxes, algorithm == "max", largest)
 
 
+def multi_tensor_scale(chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
+    """Multiply every tensor of the first list by ``scale`` into its partner in the second."""
+    for source, target in zip(*lists, strict=True):
+        launch(_multiply, [target], target, source, scale)
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk: int,
+    noop: torch.Tensor,
+    lists: Sequence[Sequence[torch.Tensor]],
+    largest: float,
+    power_of_two: bool,
+    epsilon: float,
+) -> None:
+    """The scale, and its inverse, that go with each of the largest magnitudes."""
+    for amax, scale, scale_inv in zip(*lists, strict=True):
+        launch(_store_scale, [scale, scale_inv], amax, scale, scale_inv, largest, power_of_two, epsilon)
+
+
 def _kind(quantizer: Any) -> str:
     kinds = {"Float8Quantizer": "delayed", "Float8CurrentScalingQuantizer": "current"}
     name = type(quantizer).__name__
@@ -282,14 +303,34 @@ def _cast_current(
     values = tensor.float()
     if not use_existing_amax:
         amax.fill_(_largest_magnitude(values))
+    _scale_of(amax, scale, torch.finfo(dtype).max, power_of_two, epsilon)
+    _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
+
+
+def _scale_of(amax: torch.Tensor, scale: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> None:
     bounded = max(amax.item(), epsilon)
     if bounded == 0.0 or math.isinf(bounded):
         scale.fill_(1.0)
     else:
-        scale.copy_(_quotient(torch.finfo(dtype).max, amax.clamp(min=epsilon)))
+        scale.copy_(_quotient(largest, amax.clamp(min=epsilon)))
         if power_of_two:
             scale.copy_(torch.exp2(torch.floor(torch.log2(scale))))
-    _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
+
+
+def _store_scale(
+    amax: torch.Tensor,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    largest: float,
+    power_of_two: bool,
+    epsilon: float,
+) -> None:
+    _scale_of(amax, scale, largest, power_of_two, epsilon)
+    scale_inv.copy_(1.0 / scale)
+
+
+def _multiply(target: torch.Tensor, source: torch.Tensor, factor: float) -> None:
+    target.copy_(source * factor)
 
 
 def _transpose(out: torch.Tensor, data: torch.Tensor) -> None:

@@ -1,0 +1,86 @@
+"""``state-after-evaluation``: an evaluation in bf16 or another recipe takes a graph's FP8 state from its modules.
+
+Upstream: open, TE 2.7 to main
+
+Symptom, after such an evaluation between two replays: graphs of ``te.ops`` raise ``TypeError: 'NoneType' object is not
+subscriptable`` or ``AttributeError``; the next checkpoint holds no FP8 state, or cannot be saved; scales are other than
+eager ones (delayed scaling, error 0.4), in graphs and in later evaluations.
+
+Modules note in each forward whether they run in FP8, and in which recipe; operations and modules drop a recipe state
+that does not fit. A replay runs none of this, and goes on with the tensors of the capture, which nobody need own any
+more. The graph now holds its recipe states, and does before its replay what a forward does to them
+(`te_graph_fixes/provided/recipe_states.py`). A module's new state is now among those that are updated: after another
+recipe its scales stayed at 1.0 for good, eagerly too.
+"""
+
+from __future__ import annotations
+
+from ..fix import Fix, Verdict, applicable, not_needed
+from ..provided import new_module
+from ..source import Source, unrecognized
+from .fp8_weight_transposes import GRAPH
+
+HOLD = """
+from ._te_recipe_states import RecipeStates
+
+graphed.recipe_states = RecipeStates(func.modules())
+"""
+
+MODULE = 'm.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()'
+
+OPERATION = """
+for mode in ("forward", "backward"):
+    if m.num_quantizers(mode):
+        ...
+"""
+
+RESUME = "graphed.recipe_states.resume(m, FP8GlobalStateManager)"
+
+CLEAR = "self._fp8_workspaces.clear()"
+
+CLEAR_AND_REGISTER_AGAIN = f"""
+{CLEAR}
+# The new recipe state is to be registered for updates; the index is that of the old one.
+meta.pop(FP8GlobalStateManager.get_buffer_info(), None)
+"""
+
+
+def examine(source: Source) -> Verdict:
+    capture = source.definition(GRAPH, "_make_graphed_callables")
+    factory = capture.inner("make_graphed_forward")
+    factory.require_parameters("func", "graphed")
+    forward = factory.inner("new_fwd")
+    forward.one(MODULE)
+    forward.one(OPERATION)
+    init = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.init_fp8_metadata")
+    clear = init.one(CLEAR)
+    corrected = [
+        capture.has(HOLD),
+        forward.has(f"{RESUME}\n{MODULE}"),
+        forward.has(RESUME + OPERATION),
+        init.has(CLEAR_AND_REGISTER_AGAIN),
+    ]
+    if all(corrected):
+        return not_needed("a graph holds its recipe states, and does before its replay what a forward does to them")
+    if any(corrected):
+        raise unrecognized("graphs that all hold their recipe states, or none", capture, "a mixture")
+    return applicable(
+        "nothing gives a graph's recipe states back to its modules after another forward has taken them",
+        [
+            capture.insert_before(factory.node, HOLD),
+            forward.insert_before(forward.one(MODULE), RESUME),
+            forward.insert_before(forward.one(OPERATION), RESUME),
+            init.replace(clear, CLEAR_AND_REGISTER_AGAIN),
+        ],
+        new_module(source, "recipe_states"),
+    )
+
+
+FIX = Fix(
+    id="state-after-evaluation",
+    summary="an evaluation in bf16 or another recipe takes a graph's FP8 state from its modules",
+    symptom="te.ops graphs raise, checkpoints lose FP8 state, scales go wrong after such an evaluation",
+    upstream=(),
+    affected=">=2.7",
+    examine=examine,
+)

@@ -1,0 +1,91 @@
+"""The FP8 weights that a graph reads: it holds them, and they are brought up to date before its forward is replayed.
+
+A replay runs no Python. What modules do before they use a weight, to make a transpose that an update has left out or to
+look for the workspace of the last one, is done here, on the tensors whose addresses are in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
+"""What quantized tensors of the several formats hold for a dgrad, besides what the forward reads."""
+
+
+class PrimaryWeights:
+    """The columnwise data of a module's parameters that are quantized themselves."""
+
+    def __init__(self, module: Any) -> None:
+        parameters: Iterable[Any] = getattr(module, "parameters", tuple)()
+        found = [(parameter, _tensors(parameter, COLUMNWISE)) for parameter in parameters]
+        self._held = [(parameter, tensors) for parameter, tensors in found if tensors]
+
+    def refresh(self) -> None:
+        """Have the data that the graph reads be that of the parameters' present values."""
+        for parameter, tensors in self._held:
+            valid = not getattr(parameter, "_transpose_invalid", False)
+            if valid and all(getattr(parameter, name) is tensor for name, tensor in tensors.items()):
+                continue
+            if not valid or any(getattr(parameter, name) is None for name in tensors):
+                if "_transpose" in tensors:
+                    parameter._transpose = tensors["_transpose"]
+                parameter.update_usage(columnwise_usage=True)
+            for name, tensor in tensors.items():
+                if getattr(parameter, name) is not tensor:
+                    tensor.copy_(getattr(parameter, name))
+                    setattr(parameter, name, tensor)
+
+
+class CachedWeights:
+    """The quantized weights that the modules of a graph cache between microbatches."""
+
+    def __init__(self, module: Any) -> None:
+        self._held = [
+            (owner, name, weight, _tensors(weight, vars(weight)))
+            for owner in getattr(module, "modules", tuple)()
+            for name, weight in getattr(owner, "_fp8_workspaces", {}).items()
+        ]
+
+    def refresh(self, skip_update: bool | None) -> None:
+        """Have the graph and its modules use the same weights, as calls of the modules do.
+
+        With ``skip_update`` the graph will use what it reads as it is, without, quantize the weights anew. None says
+        that it does not cache.
+        """
+        if skip_update is None:
+            return
+        for owner, name, weight, tensors in self._held:
+            cached = owner._fp8_workspaces.get(name)
+            if cached is not None and all(getattr(cached, key, None) is tensor for key, tensor in tensors.items()):
+                continue
+            usable = type(cached) is type(weight) and type(cached._quantizer) is type(weight._quantizer)
+            if not usable or any(getattr(cached, key, None) is None for key in tensors):
+                for key, tensor in tensors.items():
+                    setattr(weight, key, tensor)
+                owner._fp8_workspaces[name] = weight
+                if skip_update:
+                    weight.quantize_(_values(owner, name))
+            elif skip_update:
+                for key, tensor in tensors.items():
+                    tensor.copy_(getattr(cached, key))
+            else:
+                cached.quantize_(_values(owner, name))
+
+
+def _tensors(owner: object, names: Iterable[str]) -> dict[str, Tensor]:
+    found: dict[str, Any] = {name: getattr(owner, name, None) for name in names}
+    return {name: value for name, value in found.items() if hasattr(value, "data_ptr")}
+
+
+def _values(owner: Any, name: str) -> Tensor:
+    """The weight that a module caches under ``name``; a projection may hold it in several parameters."""
+    if hasattr(owner, name):
+        weight: Tensor = getattr(owner, name)
+        return weight
+    import torch
+
+    return torch.cat([getattr(owner, part) for part in owner.weight_names])

@@ -1,0 +1,114 @@
+"""The scales and amax histories that a graph reads and writes: it holds them, and its modules use them again.
+
+An evaluation without FP8 takes the recipe state from operations of ``te.ops``, one in another recipe does so from
+modules as well, and the next forward makes a new state. What a graph has in its place is that of its capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+INDEX = "buffer_index_and_autocast_key"
+"""Under this key a module notes where its state is in the buffers in which all scales are updated."""
+
+STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+
+class RecipeStates:
+    """The recipe states of the modules and operations in a graph."""
+
+    def __init__(self, modules: Iterable[Any]) -> None:
+        self._held: dict[Any, list[_State]] = {}
+        self._fusers: list[Any] = []
+        for module in modules:
+            found = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(module, mode)]
+            if found:
+                self._held[module] = found
+            groups = getattr(module, "_module_groups", None) or ()
+            self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
+
+    def resume(self, module: Any, manager: Any) -> None:
+        """Do to the FP8 state of ``module`` what a forward does, and keep it in the tensors that the graph uses.
+
+        ``manager`` is TE's `FP8GlobalStateManager`. Raises RuntimeError if the recipe is not that of the capture.
+        """
+        states = self._held.get(module)
+        if states is None:
+            return
+        recipe = manager.get_fp8_recipe()
+        is_module = hasattr(module, "fp8_meta")
+        follows = not is_module or (module.fp8 and module.fp8_meta["recipe"] is recipe)
+        if follows and all(map(_State.is_current, states)):
+            return
+        if is_module:
+            module.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])
+        else:
+            module.reset_recipe_state(recipe=recipe)
+            for fuser in self._fusers:
+                fuser.recipe_type = None  # the next forward in Python has to look at the recipe again
+        if not all(map(_State.is_current, states)):
+            for state in states:
+                state.take_over(getattr(manager, "quantization_state", manager))
+
+
+class _State:
+    """The recipe state of a module or operation, forward or backward, and what a graph has the addresses of."""
+
+    def __init__(self, module: Any, mode: str) -> None:
+        self._module, self._mode = module, mode
+        self._state: Any = _meta(module, mode)[STATES[mode]]
+        self._quantizers = list(_quantizers(module, mode))
+        self._delayed = "amax_history" in vars(self._state)
+        if self._delayed:
+            self._scale, self._history = self._state.scale, self._state.amax_history
+
+    def is_current(self) -> bool:
+        state: Any = _meta(self._module, self._mode).get(STATES[self._mode])
+        if type(state) is not type(self._state):
+            return False
+        return not self._delayed or (state.scale is self._scale and state.amax_history is self._history)
+
+    def take_over(self, buffers: Any) -> None:
+        """Put the values of the module's present state into the held one, and that in its place."""
+        meta = _meta(self._module, self._mode)
+        state: Any = meta.get(STATES[self._mode])
+        if not self._delayed:
+            return
+        if type(state) is not type(self._state):
+            raise RuntimeError(
+                f"a graph of {type(self._module).__name__} was captured with a {type(self._state).__name__} and is "
+                f"replayed with a {type(state).__name__}: replay it in an autocast with the recipe of the capture"
+            )
+        if state.amax_history.shape != self._history.shape:
+            raise RuntimeError(
+                f"a graph of {type(self._module).__name__} was captured with {len(self._history)} entries of amax "
+                f"history and is replayed with {len(state.amax_history)}: replay it with the recipe of the capture"
+            )
+        if state.scale is not self._scale:
+            self._scale.copy_(state.scale)
+        if state.amax_history is not self._history:
+            self._history.copy_(state.amax_history)
+        self._state.scale, self._state.amax_history = self._scale, self._history
+        meta[STATES[self._mode]] = self._state
+        _quantizers(self._module, self._mode)[:] = self._quantizers
+        if self._mode == "forward" or not hasattr(self._module, "fp8_meta"):
+            meta.pop(INDEX, None)
+        for key, scales in buffers.global_scale_buffer.items():
+            for place, scale in enumerate(scales):
+                if scale is self._scale:
+                    buffers.global_amax_buffer[key][place] = self._history[0]
+                    buffers.global_amax_history_buffer[key][place] = self._history
+                    meta.setdefault(INDEX, []).extend((place, key))
+
+
+def _meta(module: Any, mode: str) -> dict[str, Any]:
+    if hasattr(module, "fp8_meta"):
+        return module.fp8_meta  # type: ignore[no-any-return]
+    return (getattr(module, "_fp8_metas", None) or {}).get(mode) or {}
+
+
+def _quantizers(module: Any, mode: str) -> list[Any]:
+    if hasattr(module, "fp8_meta"):
+        return module.quantizers[STATES[mode]]  # type: ignore[no-any-return]
+    return module._quantizers[mode]  # type: ignore[no-any-return]
