@@ -195,8 +195,7 @@ te.Linear.forward, done = once, []
     assert lines(done)[-1].endswith("4 callables are left out")
 
 
-def test_layers_that_recompute_their_activations() -> None:
-    before = """
+RECOMPUTED = """
 class Recomputed(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -205,6 +204,15 @@ class Recomputed(torch.nn.Module):
         return te.checkpoint(self.layer, x)
 layers = torch.nn.ModuleList(map(Recomputed, layers))
 """
+FUSED = """
+options = {"dtype": torch.bfloat16, "device": "cuda"}
+fused = lambda: te.ops.Sequential(te.ops.LayerNorm(32, **options), te.ops.Linear(32, 32, **options))
+layers = torch.nn.ModuleList(fused() for _ in layers)
+"""
+
+
+@pytest.mark.parametrize("before", [RECOMPUTED, FUSED], ids=["recomputed", "te.ops"])
+def test_layers_of_other_kinds(before: str) -> None:
     found = lines(loop(before=before, TE_GRAPH_FIXES_CHECK="2"))
     assert found[-1].startswith("2 steps, 4 callables, "), found
     assert found[-1].endswith(" tensors compared: all equal")

@@ -28,6 +28,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Man
 FIRST = "is_first_microbatch"
 REPLACED = ("forward", "backward_dw", "reset")
 """What TE puts into the dictionary of a module that it graphs without an order."""
+FUSED = "_module_groups"
+"""Where `te.ops.Sequential` keeps the parameters that it has fused its operations with."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
          "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")  # fmt: skip
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
@@ -92,8 +94,7 @@ class Twin:
                 quantizers = {key: type(value)() for key, value in each.quantizers.items()}
                 own |= {"fp8_meta": meta, "quantizers": quantizers, "_fp8_workspaces": {}, "fp8_initialized": False}
                 own |= {"fp8_meta_tensors_initialized": False, "wgrad_accumulation_and_reduce_hooks": []}
-            # operations keep their FP8 state, and the parameters that they were fused with
-            own |= {name: None for name in ("_fp8_metas", "_quantizers", "_module_groups") if name in vars(each)}
+            own |= {name: None for name in ("_fp8_metas", "_quantizers", FUSED) if name in vars(each)}
 
     def inputs(self, args: Any, kwargs: Values, first: bool | None) -> Inputs:
         """Copies of all that the forward which is about to be replayed starts from."""
@@ -260,7 +261,7 @@ class Twin:
             for each, own in self._own.items():
                 left = vars(each)
                 object.__setattr__(each, "__dict__", real[each])
-                own.update((name, left[name]) for name in own if name in left and name not in REPLACED)
+                own.update((name, left[name]) for name in own if name in left and name not in (*REPLACED, FUSED))
 
 
 def named_outputs(outputs: list[Any]) -> Values:
