@@ -6,7 +6,7 @@ import ast
 import hashlib
 from typing import Any, cast
 
-from .source import Definition, Run, Source, unrecognized
+from .source import Definition, Edit, Run, Source, unrecognized
 
 BACKWARD_INDEX = """
 per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
@@ -76,3 +76,20 @@ def _plain(node: Any) -> object:
         fields = (getattr(node, name, None) for name in node._fields if name not in ("ctx", "kind", "type_comment"))
         return type(node).__name__, *map(_plain, fields)
     return list(map(_plain, node)) if isinstance(node, list) else node
+
+
+def graph_argument(capture: Definition, value: str, name: str) -> list[Edit]:
+    """Give what makes the autograd function of graph ``i`` one more argument, before the forward's graph."""
+    factory = cast(ast.FunctionDef, capture.inner("make_graphed_autograd_function").node)
+    calls = [
+        node for node in ast.walk(capture.node) if isinstance(node, ast.Call) and ast.unparse(node.func) == factory.name
+    ]
+    graphs = [argument for call in calls for argument in call.args if ast.unparse(argument) == "fwd_graphs[i]"]
+    parameters = [parameter for parameter in factory.args.args if parameter.arg == "fwd_graph"]
+    if len(calls) != 1 or len(graphs) != 1 or len(parameters) != 1:
+        raise unrecognized(f"one call {factory.name}(fwd_graphs[i], ...) for its fwd_graph", capture)
+    edits = []
+    for before, text in ((graphs[0], value), (parameters[0], name)):
+        start = capture.module.offset(before.lineno, before.col_offset)
+        edits.append(Edit(capture.module.name, start, start, f"{text},\n{' ' * before.col_offset}"))
+    return edits

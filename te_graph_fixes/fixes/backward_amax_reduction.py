@@ -17,8 +17,8 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..shapes import lacks_delayed_wgrads
-from ..source import Definition, Edit, Node, Source, unrecognized
+from ..shapes import graph_argument, lacks_delayed_wgrads
+from ..source import Node, Source, unrecognized
 
 VISITED = "visited_te_modules = {}"
 WITHOUT_FP8 = "callables_without_fp8 = set()"
@@ -65,7 +65,6 @@ def examine(source: Source) -> Verdict:
         raise unrecognized("graphs that all take the flag of the first FP8 module", capture, "a mixture")
     hook = capture.inner("hook_fn")
     hook.require_parameters("module", "func_idx")
-    call = _call(capture)
     replays = [match for match in functionalized.matches("out = ANY_CALL") if _is_replay(match["ANY_CALL"])]
     if len(replays) != 1:
         raise unrecognized("`out = Graphed.apply(...)` once", functionalized, f"it {len(replays)} times")
@@ -75,8 +74,7 @@ def examine(source: Source) -> Verdict:
         [
             capture.insert_before(capture.one(VISITED), WITHOUT_FP8),
             hook.insert_at_start(HOOK),
-            _insert_argument(capture, call.args[0], USES_FP8),
-            _insert_argument(capture, cast(ast.FunctionDef, factory.node).args.args[0], "uses_fp8"),
+            *graph_argument(capture, USES_FP8, "uses_fp8"),
             forward.replace(forward.one(TAKE), TAKE_FOR_FP8),
             functionalized.insert_before(replay, REMEMBER.format(flag=flag)),
             functionalized.insert_after(replay, GIVE_BACK.format(flag=flag)),
@@ -97,25 +95,6 @@ def _flag(source: Source) -> str:
 
 def _is_replay(node: Node) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) == "Graphed.apply"
-
-
-def _call(capture: Definition) -> ast.Call:
-    """The call that makes the autograd function of graph ``i``."""
-    calls = [
-        node
-        for node in ast.walk(capture.node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "make_graphed_autograd_function"
-    ]
-    if len(calls) != 1 or "fwd_graphs[i]" not in map(ast.unparse, calls[0].args):
-        raise unrecognized("one call make_graphed_autograd_function(..., fwd_graphs[i], ...)", capture)
-    return calls[0]
-
-
-def _insert_argument(capture: Definition, before: ast.expr | ast.arg, text: str) -> Edit:
-    """Put an argument before the first one of a list that has one entry a line."""
-    start = capture.module.offset(before.lineno, before.col_offset)
-    indent = " " * before.col_offset
-    return Edit(capture.module.name, start, start, f"{text},\n{indent}")
 
 
 FIX = Fix(

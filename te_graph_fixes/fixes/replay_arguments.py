@@ -17,8 +17,8 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..shapes import lacks_delayed_wgrads
-from ..source import Definition, Edit, Source, unrecognized
+from ..shapes import graph_argument, lacks_delayed_wgrads
+from ..source import Source, unrecognized
 
 SPECS = """
 None
@@ -78,8 +78,7 @@ def examine(source: Source) -> Verdict:
     return applicable(
         "a replay takes whatever it is given",
         [
-            _insert_argument(capture, capture_call(capture).args[0], f"({' '.join(SPECS.split())})"),
-            _insert_argument(capture, function.args.args[0], "sample_specs"),
+            *graph_argument(capture, f"({' '.join(SPECS.split())})", "sample_specs"),
             factory.insert_before(functionalized.node, SHAPES),
             *(
                 functionalized.replace(
@@ -91,25 +90,6 @@ def examine(source: Source) -> Verdict:
             functionalized.insert_before(functionalized.one(FUNCTION_ARGS), CHECK),
         ],
     )
-
-
-def capture_call(capture: Definition) -> ast.Call:
-    """The call that makes the autograd function of graph ``i``."""
-    calls = [
-        node
-        for node in ast.walk(capture.node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "make_graphed_autograd_function"
-    ]
-    if len(calls) != 1 or "fwd_graphs[i]" not in map(ast.unparse, calls[0].args):
-        raise unrecognized("one call make_graphed_autograd_function(..., fwd_graphs[i], ...)", capture)
-    return calls[0]
-
-
-def _insert_argument(capture: Definition, before: ast.expr | ast.arg, text: str) -> Edit:
-    """Put an argument before the first one of a list that has one entry a line."""
-    start = capture.module.offset(before.lineno, before.col_offset)
-    indent = " " * before.col_offset
-    return Edit(capture.module.name, start, start, f"{text},\n{indent}")
 
 
 FIX = Fix(
