@@ -49,7 +49,6 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.ask({})  # until it has started
 
     def ask(self, case: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -126,6 +125,8 @@ def main() -> None:
         work(options.worker)
         return
     workers = {setting: Worker(setting) for setting in SETTINGS}
+    for worker in workers.values():
+        worker.ask({})  # answers when it has started
     found = []
     for model, recipe, (hidden, tokens) in itertools.product(MODELS, options.recipes, SHAPES):
         case: dict[str, Any] = {"model": model, "recipe": recipe, "hidden": hidden, "tokens": tokens}
