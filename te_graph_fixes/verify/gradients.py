@@ -203,13 +203,14 @@ def _double(parameter: Any, total: torch.Tensor) -> object:
 
 
 def _of_node(parameter: Any, total: torch.Tensor) -> object:
-    """As Megatron-Core's DDP does."""
+    """As Megatron-Core's DDP does, on a stream of its own: what accumulates on the default one cannot be captured."""
 
     def take(*_: Any) -> None:
         total.add_(parameter.grad)
         parameter.grad = None
 
-    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
     node.register_hook(take)
     return node
 
