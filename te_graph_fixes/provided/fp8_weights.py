@@ -28,7 +28,7 @@ class PrimaryWeights:
         """Have the data that the graph reads be that of the parameters' present values."""
         for parameter, tensors in self._held:
             valid = not getattr(parameter, "_transpose_invalid", False)
-            if valid and all(getattr(parameter, name) is tensor for name, tensor in tensors.items()):
+            if valid and _has(parameter, tensors):
                 continue
             if not valid or any(getattr(parameter, name) is None for name in tensors):
                 if "_transpose" in tensors:
@@ -60,7 +60,7 @@ class CachedWeights:
             return
         for owner, name, weight, tensors in self._held:
             cached = owner._fp8_workspaces.get(name)
-            if cached is not None and all(getattr(cached, key, None) is tensor for key, tensor in tensors.items()):
+            if cached is not None and _has(cached, tensors):
                 continue
             usable = type(cached) is type(weight) and type(cached._quantizer) is type(weight._quantizer)
             if not usable or any(getattr(cached, key, None) is None for key in tensors):
@@ -79,6 +79,14 @@ class CachedWeights:
 def _tensors(owner: object, names: Iterable[str]) -> dict[str, Tensor]:
     found: dict[str, Any] = {name: getattr(owner, name, None) for name in names}
     return {name: value for name, value in found.items() if hasattr(value, "data_ptr")}
+
+
+def _has(owner: object, tensors: dict[str, Tensor]) -> bool:
+    attributes = vars(owner)
+    for name, tensor in tensors.items():  # noqa: SIM110 (a generator would take longer than all the rest)
+        if attributes.get(name) is not tensor:
+            return False
+    return True
 
 
 def _values(owner: Any, name: str) -> Tensor:

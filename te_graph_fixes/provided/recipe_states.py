@@ -22,7 +22,7 @@ class RecipeStates:
         self._held: dict[Any, list[_State]] = {}
         self._fusers: list[Any] = []
         for module in modules:
-            found = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(module, mode)]
+            found = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
             if found:
                 self._held[module] = found
             groups = getattr(module, "_module_groups", None) or ()
@@ -37,7 +37,7 @@ class RecipeStates:
         if states is None:
             return
         recipe = manager.get_fp8_recipe()
-        is_module = hasattr(module, "fp8_meta")
+        is_module = "fp8_meta" in vars(module)
         follows = not is_module or (module.fp8 and module.fp8_meta["recipe"] is recipe)
         if follows and all(map(_State.is_current, states)):
             return
@@ -56,22 +56,22 @@ class _State:
     """The recipe state of a module or operation, forward or backward, and what a graph has the addresses of."""
 
     def __init__(self, module: Any, mode: str) -> None:
-        self._module, self._mode = module, mode
-        self._state: Any = _meta(module, mode)[STATES[mode]]
+        self._module, self._attributes, self._mode = module, vars(module), mode
+        self._state: Any = _meta(self._attributes, mode)[STATES[mode]]
         self._quantizers = list(_quantizers(module, mode))
         self._delayed = "amax_history" in vars(self._state)
         if self._delayed:
             self._scale, self._history = self._state.scale, self._state.amax_history
 
     def is_current(self) -> bool:
-        state: Any = _meta(self._module, self._mode).get(STATES[self._mode])
+        state: Any = _meta(self._attributes, self._mode).get(STATES[self._mode])
         if type(state) is not type(self._state):
             return False
         return not self._delayed or (state.scale is self._scale and state.amax_history is self._history)
 
     def take_over(self, buffers: Any) -> None:
         """Put the values of the module's present state into the held one, and that in its place."""
-        meta = _meta(self._module, self._mode)
+        meta = _meta(self._attributes, self._mode)
         state: Any = meta.get(STATES[self._mode])
         if not self._delayed:
             return
@@ -92,7 +92,7 @@ class _State:
         self._state.scale, self._state.amax_history = self._scale, self._history
         meta[STATES[self._mode]] = self._state
         _quantizers(self._module, self._mode)[:] = self._quantizers
-        if self._mode == "forward" or not hasattr(self._module, "fp8_meta"):
+        if self._mode == "forward" or "fp8_meta" not in self._attributes:
             meta.pop(INDEX, None)
         for key, scales in buffers.global_scale_buffer.items():
             for place, scale in enumerate(scales):
@@ -102,13 +102,13 @@ class _State:
                     meta.setdefault(INDEX, []).extend((place, key))
 
 
-def _meta(module: Any, mode: str) -> dict[str, Any]:
-    if hasattr(module, "fp8_meta"):
-        return module.fp8_meta  # type: ignore[no-any-return]
-    return (getattr(module, "_fp8_metas", None) or {}).get(mode) or {}
+def _meta(attributes: dict[str, Any], mode: str) -> dict[str, Any]:
+    if "fp8_meta" in attributes:
+        return attributes["fp8_meta"]  # type: ignore[no-any-return]
+    return (attributes.get("_fp8_metas") or {}).get(mode) or {}
 
 
 def _quantizers(module: Any, mode: str) -> list[Any]:
-    if hasattr(module, "fp8_meta"):
+    if "fp8_meta" in vars(module):
         return module.quantizers[STATES[mode]]  # type: ignore[no-any-return]
     return module._quantizers[mode]  # type: ignore[no-any-return]
