@@ -308,8 +308,11 @@ class Definition:
     def matches(self, pattern: str, within: ast.AST | None = None) -> list[Match]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
         wanted = _parse_pattern(pattern)
+        head = _head(wanted[0])
         found: dict[object, Match] = {}
         for nodes, place in self.module.index(self.node).get(type(wanted[0]), []):
+            if head and not head.startswith("ANY") and _head(nodes[place]) != head:
+                continue
             for names, length in _match_run(wanted, nodes[place:], {}):
                 run = nodes[place : place + length]
                 match = Match(run[0] if len(run) == 1 else Run(run), names)
@@ -451,6 +454,13 @@ def _is_inside(inner: tuple[int, int, int, int], outer: tuple[int, int, int, int
 def _parse_pattern(pattern: str) -> list[ast.AST]:
     body = ast.parse(textwrap.dedent(pattern)).body
     return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else list(body)
+
+
+def _head(node: Any) -> str:
+    """The name of what a node calls or assigns to, "" where there is none: most nodes differ in it."""
+    while isinstance(node, (ast.Call, ast.Assign, ast.Expr)):
+        node = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, node._fields[0])
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def _is_dots(node: ast.AST | None) -> bool:
