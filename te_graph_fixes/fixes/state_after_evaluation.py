@@ -41,7 +41,7 @@ CLEAR = "self._fp8_workspaces.clear()"
 CLEAR_AND_REGISTER_AGAIN = f"""
 {CLEAR}
 # The new recipe state is to be registered for updates; the index is that of the old one.
-meta.pop(FP8GlobalStateManager.get_buffer_info(), None)
+self.fp8_meta.pop(FP8GlobalStateManager.get_buffer_info(), None)
 """
 
 
