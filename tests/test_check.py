@@ -283,10 +283,14 @@ for step in range(3):
         if rank == 0 and i == 2:
             batch = [dist.P2POp(dist.isend, leaf.grad, 1)]
             work = dist.isend(leaf.grad, 1) if step % 2 else dist.batch_isend_irecv(batch)[0]
+        if rank == 0 and i == 0 and LATER:
+            dist.isend(torch.ones(4), 1).wait()
         if rank == 0 and i == WAIT:
             work.wait()
     if rank == 1:
         dist.recv(torch.empty(16, 32, dtype=torch.bfloat16), 0)
+        if LATER:
+            dist.recv(torch.empty(4), 0)
     with torch.no_grad():
         for layer in layers:
             for parameter in layer.parameters():
@@ -297,13 +301,15 @@ dist.destroy_process_group()
 """
 
 
-def on_two_ranks(wait: int, **environment: str) -> list[subprocess.CompletedProcess[str]]:
+def on_two_ranks(wait: int, later: bool = False, **environment: str) -> list[subprocess.CompletedProcess[str]]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TE_GRAPH_FIXES_CHECK": "2"}
     path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
-    code = "from tests.simulator import install; install()\n" + RANKS.replace("WAIT", str(wait))
+    code = "from tests.simulator import install; install()\n" + RANKS.replace("WAIT", str(wait)).replace(
+        "LATER", str(later)
+    )
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code],
@@ -324,8 +330,9 @@ def on_two_ranks(wait: int, **environment: str) -> list[subprocess.CompletedProc
 
 
 @pytest.mark.slow
-def test_one_report_for_all_ranks() -> None:
-    first, second = on_two_ranks(wait=0)
+@pytest.mark.parametrize(("wait", "later"), [(0, False), (1, True)], ids=["in time", "for a later one"])
+def test_one_report_for_all_ranks(wait: int, later: bool) -> None:
+    first, second = on_two_ranks(wait, later)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert lines(first)[-1].startswith("2 steps, 8 callables, "), first.stderr
     assert "on 2 ranks: all equal" in lines(first)[-1]

@@ -40,13 +40,13 @@ class Watched:
 class Send(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """The handle of a send. What is sent is in use until somebody waits for it, or lets go of the handle."""
 
-    def __init__(self, work: Any, watched: list[Watched]) -> None:
+    def __init__(self, work: Any, watched: list[Watched], to: Any, over: Callable[[Send], None]) -> None:
         super().__init__(work)
-        self._self_watched = watched
+        self._self_watched, self._self_to, self._self_over = watched, to, over
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         result = self.__wrapped__.wait(*args, **kwargs)
-        self._self_watched.clear()
+        self._self_over(self)
         return result
 
 
@@ -110,18 +110,27 @@ class Lifetimes:
                 self._batch = []
             work = original.__get__(group)(*args, **kwargs)
             watched = self._sent(*args, **kwargs) if name == "send" else []
+            to = id(group), args[1] if name == "send" and len(args) > 1 else None
             if name == "_end_coalescing":
                 watched, self._batch = self._batch or [], None
             elif self._batch is not None:
                 self._batch += watched
                 return work
-            if work is None or not watched:
+            if work is None or name == "_start_coalescing":
                 return work
-            handle = Send(work, watched)
+            handle = Send(work, watched, to, self._over)
             self._sends = [*(each for each in self._sends if each() is not None), weakref.ref(handle)]
             return handle
 
         return call
+
+    def _over(self, handle: Send) -> None:
+        """Somebody has waited for a send, and with it for the earlier ones to the same rank: they go in order."""
+        for send in [reference() for reference in self._sends]:
+            if send is not None and send._self_to == handle._self_to:
+                send._self_watched.clear()
+            if send is handle:
+                return
 
     def _sent(self, tensors: list[torch.Tensor], *_: Any, **__: Any) -> list[Watched]:
         places = [(each, self._returned.get(each.data_ptr())) for each in tensors]
