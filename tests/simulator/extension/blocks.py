@@ -197,7 +197,7 @@ def swizzle_after_quantize(tensor: Any, quantizer: Any) -> None:
 
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
     """Exchange the scales of a tensor for new ones in the order of a GEMM, unless they are in it."""
-    if not is_block_scaled(tensor) or _kind(tensor) == TILED or tensor._with_gemm_swizzled_scales:
+    if not is_block_scaled(tensor) or _kind(tensor) == TILED or _is_swizzled(tensor):
         return
     for columnwise in (False, True):
         name = f"_{_side(columnwise)}_scale_inv"
@@ -265,6 +265,10 @@ def _usages(quantizer: Any) -> tuple[tuple[bool, bool], ...]:
     return (False, quantizer.rowwise_usage), (True, quantizer.columnwise_usage)
 
 
+def _is_swizzled(tensor: Any) -> bool:
+    return bool(getattr(tensor, "_with_gemm_swizzled_scales", False))  # since TE 2.12
+
+
 def _part(tensor: Any, columnwise: bool) -> Part:
     kind, side = _kind(tensor), _side(columnwise)
     return Part(
@@ -275,7 +279,7 @@ def _part(tensor: Any, columnwise: bool) -> Part:
         None if kind == NV else torch_dtype(tensor._fp8_dtype),
         columnwise,
         columnwise and kind == MX,
-        kind != TILED and tensor._with_gemm_swizzled_scales,
+        kind != TILED and _is_swizzled(tensor),
         TILE if kind == TILED and tensor._is_2D_scaled else 1,
     )
 
