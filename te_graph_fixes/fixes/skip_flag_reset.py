@@ -11,6 +11,8 @@ not cache weights must not see it, hence the requirement.
 
 from __future__ import annotations
 
+import ast
+
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..source import Source, unrecognized
 
@@ -42,8 +44,12 @@ def examine(source: Source) -> Verdict:
     manager.one("skip_fp8_weight_update_tensor = None")
     if reset.has(FORGET):
         return applicable("reset() forgets the skip flag", [reset.delete(reset.one(FORGET))])
-    if "skip_fp8_weight_update_tensor" in reset.text(reset.node):
-        raise unrecognized(f"`{FORGET}`, or nothing of it", reset)
+    plain = [
+        isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.Dict, ast.List))
+        for node in reset.node.body[1:]
+    ]
+    if "skip_fp8_weight_update_tensor" in reset.text(reset.node) or not all(plain):
+        raise unrecognized(f"`{FORGET}`, or plain assignments without it", reset)
     reset.one("cls.IS_FIRST_FP8_MODULE = False")
     return not_needed("reset() keeps the skip flag")
 
