@@ -319,8 +319,9 @@ class Installation:
         function = live_function(change)
         if function is None:
             raise EngineError(f"{change.qualname} of {change.module} was replaced while it was being corrected")
-        held = [each for each, place in self._earlier.items() if place == (change.module, change.qualname)]
-        for each in [function, *(each for each in held if each.__code__ == change.before)]:
+        place = change.module, change.qualname
+        held = {each for each in self._earlier if self._earlier[each] == place and each.__code__ == change.before}
+        for each in {function, *held}:
             self._corrections.append(_Correction(change, each))
             self._corrections[-1].make()
 

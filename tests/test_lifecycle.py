@@ -19,7 +19,7 @@ VERDICTS = {fix: verdict.verdict for fix, verdict in verdicts(Source.installed()
 NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == APPLICABLE)
 
 PRELUDE = """
-import importlib, os, sys, threading
+import importlib, inspect, os, sys, threading
 
 def check(active=True):
     import te_graph_fixes
@@ -70,12 +70,15 @@ thread.join()
     "reloaded, taken back, applied again": """
 import te_graph_fixes
 import transformer_engine.pytorch as te
+import transformer_engine.pytorch.graph as graph
 held = te.make_graphed_callables
 check()
+signature = inspect.signature(graph._make_graphed_callables)
 te_graph_fixes.deactivate()
 check(active=False)
 te_graph_fixes.activate()
 check()
+assert inspect.signature(graph._make_graphed_callables) == signature
 importlib.reload(te_graph_fixes)
 check()
 for name in ("graph", "module.grouped_linear", "quantization"):

@@ -40,7 +40,8 @@ def _hooks(parameter: Any) -> Iterator[MutableMapping[int, Any]]:
         if hooks:
             yield hooks
     with torch.enable_grad():
-        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        view = parameter.expand_as(parameter)  # where its class does this in Python, the node lives as long as the view
+    node = view.grad_fn.next_functions[0][0]
     for register in (node.register_hook, node.register_prehook):
         handle = register(_nothing)
         hooks = handle.hooks_dict_ref()

@@ -181,11 +181,11 @@ def update(program: Program, module: Any, seed: int) -> None:
 
 
 def saved(module: Any) -> list[torch.Tensor]:
-    """How large the extra state is, and the scales and amax histories in it."""
+    """Whether there is an extra state, and the scales and amax histories in it: its size varies as pickle shares."""
     found = []
     for name, value in module.state_dict().items():
         if name.endswith("_extra_state"):
-            found.append(torch.tensor([value.numel()]))
+            found.append(torch.tensor([float(value.numel() > 0)]))
             state = pickle.loads(value.numpy().tobytes()) if value.numel() else {}
             for part in (state, *(state.get(mode, {}) for mode in ("forward", "backward"))):
                 found += [part[key] for key in sorted(part) if key.startswith(("scale", "amax"))]
