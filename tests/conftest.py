@@ -21,6 +21,7 @@ TEXT = {
     "test_foreign_text.py",
     "test_graph_order.py",
     "test_mutations.py",
+    "test_readme.py",
     "test_release.py",
     "test_run.py",
     "test_settings.py",
