@@ -79,6 +79,8 @@ finally:
         input_tensor.grad = original_grad
 """
 
+BACKWARD = "torch.autograd.backward"
+
 FORWARDS = {"outputs, _ = _tree_flatten(func(*args, **kwargs))": 1, "outputs = func(*args, **kwargs)": 3}
 """How the warmup runs a forward up to TE 2.18 and from 2.19 on, and how often the statement occurs then."""
 
@@ -140,7 +142,8 @@ def examine(source: Source) -> Verdict:
         *_warmup(module.definition("_make_graphed_callables")),
         *_public(module.definition("make_graphed_callables")),
     ]
-    if module.definition("_make_graphed_callables").has("tuple(input.grad for input in inputs)"):
+    # TE before 2.12 calls torch.autograd.grad, which leaves .grad alone.
+    if module.find("_none_grad_context_wrapper") or module.definition("_make_graphed_callables").has(BACKWARD):
         edits += _none_grad(module.definition("_none_grad_context_wrapper"))
     if not edits:
         return not_needed("a capture that fails is undone")

@@ -45,11 +45,11 @@ copied_grads = tuple(
 CLONED = """
 for idx, grad_input in enumerate(static_grad_inputs):
     if grad_input is None:
-        grad_inputs.append(None)
+        grad_inputs.append(ANY)
     elif returned_param_grad_clone_slots[idx]:
         grad_inputs.append(grad_input.detach().clone())
     else:
-        grad_inputs.append(grad_input.detach())
+        grad_inputs.append(ANY)
 """
 
 

@@ -179,7 +179,7 @@ _ALL = (
     ),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
     Case("recomputed-weights", (STALE, WARMUP), "gradients:recomputed_weights"),
-    Case("tied-weight", (PARAM_GRADS, DUMMIES), "gradients:tied_weight", quick=True),
+    Case("tied-weight", (PARAM_GRADS,), "gradients:tied_weight", quick=True),
     Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
     Case("parameter-hooks", (PARAMETER_HOOKS,), "gradients:parameter_hooks", quick=True),
 )
