@@ -34,8 +34,9 @@ def check(active=True):
     for change in changes(source, found):
         wanted = change.after if active else change.before
         if wanted is None:
-            owner, name = change.qualname.split(".")
-            assert name not in vars(getattr(sys.modules[change.module], owner)), change
+            owner, _, name = change.qualname.rpartition(".")
+            module = sys.modules[change.module]
+            assert name not in vars(getattr(module, owner) if owner else module), change
         else:
             assert live_function(change).__code__ == wanted, change
 

@@ -113,4 +113,4 @@ def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
     assert any(line.split()[:2] == ["warmup-reset", "applicable"] for line in lines)
     assert "--- a/transformer_engine/pytorch/graph.py" in start("te-graph-fixes", "diff")
     loaded = start("te-graph-fixes", "run", "python", "-c", "import sys; print(type(sys.meta_path[0]).__module__)")
-    assert loaded == ["sitecustomize"]
+    assert loaded == ["te_graph_fixes_run"]

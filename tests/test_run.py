@@ -384,8 +384,8 @@ for _ in range(2):
     assert outcome(without_package(code)) == (0, "te-graph-fixes run\nte-graph-fixes run\n", "")
 
 
-def test_start_up_costs_less_than_60_ms(folder: Path) -> None:
-    """Processor time, best of nine: the wall clock also counts what else this machine does."""
+def test_start_up_costs_less_than_six_plain_starts(folder: Path) -> None:
+    """Processor time, best of nine: the wall clock also counts what else this machine does, and machines differ."""
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
 
     def best(*command: str) -> float:
@@ -399,4 +399,4 @@ def test_start_up_costs_less_than_60_ms(folder: Path) -> None:
 
     program = [sys.executable, "-c", "pass"]
     plain = best(*program)
-    assert best(sys.executable, "-m", "te_graph_fixes", "run", *program) - plain < 0.06
+    assert best(sys.executable, "-m", "te_graph_fixes", "run", *program) - plain < 6 * plain

@@ -13,10 +13,11 @@ class Started(Warning):
 
 
 def start() -> None:
-    folder = os.path.dirname(os.path.abspath(__file__))
-    with open(os.path.join(folder, "sitecustomize.py")) as file:
-        code = compile(file.read(), file.name, "exec")
-    exec(code, {"__name__": __name__, "__file__": file.name})
+    """Run our ``sitecustomize``, from its bytecode if there is any."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sitecustomize.py")
+    source = type(__spec__.loader)("sitecustomize", path)  # type: ignore[misc, call-arg]
+    code = source.get_code("sitecustomize")  # type: ignore[union-attr]
+    exec(code, {"__name__": __name__, "__file__": path})
 
 
 start()
