@@ -800,7 +800,8 @@ def test_a_feature_that_the_version_should_have_is_missed_as_loudly_as_a_shape(o
     """
     for affected, status in ((">=2.13", "not-applicable"), (">=2.12", "unrecognized")):
         write(own_world.folder, {"te_graph_fixes/fixes/third.py": text.format(affected=affected)})
-        out = own_world.run(f"import te_graph_fixes\nresults()\nassert statuses()['third'] == {status!r}\n")
+        program = f"import te_graph_fixes\nresults()\nassert statuses()['third'] == {status!r}\n"
+        out = own_world.run(program, PYTHONDONTWRITEBYTECODE="1")
         assert out.count("expect the defect, found not even its feature: no feature") == (status == "unrecognized")
     before_a_release = own_world.folder / "transformer_engine-2.12.0.dev0.dist-info"
     (own_world.folder / METADATA).parent.rename(before_a_release)
