@@ -27,9 +27,7 @@ def complaint(report: Report, early: int) -> str:
 
     ``early`` is the number of graphs that were captured before.
     """
-    bad = {
-        fix_id: status.reason for fix_id, status in report.fixes.items() if status.status in ("unrecognized", "failed")
-    }
+    bad = {fix_id: status.reason for fix_id, status in report.fixes.items() if status.status in _BAD}
     said = [f"{fixes} cannot be applied: {reason}" for reason, fixes in _groups(bad).items()]
     if early:
         said.append(

@@ -227,20 +227,23 @@ def conditional_expression(place: Place) -> Texts:
     return place.with_statements(node)
 
 
-def by_setattr(place: Place) -> Texts:
+def set_otherwise(place: Place, text: str) -> Texts:
+    """The assignment to an attribute as ``text`` does it, with its ``owner``, ``name`` and ``value``."""
     node = place.statement
     if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
         return None
     target = node.targets[0]
-    return place.with_statements(f"setattr({ast.unparse(target.value)}, {target.attr!r}, {ast.unparse(node.value)})")
+    return place.with_statements(
+        text.format(owner=ast.unparse(target.value), name=repr(target.attr), value=ast.unparse(node.value))
+    )
+
+
+def by_setattr(place: Place) -> Texts:
+    return set_otherwise(place, "setattr({owner}, {name}, {value})")
 
 
 def through_dict(place: Place) -> Texts:
-    node = place.statement
-    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
-        return None
-    target = node.targets[0]
-    return place.with_statements(f"vars({ast.unparse(target.value)})[{target.attr!r}] = {ast.unparse(node.value)}")
+    return set_otherwise(place, "vars({owner})[{name}] = {value}")
 
 
 def by_getattr(place: Place) -> Texts:
