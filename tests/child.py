@@ -21,16 +21,16 @@ def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
 
 
 def python(
-    *arguments: str | Path, path: str | Path = "", cwd: Path = ROOT, **environment: str
+    *arguments: str | Path, path: str | Path = "", cwd: Path = ROOT, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python, with ``path`` first in its path and no settings but those given."""
+    """Run Python for ``timeout`` seconds, with ``path`` first in its path and no settings but those given."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
         env=_environment(path, environment),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
 

@@ -8,6 +8,7 @@ import json
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -15,6 +16,7 @@ from packaging.version import Version
 from tests.child import on_simulator, python
 
 ROOT = Path(__file__).parent.parent
+EVERYWHERE = ROOT / "tests" / "simulator" / "everywhere"
 PARTS = ("graphs", "extension", "blocks")
 GPUS = ("hopper", "blackwell", "blackwell-rtx")
 
@@ -71,6 +73,37 @@ def test_unpatched_errors_are_those_of_an_h200(kind: str, recipe: str) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     measured = (max(found["outputs"]), max(found["wgrads"]), found["wgrad_norm"][0])
     assert measured == pytest.approx(wanted, rel=0.03, abs=0.0)
+
+
+def verify(gpu: str, *arguments: str) -> dict[str, Any]:
+    """What ``te-graph-fixes verify --json`` prints, whose exit status must be 0."""
+    command = ("-m", "te_graph_fixes", "verify", "--json", *arguments)
+    done = python(*command, path=EVERYWHERE, timeout=3600, TE_SIMULATOR_GPU=gpu)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["gpu"] == f"simulated {gpu} GPU"
+    for case in found["cases"]:
+        assert case["with"]["error"] == 0.0 or case["verdict"].startswith("skipped: "), case
+    return found
+
+
+def test_verify_on_blackwell() -> None:
+    found = verify("blackwell", "linear-mxfp8", "failed-capture")
+    assert found["left_out"] == {}
+    assert found["cases"][0]["verdict"] == "fixed"  # failed-capture
+
+
+def test_verify_leaves_out_what_a_gpu_does_not_have() -> None:
+    found = verify("blackwell-rtx", "linear-mxfp8", "cached-nvfp4")
+    ((why, cases),) = found["left_out"].items()
+    assert "not supported on 12.0+ architectures" in why
+    assert cases == ["linear-mxfp8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS)
+def test_verify_with_all_cases(gpu: str) -> None:
+    verify(gpu, "--limit", "600")
 
 
 def test_a_script_runs_as_main_with_its_arguments_and_folder(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def sent_gradients() -> dict[str, Any]:
     """The share of the sent gradients that change before they are received, and the error of what is received."""
     setup = Setup(order=ORDER, mark_first=False, reuse=True)
     FP8GlobalStateManager.reset()
-    layers = [make_module(setup, seed, delay=False) for seed in range(sum(LAYERS))]
+    layers = [make_module(setup, seed, graphed=True) for seed in range(sum(LAYERS))]
     eager = _received(layers, [layer for layer in layers for _ in range(ORDER.count(1))])
     received = _received(layers, capture(setup, layers, None))
     changed = [not torch.equal(tensor, copy) for tensor, copy in received]

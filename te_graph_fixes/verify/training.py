@@ -9,7 +9,7 @@ its wgrads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +54,7 @@ class Setup:
     - ``hooks``: the values of ``main_grad`` that hooks see after each wgrad are compared too
     - ``reuse``: buffers are reused
     - ``tuples``: samples are given in a tuple
+    - ``evaluate``: after each update the modules are evaluated, in the recipe and without one, without a graph
     """
 
     module: str = "Linear"
@@ -76,6 +77,7 @@ class Setup:
     experts: int = 2
     uneven: bool = False
     warmup: int = 3
+    evaluate: bool = False
 
     @property
     def schedule(self) -> Sequence[float]:
@@ -100,6 +102,10 @@ class Step:
     seen_by_hooks: list[torch.Tensor] = field(default_factory=list)
 
 
+OTHERS: dict[str, Callable[[dict[str, Any]], tuple[Any, tuple[Any, ...]]]] = {}
+"""By name, what makes a module other than TE's of its name, and what its forward takes besides. Tests add their own."""
+
+
 def make_recipe(name: str) -> Any:
     """The recipe of this name, None for ``bf16``; `Skipped` where the GPU lacks it."""
     if name == "bf16":
@@ -111,12 +117,17 @@ def make_recipe(name: str) -> Any:
     return getattr(recipes, recipe)()
 
 
-def make_module(setup: Setup, seed: int, delay: bool) -> Any:
-    """A module of ``setup``; equal seeds give equal weights."""
+def make_module(setup: Setup, seed: int, graphed: bool) -> Any:
+    """A module of ``setup``; equal seeds give equal weights.
+
+    Where graphs are told not to cache weights, eager does not either: with delayed scaling a weight that is kept has
+    the scale of the first microbatch, one that is quantized again that of its own.
+    """
+    marks = setup.mark_first and (graphed or setup.cache is not False)
     options: dict[str, Any] = {
         "bias": setup.bias,
         "fuse_wgrad_accumulation": setup.fused,
-        "delay_wgrad_compute": delay,
+        "delay_wgrad_compute": setup.delay and graphed,
         "params_dtype": torch.bfloat16,
         "device": "cuda",
     }
@@ -131,7 +142,10 @@ def make_module(setup: Setup, seed: int, delay: bool) -> Any:
     if setup.fp8_params:
         context = te.quantized_model_init(enabled=True, recipe=make_recipe(setup.recipe))
     with context:
-        module = getattr(te, setup.module)(*sizes, **options)
+        if setup.module in OTHERS:
+            module, arguments = OTHERS[setup.module](options)
+        else:
+            module = getattr(te, setup.module)(*sizes, **options)
     forward = module.forward
 
     def marked(x: torch.Tensor) -> Any:
@@ -139,7 +153,7 @@ def make_module(setup: Setup, seed: int, delay: bool) -> Any:
         module.is_first_microbatch = False
         return out
 
-    if setup.mark_first:
+    if marks:
         module.is_first_microbatch = True
         module.forward = marked
     elif arguments:
@@ -198,7 +212,7 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
     schedule = setup.schedule
     chunks = int(max(schedule))
     microbatches = _count(schedule) // chunks
-    modules = [make_module(setup, seed, setup.delay and graphed) for seed in range(chunks)]
+    modules = [make_module(setup, seed, graphed) for seed in range(chunks)]
     options = {"params_dtype": torch.bfloat16, "device": "cuda"}
     other = te.Linear(HIDDEN, HIDDEN, **options) if setup.other_first else None
     parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -250,6 +264,8 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
                 run.backward_dw()
         torch.cuda.synchronize()
         done.wgrads += _optimizer_step(setup, parameters)
+        if setup.evaluate:
+            done.outputs += _evaluate(setup, modules, recipe, inputs[step, 0, 0])
         yield done
 
 
@@ -281,6 +297,19 @@ def _optimizer_step(setup: Setup, parameters: Iterable[Any]) -> list[torch.Tenso
             weight = parameter.dequantize() if setup.fp8_params and parameter.dim() == 2 else parameter
             rate = 0.25 / (TOKENS * setup.microbatches) if setup.fit else LEARNING_RATE
             parameter.copy_(weight - (rate * grad).to(weight.dtype))
+    return found
+
+
+def _evaluate(setup: Setup, modules: Iterable[Any], recipe: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """What each module gives for ``x`` in evaluation mode, in the recipe and without one."""
+    _begin(setup, modules)
+    found = []
+    for module in modules:
+        module.eval()
+        for each in (recipe, None):
+            with torch.no_grad(), te.autocast(enabled=True, recipe=each) if each else nullcontext():
+                found.append(module(x).clone())
+        module.train()
     return found
 
 

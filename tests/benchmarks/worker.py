@@ -115,7 +115,7 @@ def captures() -> dict[str, float]:
         "pipelined_wgrads": Setup(order=PIPELINED, delay=True, mark_first=False, reuse=True),
     }.items():
         FP8GlobalStateManager.reset()
-        modules = [make_module(setup, seed, setup.delay) for seed in range(int(max(setup.schedule)))]
+        modules = [make_module(setup, seed, graphed=True) for seed in range(int(max(setup.schedule)))]
         recipe = make_recipe(setup.recipe)
         gc.collect()
         torch.cuda.empty_cache()

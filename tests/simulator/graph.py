@@ -24,8 +24,8 @@ _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_perm
                 aten.new_empty, aten.new_empty_strided}  # fmt: skip
 """Operations that only allocate: at replay there is nothing to do."""
 
-_REFUSED = {aten.set_, aten.resize_, aten.resize_as_}
-"""Operations that give an existing tensor other memory, which a recorded address cannot follow."""
+_REFUSED = {aten.resize_, aten.resize_as_}
+"""Operations that give an existing tensor new memory, which is no pool's."""
 
 
 class GraphError(RuntimeError):
@@ -215,7 +215,7 @@ class Capture(TorchDispatchMode):
     def _run(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags or func.overloadpacket is aten.set_:
             return func(*args, **kwargs)
         written = list(_written(func, args, kwargs))
         for tensor in written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -104,6 +105,26 @@ class Event:
         raise NotImplementedError("simulator: Event.elapsed_time: there is no GPU to time")
 
 
+class Library(ctypes.CDLL):
+    """Stands in for ``ctypes.CDLL``, which finds a driver here."""
+
+    def __new__(cls, name: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return Driver() if name == "libcuda.so.1" else super().__new__(cls)
+
+
+class Driver:
+    """Stands in for what programs ask of ``libcuda.so.1`` before they import torch: how many GPUs there are."""
+
+    def cuInit(self, flags: int) -> int:
+        """Start the driver."""
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        """Write the number of GPUs to a pointer."""
+        count._obj.value = 1
+        return 0
+
+
 _current = SimpleNamespace(stream=Stream())
 _DEFAULT_STREAM = _current.stream
 
@@ -116,6 +137,7 @@ def install() -> None:
     replace(torch._C, _graph_pool_handle=memory.new_pool_id, _host_emptyCache=_ignore)
     replace(torch.version, cuda="13.0")
     replace(torch, compile=_compile)
+    replace(ctypes, CDLL=Library)
     torch.set_num_threads(1)  # faster for small tensors, and bits that do not depend on the number of cores
     replace(torch.autocast, __init__=_autocast(torch.autocast.__init__))
 

@@ -368,8 +368,22 @@ def check_what_cannot_be_replayed_is_refused() -> None:
     x = gpu(1, 0, 2)
     refused(lambda: torch.rand(2, device="cuda", generator=torch.Generator()), "generator that is not registered")
     refused(lambda: x.resize_(7), "resize_")
-    refused(lambda: x.set_(torch.empty(1, device="cuda")), "set_")
     assert x.tolist() == [1, 0, 2]
+
+
+def check_a_tensor_that_is_set_to_other_memory_is_read_there() -> None:
+    x, y = gpu(1, 2, 3), torch.empty(0, device="cuda")
+
+    def body() -> torch.Tensor:
+        doubled = 2 * x
+        y.set_(doubled.untyped_storage(), 1, (2,), (1,))
+        return y + 1
+
+    graph, found = capture(body)
+    for value in (1, 5):
+        x.fill_(value)
+        graph.replay()
+        assert found.tolist() == [2 * value + 1] * 2
 
 
 def check_each_replay_draws_new_random_numbers() -> None:
