@@ -15,13 +15,12 @@ import sys
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
-from wrapt import apply_patch, resolve_path
-
 from .fix import Verdict
-from .source import Edit, ModuleSource, Source, split_lines, without_full_collections
+from .source import Edit, ModuleSource, Source, split_lines, without_collections
 
 _STATE = ("__code__", "__defaults__", "__kwdefaults__")
 """What a correction may change about a function."""
@@ -83,7 +82,7 @@ class Change:
     edits: tuple[Edit, ...] = ()
 
 
-@without_full_collections()
+@without_collections()
 def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
     """Compile the functions that the ``verdicts``, by fix, change or rest on, as in their modules.
 
@@ -214,10 +213,9 @@ def live_function(change: Change) -> FunctionType | None:
 def _held(change: Change) -> Any:
     """What the module, or the class itself, holds under the name of the function; None if nothing."""
     try:
-        holder, name, _ = resolve_path(sys.modules.get(change.module), change.qualname)
-    except AttributeError:
+        return vars(_scope(change)).get(change.qualname.rpartition(".")[2])
+    except (KeyError, AttributeError, TypeError):
         return None
-    return vars(holder).get(name)
 
 
 def _is_live(change: Change, code: CodeType | None) -> bool:
@@ -230,7 +228,7 @@ def _scope(change: Change) -> Any:
     """The module, or the class, that holds the function."""
     owner = change.qualname.rpartition(".")[0]
     module = sys.modules[change.module]
-    return resolve_path(module, owner)[2] if owner else module
+    return attrgetter(owner)(module) if owner else module
 
 
 def _execute(change: Change) -> Any:
@@ -310,11 +308,11 @@ class Installation:
         module = self._modules[name] = sys.modules[name] = ModuleType(name)
         module.__package__, _, child = name.rpartition(".")
         exec(compile(text, _path(name), "exec", dont_inherit=True), vars(module))
-        apply_patch(sys.modules[module.__package__], child, module)
+        setattr(sys.modules[module.__package__], child, module)
 
     def _install(self, change: Change) -> None:
         if change.before is None:
-            apply_patch(_scope(change), change.qualname.rpartition(".")[2], _execute(change))
+            setattr(_scope(change), change.qualname.rpartition(".")[2], _execute(change))
             return
         function = live_function(change)
         if function is None:

@@ -56,9 +56,9 @@ class Fix:
     """One catalogue record.
 
     ``examine`` reads a `Source` and returns a `Verdict`; it raises `UnrecognizedError` where it finds neither the
-    defect nor the corrected shape. ``affected`` is the version range in which one expects the defect, as a specifier.
-    ``requires`` names fixes that must be applied or not needed for this one to be applied. ``looks_like`` says in the
-    words of docs/check.md what a check of graphs against eager finds where the defect is.
+    defect nor the corrected shape. ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
+    one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
+    ``looks_like`` says in the words of docs/check.md what a check of graphs against eager finds where the defect is.
     """
 
     id: str

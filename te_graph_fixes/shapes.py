@@ -81,9 +81,7 @@ def _plain(node: Any) -> object:
 def graph_argument(capture: Definition, value: str, name: str) -> list[Edit]:
     """Give what makes the autograd function of graph ``i`` one more argument, before the forward's graph."""
     factory = cast(ast.FunctionDef, capture.inner("make_graphed_autograd_function").node)
-    calls = [
-        node for node in ast.walk(capture.node) if isinstance(node, ast.Call) and ast.unparse(node.func) == factory.name
-    ]
+    calls = [node for node in capture.nodes(ast.Call, factory.name) if isinstance(node.func, ast.Name)]
     graphs = [argument for call in calls for argument in call.args if ast.unparse(argument) == "fwd_graphs[i]"]
     parameters = [parameter for parameter in factory.args.args if parameter.arg == "fwd_graph"]
     if len(calls) != 1 or len(graphs) != 1 or len(parameters) != 1:

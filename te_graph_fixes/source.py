@@ -16,21 +16,22 @@ import os
 import re
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 TE = "transformer_engine"
-Statement = TypeVar("Statement", bound=ast.stmt)
+Kind = TypeVar("Kind", bound=ast.AST)
 Node: TypeAlias = "ast.expr | ast.stmt"
 _Names: TypeAlias = "dict[str, Node]"
-_Index: TypeAlias = "dict[type[ast.AST], list[tuple[list[Any], int]]]"
+_Index: TypeAlias = "dict[tuple[type[ast.AST], str], list[tuple[list[Any], int]]]"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _NEVER = 1_000_000_007
-_NO_SYNTAX = {"type_comment", "kind"}
+_NO_SYNTAX = {"ctx", "kind", "type_comment"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
 
 
@@ -48,13 +49,13 @@ def unrecognized(wanted: str, place: object, found: str = "none") -> Unrecognize
 
 
 @contextlib.contextmanager
-def without_full_collections() -> Iterator[None]:
-    """Put the collection of all garbage off: next to torch's objects it takes as long as reading TE does.
+def without_collections() -> Iterator[None]:
+    """Put the collection of garbage off: syntax trees have no cycles, and next to torch's objects it takes long.
 
-    Young objects are collected as ever, and what another thread sets meanwhile stays.
+    What another thread sets meanwhile stays.
     """
     before = gc.get_threshold()
-    ours = (*before[:2], _NEVER)
+    ours = (_NEVER, *before[1:])
     gc.set_threshold(*ours)
     try:
         yield
@@ -234,18 +235,21 @@ class ModuleSource:
         return found
 
     def index(self, root: ast.AST) -> _Index:
-        """Everything below ``root`` by type: each as the list that it is in and the place there."""
+        """What is below ``root``, by its type with its `_head`, and with "": each as a list and its place there."""
         if root not in self._indexes:
-            found = self._indexes[root] = {}
+            found = self._indexes[root] = defaultdict(list)
             pending = [root]
-            while pending:
-                node = pending.pop()
-                for value in map(vars(node).get, node._fields):
-                    nodes = value if isinstance(value, list) else [value] if isinstance(value, ast.AST) else []
+            for node in pending:
+                for part in node._fields:
+                    value = getattr(node, part, None)
+                    nodes = value if isinstance(value, list) else [value]
                     for place, item in enumerate(nodes):
                         if isinstance(item, ast.AST) and item._fields:  # Load() and the like have none
-                            pending.append(item)
-                            found.setdefault(type(item), []).append((nodes, place))
+                            if not isinstance(item, (ast.Name, ast.Constant)):
+                                pending.append(item)
+                            found[type(item), ""].append((nodes, place))
+                            if head := _head(item):
+                                found[type(item), head].append((nodes, place))
         return self._indexes[root]
 
     @cached_property
@@ -310,9 +314,7 @@ class Definition:
         wanted = _parse_pattern(pattern)
         head = _head(wanted[0])
         found: dict[object, Match] = {}
-        for nodes, place in self.module.index(self.node).get(type(wanted[0]), []):
-            if head and not head.startswith("ANY") and _head(nodes[place]) != head:
-                continue
+        for nodes, place in self.module.index(self.node)[type(wanted[0]), "" if head.startswith("ANY") else head]:
             for names, length in _match_run(wanted, nodes[place:], {}):
                 run = nodes[place : place + length]
                 match = Match(run[0] if len(run) == 1 else Run(run), names)
@@ -362,19 +364,19 @@ class Definition:
 
     def statement_with(self, context: Node) -> ast.With:
         """The ``with`` statement that enters ``context``; raises `UnrecognizedError` where there is none."""
-        for statement in self.statements(ast.With):
+        for statement in self.nodes(ast.With):
             if any(node is context for item in statement.items for node in ast.walk(item.context_expr)):
                 return statement
         raise unrecognized(f"a with statement that enters `{ast.unparse(context)}`", self)
 
-    def statements(self, kind: type[Statement]) -> list[Statement]:
-        """Every statement of a type in this definition, itself left out."""
-        places = self.module.index(self.node).get(kind, [])
-        return sorted((cast(Statement, nodes[place]) for nodes, place in places), key=lambda node: node.lineno)
+    def nodes(self, kind: type[Kind], name: str = "") -> list[Kind]:
+        """Every node of a type in this definition, itself left out; with ``name``, those that call or assign to it."""
+        places = self.module.index(self.node)[kind, name]
+        return sorted((cast(Kind, nodes[place]) for nodes, place in places), key=_span)
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
-        functions, classes = self.statements(ast.FunctionDef), self.statements(ast.ClassDef)
+        functions, classes = self.nodes(ast.FunctionDef), self.nodes(ast.ClassDef)
         inside: list[ast.FunctionDef | ast.ClassDef] = [*functions, *classes]
         found = [node for node in inside if node.name == name]
         if len(found) != 1:
@@ -451,6 +453,7 @@ def _is_inside(inner: tuple[int, int, int, int], outer: tuple[int, int, int, int
     return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
 
 
+@cache
 def _parse_pattern(pattern: str) -> list[ast.AST]:
     body = ast.parse(textwrap.dedent(pattern)).body
     return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else list(body)
@@ -495,7 +498,7 @@ def _match(wanted: object, found: object, names: _Names) -> Sequence[_Names]:
         same = wanted.id not in names or ast.unparse(names[wanted.id]) == ast.unparse(found)
         return ({wanted.id: found, **names},) if same else ()
     if type(wanted) is not type(found):
-        return (names,) if isinstance(wanted, ast.expr_context) else ()
+        return ()
     if isinstance(wanted, list):
         whole = len(cast("list[Any]", found))
         return [bound for bound, length in _match_run(wanted, cast("list[Any]", found), names) if length == whole]

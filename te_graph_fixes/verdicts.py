@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -11,13 +13,14 @@ from .engine import EngineError, changes
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
 from .fixes import CATALOGUE
 from .settings import EXPECT, Settings
-from .source import Source, TENotFoundError, without_full_collections
+from .source import Source, TENotFoundError, without_collections
 
 DISABLED = "disabled"
+_COMPARE = {">=": operator.ge, "<": operator.lt}
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-@without_full_collections()
+@without_collections()
 def verdicts(source: Source) -> dict[str, Verdict]:
     """The verdict of every fix on ``source``.
 
@@ -39,14 +42,14 @@ def expected(fix: Fix, version: str | None) -> str | None:
 
     Local labels are ignored and a development version counts as the release that it leads to.
     """
-    from packaging.specifiers import SpecifierSet  # slow to import, and of no use to a fix
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import InvalidVersion, Version  # its specifiers are slow to import
 
     try:
-        release = Version(version or "").base_version
+        release = Version(Version(version or "").base_version)
     except InvalidVersion:
         return None
-    return APPLICABLE if SpecifierSet(fix.affected).contains(release) else NOT_NEEDED
+    bounds = [(sign, Version(bound)) for sign, bound in re.findall(r"(>=|<)([\d.]+)", fix.affected)]
+    return APPLICABLE if all(_COMPARE[sign](release, bound) for sign, bound in bounds) else NOT_NEEDED
 
 
 def _must_be_affected(fix: Fix, version: str | None) -> bool:

@@ -34,6 +34,7 @@ def test_the_record(fix: Fix) -> None:
     assert not fix.summary.endswith(".")
     assert fix.upstream or "open" in str(module(fix).__doc__), "no upstream link, and not said to be open"
     assert all(re.fullmatch(r"https://github\.com/NVIDIA/[\w-]+/(pull|issues)/\d+", link) for link in fix.upstream)
+    assert re.fullmatch(r"(>=[\d.]+)?,?(<[\d.]+)?", fix.affected)
     assert SpecifierSet(fix.affected)
     assert set(fix.requires) <= set(CATALOGUE) - {fix.id}
 

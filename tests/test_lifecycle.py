@@ -201,25 +201,31 @@ assert "unrecognized" in {status.status for status in te_graph_fixes.report().fi
 
 
 def test_status_is_quick_and_imports_neither_torch_nor_te() -> None:
-    program = """
-import json, sys
+    status = """
+import sys
 from te_graph_fixes.cli import main
 status = main(["status", "--json"])
 assert not {"torch", "numpy", "transformer_engine"} & set(sys.modules)
 sys.exit(status)
 """
-    python("-c", program)
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = python("-c", program)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0, done.stderr
+    modules = {name for verdict in verdicts(Source.installed()).values() for name, _ in verdict.rests_on}
+    paths = [module.path for name in modules if (module := Source.installed().find(name))]
+    parse = f"import ast; kept = [ast.parse(open(path).read()) for path in {paths}]"
+    seconds = {program: min(_cpu_seconds(program) for _ in range(4)) for program in (parse, status)}
+    done = python("-c", status)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {fix: record["verdict"] for fix, record in found["fixes"].items()} == VERDICTS
     assert os.path.samefile(found["source"], Source.installed().location)
-    assert min(seconds) < 1
+    assert seconds[status] < 3.5 * seconds[parse], seconds
+
+
+def _cpu_seconds(program: str) -> float:
+    """What a program takes in a process of its own, whatever else this machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    python("-c", program)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 CAPTURE = """

@@ -131,7 +131,7 @@ def _forwards(capture: Definition) -> list[ast.With]:
     """The statements that capture a forward: with an order, and without."""
     found = [
         node
-        for node in capture.statements(ast.With)
+        for node in capture.nodes(ast.With)
         if CAPTURE in [ast.unparse(item.context_expr) for item in node.items]
         and capture.has("outputs = func(*args, **kwargs)", within=node)
     ]
@@ -154,7 +154,7 @@ def _autograd_function(capture: Definition) -> ast.Assign:
     capture.one("fwd_graphs[i]")
     found = [
         node
-        for node in capture.statements(ast.Assign)
+        for node in capture.nodes(ast.Assign)
         if isinstance(node.value, ast.Call)
         and ast.unparse(node.value.func) == "make_graphed_autograd_function"
         and ast.unparse(node.targets[0]) in ("graphed", "(graphed, helpers)")

@@ -56,7 +56,7 @@ def examine(source: Source) -> Verdict:
 
 def _context(call_func: Definition) -> ast.expr:
     """The context in which the original ``__call__`` is run, the last one if there are more."""
-    found = [node for node in call_func.statements(ast.With) if call_func.has(CALL, within=node)]
+    found = [node for node in call_func.nodes(ast.With) if call_func.has(CALL, within=node)]
     call_func.one(CALL)
     if len(found) != 1:
         raise unrecognized(f"`{CALL}` in one context", call_func, f"it in {len(found)}")

@@ -96,8 +96,8 @@ def _require_option(public: Definition, capture: Definition, call: ast.Call) -> 
         default = _default(definition, OPTION)
         if default != "True":
             raise unrecognized(f"{OPTION}: bool = True", definition, default)
-        for node in ast.walk(definition.node):
-            if isinstance(node, ast.Name) and node.id == OPTION and not isinstance(node.ctx, ast.Load):
+        for node in definition.nodes(ast.Name, OPTION):
+            if not isinstance(node.ctx, ast.Load):
                 raise unrecognized(f"{OPTION} as it was given", definition, f"an assignment (line {node.lineno})")
 
 
@@ -111,11 +111,7 @@ def _default(definition: Definition, parameter: str) -> str:
 
 
 def _capture_call(public: Definition) -> ast.Call:
-    calls = [
-        node
-        for node in ast.walk(public.node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_make_graphed_callables"
-    ]
+    calls = [node for node in public.nodes(ast.Call, "_make_graphed_callables") if isinstance(node.func, ast.Name)]
     if len(calls) != 1 or not calls[0].keywords or any(keyword.arg is None for keyword in calls[0].keywords):
         raise unrecognized("one call of _make_graphed_callables with keywords", public)
     return calls[0]

@@ -74,7 +74,7 @@ def _warmup(capture: Definition) -> ast.stmt:
     contexts = [capture.statement_with(node) for node in capture.all("_none_grad_context_wrapper(inputs)")]
     if not contexts:
         grads = cast(ast.stmt, capture.one(WARMUP_TO_2_11))
-        return next((node for node in capture.statements(ast.With) if node.body == [grads]), grads)
+        return next((node for node in capture.nodes(ast.With) if node.body == [grads]), grads)
     captures = [capture.statement_with(node) for node in capture.all(CAPTURE)]
     found = [node for node in contexts if node not in captures]
     if len(found) != 1:
