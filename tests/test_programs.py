@@ -1,4 +1,4 @@
-"""``nested-autocast``, ``backward-amax-reduction`` and ``fp8-state-at-replay`` on the simulator: whole programs."""
+"""Fixes that are about several modules and what happens to them between replays, on the simulator: whole programs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.child import simulate
 SPOILT = {
     "nested-autocast": ("nested-modules", "subclass-inside", "enabled-by-module", "bf16-inside"),
     "backward-amax-reduction": ("frozen-first", "self-distillation", "plain-torch-first", "graphed-teacher"),
+    "rng-states-at-replay": ("other-rng-states",),
     "fp8-state-at-replay": ("forward-method", "own-autocast", "checkpoint", "bf16-graph-used-eagerly-later"),
 }
 """Programs that each fix is needed for."""

@@ -1,10 +1,11 @@
-"""Three small defects of graphs: exits with 1 if any of them is there."""
+"""Four small defects of graphs: exits with 1 if any of them is there."""
 
 import sys
 
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 SIZE = 128
@@ -45,4 +46,23 @@ with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
     after = module(x, is_first_microbatch=True)
 wrong += not torch.equal(after, -before)
 print(f"after reset(), new weights are used: {torch.equal(after, -before)}")
+
+
+class Dropout(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            return torch.nn.functional.dropout(x)
+
+
+tracker = CudaRNGStatesTracker()
+tracker.add("model-parallel-rng", 1)
+graphed = te.make_graphed_callables(Dropout(), (x.clone(),))
+tracker.reset()
+tracker.add("model-parallel-rng", 2)
+replayed = graphed(x).clone()
+tracker.reset()
+tracker.add("model-parallel-rng", 2)
+equal = torch.equal(replayed, Dropout()(x))
+wrong += not equal
+print(f"dropout after a reset of the tracker is that of its new seed: {equal}")
 sys.exit(wrong > 0)

@@ -58,6 +58,7 @@ PRESWIZZLE = "nvfp4-weight-preswizzle"
 TRANSPOSES, CACHED, EVALUATION = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
 ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-flag-reset"
+RNG_STATES = "rng-states-at-replay"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
@@ -125,6 +126,7 @@ _ALL = (
     _program("checkpoint", (STATE,)),
     _program("reset-between-steps", (RESET,), recipe="fp8-current", quick=True),
     _program("calibration", (CALIBRATING,), quick=True),
+    _program("other-rng-states", (RNG_STATES,), quick=True),
     Case("misused-arguments", (ARGUMENTS,), "refusal:misused_arguments", quick=True),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from .training import HIDDEN, TOKENS, error, make_recipe
@@ -236,6 +237,42 @@ def calibration(recipe: Any, graphed: bool) -> Any:
 
     def run(x: torch.Tensor, _: bool) -> Any:
         with te.autocast(enabled=False, calibrating=True, recipe=recipe):
+            return block(x)
+
+    return run, (block,)
+
+
+class Dropout(Block):
+    """Two projections with a dropout between them that draws from a tracker."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with self.tracker.fork("experts"):
+            hidden = torch.nn.functional.dropout(self.first(x), 0.3)
+        return self.second(hidden)
+
+
+@program
+def other_rng_states(recipe: Any, graphed: bool) -> Any:
+    """An RNG tracker is reset, and gets the states of another one, after a graph with dropout was captured."""
+    tracker, other = CudaRNGStatesTracker(), CudaRNGStatesTracker()
+    other.add("experts", 3)
+    tracker.add("experts", 1)
+    block, begun = Dropout(tracker), []
+    if graphed:
+        capture(block, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        begun.append(first)
+        if len(begun) == 2:
+            tracker.reset()
+            tracker.add("experts", 2)
+        elif len(begun) == 4:
+            tracker.set_states(other.get_states())
+        with autocast(recipe):
             return block(x)
 
     return run, (block,)

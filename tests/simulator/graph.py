@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from . import memory
+from . import generators, memory
 
 aten = torch.ops.aten
 
@@ -40,6 +40,7 @@ class CUDAGraph:
         self._pool_id: memory.PoolId | None = None
         self._capture: Capture | None = None
         self._operations: list[Callable[[], None]] | None = None
+        self._random_states: list[generators.State] = []
 
     def capture_begin(
         self, pool: memory.PoolId | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
@@ -53,7 +54,7 @@ class CUDAGraph:
             )
         refuse_in_capture("CUDAGraph.capture_begin")
         self._pool_id = pool or memory.new_pool_id()
-        self._capture = Capture(memory.enter_pool(self._pool_id))
+        self._capture = Capture(memory.enter_pool(self._pool_id), [generators.active(), *self._random_states])
         self._capture.begin()
 
     def capture_end(self) -> None:
@@ -93,8 +94,9 @@ class CUDAGraph:
         assert self._pool_id is not None
         return self._pool_id
 
-    def register_generator_state(self, generator: torch.Generator) -> None:
-        """Take note of a generator, of which there is only the default one."""
+    def register_generator_state(self, generator: generators.Generator) -> None:
+        """Let the operations of the graph draw from the state that a generator has."""
+        self._random_states.append(generator.state)
 
     def enable_debug_mode(self) -> None:
         """Keep debugging data, of which there is none."""
@@ -121,9 +123,10 @@ class Capture(TorchDispatchMode):
     current: Capture | None = None
     """The capture that is under way; a process has at most one."""
 
-    def __init__(self, pool: memory.Pool) -> None:
+    def __init__(self, pool: memory.Pool, random_states: Iterable[generators.State]) -> None:
         super().__init__()
         self.operations: list[Callable[[], None]] = []
+        self._random_states = [(state, state.numbers) for state in random_states]
         self.failure: str | None = None
         self._pool = pool
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -131,7 +134,6 @@ class Capture(TorchDispatchMode):
 
     def begin(self) -> None:
         Capture.current = self
-        self._random_state = torch.default_generator.get_state()  # a capture draws nothing; each replay does
         self.__enter__()
 
     def end(self) -> None:
@@ -141,7 +143,8 @@ class Capture(TorchDispatchMode):
             for now, before in reversed(self._before):
                 now.copy_(before)
         self._before.clear()
-        torch.default_generator.set_state(self._random_state)
+        for state, numbers in self._random_states:  # a capture draws nothing; each replay does
+            state.numbers = numbers
 
     def refuse(self, what: str) -> GraphError:
         """The error for something that cannot be captured; it spoils the capture, as on a GPU."""
@@ -206,8 +209,9 @@ class Capture(TorchDispatchMode):
                 raise self.refuse(f"{name} with a mask has a result whose size depends on values from the GPU")
         elif torch.Tag.dynamic_output_shape in tags:
             raise self.refuse(f"{name} has a result whose size depends on values from the GPU")
-        generators = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Generator)]
-        if any(generator is not torch.default_generator for generator in generators):
+        given = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Generator)]
+        known = any(state is generators.active() for state, _ in self._random_states)
+        if set(given) - {torch.default_generator} or (torch.Tag.nondeterministic_seeded in tags and not known):
             raise self.refuse(f"{name} draws from a generator that is not registered with the graph")
         if func.overloadpacket in _REFUSED:
             raise self.refuse(f"{name} exchanges the memory of a tensor, which the simulator cannot replay")
@@ -241,7 +245,10 @@ class Capture(TorchDispatchMode):
         values, spec = torch.utils._pytree.tree_flatten(result)
         result = torch.utils._pytree.tree_unflatten([place(pair) for pair in enumerate(values)], spec)
         if func.overloadpacket not in _ALLOCATIONS and (fresh or written):
-            self.operations.append(functools.partial(_again, func, *_aliases((args, kwargs)), fresh))
+            again = functools.partial(_again, func, *_aliases((args, kwargs)), fresh)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                again = functools.partial(_drawing, generators.active(), again)
+            self.operations.append(again)
         return result
 
     def _allocate(self, content: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -318,6 +325,12 @@ def _again(
     values = torch.utils._pytree.tree_leaves(func(*args, **kwargs))
     for target, position in fresh:
         target.copy_(values[position])
+
+
+def _drawing(state: generators.State, operation: Callable[[], None]) -> None:
+    before = state.activate()
+    operation()
+    before.activate()
 
 
 def _aliases(values: Any) -> Any:

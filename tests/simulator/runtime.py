@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from . import memory
 from .device import replace
+from .generators import DEFAULT
 from .graph import Capture, CUDAGraph, refuse_in_capture
 
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0), "blackwell-rtx": (12, 0)}
@@ -187,11 +188,11 @@ def _autocast(function: Any) -> Any:
 
 
 def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    torch.default_generator.set_state(state)
+    DEFAULT.set_state(state)
 
 
 def _get_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.default_generator.get_state()
+    return DEFAULT.get_state()
 
 
 _REPLACEMENTS: dict[str, Any] = {
@@ -219,10 +220,10 @@ _REPLACEMENTS: dict[str, Any] = {
     "CUDAGraph": CUDAGraph,
     "graph_pool_handle": memory.new_pool_id,
     "is_current_stream_capturing": lambda: Capture.current is not None,
-    "default_generators": (torch.default_generator,),
-    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-    "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
-    "initial_seed": torch.default_generator.initial_seed,
+    "default_generators": (DEFAULT,),
+    "manual_seed": lambda seed: DEFAULT.manual_seed(seed),
+    "manual_seed_all": lambda seed: DEFAULT.manual_seed(seed),
+    "initial_seed": DEFAULT.initial_seed,
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
     "get_rng_state_all": lambda: [_get_rng_state()],

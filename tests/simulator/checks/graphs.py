@@ -402,6 +402,36 @@ def check_each_replay_draws_new_random_numbers() -> None:
     assert not torch.equal(wanted[0][0], wanted[1][0])
 
 
+def check_a_replay_draws_from_the_registered_state_of_the_capture() -> None:
+    default = torch.cuda.default_generators[0]
+    other = default.clone_state().manual_seed(3)
+
+    def body() -> Tensors:
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(other)
+        try:
+            inside = torch.rand(4, device="cuda")
+        finally:
+            default.graphsafe_set_state(before)
+        return inside, torch.rand(4, device="cuda")
+
+    refused(body, "generator that is not registered")
+    torch.manual_seed(1)
+    wanted = [body() for _ in range(3)]
+    torch.manual_seed(1)
+    other.manual_seed(3)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(other)
+    with torch.cuda.graph(graph):
+        found = body()
+    for eager in wanted:
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
+    other.set_state(default.get_state())
+    graph.replay()
+    assert torch.equal(*found)
+
+
 def check_tensors_on_the_host_can_be_read_in_a_capture() -> None:
     x = gpu(1, 2, 3)
 

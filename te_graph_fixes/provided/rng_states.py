@@ -1,0 +1,63 @@
+"""Graphs that draw random numbers as eager training does, whatever generators an RNG tracker has by their replay."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformer_engine.pytorch.distributed import (
+    CudaRNGStatesTracker,
+    get_all_rng_states,
+    graph_safe_rng_available,
+)
+
+
+def graph_maker() -> Callable[[], Any]:
+    """What makes graphs that are to be captured now; plain ones where no RNG tracker has states."""
+    plain: Callable[[], Any] = torch.cuda.CUDAGraph
+    states = get_all_rng_states()
+    if not states or not graph_safe_rng_available():
+        return plain
+    trackers = (found for found in gc.get_objects() if issubclass(type(found), CudaRNGStatesTracker))
+    tracker = next((found for found in trackers if found.states_ is states), None)
+    if tracker is None:
+        return plain
+    tracked = _Tracked(tracker)
+
+    def make() -> _Graph:
+        graph = _Graph()
+        graph.tracked = tracked
+        return graph
+
+    return make
+
+
+class _Tracked:
+    """The generators that a tracker has at a capture: those from which the graphs draw."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
+        self._tracker = weakref.ref(tracker)
+        self._captured = tracker.get_states()
+
+    def replaced(self) -> list[tuple[torch.Generator, torch.Generator]]:
+        """The generators that are not the tracker's any more, each with the one that it has instead."""
+        tracker = self._tracker()
+        now = tracker.get_states() if tracker else {}
+        pairs = [(captured, now.get(name, captured)) for name, captured in self._captured.items()]
+        return [(captured, current) for captured, current in pairs if captured is not current]
+
+
+class _Graph(torch.cuda.CUDAGraph):  # type: ignore[misc,unused-ignore]
+    tracked: _Tracked
+
+    def replay(self) -> None:
+        """Replay, and let the tracker's generators have drawn what the graph draws."""
+        replaced = self.tracked.replaced()
+        for captured, current in replaced:
+            captured.set_state(current.get_state())
+        super().replay()
+        for captured, current in replaced:
+            current.set_state(captured.get_state())

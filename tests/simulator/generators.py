@@ -1,0 +1,84 @@
+"""Generators as on a GPU: objects that share states, of which the default generator has one at a time.
+
+The CPU's own default generator draws every random number. It holds the numbers to come of the state that the default
+generator of the GPU has; those of other states are kept here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class State:
+    """Where the random numbers of some generators come from; graphs keep it, and draw from it at each replay."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = numbers
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """What a generator of torch needs to draw the numbers that are to come."""
+        return torch.default_generator.get_state() if self is active() else self._numbers
+
+    @numbers.setter
+    def numbers(self, numbers: torch.Tensor) -> None:
+        self._numbers = numbers
+        if self is active():
+            torch.default_generator.set_state(numbers)
+
+    def activate(self) -> State:
+        """Let all operations draw from this state; returns the one from which they did."""
+        before = active()
+        before._numbers = before.numbers
+        DEFAULT.state = self
+        torch.default_generator.set_state(self._numbers)
+        return before
+
+
+class Generator(torch.Generator):
+    """Stands in for a generator of the GPU."""
+
+    state: State
+
+    @classmethod
+    def of(cls, state: State) -> Generator:
+        """A generator that has ``state``."""
+        generator = cls()
+        generator.state = state
+        return generator
+
+    def get_state(self) -> torch.Tensor:
+        return self.state.numbers
+
+    def set_state(self, new_state: torch.Tensor) -> Generator:  # type: ignore[override]
+        self.state.numbers = new_state
+        return self
+
+    def manual_seed(self, seed: int) -> Generator:
+        self.state.numbers = torch.Generator().manual_seed(seed).get_state()
+        return self
+
+    def initial_seed(self) -> int:
+        return torch.Generator().set_state(self.state.numbers).initial_seed()
+
+    def clone_state(self) -> Generator:
+        return self.of(State(self.state.numbers.clone()))
+
+    def graphsafe_get_state(self) -> Generator:
+        return self.of(self.state)
+
+    def graphsafe_set_state(self, state: torch.Generator) -> Generator:  # type: ignore[override]
+        assert isinstance(state, Generator)
+        if self is DEFAULT:
+            state.state.activate()
+        self.state = state.state
+        return self
+
+
+DEFAULT = Generator()
+DEFAULT.state = State(torch.default_generator.get_state())
+
+
+def active() -> State:
+    """The state from which operations draw."""
+    return DEFAULT.state
