@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from .evidence import require_plain
 from .source import Edit, Source, UnrecognizedError
 
 APPLICABLE = "applicable"
@@ -71,10 +72,16 @@ class Fix:
     looks_like: tuple[str, ...] = ()
 
     def verdict(self, source: Source) -> Verdict:
-        """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``."""
+        """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``.
+
+        A negative one needs evidence beside the shape: see `te_graph_fixes.evidence`.
+        """
         source.consulted()
         try:
-            return replace(self.examine(source), fix=self.id, rests_on=source.consulted())
+            found = replace(self.examine(source), fix=self.id, rests_on=source.consulted())
+            if found.verdict != APPLICABLE:
+                require_plain(source, found.rests_on)
+            return found
         except UnrecognizedError as error:
             return Verdict(UNRECOGNIZED, str(error))
         except Exception as error:

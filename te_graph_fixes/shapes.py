@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from .source import Definition, Edit, Run, Source, unrecognized
+from .fix import Verdict, applicable, not_needed
+from .source import Definition, Edit, Node, Run, Source, UnrecognizedError, unrecognized
 
 BACKWARD_INDEX = """
 per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
@@ -36,6 +38,11 @@ def graph_capture(source: Source) -> Definition:
     return source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
 
 
+def start_of_warmup(capture: Definition) -> Node:
+    """The statement of a capture in front of which comes what it needs from its start."""
+    return capture.one("visited_te_modules = ANY_EMPTY")
+
+
 def graph_interface(source: Source) -> Definition:
     """The public function in front of `graph_capture`."""
     return source.definition("transformer_engine.pytorch.graph", "make_graphed_callables")
@@ -60,6 +67,14 @@ def lacks_parameter(function: Definition, name: str) -> bool:
     return True
 
 
+def lacks_quantization(source: Source) -> bool:
+    """Whether this is TE before 2.9, where fp8.py holds what quantization.py holds since."""
+    if source.find("transformer_engine.pytorch.quantization") is not None:
+        return False
+    source.definition("transformer_engine.pytorch.fp8", "FP8GlobalStateManager")
+    return True
+
+
 def require_digest(place: Definition, node: ast.AST, wanted: str) -> None:
     """Raise `UnrecognizedError` unless ``node``, which an edit replaces as a whole, is the text with that `digest`."""
     if digest(node) != wanted:
@@ -78,16 +93,98 @@ def _plain(node: Any) -> object:
     return list(map(_plain, node)) if isinstance(node, list) else node
 
 
-def graph_argument(capture: Definition, value: str, name: str) -> list[Edit]:
-    """Give what makes the autograd function of graph ``i`` one more argument, before the forward's graph."""
-    factory = cast(ast.FunctionDef, capture.inner("make_graphed_autograd_function").node)
-    calls = [node for node in capture.nodes(ast.Call, factory.name) if isinstance(node.func, ast.Name)]
-    graphs = [argument for call in calls for argument in call.args if ast.unparse(argument) == "fwd_graphs[i]"]
-    parameters = [parameter for parameter in factory.args.args if parameter.arg == "fwd_graph"]
-    if len(calls) != 1 or len(graphs) != 1 or len(parameters) != 1:
-        raise unrecognized(f"one call {factory.name}(fwd_graphs[i], ...) for its fwd_graph", capture)
-    edits = []
-    for before, text in ((graphs[0], value), (parameters[0], name)):
-        start = capture.module.offset(before.lineno, before.col_offset)
-        edits.append(Edit(capture.module.name, start, start, f"{text},\n{' ' * before.col_offset}"))
-    return edits
+class Changes:
+    """The changes of one correction, each of which has been made in a source, or is to be made.
+
+    It has been made where its text stands in all its places and nowhere else, and is to be made where its text is
+    nowhere. Anything else is an `UnrecognizedError`, and so is a correction that is made in part.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[bool] = []
+        self._edits: list[Edit] = []
+
+    def verdict(self, wrong: str, right: str, new_modules: Mapping[str, str] | None = None) -> Verdict:
+        """``not-needed`` because of what is ``right`` where all are made, ``applicable`` where none is."""
+        if not any(self._made):
+            return applicable(wrong, self._edits, new_modules)
+        if not all(self._made) or new_modules:
+            made = f"{sum(self._made)} of {len(self._made)} changes"
+            raise UnrecognizedError(f"looked for all of a correction or none, found a mixture: {made}")
+        return not_needed(right)
+
+    def add(self, made: bool, edits: Callable[[], Iterable[Edit]]) -> None:
+        """A change that is ``made``, or that ``edits`` make."""
+        self._made.append(made)
+        self._edits += [] if made else edits()
+
+    def before(self, place: Definition, anchors: Sequence[Node], text: str) -> None:
+        """Statements in front of each of the statements ``anchors``; others may stand between."""
+        self.add(_stands(place, text, anchors, 1), lambda: [place.insert_before(node, text) for node in anchors])
+
+    def after(self, place: Definition, anchors: Sequence[Node], text: str) -> None:
+        """Statements behind each of the statements ``anchors``; others may stand between."""
+        self.add(_stands(place, text, anchors, -1), lambda: [place.insert_after(node, text) for node in anchors])
+
+    def first(self, function: Definition, text: str) -> None:
+        """Statements at the start of a function."""
+        found = [getattr(node, "body", [node])[0] if isinstance(node, Run) else node for node in function.all(text)]
+        if len(found) > 1 or not all(node in function.node.body for node in found):
+            raise unrecognized(f"`{text}` at the start or nowhere", function, "it elsewhere")
+        self.add(bool(found), lambda: [function.insert_at_start(text)])
+
+    def replace(self, place: Definition, old: str, new: str, count: int = 1) -> None:
+        """``new`` for each of ``count`` times ``old``."""
+        made = place.all(new)
+        inside = [node for each in made for node in place.all(old, within=each)]
+        left = [node for node in place.all(old) if node not in inside]
+        if sorted((len(made), len(left))) != [0, count]:
+            found = f"{len(left)} and {len(made)}"
+            raise unrecognized(f"{count} of `{' '.join(old.split())}` or `{' '.join(new.split())}`", place, found)
+        self.add(bool(made), lambda: [place.replace(node, new) for node in left])
+
+    def enter(self, place: Definition, context: str, text: str, count: int = 1) -> None:
+        """A context manager in front of each of ``count`` that are entered."""
+        contexts = place.exactly(count, context)
+        entered = [text in map(ast.unparse, place.statement_with(node).items) for node in contexts]
+        if any(entered) != all(entered):
+            raise unrecognized(f"`with {text}, {context}` everywhere or nowhere", place, "it in some places")
+        self.add(all(entered), lambda: [place.enter_before(node, text) for node in contexts])
+
+    def graph_argument(self, capture: Definition, value: str, name: str) -> None:
+        """One more argument of what makes the autograd function of graph ``i``, before the forward's graph."""
+        function = cast(ast.FunctionDef, capture.inner("make_graphed_autograd_function").node)
+        given = [node.args for node in capture.nodes(ast.Call, function.name) if isinstance(node.func, ast.Name)]
+        graphs = [argument for args in given for argument in args if ast.unparse(argument) == "fwd_graphs[i]"]
+        parameters = [parameter for parameter in function.args.args if parameter.arg == "fwd_graph"]
+        if len(given) != 1 or len(graphs) != 1 or len(parameters) != 1:
+            raise unrecognized(f"one call {function.name}(fwd_graphs[i], ...) for its fwd_graph", capture)
+        wanted = ast.unparse(ast.parse(value, mode="eval"))
+        made = [wanted in map(ast.unparse, given[0]), name in [each.arg for each in function.args.args]]
+        if any(made) != all(made):
+            raise unrecognized(f"{name} as an argument and as a parameter, or neither", capture, "one of them")
+
+        def edits() -> Iterator[Edit]:
+            for node, text in ((graphs[0], value), (parameters[0], name)):
+                start = capture.module.offset(node.lineno, node.col_offset)
+                yield Edit(capture.module.name, start, start, f"{text},\n{' ' * node.col_offset}")
+
+        self.add(all(made), edits)
+
+
+def _stands(place: Definition, text: str, anchors: Sequence[Node], side: int) -> bool:
+    """Whether ``text`` is once for each anchor, in the same body, before it (``side`` 1) or behind it (-1)."""
+    texts = sorted(_position(place, node) for node in place.all(text))
+    pairs = list(zip(texts, sorted(_position(place, node) for node in anchors), strict=False))
+    if texts and not (len(texts) == len(anchors) and all(a == b and side * (j - i) > 0 for (a, i), (b, j) in pairs)):
+        line = " ".join(text.split())[:80]
+        raise unrecognized(f"`{line}` beside {len(anchors)} statements or nowhere", place, f"it {len(texts)} times")
+    return bool(texts)
+
+
+def _position(place: Definition, node: Node) -> tuple[int, int]:
+    """The body that a statement, or an expression that is one, is in, and its place there."""
+    first = node.body[0] if isinstance(node, Run) else node
+    index = place.module.index(place.node)
+    every = [*index[ast.Expr, ""], *index[type(first), ""]]
+    return next((id(body), at) for body, at in every if first in (body[at], getattr(body[at], "value", None)))

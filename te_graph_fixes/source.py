@@ -253,6 +253,11 @@ class ModuleSource:
         return self._indexes[root]
 
     @cached_property
+    def notes(self) -> dict[Any, Any]:
+        """What others have found out about this module, by keys of theirs."""
+        return {}
+
+    @cached_property
     def _indexes(self) -> dict[ast.AST, _Index]:
         return {}
 

@@ -23,7 +23,8 @@ from te_graph_fixes.source import Edit, ModuleSource, Source
 from tests.published import source
 
 VERSIONS = ("2.12.0", "2.15.0", "2.20.2")
-FEW, MANY = 2, 31
+QUICK = ("2.12.0", "2.20.2")
+FEW, MANY = 1, 31
 NO_MUTATION = "no mutation"
 
 
@@ -328,7 +329,7 @@ NEEDED = [
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)
-@pytest.mark.parametrize(("fix_id", "version"), NEEDED)
+@pytest.mark.parametrize(("fix_id", "version"), [pair for pair in NEEDED if pair[1] in QUICK])
 def test_a_mutated_source(fix_id: str, version: str, kind: str) -> None:
     for seed in range(FEW):
         check(fix_id, version, kind, seed)

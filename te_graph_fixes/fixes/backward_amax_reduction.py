@@ -14,13 +14,11 @@ module. Whether the graph sets the flag that says if weights are new is decided 
 from __future__ import annotations
 
 import ast
-from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..shapes import graph_argument, lacks_delayed_wgrads
+from ..fix import Fix, Verdict, not_applicable
+from ..shapes import Changes, lacks_delayed_wgrads, start_of_warmup
 from ..source import Node, Source, unrecognized
 
-VISITED = "visited_te_modules = {}"
 WITHOUT_FP8 = "callables_without_fp8 = set()"
 
 HOOK = """
@@ -51,34 +49,22 @@ def examine(source: Source) -> Verdict:
     factory = capture.inner("make_graphed_autograd_function")
     forward, functionalized = factory.inner("Graphed").inner("forward"), factory.inner("functionalized")
     flag = _flag(source)
-    corrected = [
-        capture.has(WITHOUT_FP8),
-        capture.has(HOOK),
-        capture.has(USES_FP8),
-        "uses_fp8" in [argument.arg for argument in cast(ast.FunctionDef, factory.node).args.args],
-        forward.has(TAKE_FOR_FP8),
-        functionalized.has(REMEMBER.format(flag=flag) + "\nout = ANY" + GIVE_BACK.format(flag=flag)),
-    ]
-    if all(corrected):
-        return not_needed("a graph without a backward leaves the amax reduction to the next module")
-    if any(corrected):
-        raise unrecognized("graphs that all take the flag of the first FP8 module", capture, "a mixture")
     hook = capture.inner("hook_fn")
     hook.require_parameters("module", "func_idx")
     replays = [match for match in functionalized.matches("out = ANY_CALL") if _is_replay(match["ANY_CALL"])]
     if len(replays) != 1:
         raise unrecognized("`out = Graphed.apply(...)` once", functionalized, f"it {len(replays)} times")
-    replay = replays[0].node
-    return applicable(
+    replay = [replays[0].node]
+    changes = Changes()
+    changes.before(capture, [start_of_warmup(capture)], WITHOUT_FP8)
+    changes.first(hook, HOOK)
+    changes.graph_argument(capture, USES_FP8, "uses_fp8")
+    changes.replace(forward, TAKE, TAKE_FOR_FP8)
+    changes.before(functionalized, replay, REMEMBER.format(flag=flag))
+    changes.after(functionalized, replay, GIVE_BACK.format(flag=flag))
+    return changes.verdict(
         "a graph always takes the flag of the first FP8 module",
-        [
-            capture.insert_before(capture.one(VISITED), WITHOUT_FP8),
-            hook.insert_at_start(HOOK),
-            *graph_argument(capture, USES_FP8, "uses_fp8"),
-            forward.replace(forward.one(TAKE), TAKE_FOR_FP8),
-            functionalized.insert_before(replay, REMEMBER.format(flag=flag)),
-            functionalized.insert_after(replay, GIVE_BACK.format(flag=flag)),
-        ],
+        "a graph without a backward leaves the amax reduction to the next module",
     )
 
 

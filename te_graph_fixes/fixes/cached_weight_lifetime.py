@@ -15,9 +15,10 @@ its modules have in their place, or gives these the update that it makes itself
 
 from __future__ import annotations
 
-from ..fix import Fix, Verdict, applicable, not_needed
+from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..source import Source, unrecognized
+from ..shapes import Changes
+from ..source import Source
 from .fp8_weight_transposes import CAPTURED, COPY_INPUTS, GRAPH, replay
 
 HOLD = """
@@ -33,19 +34,14 @@ def examine(source: Source) -> Verdict:
     capture = source.definition(GRAPH, "_make_graphed_callables")
     forward = replay(capture)
     forward.require_parameters("skip_fp8_weight_update")
-    captured = capture.exactly(2, CAPTURED)
-    if len(capture.all(HOLD)) == 2 and forward.has(REFRESH):
-        return not_needed("a graph holds the weights that it caches, and follows those of its modules")
-    if capture.has("cached_weights"):
-        raise unrecognized("no cached_weights", capture, "some")
     base = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule")
     base.one("self._fp8_workspaces.clear()")
-    return applicable(
+    changes = Changes()
+    changes.after(capture, capture.exactly(2, CAPTURED), HOLD)
+    changes.before(forward, [forward.one(COPY_INPUTS)], REFRESH)
+    return changes.verdict(
         "graphs do not own the FP8 weights that they cache",
-        [
-            *(capture.insert_after(each, HOLD) for each in captured),
-            forward.insert_before(forward.one(COPY_INPUTS), REFRESH),
-        ],
+        "a graph holds the weights that it caches, and follows those of its modules",
         new_module(source, "fp8_weights"),
     )
 

@@ -11,13 +11,14 @@ Symptom: ``make_graphed_callables(..., enabled=False, calibrating=True, recipe=r
 
 from __future__ import annotations
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..fix import Fix, Verdict, not_applicable
+from ..shapes import Changes, lacks_quantization
 from ..source import Source
 
 CHOICE = """
 if any(enabled) and recipe is None:
     recipe = get_default_fp8_recipe()
-elif {none}:
+elif ANY_NONE:
     recipe = None
 """
 NONE, NEITHER = "not any(enabled)", "not any(enabled) and not calibrating"
@@ -26,17 +27,14 @@ NONE, NEITHER = "not any(enabled)", "not any(enabled) and not calibrating"
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.graph")
     public = module.definition("make_graphed_callables")
-    if public.has(CHOICE.format(none=NEITHER)):
-        return not_needed("a capture that calibrates keeps its recipe")
-    if source.find("transformer_engine.pytorch.quantization") is None:
+    if lacks_quantization(source):
         return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
     public.require_parameters("calibrating", "recipe", "enabled")
     public.one("if calibrating is None: calibrating = False")
-    choice = public.one(CHOICE.format(none=NONE))
-    return applicable(
-        "recipe is dropped where FP8 is not enabled",
-        [public.replace(public.one(NONE, within=choice), NEITHER)],
-    )
+    public.one(CHOICE)
+    changes = Changes()
+    changes.replace(public, NONE, NEITHER)
+    return changes.verdict("recipe is dropped where FP8 is not enabled", "a capture that calibrates keeps its recipe")
 
 
 FIX = Fix(

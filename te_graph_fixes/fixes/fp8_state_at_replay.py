@@ -18,14 +18,11 @@ of modules with an autocast of their own is taken back.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..provided import module_text
-from ..shapes import lacks_delayed_wgrads
-from ..source import Definition, Edit, Source, unrecognized
-
-PROVIDED = "transformer_engine.pytorch._te_captured_fp8"
+from ..fix import Fix, Verdict, not_applicable
+from ..provided import new_module
+from ..shapes import Changes, lacks_delayed_wgrads, start_of_warmup
+from ..source import Definition, Source, unrecognized
 
 REGISTER = """
 if not FP8GlobalStateManager.fp8_graph_capturing():
@@ -50,7 +47,6 @@ if recipe is not None and recipe.delayed():
                 use_fp8_state(op._fp8_metas[mode], of_module=False)
 """
 
-VISITED = "visited_te_modules = {}"
 BEGIN = """
 from ._te_captured_fp8 import begin_capture, begin_graph, end_capture, with_fp8_state
 
@@ -90,40 +86,27 @@ def examine(source: Source) -> Verdict:
     capture = module.definition("_make_graphed_callables")
     prepare = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.prepare_forward")
     fuser = source.definition("transformer_engine.pytorch.ops.fuser", "OperationFuser.__call__")
-    corrected = [
-        prepare.has(REGISTER + USE),
-        fuser.has(PREPARE_OPERATIONS + USE_OF_OPERATIONS),
-        len(capture.all(BEGIN_GRAPH)) == 2,
-        *(capture.has(text) for text in (BEGIN, HOOK, IN_AUTOCAST, END, WITH_STATE)),
-        *(module.definition(name).has(IMPORT_STATE) for name in KEPT),
-        *(
-            module.definition(name).has(f"isinstance(m, {kind}){WITHOUT_STATE}")
-            for name, kinds in KEPT.items()
-            for kind in kinds
-        ),
-    ]
-    text, found = module_text("captured_fp8"), source.find(PROVIDED)
-    if all(corrected) and found and found.text == text:
-        return not_needed("replays do with FP8 state what eager forwards do")
-    if any(corrected) or found:
-        raise unrecognized("replays that leave FP8 state alone", source.location, "a mixture")
     fuser.one("recipe = FP8GlobalStateManager.get_fp8_recipe()")
     hook = capture.inner("hook_fn")
     hook.require_parameters("module", "func_idx")
-    return applicable(
+    changes = Changes()
+    changes.after(prepare, [prepare.one(REGISTER)], USE)
+    changes.after(fuser, [fuser.one(PREPARE_OPERATIONS)], USE_OF_OPERATIONS)
+    changes.before(capture, [start_of_warmup(capture)], BEGIN)
+    changes.first(hook, HOOK)
+    changes.before(capture, _forwards(capture), BEGIN_GRAPH)
+    changes.before(capture, [capture.one(RETURNED)], END)
+    changes.replace(capture, TE_MODULES, IN_AUTOCAST)
+    changes.after(capture, [_autograd_function(capture)], WITH_STATE)
+    for name, kinds in KEPT.items():
+        changes.first(module.definition(name), IMPORT_STATE + "\n")
+        for kind in kinds:
+            test = f"isinstance(m, {kind})"
+            changes.replace(module.definition(name), test, test + WITHOUT_STATE)
+    return changes.verdict(
         "replays leave out what eager forwards do with FP8 state",
-        [
-            prepare.insert_after(prepare.one(REGISTER), USE),
-            fuser.insert_after(fuser.one(PREPARE_OPERATIONS), USE_OF_OPERATIONS),
-            capture.insert_before(capture.one(VISITED), BEGIN),
-            hook.insert_at_start(HOOK),
-            *(capture.insert_before(node, BEGIN_GRAPH) for node in _forwards(capture)),
-            capture.insert_before(capture.one(RETURNED), END),
-            capture.replace(capture.one(TE_MODULES), IN_AUTOCAST),
-            capture.insert_after(_autograd_function(capture), WITH_STATE),
-            *(edit for name, kinds in KEPT.items() for edit in _delayed_only(module.definition(name), kinds)),
-        ],
-        {PROVIDED: text},
+        "replays do with FP8 state what eager forwards do",
+        new_module(source, "captured_fp8"),
     )
 
 
@@ -140,24 +123,15 @@ def _forwards(capture: Definition) -> list[ast.With]:
     return found
 
 
-def _delayed_only(function: Definition, kinds: Iterable[str]) -> list[Edit]:
-    """Let a function leave modules with the state of another recipe alone."""
-    tests = [function.one(f"isinstance(m, {kind})") for kind in kinds]
-    return [
-        function.insert_at_start(IMPORT_STATE + "\n"),
-        *(function.replace(test, function.text(test) + WITHOUT_STATE) for test in tests),
-    ]
-
-
 def _autograd_function(capture: Definition) -> ast.Assign:
     """The statement that makes the autograd function ``graphed`` of graph ``i``."""
-    capture.one("fwd_graphs[i]")
     found = [
         node
         for node in capture.nodes(ast.Assign)
         if isinstance(node.value, ast.Call)
         and ast.unparse(node.value.func) == "make_graphed_autograd_function"
         and ast.unparse(node.targets[0]) in ("graphed", "(graphed, helpers)")
+        and "fwd_graphs[i]" in map(ast.unparse, node.value.args)
     ]
     if len(found) != 1:
         raise unrecognized("graphed = make_graphed_autograd_function(...) once", capture, f"it {len(found)} times")

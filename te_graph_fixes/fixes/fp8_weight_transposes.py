@@ -16,8 +16,9 @@ those are made again that are invalid, gone or elsewhere (`te_graph_fixes/provid
 
 from __future__ import annotations
 
-from ..fix import Fix, Verdict, applicable, not_needed
+from ..fix import Fix, Verdict
 from ..provided import new_module
+from ..shapes import Changes
 from ..source import Definition, Source, unrecognized
 
 GRAPH = "transformer_engine.pytorch.graph"
@@ -44,17 +45,12 @@ REFRESH = "fwd_graph.primary_weights.refresh()"
 def examine(source: Source) -> Verdict:
     capture = source.definition(GRAPH, "_make_graphed_callables")
     forward = replay(capture)
-    captured = capture.exactly(2, CAPTURED)
-    if len(capture.all(HOLD)) == 2 and forward.has(REFRESH):
-        return not_needed("a graph holds the transposes that it reads, and has them made before its replay")
-    if capture.has("primary_weights"):
-        raise unrecognized("no primary_weights", capture, "some")
-    return applicable(
+    changes = Changes()
+    changes.after(capture, capture.exactly(2, CAPTURED), HOLD)
+    changes.after(forward, [forward.one(COPY_INPUTS)], REFRESH)
+    return changes.verdict(
         "nothing makes the transposes of FP8 primary weights between an update and a replay",
-        [
-            *(capture.insert_after(each, HOLD) for each in captured),
-            forward.insert_after(forward.one(COPY_INPUTS), REFRESH),
-        ],
+        "a graph holds the transposes that it reads, and has them made before its replay",
         new_module(source, "fp8_weights"),
     )
 

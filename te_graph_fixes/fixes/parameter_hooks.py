@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from functools import partial
 from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_needed
+from ..fix import Fix, Verdict
 from ..provided import new_module
+from ..shapes import Changes, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 
 IMPORT = "from ._te_parameter_hooks import hooks_put_aside"
@@ -54,17 +56,14 @@ def examine(source: Source) -> Verdict:
     backwards[callable_] = "graph_callables[bwd_idx]" if numbered else "static_input_surface"
     for node in backwards:
         capture.one(*BACKWARDS, within=node)
-    corrected = [capture.has(IMPORT), *(_is_corrected(node, text) for node, text in backwards.items())]
-    if all(corrected):
-        return not_needed("hooks of parameters are put aside in warmup and capture")
-    if any(corrected):
-        raise unrecognized("hooks that are put aside in all places", capture, "a mixture")
-    return applicable(
+    changes = Changes()
+    changes.before(capture, [start_of_warmup(capture)], IMPORT + "\n")
+    for node, held in backwards.items():
+        text = PUT_ASIDE.format(held)
+        changes.add(_is_corrected(node, text), partial(_put_aside, capture, node, text))
+    return changes.verdict(
         "hooks of parameters run in the backwards of warmup and capture",
-        [
-            capture.insert_before(capture.one("visited_te_modules = ANY_EMPTY"), IMPORT + "\n"),
-            *(_put_aside(capture, node, PUT_ASIDE.format(text)) for node, text in backwards.items()),
-        ],
+        "hooks of parameters are put aside in warmup and capture",
         new_module(source, "parameter_hooks"),
     )
 
@@ -83,14 +82,14 @@ def _warmup(capture: Definition) -> ast.stmt:
 
 
 def _is_corrected(node: ast.stmt, text: str) -> bool:
-    return isinstance(node, ast.With) and PUT_ASIDE.format(text) in map(ast.unparse, node.items)
+    return isinstance(node, ast.With) and text in map(ast.unparse, node.items)
 
 
-def _put_aside(capture: Definition, node: ast.stmt, text: str) -> Edit:
+def _put_aside(capture: Definition, node: ast.stmt, text: str) -> list[Edit]:
     if isinstance(node, ast.With):
-        return capture.enter_before(node.items[0].context_expr, text)
+        return [capture.enter_before(node.items[0].context_expr, text)]
     lines = textwrap.dedent(" " * node.col_offset + capture.text(node))
-    return capture.replace(node, f"with {text}:\n{textwrap.indent(lines, '    ')}")
+    return [capture.replace(node, f"with {text}:\n{textwrap.indent(lines, '    ')}")]
 
 
 FIX = Fix(

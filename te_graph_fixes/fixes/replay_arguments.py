@@ -13,12 +13,9 @@ where an argument is a dict or another container, its structure with the samples
 
 from __future__ import annotations
 
-import ast
-from typing import cast
-
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..shapes import graph_argument, lacks_delayed_wgrads
-from ..source import Source, unrecognized
+from ..fix import Fix, Verdict, not_applicable
+from ..shapes import Changes, lacks_delayed_wgrads
+from ..source import Source
 
 SPECS = """
 None
@@ -61,35 +58,16 @@ def examine(source: Source) -> Verdict:
     factory = capture.inner("make_graphed_autograd_function")
     factory.require_parameters("kwargs_keys", "len_user_args", "static_input_surface")
     functionalized = factory.inner("functionalized")
-    function = cast(ast.FunctionDef, factory.node)
-    corrected = [
-        factory.has(SHAPES),
-        functionalized.has(CHECK + FUNCTION_ARGS),
-        capture.has(f"({SPECS})"),
-        *(functionalized.has(FLATTEN.format(spec=f"{parts['kind']}_spec", **parts)) for parts in FLATTENED),
-        "sample_specs" in [argument.arg for argument in function.args.args],
-    ]
-    if all(corrected):
-        return not_needed("arguments are compared with the samples")
-    if any(corrected):
-        raise unrecognized("replays that take any arguments", functionalized, "a mixture")
     capture.require_parameters("sample_args", "sample_kwargs")
     capture.one("per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]")
-    return applicable(
-        "a replay takes whatever it is given",
-        [
-            *graph_argument(capture, f"({' '.join(SPECS.split())})", "sample_specs"),
-            factory.insert_before(functionalized.node, SHAPES),
-            *(
-                functionalized.replace(
-                    functionalized.one(FLATTEN.format(spec="_", **parts)),
-                    FLATTEN.format(spec=f"{parts['kind']}_spec", **parts),
-                )
-                for parts in FLATTENED
-            ),
-            functionalized.insert_before(functionalized.one(FUNCTION_ARGS), CHECK),
-        ],
-    )
+    changes = Changes()
+    changes.graph_argument(capture, f"({' '.join(SPECS.split())})", "sample_specs")
+    changes.before(factory, [functionalized.node], SHAPES)
+    for parts in FLATTENED:
+        flatten = FLATTEN.format(spec=f"{parts['kind']}_spec", **parts)
+        changes.replace(functionalized, FLATTEN.format(spec="_", **parts), flatten)
+    changes.before(functionalized, [functionalized.one(FUNCTION_ARGS)], CHECK)
+    return changes.verdict("a replay takes whatever it is given", "arguments are compared with the samples")
 
 
 FIX = Fix(

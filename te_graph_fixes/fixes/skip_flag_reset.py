@@ -14,11 +14,10 @@ from __future__ import annotations
 import ast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..shapes import Changes, lacks_quantization
 from ..source import Source, unrecognized
 
 FORGET = "cls.skip_fp8_weight_update_tensor = None"
-RENEW = "cls.quantization_state = FP8GlobalState()"
-STATE = "FP8GlobalState()"
 KEEP = """
 FP8GlobalState(
     # Graphs have its address.
@@ -28,19 +27,17 @@ FP8GlobalState(
 
 
 def examine(source: Source) -> Verdict:
-    quantization = source.find("transformer_engine.pytorch.quantization")
-    if quantization is None:
+    if lacks_quantization(source):
         return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
-    manager, reset = (
-        quantization.definition("FP8GlobalStateManager"),
-        quantization.definition("FP8GlobalStateManager.reset"),
-    )
+    quantization = source.module("transformer_engine.pytorch.quantization")
+    manager = quantization.definition("FP8GlobalStateManager")
+    reset = quantization.definition("FP8GlobalStateManager.reset")
     if manager.has("quantization_state = FP8GlobalState()"):
-        if reset.has("cls.quantization_state = " + KEEP.strip()):
-            return not_needed("reset() keeps the skip flag")
         quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
-        reset.one(RENEW)
-        return applicable("reset() renews all state", [reset.replace(reset.one(STATE), KEEP)])
+        reset.one("cls.quantization_state = ANY")
+        changes = Changes()
+        changes.replace(reset, "FP8GlobalState()", KEEP)
+        return changes.verdict("reset() renews all state", "reset() keeps the skip flag")
     manager.one("skip_fp8_weight_update_tensor = None")
     if reset.has(FORGET):
         return applicable("reset() forgets the skip flag", [reset.delete(reset.one(FORGET))])

@@ -16,9 +16,9 @@ quantized again. It happens
 
 from __future__ import annotations
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..shapes import lacks_parameter
-from ..source import Definition, Edit, Source, unrecognized
+from ..fix import Fix, Verdict, not_applicable
+from ..shapes import Changes, lacks_parameter, lacks_quantization, start_of_warmup
+from ..source import Source, unrecognized
 
 MODULES = {
     "linear": "Linear",
@@ -26,6 +26,8 @@ MODULES = {
     "layernorm_mlp": "LayerNormMLP",
     "grouped_linear": "GroupedLinear",
 }
+
+GRAD_MODE = "ANY_FLAG = torch.is_grad_enabled()"
 
 QUANTIZE = """
 if is_first_microbatch is False:
@@ -67,35 +69,26 @@ ALWAYS_SET_FLAG = "skip_fp8_weight_update is not None and (ctx.is_first_module o
 def examine(source: Source) -> Verdict:
     graph = source.module("transformer_engine.pytorch.graph")
     public, capture = graph.definition("make_graphed_callables"), graph.definition("_make_graphed_callables")
-    if source.find("transformer_engine.pytorch.quantization") is None and lacks_parameter(
-        public, "cache_quantized_params"
-    ):
+    if lacks_quantization(source) and lacks_parameter(public, "cache_quantized_params"):
         return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
     state = _state(source)
     graph.definition("is_graph_capturing")
     capture.require_parameters("cache_quantized_params")
-    contexts = [node for text, count in CONTEXTS.items() for node in capture.exactly(count, text)]
-    forwards = [
-        source.definition(f"transformer_engine.pytorch.module.{module}", f"{name}.forward")
-        for module, name in MODULES.items()
-    ]
-    corrected = [
-        capture.has(OWN_FLAG.format(state=state)) and len(capture.all("own_skip_flag()")) == len(contexts),
-        capture.has(ALWAYS_SET_FLAG),
-        *(forward.has(QUANTIZE.format(state=state)) for forward in forwards),
-    ]
-    if all(corrected):
-        return not_needed("graphs quantize their weights whenever these are new")
-    if any(corrected):
-        raise unrecognized("modules that all can keep stale weights", source.location, "a mixture")
-    return applicable(
+    changes = Changes()
+    changes.before(capture, [start_of_warmup(capture)], OWN_FLAG.format(state=state))
+    for context, count in CONTEXTS.items():
+        changes.enter(capture, context, "own_skip_flag()", count)
+    changes.replace(capture, SET_FLAG, ALWAYS_SET_FLAG)
+    for module, name in MODULES.items():
+        forward = source.definition(f"transformer_engine.pytorch.module.{module}", f"{name}.forward")
+        forward.require_parameters("is_first_microbatch")
+        if forward.has(GRAD_MODE):
+            changes.before(forward, [forward.one(GRAD_MODE)], QUANTIZE.format(state=state))
+        else:
+            changes.first(forward, QUANTIZE.format(state=state))
+    return changes.verdict(
         "graphs without a skip flag of their own never quantize their weights again",
-        [
-            capture.insert_before(capture.one("visited_te_modules = ANY_EMPTY"), OWN_FLAG.format(state=state)),
-            *(capture.enter_before(context, "own_skip_flag()") for context in contexts),
-            capture.replace(capture.one(SET_FLAG), ALWAYS_SET_FLAG),
-            *(_quantize(forward, QUANTIZE.format(state=state)) for forward in forwards),
-        ],
+        "graphs quantize their weights whenever these are new",
     )
 
 
@@ -109,13 +102,6 @@ def _state(source: Source) -> str:
     if any(node in manager.node.body for node in manager.all("skip_fp8_weight_update_tensor = None")):
         return "FP8GlobalStateManager"
     raise unrecognized("skip_fp8_weight_update_tensor = None", manager)
-
-
-def _quantize(forward: Definition, text: str) -> Edit:
-    forward.require_parameters("is_first_microbatch")
-    if forward.has("ANY_FLAG = torch.is_grad_enabled()"):
-        return forward.insert_before(forward.one("ANY_FLAG = torch.is_grad_enabled()"), text)
-    return forward.insert_at_start(text)
 
 
 FIX = Fix(

@@ -15,9 +15,10 @@ recipe its scales stayed at 1.0 for good, eagerly too.
 
 from __future__ import annotations
 
-from ..fix import Fix, Verdict, applicable, not_needed
+from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..source import Source, unrecognized
+from ..shapes import Changes
+from ..source import Source
 from .fp8_weight_transposes import GRAPH
 
 HOLD = """
@@ -50,28 +51,14 @@ def examine(source: Source) -> Verdict:
     factory = capture.inner("make_graphed_forward")
     factory.require_parameters("func", "graphed")
     forward = factory.inner("new_fwd")
-    forward.one(MODULE)
-    forward.one(OPERATION)
     init = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.init_fp8_metadata")
-    clear = init.one(CLEAR)
-    corrected = [
-        capture.has(HOLD),
-        forward.has(f"{RESUME}\n{MODULE}"),
-        forward.has(RESUME + OPERATION),
-        init.has(CLEAR_AND_REGISTER_AGAIN),
-    ]
-    if all(corrected):
-        return not_needed("a graph holds its recipe states, and does before its replay what a forward does to them")
-    if any(corrected):
-        raise unrecognized("graphs that all hold their recipe states, or none", capture, "a mixture")
-    return applicable(
+    changes = Changes()
+    changes.before(capture, [factory.node], HOLD)
+    changes.before(forward, [forward.one(MODULE), forward.one(OPERATION)], RESUME)
+    changes.replace(init, CLEAR, CLEAR_AND_REGISTER_AGAIN)
+    return changes.verdict(
         "nothing gives a graph's recipe states back to its modules after another forward has taken them",
-        [
-            capture.insert_before(factory.node, HOLD),
-            forward.insert_before(forward.one(MODULE), RESUME),
-            forward.insert_before(forward.one(OPERATION), RESUME),
-            init.replace(clear, CLEAR_AND_REGISTER_AGAIN),
-        ],
+        "a graph holds its recipe states, and does before its replay what a forward does to them",
         new_module(source, "recipe_states"),
     )
 
