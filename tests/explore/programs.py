@@ -1,0 +1,272 @@
+"""Programs as plain data: what they may say, what they may not, and how one is drawn and made smaller.
+
+Nothing here imports torch. To add a kind of module or an event: write it in `tests.explore.training`, name it here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+TE_LAYERS = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear", "subclassed")
+BLOCKS = (
+    *("sequential", "nested", "Block", "ListBlock", "CallsForward", "WithNone", "Unused"),
+    *("KeptInBf16", "OwnAutocast", "Recomputed", "Named"),
+)
+OPERATIONS = ("operation", "operations", "nested_operations")
+OTHERS = ("torch_linear", "dropout", "Tied")
+EVENTS = (
+    *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
+    *("infer", "save", "load", "recapture", "switch_recipe", "freeze", "reset_fp8", "raise_in_autocast"),
+    *("failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing"),
+)
+RECIPES = {"hopper": ("delayed", "current", "block"), "blackwell": ("delayed", "current", "mxfp8", "nvfp4")}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training with graphs. The defaults are the plainest: two steps of two microbatches of one `te.Linear` in bf16.
+
+    - ``modules``: the layers, in the order in which they run, each captured by itself or ``together``
+    - ``order``: TE's ``_order``, else one microbatch after the other; ``layers_as_chunks``: each layer is a chunk of it
+    - ``weights``: ``plain``, ``marked`` (modules mark first microbatches) or ``cached`` (and graphs cache weights)
+    - ``first``: what else runs first in the autocast; ``autocasts``: around all layers, each, or inside another
+    - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
+    - ``events``: what happens, in order
+    """
+
+    modules: tuple[str, ...] = ("linear",)
+    recipe: str = "bf16"
+    other: str = "bf16"
+    bias: bool = False
+    fused: bool = False
+    fp8_params: bool = False
+    built_without_grad: bool = False
+    weights: str = "plain"
+    frozen: tuple[int, ...] = ()
+    in_bf16: tuple[int, ...] = ()
+    not_captured: tuple[int, ...] = ()
+    together: bool = False
+    order: tuple[float, ...] = ()
+    microbatches: int = 2
+    layers_as_chunks: bool = False
+    reuse: bool = False
+    tuples: bool = False
+    delay: bool = False
+    warmup: int = 3
+    own_pool: bool = False
+    inference: str = ""
+    calibrating: bool = False
+    sets_flag: bool = False
+    first: str = ""
+    autocasts: str = "one"
+    recompute: bool = False
+    residual: bool = False
+    input_grads: bool = True
+    hooks: str = ""
+    wgrad_hooks: bool = False
+    drops_dummies: bool = False
+    keeps_grads: bool = False
+    late_reads: bool = False
+    events: tuple[str, ...] = ("step", "step")
+
+    def __str__(self) -> str:
+        plain = Program()
+        said = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return f"Program({', '.join(f'{name}={value!r}' for name, value in said if value != getattr(plain, name))})"
+
+
+RULES: dict[str, Callable[[Program], Any]] = {
+    "_order wants as many layers in each chunk": lambda p: not p.order or len(p.modules) % max(p.order) == 0,
+    "all layers of an order are captured": lambda p: not (p.order and (p.together or p.not_captured)),
+    "layers in one capture are all captured": lambda p: not (p.together and p.not_captured),
+    "only an order shares buffers, takes layers as chunks, or has a graph for each microbatch": lambda p: (
+        p.order or not (p.reuse or p.layers_as_chunks or p.tuples or p.late_reads)
+    ),
+    "TE wants a chunk for each layer where wgrads are delayed": lambda p: (
+        not (p.delay and p.order) or p.layers_as_chunks or len(p.modules) == max(p.order)
+    ),
+    "only delayed wgrads have entries and hooks": lambda p: (
+        p.delay or not (p.wgrad_hooks or any(each % 1 for each in p.order))
+    ),
+    "each entry of a wgrad needs a module that delays it": lambda p: (
+        not any(each % 1 for each in p.order) or not {*OPERATIONS, *OTHERS} & {*p.modules}
+    ),
+    "a frozen module has no wgrad to delay, and fails in eager training too": lambda p: (
+        not p.delay or not (p.frozen or "freeze" in p.events)
+    ),
+    "hooks of parameters see no delayed wgrads": lambda p: not (p.delay and p.hooks),
+    "only graphs delay wgrads here": lambda p: not (p.delay and p.not_captured),
+    "operations have no block scaling": lambda p: (
+        not {*OPERATIONS} & {*p.modules} or "block" not in (p.recipe, p.other)
+    ),
+    "samples in a tuple have no keyword arguments": lambda p: not (p.tuples and "Named" in p.modules),
+    "a tied weight follows its first use, plainly": lambda p: (
+        "Tied" not in p.modules
+        or (p.modules[0] in TE_LAYERS[:2] and p.modules.index("Tied") == len(p.modules) - 1 > 0)
+        and not (p.fused or p.fp8_params or p.delay or p.hooks or len(p.order) and max(p.order) > 1)
+    ),
+    "there is FP8 for what is about FP8": lambda p: (
+        p.recipe != "bf16"
+        or not (p.fp8_params or p.calibrating or p.in_bf16 or p.sets_flag or p.autocasts == "nested")
+        and p.weights != "cached"
+    ),
+    "FP8 weights are in one recipe for good": lambda p: (
+        not p.fp8_params
+        or not {"switch_recipe", "evaluate_in_other", "load"} & {*p.events}
+        and not (p.in_bf16 or p.calibrating or "OwnAutocast" in p.modules)
+    ),
+    "eager caches the scales of the first microbatch, a graph that does not cache cannot": lambda p: (
+        not (p.weights == "marked" and "delayed" in (p.recipe, p.other))
+    ),
+    "marks belong to what passes them on": lambda p: (
+        p.weights == "plain" or not {"Tied", *OPERATIONS} & {*p.modules} and p.first in ("", "eager", "frozen", "teacher")
+    ),
+    "what takes the grad drops it": lambda p: not (p.hooks == "takes" and p.keeps_grads),
+    "dummies are those of fused wgrads": lambda p: p.fused or not p.drops_dummies,
+    "calibration is of delayed scaling": lambda p: (
+        not p.calibrating
+        or p.recipe == "delayed"
+        and p.weights == "plain"
+        and not {"evaluate_in_other", "switch_recipe", "evaluate_in_bf16"} & {*p.events}
+        and not {"OwnAutocast", "KeptInBf16", *OPERATIONS} & {*p.modules}
+        and not (p.inference or p.recompute or "Recomputed" in p.modules)
+    ),
+    "a graph for inference is of an ordinary layer": lambda p: (
+        bool(p.inference) == ("infer" in p.events) and not (p.inference and p.modules[0] in ("Named", "WithNone"))
+    ),
+    "what runs first needs one autocast": lambda p: not p.first or p.autocasts == "one",
+    "what runs first for nothing needs input grads": lambda p: not p.first or p.input_grads,
+    "the last layer has something to train": lambda p: (
+        p.input_grads or not p.frozen and p.modules[0] not in ("dropout", "Tied")
+    ),
+    "there is such a layer": lambda p: max((*p.frozen, *p.in_bf16, *p.not_captured, 0)) < len(p.modules),
+    "a pool is replayed in the order of its captures": lambda p: not p.own_pool or p.order or len(p.modules) == 1,
+    "wgrads without entries are captured right after their dgrads, and have to be replayed there": lambda p: (
+        not p.delay or any(each % 1 for each in p.order) or not (p.together or p.layers_as_chunks) or len(p.modules) == 1
+    ),
+    "with a wgrad delayed, no parameter is left that leads a gradient to the graph": lambda p: (
+        not p.delay or p.input_grads
+    ),
+    "without warmup TE does not know which modules delay": lambda p: p.warmup or not p.delay and p.order,
+    "a reentrant checkpoint needs an input with a gradient": lambda p: (
+        p.input_grads or not (p.recompute or "Recomputed" in p.modules)
+    ),
+    "LayerNormMLP gives no dummy for one weight, whose hooks eager autograd calls with nothing": lambda p: (
+        not (p.hooks and p.fused and "layernorm_mlp" in p.modules and "bf16" not in (p.recipe,))
+    ),
+    "distillation uses the graph of its first layer twice": lambda p: p.first != "distillation" or not p.order,
+    "a misuse is of a graph": lambda p: (
+        not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
+    ),
+}
+"""By their reason, what holds of a program; else it is misuse, or has nothing to compare."""
+
+CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
+    "weights": lambda r, p: r.choice(("marked", "cached")),
+    "frozen": lambda r, p: (r.randrange(len(p.modules)),),
+    "in_bf16": lambda r, p: (r.randrange(len(p.modules)),),
+    "not_captured": lambda r, p: (r.randrange(len(p.modules)),),
+    "microbatches": lambda r, p: r.randint(1, 3),
+    "warmup": lambda r, p: r.choice((0, 1, 2, 11)),
+    "inference": lambda r, p: r.choice(("first", "after")),
+    "first": lambda r, p: r.choice(("eager", "frozen", "plain", "teacher", "distillation")),
+    "autocasts": lambda r, p: r.choice(("each", "nested")),
+    "hooks": lambda r, p: r.choice(("adds", "takes", "doubles")),
+    "input_grads": lambda r, p: False,
+}
+"""How a field is drawn; others are switched on."""
+
+
+def broken_rule(program: Program) -> str | None:
+    """The reason why a program is not run."""
+    return next((why for why, holds in RULES.items() if not holds(program)), None)
+
+
+def draw(seed: int, gpu: str = "hopper") -> Program:
+    """The program of a seed, which keeps all rules."""
+    r = random.Random(seed)
+    kinds = r.choices((TE_LAYERS, BLOCKS, OPERATIONS, OTHERS), (5, 4, 1, 1), k=r.choice((1, 1, 1, 2, 2, 3)))
+    program = Program(modules=tuple(map(r.choice, kinds)))
+    if broken_rule(program):
+        program = Program()
+    recipes = RECIPES[gpu]
+    changes = [("recipe", r.choice(("bf16", *recipes, *recipes))), ("other", r.choice(("bf16", *recipes)))]
+    if r.random() < 0.4:
+        changes += [("delay", r.random() < 0.5), ("layers_as_chunks", r.random() < 0.3)]
+    if r.random() < 0.5:
+        chunks = r.choice([n for n in range(1, len(program.modules) + 1) if len(program.modules) % n == 0])
+        delayed = r.random() < 0.5
+        changes += [("order", draw_order(r, chunks, r.choice((1, 2, 2, 3, 4)), delayed and dict(changes).get("delay", False)))]
+    changes.append(("events", ("step", *r.choices(EVENTS, (6, *[1] * (len(EVENTS) - 1)), k=r.randint(0, 3)), "step")))
+    others = [each.name for each in fields(program) if each.name not in {"modules", "order", *dict(changes)}]
+    for name in r.sample(others, len(others)):
+        if r.random() < 0.2:
+            changes.append((name, CHOICES[name](r, program) if name in CHOICES else True))
+    for name, value in changes:
+        changed = replace(program, **{name: value})
+        if name == "inference" and "infer" not in program.events:
+            changed = replace(changed, events=(*program.events, "infer", "step"))
+        elif name == "events" and "infer" in value:
+            changed = replace(changed, inference=r.choice(("first", "after")))
+        if not broken_rule(changed):
+            program = changed
+    return program
+
+
+def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -> tuple[float, ...]:
+    """An order that a schedule can run: in each chunk forwards, dgrads and wgrads come one microbatch after the other."""
+    order: list[float] = []
+    done = {(chunk, part): 0 for chunk in range(1, chunks + 1) for part in range(3)}
+    while True:
+        able = []
+        for (chunk, part), count in done.items():
+            limit = done[chunk, part - 1] if part else microbatches
+            if count < limit and (part < 2 or wgrads):
+                able.append((chunk, part))
+        if not able:
+            return tuple(order)
+        chunk, part = r.choice(able)
+        done[chunk, part] += 1
+        order.append((chunk, -chunk, -chunk - 0.5)[part])
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs that say less, by one thing each."""
+    plain = Program()
+    for each in fields(program):
+        value, default = getattr(program, each.name), getattr(plain, each.name)
+        if value == default:
+            continue
+        yield replace(program, **{each.name: default})
+        if each.name == "order":
+            chunks = range(1, int(max(value)) + 1)
+            yield replace(program, order=tuple(entry for entry in value if entry % 1 == 0))
+            yield replace(program, order=tuple(part for chunk in chunks for part in (chunk, -chunk)))
+            yield replace(program, order=tuple(part for chunk in chunks for part in (chunk, chunk, -chunk, -chunk)))
+        elif isinstance(value, tuple):
+            for place in range(len(value)):
+                yield replace(program, **{each.name: value[:place] + value[place + 1 :]})
+            if each.name in ("modules", "events"):
+                for place, item in enumerate(value):
+                    if item != default[0]:
+                        changed = (*value[:place], default[0], *value[place + 1 :])
+                        yield replace(program, **{each.name: changed})
+
+
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """A program that still ``fails``, of which nothing can be left out."""
+    tried: set[Program] = set()
+    found = True
+    while found:
+        found = False
+        for candidate in smaller(program):
+            if candidate in tried or not (candidate.modules and candidate.events) or broken_rule(candidate):
+                continue
+            tried.add(candidate)
+            if fails(candidate):
+                program, found = candidate, True
+                break
+    return program

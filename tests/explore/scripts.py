@@ -1,0 +1,136 @@
+"""A program as a script that a person reads: `tests.explore.training` for this program, less what it does not use."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from .programs import Program
+
+PURE = {"max": max, "min": min, "len": len, "any": any}
+
+
+class Specialise(ast.NodeTransformer):
+    """Put the values of a program's fields in, and leave branches out that are never taken."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.value, ast.Name) and node.value.id == "program":
+            return literal(getattr(self.program, node.attr))
+        self.generic_visit(node)
+        return node
+
+    def fold(self, node: Any) -> ast.expr:
+        self.generic_visit(node)
+        try:
+            return literal(eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": PURE}))
+        except (NameError, TypeError, IndexError, AttributeError):
+            return node
+
+    visit_Compare = visit_UnaryOp = visit_Subscript = fold
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        pure = isinstance(node.func, ast.Name) and node.func.id in PURE
+        return self.fold(node) if pure else self.generic_visit(node)  # type: ignore[return-value]
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        decides = isinstance(node.op, ast.Or)
+        left = []
+        for value in node.values:
+            if not is_literal(value):
+                left.append(value)
+            elif bool(ast.literal_eval(value)) == decides:
+                left.append(value)
+                break
+        if not left:
+            return node.values[-1]
+        return left[0] if len(left) == 1 else ast.BoolOp(node.op, left)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        self.generic_visit(node)
+        if is_literal(node.test):
+            return node.body if ast.literal_eval(node.test) else node.orelse
+        return node
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        if is_literal(node.test):
+            return node.body if ast.literal_eval(node.test) else node.orelse
+        node.body = node.body or [ast.Pass()]
+        return node
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(getattr(node, "body", None), list) and not node.body and not isinstance(node, ast.Module):
+            node.body = [ast.Pass()]  # type: ignore[attr-defined]
+        return node
+
+
+def literal(value: Any) -> ast.expr:
+    return ast.parse(repr(value), mode="eval").body
+
+
+def is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except ValueError:
+        return False
+    return True
+
+
+def words(node: ast.AST) -> set[str]:
+    """Every name in a piece of the program, and every string, which may name a definition."""
+    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    names |= {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+    return names | {
+        each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    }
+
+
+def defined(node: ast.stmt) -> set[str]:
+    """What a statement defines; nothing if it is kept in any case."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {each.asname or each.name.partition(".")[0] for each in node.names}
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return set()
+
+
+def prune(body: list[ast.stmt], kept: set[str]) -> list[ast.stmt]:
+    """The statements that are needed, with what ``kept`` says and what they need themselves."""
+    while True:
+        needed = [node for node in body if not defined(node) or defined(node) & kept]
+        found = kept.union(*map(words, needed))
+        if found == kept:
+            return needed
+        kept = found
+
+
+def script(program: Program, title: str = "") -> str:
+    """The text of the script."""
+    tree = ast.parse(Path(__file__).with_name("training.py").read_text())
+    tree.body = [
+        node
+        for node in tree.body[1:]
+        if ast.unparse(node) != "from .programs import Program" and not ast.unparse(node).startswith("program =")
+    ]
+    tree = ast.fix_missing_locations(Specialise(program).visit(tree))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPES":
+            node.value = ast.Tuple([]) if False else node.value
+    tree.body = prune(tree.body, {"train", "annotations"})
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Training":
+            others = set().union(*(words(each) for each in tree.body if each is not node))
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            rest = [each for each in node.body if not isinstance(each, ast.FunctionDef)]
+            node.body = [*rest, *prune(methods, others | {"__init__"})]
+    tree.body = prune(tree.body, {"train", "annotations"})
+    return f'"""{title}\n\n{program}\n"""\n\n{ast.unparse(ast.fix_missing_locations(tree))}\n'

@@ -1,0 +1,832 @@
+"""What the programs of the explorer are made of: modules, captures, steps and events, eagerly or through graphs.
+
+`tests.explore.scripts` makes the script of one program from this file: what the program does not use is left out. So
+every decision here reads a field of ``program``, and modules and events are functions and classes that are found by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import pickle
+import sys
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.graph import is_graph_capturing
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+with contextlib.suppress(ImportError):
+    import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off shows TE as it is
+
+from .programs import Program
+
+os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
+HIDDEN, TOKENS, RATE = 32, 64, 0.1
+OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
+RECIPES = {
+    "delayed": recipes.DelayedScaling,
+    "current": recipes.Float8CurrentScaling,
+    "block": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
+program = Program()
+
+
+# Modules.
+
+
+def linear() -> Any:
+    return te.Linear(HIDDEN, HIDDEN, **OPTIONS)
+
+
+def layernorm_linear() -> Any:
+    return te.LayerNormLinear(HIDDEN, HIDDEN, **OPTIONS)
+
+
+def layernorm_mlp() -> Any:
+    return te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **OPTIONS)
+
+
+class Experts(te.GroupedLinear):
+    """Two experts, each with half of the tokens."""
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return super().forward(x, [TOKENS // 2] * 2, **marks)
+
+
+def grouped_linear() -> Any:
+    return Experts(2, HIDDEN, HIDDEN, **OPTIONS)
+
+
+class Special(te.Linear):
+    """A subclass, as Megatron-Core's MoE layer is one of its dense layer."""
+
+
+def subclassed() -> Any:
+    return Special(HIDDEN, HIDDEN, **OPTIONS)
+
+
+def operation() -> Any:
+    return te.ops.Linear(HIDDEN, HIDDEN, bias=program.bias, dtype=torch.bfloat16, device="cuda")
+
+
+def operations() -> Any:
+    return te.ops.Sequential(operation(), operation())
+
+
+def nested_operations() -> Any:
+    return te.ops.Sequential(te.ops.Sequential(operation()), operation())
+
+
+def torch_linear() -> Any:
+    return torch.nn.Linear(HIDDEN, HIDDEN, bias=program.bias, dtype=torch.bfloat16, device="cuda")
+
+
+def dropout() -> Any:
+    return torch.nn.Dropout(0.25)
+
+
+def sequential() -> Any:
+    return torch.nn.Sequential(linear(), torch.nn.ReLU(), linear())
+
+
+def nested() -> Any:
+    return torch.nn.Sequential(torch.nn.Sequential(linear()), te.LayerNorm(HIDDEN, dtype=torch.bfloat16), linear())
+
+
+class Block(torch.nn.Module):
+    """Two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(torch.relu(self.first(x)))
+
+
+class ListBlock(torch.nn.Module):
+    """Projections in a `ModuleList`, made in another order than the one in which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = [linear() for _ in range(4)]
+        self.layers = torch.nn.ModuleList(made[number] for number in (2, 0, 3, 1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class CallsForward(Block):
+    """Calls ``forward`` of its projections, not the projections."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second.forward(torch.relu(self.first.forward(x)))
+
+
+class WithNone(Block):
+    """A second output is None."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class Unused(Block):
+    """One projection is not used."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(x)
+
+
+class KeptInBf16(Block):
+    """One projection without FP8."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with te.autocast(enabled=False):
+            x = self.first(x)
+        return self.second(x)
+
+
+class OwnAutocast(Block):
+    """One projection in a recipe of its own."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        with autocast(program.other):
+            return self.second(x)
+
+
+class Recomputed(Block):
+    """Recomputes its activations in its backward."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return te.checkpoint(self.second, te.checkpoint(self.first, x))
+
+
+class Named(Block):
+    """Takes a keyword argument."""
+
+    def forward(self, x: torch.Tensor, *, offset: torch.Tensor) -> Any:
+        return super().forward(x + offset)
+
+
+class Tied(torch.nn.Module):
+    """A plain product with the first weight of the first layer."""
+
+    weight: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+# Training.
+
+
+def autocast(name: str) -> Any:
+    """The autocast of a recipe, by its name."""
+    if name == "bf16":
+        return te.autocast(enabled=False)
+    if program.calibrating:
+        return te.autocast(enabled=False, calibrating=True, recipe=make_recipe(name))
+    return te.autocast(enabled=True, recipe=make_recipe(name))
+
+
+def make_recipe(name: str) -> Any:
+    if program.calibrating:
+        return recipes.DelayedScaling(amax_history_len=3)
+    return None if name == "bf16" else RECIPES[name]()
+
+
+def random(scale: float = 1.0) -> torch.Tensor:
+    """Values for one microbatch."""
+    return scale * torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+
+def sample() -> torch.Tensor:
+    """An input to capture with, which draws no random numbers."""
+    return torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+
+class Training:
+    """The layers of a program, what runs them, and what has been seen so far."""
+
+    def __init__(self, graphed: bool) -> None:
+        FP8GlobalStateManager.reset()
+        torch.manual_seed(1)
+        self.graphed = graphed
+        self.recipe = program.recipe
+        self.seen: dict[str, list[torch.Tensor | None]] = {}
+        self.event = "made"
+        self.called: list[str] = []
+        OPTIONS.update(bias=program.bias, fuse_wgrad_accumulation=program.fused)
+        OPTIONS["delay_wgrad_compute"] = program.delay and graphed
+        with (
+            torch.set_grad_enabled(not program.built_without_grad),
+            te.quantized_model_init(enabled=program.fp8_params, recipe=make_recipe(program.recipe)),
+        ):
+            self.layers = [globals()[kind]() for kind in program.modules]
+            self.extra = None
+            if program.first in ("eager", "frozen", "teacher"):
+                self.extra = linear()
+            if program.first == "plain":
+                self.extra = torch_linear()
+        if program.first in ("frozen", "teacher"):
+            self.extra.requires_grad_(False).eval()
+        self.extra_forward = getattr(self.extra, "forward", None)
+        if program.modules[-1] == "Tied":
+            self.layers[-1].weight = next(each for each in self.layers[0].parameters() if each.dim() == 2)
+        for number in program.frozen:
+            self.layers[number].requires_grad_(False)
+        for number, layer in enumerate(self.layers):
+            self.prepare(number, layer)
+        self.chunks = max(program.order) if program.order else 1
+        self.per_chunk = len(self.layers) // self.chunks
+        self.microbatches = program.order.count(1) if program.order else program.microbatches
+        self.forwards = [layer.forward for layer in self.layers]
+        self.eager: list[list[Any]] = [[forward] * self.microbatches for forward in self.forwards]
+        self.calls: list[list[Any]] = [[layer] * self.microbatches for layer in self.layers]
+        self.parameters = list(dict.fromkeys(each for layer in self.layers for each in layer.parameters()))
+        self.weights = {p for each in self.layers for p in fused(each)}
+        self.before_capture = [{name: vars(layer).get(name) for name in GIVEN} for layer in self.layers]
+        if graphed:
+            self.capture()
+
+    def prepare(self, number: int, layer: Any) -> None:
+        """What a training framework gives to modules and parameters: marks, ``main_grad``, hooks."""
+        if program.weights != "plain":
+            for module in layer.modules():
+                if isinstance(module, TransformerEngineBaseModule):
+                    mark(module)
+        if program.fused:
+            for parameter in fused(layer):
+                parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+                parameter.grad_added_to_main_grad = False
+        if program.hooks:
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    self.hook(number, parameter)
+        if program.wgrad_hooks and self.graphed:
+            for place, module in enumerate(delayed(layer)):
+                module.register_wgrad_accumulation_and_reduce_hooks(
+                    lambda place=place: self.called.append(f"wgrad {number} {place}")
+                )
+
+    def hook(self, number: int, parameter: Any) -> None:
+        """A hook on a parameter; its calls are noted by layer, for a layer's own order is autograd's affair."""
+
+        def hook(each: torch.Tensor) -> Any:
+            self.called.append(f"hook {number}")
+            if program.hooks == "takes":
+                parameter.taken = parameter.grad.clone() + getattr(parameter, "taken", 0)
+                parameter.grad = None
+            return each * 2 if program.hooks == "doubles" else None
+
+        if program.hooks == "doubles":
+            parameter.register_hook(hook)
+        else:
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    # Capture.
+
+    def capture(self) -> None:
+        """Make the graphs."""
+        if program.inference == "first":
+            self.capture_inference()
+        if program.first == "frozen" or program.first == "teacher":
+            self.graph(self.extra, (sample(),))
+        elif program.first == "plain":
+            self.graph(self.extra, (sample().requires_grad_(),))
+        if program.order:
+            self.capture_order()
+        elif program.together:
+            samples, named = zip(*map(self.samples, range(len(self.layers))), strict=True)
+            enabled = tuple(self.fp8(number) for number in range(len(self.layers)))
+            self.graph(tuple(self.layers), samples, sample_kwargs=named, enabled=enabled)
+        else:
+            for number, layer in enumerate(self.layers):
+                if number not in program.not_captured:
+                    samples, named = self.samples(number)
+                    self.graph(layer, samples, sample_kwargs=named, enabled=self.fp8(number))
+        if program.inference == "after":
+            self.capture_inference()
+
+    def fp8(self, number: int) -> bool:
+        return self.recipe != "bf16" and number not in program.in_bf16 and not program.calibrating
+
+    def graph(self, modules: Any, samples: Any, **options: Any) -> Any:
+        if program.calibrating:
+            options["calibrating"] = True
+        if program.own_pool:
+            options["pool"] = torch.cuda.graph_pool_handle()
+        return te.make_graphed_callables(
+            modules,
+            samples,
+            **{
+                "num_warmup_iters": program.warmup,
+                "allow_unused_input": True,
+                "enabled": self.recipe != "bf16" and not program.calibrating,
+                "recipe": make_recipe(self.recipe),
+                "cache_quantized_params": program.weights == "cached",
+                **options,
+            },
+        )
+
+    def samples(self, number: int) -> tuple[Any, Any]:
+        """Positional and keyword arguments of a layer's sample."""
+        leaf = sample()
+        if program.input_grads or number % self.per_chunk:
+            leaf.requires_grad_()
+        return (leaf,), {"offset": sample()} if program.modules[number] == "Named" else {}
+
+    def capture_order(self) -> None:
+        """Graphs of every chunk and microbatch."""
+        numbers = [
+            chunk * self.per_chunk + layer
+            for chunk in range(self.chunks)
+            for _ in range(self.microbatches)
+            for layer in range(self.per_chunk)
+        ]
+        order, per_chunk = list(program.order), self.per_chunk
+        if program.layers_as_chunks:
+            numbers = [number for number in range(len(self.layers)) for _ in range(self.microbatches)]
+            order = [each for entry in order for each in self.layers_of(entry)]
+            per_chunk = 1
+        samples, named = zip(*map(self.samples, numbers), strict=True)
+        runs = self.graph(
+            tuple(self.layers),
+            samples if program.tuples else list(samples),
+            sample_kwargs=None if program.tuples else list(named),
+            enabled=tuple(self.fp8(number) for number in range(len(self.layers))),
+            _order=order,
+            _num_layers_per_chunk=[per_chunk] * (len(self.layers) // per_chunk),
+            _reuse_graph_input_output_buffers=program.reuse,
+        )
+        self.calls = [[run for run, n in zip(runs, numbers, strict=True) if n == m] for m in range(len(self.layers))]
+
+    def layers_of(self, entry: float) -> list[float]:
+        """An entry of the order, once for each layer of its chunk."""
+        chunk, part = abs(math.ceil(entry)) - 1, math.ceil(entry) - entry
+        layers = range(chunk * self.per_chunk + 1, (chunk + 1) * self.per_chunk + 1)
+        return list(layers) if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]
+
+    def capture_inference(self) -> None:
+        """A graph of the first layer for inference, beside those for training."""
+        layer = self.layers[0]
+        layer.eval()
+        before = {name: vars(layer).get(name) for name in GIVEN}
+        with torch.no_grad():
+            self.graph((layer,), ((sample(),),), enabled=self.fp8(0))
+        self.infer, self.reset_inference = layer.forward, layer.reset
+        give_back(layer, before)
+        layer.train()
+
+    def release(self) -> None:
+        """Reset the graphs, and give the modules back what they had."""
+        graphs = {id(each): each for calls in self.calls for each in calls}.values()
+        for graph in [*graphs, self.extra]:
+            if "reset" in getattr(graph, "__dict__", ()):
+                graph.reset()
+        for layer, before in zip(self.layers, self.before_capture, strict=True):
+            give_back(layer, before)
+        if self.extra is not None:
+            give_back(self.extra, {})
+        if program.inference:
+            self.reset_inference()
+            self.infer = None
+        self.calls = [[layer] * self.microbatches for layer in self.layers]
+
+    # Steps.
+
+    def see(self, what: str, *values: torch.Tensor | None) -> None:
+        """Keep copies of values, to be compared."""
+        kept = self.seen.setdefault(f"{self.event}: {what}", [])
+        kept += [None if value is None else value.detach().clone() for value in values]
+
+    def mark_first(self) -> None:
+        if program.weights != "plain":
+            for layer in self.layers:
+                for module in layer.modules():
+                    if hasattr(module, "is_first_microbatch"):
+                        module.is_first_microbatch = True
+
+    def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
+        """Run one layer."""
+        options: dict[str, Any] = {}
+        if program.modules[number] == "Named":
+            options["offset"] = x.detach() / 2
+        if program.weights == "cached" and graphed and number not in program.not_captured:
+            options["is_first_microbatch"] = microbatch == 0
+        if number in program.in_bf16:
+            with te.autocast(enabled=False):
+                out = call(x, **options)
+        elif program.recompute:
+            out = te.checkpoint(call, x, **options)
+        else:
+            out = call(x, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
+        """What runs first in the autocast."""
+        marks = {}
+        if program.weights == "cached":
+            marks["is_first_microbatch"] = microbatch == 0
+        extra = self.extra if graphed else self.extra_forward
+        if program.first == "eager" and microbatch == 0:
+            extra(x.detach())
+        elif program.first == "frozen":
+            return extra(x.detach(), **marks) + x
+        elif program.first == "plain":
+            return extra(x).detach() + x
+        elif program.first == "teacher":
+            with torch.no_grad():
+                target = extra(x, **marks)
+            return x - target.clone()
+        elif program.first == "distillation":
+            with torch.no_grad():
+                target = self.layer(0, calls[0][microbatch], x / 2, microbatch, graphed).clone()
+            return x - target
+        return x
+
+    def forward(self, x: torch.Tensor, chunk: int, microbatch: int, eager: bool = False) -> torch.Tensor:
+        """Run a microbatch through the layers of a chunk."""
+        calls = self.eager if eager else self.calls
+        graphed = self.graphed and not eager
+        layers = range(chunk * self.per_chunk, (chunk + 1) * self.per_chunk)
+        given = x
+        if program.sets_flag:
+            FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(microbatch > 0)
+        if program.autocasts == "one":
+            with autocast(self.recipe):
+                x = self.before(x, microbatch, calls, graphed)
+                for number in layers:
+                    x = self.layer(number, calls[number][microbatch], x, microbatch, graphed)
+        elif program.autocasts == "each":
+            for number in layers:
+                with autocast(self.recipe):
+                    x = self.layer(number, calls[number][microbatch], x, microbatch, graphed)
+        else:
+            with autocast(program.other):
+                for number in layers:
+                    with autocast(self.recipe):
+                        x = self.layer(number, calls[number][microbatch], x, microbatch, graphed)
+        return x + given if program.residual else x
+
+    def begin(self) -> None:
+        self.mark_first()
+        for parameter in self.weights:
+            parameter.main_grad.zero_()
+
+    def run(self, rate: float = RATE, skip: bool = False, eager: bool = False) -> None:
+        """A step of training; with ``skip`` its gradients are thrown away."""
+        self.begin()
+        counts: dict[float, int] = {}
+        live: dict[tuple[int, int], Any] = {}
+        late: list[torch.Tensor] = []
+        for entry in program.order or (1, -1) * self.microbatches:
+            chunk, microbatch = abs(math.ceil(entry)) - 1, counts.get(entry, 0)
+            counts[entry] = microbatch + 1
+            layers = range(chunk * self.per_chunk, (chunk + 1) * self.per_chunk)
+            if entry > 0:
+                x = random(len(self.seen) / 4 + 1)
+                if program.input_grads:
+                    x.requires_grad_()
+                out = self.forward(x, chunk, microbatch, eager)
+                self.see("outputs", out)
+                live[chunk, microbatch] = x, out, random(0.01)
+            elif entry % 1 == 0:
+                x, out, output_grad = live.pop((chunk, microbatch))
+                out.backward(output_grad)
+                if program.late_reads:
+                    self.see("dgrads", *late)
+                    late = [x.grad] if program.input_grads else []
+                elif program.input_grads:
+                    self.see("dgrads", x.grad)
+                if program.drops_dummies:
+                    for parameter in self.weights:
+                        parameter.grad = None
+            if program.delay and entry < 0 and (entry % 1 or entry - 0.5 not in program.order):
+                for number in reversed(layers):
+                    self.wgrad(number, microbatch, eager)
+        self.see("dgrads", *late)
+        self.update(0.0 if skip else rate, skip)
+
+    def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
+        """The delayed wgrads of a layer; those of eager training are done, and only the hooks are left to call."""
+        if self.graphed and not eager:
+            call = self.calls[number][microbatch]
+            if hasattr(call, "backward_dw"):
+                call.backward_dw()
+            return
+        for place, module in enumerate(delayed(self.layers[number])):
+            if self.graphed:
+                type(module).backward_dw(module)
+            elif program.wgrad_hooks:
+                self.called.append(f"wgrad {number} {place}")
+
+    def update(self, rate: float, skip: bool = False) -> None:
+        """Change every parameter by its gradient."""
+        for parameter in self.parameters:
+            if parameter in self.weights:
+                grad = parameter.main_grad
+            elif program.hooks == "takes":
+                grad, parameter.taken = getattr(parameter, "taken", None), torch.zeros_like(parameter)
+            else:
+                grad = parameter.grad
+            self.see("wgrads", grad)
+            if grad is not None and not skip and parameter.requires_grad:
+                with torch.no_grad():
+                    value = parameter.dequantize() if hasattr(parameter, "dequantize") else parameter
+                    parameter.copy_(value - rate * grad)
+            if program.keeps_grads and parameter not in self.weights and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
+
+    def evaluation(self, recipe: str) -> None:
+        """Run without gradients and without graphs."""
+        self.mark_first()
+        for layer in self.layers:
+            layer.eval()
+        kept, self.recipe = self.recipe, recipe
+        with torch.no_grad():
+            self.see("outputs", self.forward(random(), 0, 0, eager=True))
+        self.recipe = kept
+        for layer in self.layers:
+            layer.train()
+
+    def state(self) -> None:
+        """See all that later steps and a checkpoint depend on, and what the process is left with."""
+        self.see("parameters", *(each.dequantize() if program.fp8_params else each for each in self.parameters))
+        if self.recipe != "bf16":
+            for layer in self.layers:
+                self.see("FP8 state", *fp8_state(layer))
+        self.see("RNG state", torch.cuda.get_rng_state())
+        modules = [module for layer in self.layers for module in layer.modules()]
+        left = [
+            *self.called,
+            f"gc {gc.isenabled()}",
+            f"capturing {is_graph_capturing()} {FP8GlobalStateManager.fp8_graph_capturing()}",
+            f"FP8 {FP8GlobalStateManager.is_fp8_enabled()} {FP8GlobalStateManager.is_fp8_calibration()}",
+            f"grad {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
+            *(f"{type(each).__name__} {type(each).__call__ is torch.nn.Module.__call__}" for each in modules),
+            *(f"{each.training} {len(each._forward_hooks)} {len(each._forward_pre_hooks)}" for each in modules),
+            *(f"{each.requires_grad} {len(each._backward_hooks or ())}" for each in self.parameters),
+        ]
+        self.called.clear()
+        self.see("left behind", torch.tensor(list("\n".join(left).encode())))
+
+
+GIVEN = ("forward", "backward_dw", "reset")
+"""The attributes that a capture without an order gives to a module."""
+
+
+def give_back(module: Any, before: dict[str, Any]) -> None:
+    """Give a module the attributes back that it had before a capture."""
+    for name in GIVEN:
+        vars(module).pop(name, None)
+        if before.get(name) is not None:
+            setattr(module, name, before[name])
+
+
+def mark(module: Any) -> None:
+    """Let a module mark first microbatches, as Megatron-Core's do."""
+    forward = module.forward
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs, is_first_microbatch=module.is_first_microbatch)
+        module.is_first_microbatch = False
+        return out
+
+    module.is_first_microbatch = True
+    module.forward = marked
+
+
+def delayed(layer: Any) -> list[Any]:
+    """The modules that can delay their wgrads, in the order in which they run."""
+    return [module for module in layer.modules() if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks")]
+
+
+def fused(layer: Any) -> list[Any]:
+    """The parameters whose wgrads are added to ``main_grad``."""
+    return [
+        parameter
+        for module in layer.modules()
+        if getattr(module, "fuse_wgrad_accumulation", False)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2 and parameter.requires_grad
+    ]
+
+
+def fp8_state(layer: Any) -> list[torch.Tensor]:
+    """Scales and amax histories, in use and as a checkpoint holds them."""
+    found = []
+    for module in layer.modules():
+        for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
+            for key in ("scaling_fwd", "scaling_bwd"):
+                state: Any = (fp8_meta or {}).get(key)
+                if hasattr(state, "amax_history"):
+                    found += [state.scale, state.amax_history]
+    for name, value in layer.state_dict().items():
+        if name.endswith("_extra_state") and value is not None:
+            found.append(torch.tensor([float(value.numel() > 0)]))
+            held = pickle.loads(value.cpu().numpy().tobytes()) if value.numel() else {}
+            for part in (held, *(held.get(mode, {}) for mode in ("forward", "backward"))):
+                found += [part[key] for key in sorted(part) if key.startswith(("scale", "amax"))]
+    return found
+
+
+# Events.
+
+
+def step(t: Training) -> None:
+    t.run()
+
+
+def step_at_rate_0(t: Training) -> None:
+    t.run(rate=0.0)
+
+
+def skipped_step(t: Training) -> None:
+    t.run(skip=True)
+
+
+def eager_step(t: Training) -> None:
+    t.run(eager=True)
+
+
+def evaluate(t: Training) -> None:
+    t.evaluation(t.recipe)
+
+
+def evaluate_in_bf16(t: Training) -> None:
+    t.evaluation("bf16")
+
+
+def evaluate_in_other(t: Training) -> None:
+    t.evaluation(program.other)
+
+
+def infer(t: Training) -> None:
+    """Run the first layer without gradients, through its graph for inference."""
+    t.mark_first()
+    call = t.infer if t.graphed else t.forwards[0]
+    t.layers[0].eval()
+    with torch.no_grad(), autocast(t.recipe if t.fp8(0) else "bf16"):
+        marks = {"is_first_microbatch": True} if program.weights == "cached" and t.graphed else {}
+        t.see("outputs", call(random(), **marks))
+    t.layers[0].train()
+
+
+def save(t: Training) -> None:
+    t.saved = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in t.layers]
+
+
+def load(t: Training) -> None:
+    for layer, state in zip(t.layers, getattr(t, "saved", ()), strict=False):
+        layer.load_state_dict(state)
+
+
+def recapture(t: Training) -> None:
+    """And a step, since a capture makes FP8 state, and eager training only its first forward."""
+    if t.graphed:
+        t.release()
+        t.capture()
+    t.run()
+
+
+def switch_recipe(t: Training) -> None:
+    t.recipe = program.other
+    recapture(t)
+
+
+def freeze(t: Training) -> None:
+    t.layers[-1].requires_grad_(False)
+    t.weights -= {*t.layers[-1].parameters()}
+    recapture(t)
+
+
+def reset_fp8(t: Training) -> None:
+    FP8GlobalStateManager.reset()
+
+
+def raise_in_autocast(t: Training) -> None:
+    """A forward whose backward never comes, and an exception inside an autocast."""
+    t.begin()
+    with contextlib.suppress(ZeroDivisionError), autocast(t.recipe):
+        t.forward(random(), 0, 0)
+        raise ZeroDivisionError
+
+
+class Failing(Block):
+    """Fails in its third forward."""
+
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.forwards += 1
+        if self.forwards == 3:
+            raise ZeroDivisionError
+        return super().forward(x)
+
+
+def failed_capture(t: Training) -> None:
+    """A capture of another layer fails."""
+    layer, sample = Failing(), random().requires_grad_()
+    t.prepare(-1, layer)
+    with contextlib.suppress(ZeroDivisionError):
+        if t.graphed:
+            t.graph(layer, (sample,), num_warmup_iters=2)
+
+
+def misuse_keyword(t: Training) -> None:
+    refused(t, lambda call, x, marks: call(inp=x, **marks))
+
+
+def misuse_shape(t: Training) -> None:
+    refused(t, lambda call, x, marks: call(x[:32], **marks))
+
+
+def misuse_missing(t: Training) -> None:
+    refused(t, lambda call, x, marks: call(**marks))
+
+
+def refused(t: Training, misuse: Any) -> None:
+    """A graph must refuse what is not as its samples."""
+    x, marks = random(), {}
+    if program.weights == "cached":
+        marks["is_first_microbatch"] = True
+    if program.modules[0] == "Named":
+        marks["offset"] = random()
+    if t.graphed:
+        try:
+            with autocast(t.recipe):
+                misuse(t.calls[0][0], x, marks)
+        except (TypeError, ValueError):
+            return
+        t.see("taken", torch.ones(1))
+
+
+# Comparison.
+
+
+def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
+    """Run the program: all that it computed, and what it left behind, by event."""
+    t = Training(graphed)
+    for number, event in enumerate(program.events):
+        torch.manual_seed(number + 2)
+        t.event = f"{number} {event}"
+        globals()[event](t)
+        t.state()
+    if graphed:
+        t.release()
+    t.event, seen = "released", t.seen
+    if torch.cuda.get_device_name().startswith("simulated"):
+        t.calls, t.eager, t.forwards = [], [], []
+        gc.collect()
+        t.see("memory of graphs", torch.tensor([torch.cuda.memory_allocated()]))
+    return seen
+
+
+def differences(found: Any, wanted: Any) -> dict[str, float]:
+    """Where two runs differ, with the largest error: the norm of the difference over the norm of what is wanted."""
+    errors = {}
+    for name in {**wanted, **found}:
+        pairs = list(zip(found.get(name, ()), wanted.get(name, ()), strict=False))
+        same = len(found.get(name, ())) == len(wanted.get(name, ()))
+        if not same or not all(map(equal, *zip(*pairs, strict=True))) if pairs else not same:
+            errors[name] = max((error(*pair) for pair in pairs), default=1.0) if same else 1.0
+    return errors
+
+
+def equal(found: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
+    if found is None or wanted is None:
+        return found is wanted
+    same = found.shape == wanted.shape and found.dtype == wanted.dtype
+    return same and torch.equal(found.nan_to_num(9e9), wanted.nan_to_num(9e9))
+
+
+def error(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
+    if equal(found, wanted):
+        return 0.0
+    if found is None or wanted is None or found.shape != wanted.shape:
+        return 1.0
+    result = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return result if math.isfinite(result) else math.inf
+
+
+if __name__ == "__main__":
+    eager = train(graphed=False)
+    assert not differences(train(graphed=False), eager), "eager training differs from itself"
+    found = differences(train(graphed=True), eager)
+    for name, size in found.items():
+        print(f"{name}: {size:.3g}")
+    sys.exit("graphs and eager differ" if found else 0)
