@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import gc
-import itertools
 import json
 import os
 import re
@@ -180,7 +178,7 @@ def find(options: argparse.Namespace) -> int:
         if verdict["verdict"] in FINDINGS:
             small = program
             if options.shrink:
-                small = shrink(program, lambda p: server(p)["verdict"] == verdict["verdict"])
+                small = shrink(program, lambda p, kind=verdict["verdict"]: server(p)["verdict"] == kind)
             findings.setdefault(str(small), seed)
             report(options, seed, small, server(small))
         elif options.verbose:
@@ -188,7 +186,9 @@ def find(options: argparse.Namespace) -> int:
     server.close()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = round((used.ru_utime + used.ru_stime) / max(1, counts.total()), 2)
-    print(json.dumps({"programs": counts.total(), **counts, "different findings": len(findings), "CPU seconds": seconds}))
+    print(
+        json.dumps({"programs": counts.total(), **counts, "different findings": len(findings), "CPU seconds": seconds})
+    )
     return 1 if findings else 0
 
 
@@ -236,7 +236,11 @@ def defects(options: argparse.Namespace) -> int:
                     print(json.dumps({"defect": fix_id, "programs": count, "program": str(program)}), flush=True)
         if len(found) == len(applied()):
             break
-    print(json.dumps({"programs": total, "different without fixes": different, "defects": len(found), "of": len(applied())}))
+    print(
+        json.dumps(
+            {"programs": total, "different without fixes": different, "defects": len(found), "of": len(applied())}
+        )
+    )
     return 0
 
 
@@ -274,7 +278,9 @@ def breakages(options: argparse.Namespace) -> int:
         found.append(next(hits, None))
         server.close()
         print(json.dumps({**line, "programs": found[-1]}), flush=True)
-    print(json.dumps({"breakages": len(found), "found": sum(each is not None for each in found), "within": len(programs)}))
+    print(
+        json.dumps({"breakages": len(found), "found": sum(each is not None for each in found), "within": len(programs)})
+    )
     return 0
 
 

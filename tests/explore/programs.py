@@ -98,6 +98,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not p.delay or not (p.frozen or "freeze" in p.events)
     ),
     "hooks of parameters see no delayed wgrads": lambda p: not (p.delay and p.hooks),
+    "a module that did not run has no wgrad": lambda p: not (p.delay and "Unused" in p.modules),
     "only graphs delay wgrads here": lambda p: not (p.delay and p.not_captured),
     "operations have no block scaling": lambda p: (
         not {*OPERATIONS} & {*p.modules} or "block" not in (p.recipe, p.other)
@@ -105,34 +106,44 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "samples in a tuple have no keyword arguments": lambda p: not (p.tuples and "Named" in p.modules),
     "a tied weight follows its first use, plainly": lambda p: (
         "Tied" not in p.modules
-        or (p.modules[0] in TE_LAYERS[:2] and p.modules.index("Tied") == len(p.modules) - 1 > 0)
-        and not (p.fused or p.fp8_params or p.delay or p.hooks or len(p.order) and max(p.order) > 1)
+        or (
+            (p.modules[0] in TE_LAYERS[:2] and p.modules.index("Tied") == len(p.modules) - 1 > 0)
+            and not (p.fused or p.fp8_params or p.delay or p.hooks or (len(p.order) and max(p.order) > 1))
+        )
     ),
     "there is FP8 for what is about FP8": lambda p: (
         p.recipe != "bf16"
-        or not (p.fp8_params or p.calibrating or p.in_bf16 or p.sets_flag or p.autocasts == "nested")
-        and p.weights != "cached"
+        or (
+            not (p.fp8_params or p.calibrating or p.in_bf16 or p.sets_flag or p.autocasts == "nested")
+            and p.weights != "cached"
+        )
     ),
     "FP8 weights are in one recipe for good": lambda p: (
         not p.fp8_params
-        or not {"switch_recipe", "evaluate_in_other", "load"} & {*p.events}
-        and not (p.in_bf16 or p.calibrating or "OwnAutocast" in p.modules)
+        or (
+            not {"switch_recipe", "evaluate_in_other", "load"} & {*p.events}
+            and not (p.in_bf16 or p.calibrating or "OwnAutocast" in p.modules)
+        )
     ),
     "eager caches the scales of the first microbatch, a graph that does not cache cannot": lambda p: (
         not (p.weights == "marked" and "delayed" in (p.recipe, p.other))
     ),
     "marks belong to what passes them on": lambda p: (
-        p.weights == "plain" or not {"Tied", *OPERATIONS} & {*p.modules} and p.first in ("", "eager", "frozen", "teacher")
+        p.weights == "plain"
+        or (not {"Tied", *OPERATIONS} & {*p.modules} and p.first in ("", "eager", "frozen", "teacher"))
     ),
     "what takes the grad drops it": lambda p: not (p.hooks == "takes" and p.keeps_grads),
     "dummies are those of fused wgrads": lambda p: p.fused or not p.drops_dummies,
     "calibration is of delayed scaling": lambda p: (
         not p.calibrating
-        or p.recipe == "delayed"
-        and p.weights == "plain"
-        and not {"evaluate_in_other", "switch_recipe", "evaluate_in_bf16"} & {*p.events}
-        and not {"OwnAutocast", "KeptInBf16", *OPERATIONS} & {*p.modules}
-        and not (p.inference or p.recompute or "Recomputed" in p.modules)
+        or (
+            p.recipe == "delayed"
+            and p.weights == "plain"
+            and not p.in_bf16
+            and not {"evaluate_in_other", "switch_recipe", "evaluate_in_bf16"} & {*p.events}
+            and not {"OwnAutocast", "KeptInBf16", *OPERATIONS} & {*p.modules}
+            and not (p.inference or p.recompute or "Recomputed" in p.modules)
+        )
     ),
     "a graph for inference is of an ordinary layer": lambda p: (
         bool(p.inference) == ("infer" in p.events) and not (p.inference and p.modules[0] in ("Named", "WithNone"))
@@ -140,17 +151,37 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "what runs first needs one autocast": lambda p: not p.first or p.autocasts == "one",
     "what runs first for nothing needs input grads": lambda p: not p.first or p.input_grads,
     "the last layer has something to train": lambda p: (
-        p.input_grads or not p.frozen and p.modules[0] not in ("dropout", "Tied")
+        p.input_grads or (not p.frozen and p.modules[0] not in ("dropout", "Tied"))
     ),
     "there is such a layer": lambda p: max((*p.frozen, *p.in_bf16, *p.not_captured, 0)) < len(p.modules),
     "a pool is replayed in the order of its captures": lambda p: not p.own_pool or p.order or len(p.modules) == 1,
     "wgrads without entries are captured right after their dgrads, and have to be replayed there": lambda p: (
-        not p.delay or any(each % 1 for each in p.order) or not (p.together or p.layers_as_chunks) or len(p.modules) == 1
+        not p.delay
+        or any(each % 1 for each in p.order)
+        or not (p.together or p.layers_as_chunks)
+        or len(p.modules) == 1
     ),
     "with a wgrad delayed, no parameter is left that leads a gradient to the graph": lambda p: (
         not p.delay or p.input_grads
     ),
-    "without warmup TE does not know which modules delay": lambda p: p.warmup or not p.delay and p.order,
+    "without warmup TE does not know the modules of a graph": lambda p: (
+        p.warmup or (p.order and not (p.delay or p.first) and {p.recipe, p.other} == {"bf16"})
+    ),
+    "TE learns of modules by their forward hooks, which `forward` passes by": lambda p: (
+        "CallsForward" not in p.modules or (not p.delay and not {"evaluate_in_bf16", "evaluate_in_other"} & {*p.events})
+    ),
+    "where te.checkpoint recomputes, eager backwards update scales by what else runs in the autocast": lambda p: (
+        "Recomputed" not in p.modules
+        or "delayed" not in (p.recipe, p.other)
+        or not (p.recompute or p.inference or p.first or p.autocasts == "nested")
+    ),
+    "an inference graph of operations gives no FP8 state back that an evaluation dropped": lambda p: (
+        not (p.inference and p.modules[0] in OPERATIONS)
+    ),
+    "te.checkpoint leaves the scales of operations alone": lambda p: not (p.recompute and {*OPERATIONS} & {*p.modules}),
+    "recompute replays forwards again, which must not come between others of their pool": lambda p: (
+        not p.recompute or (not p.order and not (p.together and len(p.modules) > 1))
+    ),
     "a reentrant checkpoint needs an input with a gradient": lambda p: (
         p.input_grads or not (p.recompute or "Recomputed" in p.modules)
     ),
@@ -199,7 +230,9 @@ def draw(seed: int, gpu: str = "hopper") -> Program:
     if r.random() < 0.5:
         chunks = r.choice([n for n in range(1, len(program.modules) + 1) if len(program.modules) % n == 0])
         delayed = r.random() < 0.5
-        changes += [("order", draw_order(r, chunks, r.choice((1, 2, 2, 3, 4)), delayed and dict(changes).get("delay", False)))]
+        changes += [
+            ("order", draw_order(r, chunks, r.choice((1, 2, 2, 3, 4)), delayed and dict(changes).get("delay", False)))
+        ]
     changes.append(("events", ("step", *r.choices(EVENTS, (6, *[1] * (len(EVENTS) - 1)), k=r.randint(0, 3)), "step")))
     others = [each.name for each in fields(program) if each.name not in {"modules", "order", *dict(changes)}]
     for name in r.sample(others, len(others)):
@@ -217,7 +250,7 @@ def draw(seed: int, gpu: str = "hopper") -> Program:
 
 
 def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -> tuple[float, ...]:
-    """An order that a schedule can run: in each chunk forwards, dgrads and wgrads come one microbatch after the other."""
+    """An order that a schedule can run: a chunk's forwards, dgrads and wgrads come one microbatch after the other."""
     order: list[float] = []
     done = {(chunk, part): 0 for chunk in range(1, chunks + 1) for part in range(3)}
     while True:

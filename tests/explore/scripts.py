@@ -27,7 +27,7 @@ class Specialise(ast.NodeTransformer):
         self.generic_visit(node)
         try:
             return literal(eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": PURE}))
-        except (NameError, TypeError, IndexError, AttributeError):
+        except (NameError, TypeError, ValueError, IndexError, AttributeError):
             return node
 
     visit_Compare = visit_UnaryOp = visit_Subscript = fold
@@ -41,7 +41,7 @@ class Specialise(ast.NodeTransformer):
         decides = isinstance(node.op, ast.Or)
         left = []
         for value in node.values:
-            if not is_literal(value):
+            if not is_literal(value) or (value is node.values[-1] and not isinstance(value, ast.Constant)):
                 left.append(value)
             elif bool(ast.literal_eval(value)) == decides:
                 left.append(value)
@@ -122,9 +122,6 @@ def script(program: Program, title: str = "") -> str:
         if ast.unparse(node) != "from .programs import Program" and not ast.unparse(node).startswith("program =")
     ]
     tree = ast.fix_missing_locations(Specialise(program).visit(tree))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPES":
-            node.value = ast.Tuple([]) if False else node.value
     tree.body = prune(tree.body, {"train", "annotations"})
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == "Training":

@@ -1,7 +1,7 @@
 """What the programs of the explorer are made of: modules, captures, steps and events, eagerly or through graphs.
 
 `tests.explore.scripts` makes the script of one program from this file: what the program does not use is left out. So
-every decision here reads a field of ``program``, and modules and events are functions and classes that are found by name.
+every decision here reads a field of ``program``, and modules and events are functions and classes found by their names.
 """
 
 from __future__ import annotations
@@ -768,8 +768,7 @@ def refused(t: Training, misuse: Any) -> None:
         marks["offset"] = random()
     if t.graphed:
         try:
-            with autocast(t.recipe):
-                misuse(t.calls[0][0], x, marks)
+            misuse(t.calls[0][0], x, marks)
         except (TypeError, ValueError):
             return
         t.see("taken", torch.ones(1))

@@ -1,0 +1,58 @@
+"""The explorer on the simulator: a bounded run of it, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tests.child import python, simulate
+from tests.explore.programs import Program, broken_rule, draw, shrink
+from tests.explore.scripts import script
+
+SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))
+
+
+def explore(*arguments: str) -> tuple[int, list[dict[str, object]]]:
+    """The exit status, and a line for each finding; the last one is the sum."""
+    done = python("-m", "tests.explore", "--seed", str(SEED), *arguments)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_programs_are_as_without_graphs() -> None:
+    status, lines = explore("--programs", "120", "--seconds", "60", "--no-shrink")
+    assert status == 0, lines
+    assert int(str(lines[-1]["equal"])) > 10
+
+
+def test_what_is_wrong_without_a_fix_is_found(tmp_path: Path) -> None:
+    status, lines = explore("--programs", "4", "--disable", "param-grad-lifetime", "--scripts", str(tmp_path))
+    assert status == 1
+    assert "wrong" in {line["verdict"] for line in lines[:-1]}
+    assert len([*tmp_path.iterdir()]) == len(lines) - 1
+
+
+def test_a_script_shows_the_defect(tmp_path: Path) -> None:
+    path = tmp_path / "found.py"
+    path.write_text(script(Program(bias=True, delay=True, events=("step",))))
+    assert "program." not in path.read_text()
+    assert not simulate(path)
+    status = python("-m", "tests.simulator", path, TE_GRAPH_FIXES="off")
+    assert status.returncode == 1
+    assert "0 step: wgrads" in status.stdout
+
+
+def test_a_program_follows_from_its_seed_and_keeps_the_rules() -> None:
+    programs = [draw(seed) for seed in range(300)]
+    assert programs == [draw(seed) for seed in range(300)]
+    assert not any(map(broken_rule, programs))
+    assert len({*map(str, programs)}) > 290
+
+
+def test_shrinking_leaves_what_fails() -> None:
+    program = Program(
+        modules=("Block", "linear", "nested"), recipe="delayed", bias=True, events=("evaluate", "step", "save", "step")
+    )
+    small = shrink(program, lambda p: p.recipe == "delayed" and "nested" in p.modules and "save" in p.events)
+    assert small == Program(modules=("nested",), recipe="delayed", events=("save",))
