@@ -146,6 +146,27 @@ def test_without_a_say_the_worst_division_counts(stage: Stage) -> None:
     assert {i: found.get(i, len(order)) for i in worst} == worst
 
 
+def test_the_last_send_before_the_cooldown_is_held_until_a_later_one_is_waited_for() -> None:
+    held_longer = []
+    for stages, chunks, layers in product((2, 3), (2, 3, 4), (1, 2)):
+        for group, microbatches in product(range(stages, 3 * stages), range(stages, 4 * stages + 3)):
+            order = interleaved(stages, 0, chunks, microbatches, group)
+            dgrads = [i for i, entry in enumerate(order) if entry < 0]
+            last_forward = max(i for i, entry in enumerate(order) if entry > 0)
+            last_steady = next(i for i in dgrads if i > last_forward)
+            released = released_before(order, grad_input_releases(order, [layers] * chunks), [layers] * chunks)
+            later_sends = [i for i in dgrads if i > last_steady and order[i] != -1]
+            if order[last_steady] != -1 and later_sends:
+                assert released.get(last_steady, len(order)) > later_sends[0]
+            rule = te_rule(order, [layers] * chunks)
+            assert released.keys() == rule.keys()
+            longer = {i for i in released if released[i] != rule[i]}
+            assert longer <= {last_steady}
+            held_longer += [(stages, chunks, group, microbatches)] * len(longer)
+    assert (2, 3, 4, 6) in held_longer
+    assert all(microbatches % group for _, _, group, microbatches in held_longer)
+
+
 @pytest.mark.parametrize("layers", [2, 3, 4])
 def test_one_microbatch_may_be_divided_anyhow(layers: int) -> None:
     order = [*range(1, layers + 1), *range(-layers, 0)]

@@ -344,6 +344,11 @@ def grad_input_releases(
     backward, and the forward that overlaps it, have been issued. So it is held through the next model chunk's last
     dgrad and through the forwards of a model chunk that is under way at that point.
 
+    For the last send before the cooldown, whose backwards have no forwards beside them, Megatron-Core waits at the very
+    end (unless ``overlap_p2p_comm_warmup_flush`` is set): what holds it up before is only that a later send comes after
+    it. On the first stage the first model chunk sends nothing. So that grad input is held through the next backward of
+    another model chunk, if there is one. In schedules whose microbatches fill all groups the next backward is one.
+
     Where a chunk has several layers the chunks are the model chunks, and this is TE's rule: released after the next
     chunk's dgrad. Where every chunk is one layer, as under Megatron's ``overlap_moe_expert_parallel_comm``, the order
     does not name the model chunks. Chunks ``c`` and ``c + 1`` can be of one model chunk only if each forward of ``c``
@@ -377,13 +382,25 @@ def grad_input_releases(
             ends.append((i + 1, _end_of_forwards(order, i, in_one_model_chunk)))
             next_callable[chunk - 1] += layers_per_chunk[chunk - 1]
 
+    steps: list[list[int]] = []  # the dgrads of a model chunk and microbatch
+    for k, chunk in enumerate(dgrads):
+        if k and in_one_model_chunk(chunk, dgrads[k - 1]):
+            steps[-1].append(k)
+        else:
+            steps.append([k])
+    sends = [model_chunk[dgrads[step[0]] - 1] > 0 for step in steps]
+    last_forward = max(i for i, entry in enumerate(order) if entry > 0)
+    last_steady = next((s for s, step in enumerate(steps) if ends[step[-1]][1] > last_forward), None)
+
     releases: list[list[int]] = [[] for _ in range(len(order) + 1)]
-    last = len(dgrads) - 1  # dgrad of the model chunk and microbatch that dgrad k + 1 belongs to
-    for k in reversed(range(len(dgrads) - 1)):
-        if k + 1 < last and not in_one_model_chunk(dgrads[k + 2], dgrads[k + 1]):
-            last = k + 1
-        read_by_layer_below = known is not None and in_one_model_chunk(dgrads[k + 1], dgrads[k])
-        releases[ends[k + 1][0] if read_by_layer_below else ends[last][1]].append(callables[k])
+    for s, step in enumerate(steps):
+        for k in step[:-1]:
+            releases[ends[k + 1][0] if known else ends[step[-1]][1]].append(callables[k])
+        if s + 1 < len(steps):
+            waited = s + 1
+            if s == last_steady and sends[s]:
+                waited = next((later for later in range(s + 1, len(steps)) if sends[later]), waited)
+            releases[ends[steps[waited][-1]][1]].append(callables[step[-1]])
     return releases[:-1]
 
 

@@ -49,6 +49,17 @@ PIPELINED = (
     *(2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5, -1, -1.5, -1, -1.5),
 )
 
+# Three model chunks, six microbatches in groups of four, on the first of two stages.
+UNEVEN_SENDS = {
+    "order": (
+        *(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -3, 3, -3, 1, -3, 1, -3, 2, -2, 2, -2, 3, -2, 3, -2),
+        *(-1, -1, -1, -1, -3, -3, -2, -2, -1, -1),
+    ),
+    "sizes": (1, 1, 1),
+    "first_stage": True,
+    "module": "LayerNormLinear",
+}
+
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
 DUMMIES, PARAMETER_HOOKS = "fused-dummy-copies", "parameter-hooks"
 PARAM_GRADS, ACCESSORS = "param-grad-lifetime", "skip-flag-accessors"
@@ -103,6 +114,7 @@ _ALL = (
     _order("wgrads-not-in-order", (1, 1, -1, -1), reuse=False),
     Case("wgrad-before-dgrad", (ORDER,), "refusal:illegal_order"),
     Case("layers-as-chunks", (GRAD_INPUTS,), "pipeline:sent_gradients", quick=True),
+    Case("last-send-before-cooldown", (GRAD_INPUTS,), "pipeline:sent_gradients", UNEVEN_SENDS),
     _training("hooks-after-wgrad", (HOOKS,), delay=True, mark_first=False, hooks=True, quick=True),
     _training("delayed-unfused", (DELIVERY,), delay=True, mark_first=False, fused=False, quick=True),
     _training("delayed-bias", (DELIVERY,), delay=True, mark_first=False, bias=True),

@@ -1,8 +1,8 @@
-"""Gradients on their way to the previous pipeline stage, where every layer is passed as a chunk.
+"""Gradients on their way to the previous pipeline stage.
 
-As in Megatron-Core under ``overlap_moe_expert_parallel_comm``: the gradient that leaves the first layer of a model
-chunk is sent, and Megatron waits for the send once the next model chunk's backward, and the forward that overlaps it,
-have been issued. Here the receiver reads it as late as that allows.
+The gradient that leaves the first layer of a model chunk is sent, and Megatron-Core waits for the send once the next
+model chunk's backward, and the forward that overlaps it, have been issued. Here the receiver reads it as late as that
+allows.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ ORDER = (
     *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
     *(4, -3, 3, -2, 4, -1, -2, -1, -4, -3, -4, -3, -2, -1, -2, -1),
 )
-"""The first of two stages, two model chunks of two layers, four microbatches."""
+"""Two model chunks of two layers, each layer a chunk of its own as under ``overlap_moe_expert_parallel_comm``, four
+microbatches, the first of two stages."""
 
-LAYERS = (2, 2)
 
+def sent_gradients(
+    order: Sequence[int] = ORDER, sizes: Sequence[int] = (2, 2), first_stage: bool = False, module: str = "Linear"
+) -> dict[str, Any]:
+    """The share of the sent gradients that change before they are received, and the error of what is received.
 
-def sent_gradients() -> dict[str, Any]:
-    """The share of the sent gradients that change before they are received, and the error of what is received."""
-    setup = Setup(order=ORDER, mark_first=False, reuse=True)
+    ``sizes`` is the number of layers of each model chunk. On the ``first_stage`` the first one sends nothing, and the
+    backwards of the cooldown wait for what they send, which comes after all that was sent before: Megatron-Core without
+    ``overlap_p2p_comm_warmup_flush``.
+    """
+    setup = Setup(module, order=order, mark_first=False, reuse=True)
     FP8GlobalStateManager.reset()
-    layers = [make_module(setup, seed, graphed=True) for seed in range(sum(LAYERS))]
-    eager = _received(layers, [layer for layer in layers for _ in range(ORDER.count(1))])
-    received = _received(layers, capture(setup, layers, None))
+    layers = [make_module(setup, seed, graphed=True) for seed in range(sum(sizes))]
+    first = [sum(sizes[:i]) + 1 for i in range(len(sizes))]
+    stage = order, first, first_stage
+    eager = _received(*stage, layers, [layer for layer in layers for _ in range(order.count(1))])
+    received = _received(*stage, layers, capture(setup, layers, None))
     changed = [not torch.equal(tensor, copy) for tensor, copy in received]
     return {
         "errors": {
@@ -40,10 +48,11 @@ def sent_gradients() -> dict[str, Any]:
     }
 
 
-def _received(layers: Sequence[Any], runs: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _received(
+    order: Sequence[int], first: Sequence[int], first_stage: bool, layers: Sequence[Any], runs: Sequence[Any]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each sent gradient as it is received, and as it was when its send began."""
-    microbatches = ORDER.count(1)
-    first = [sum(LAYERS[:i]) + 1 for i in range(len(LAYERS))]
+    microbatches = order.count(1)
     torch.manual_seed(3)
     inputs = torch.randn(len(layers), microbatches, TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
     output_grads = torch.randn_like(inputs)
@@ -51,7 +60,9 @@ def _received(layers: Sequence[Any], runs: Sequence[Any]) -> list[tuple[torch.Te
     leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
     sent: list[tuple[torch.Tensor, torch.Tensor]] = []
     received = []
-    for entry in ORDER:
+    last_forward = max(i for i, entry in enumerate(order) if entry > 0)
+    last_steady = next(i for i, entry in enumerate(order) if i > last_forward and -entry in first)
+    for i, entry in enumerate(order):
         if len(sent) > 1 and not (entry > 0 and entry not in first):
             tensor, copy = sent.pop(0)
             received.append((tensor.clone(), copy))
@@ -63,6 +74,9 @@ def _received(layers: Sequence[Any], runs: Sequence[Any]) -> list[tuple[torch.Te
         else:
             x, out = leaves.pop((layer, microbatch))
             (grad,) = torch.autograd.grad(out, x, output_grads[layer, microbatch])
-            if -entry in first:
+            if -entry in first[first_stage:]:
                 sent.append((grad, grad.clone()))
+                if first_stage and i > last_steady:
+                    received += [(tensor.clone(), copy) for tensor, copy in sent]
+                    sent.clear()
     return received + [(tensor.clone(), copy) for tensor, copy in sent]
