@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -20,7 +21,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .programs import Program, draw, shrink
 from .scripts import script
@@ -84,16 +85,21 @@ def digest(found: dict[str, list[Any]]) -> str:
 class Server:
     """A process with one setting of the fixes, which runs each program in a fork of its own."""
 
+    files: ClassVar[list[Any]] = []
+
     def __init__(self, switch: str = "", disable: str = "", breakage: tuple[str, int] | None = None) -> None:
         (self._theirs, requests), (answers, theirs) = os.pipe(), os.pipe()
         self.process = os.fork()
         if not self.process:
             os.close(requests)
             os.close(answers)
+            for file in Server.files:
+                file.close()  # else that server would not see its end
             self._serve(theirs, switch, disable, breakage)
         os.close(self._theirs)
         os.close(theirs)
         self._requests, self._answers = os.fdopen(requests, "w"), os.fdopen(answers)
+        Server.files += [self._requests, self._answers]
         if problem := json.loads(self._answers.readline()):
             raise ValueError(problem)
 
@@ -154,11 +160,14 @@ def leave_out(fix_id: str, number: int) -> None:
     CATALOGUE[fix_id] = dataclasses.replace(fix, examine=examine)
 
 
-def equal_programs(on: Server, gpu: str, seed: int, number: int) -> Iterator[tuple[int, Program, str]]:
-    """The programs that are right with all fixes, with the digests of their graphs."""
-    for count in range(number):
-        program = draw(seed + count, gpu)
+def equal_programs(on: Server, options: argparse.Namespace) -> Iterator[tuple[int, Program, str]]:
+    """The programs that are right with all fixes, numbered from 1, with the digests of their graphs."""
+    start = time.monotonic()
+    for count in range(options.programs):
+        program = draw(options.seed + count, options.gpu)
         verdict = on(program)
+        if time.monotonic() - start > options.seconds:
+            return
         if verdict["verdict"] == "equal":
             yield count + 1, program, verdict["digest"]
 
@@ -209,7 +218,7 @@ def defects(options: argparse.Namespace) -> int:
     """
     from te_graph_fixes.fixes import CATALOGUE
 
-    on, off = Server(), Server("off")
+    on, off, needed = Server(), Server("off"), applied()
     without: dict[frozenset[str], Server] = {}
 
     def differs(left_out: Sequence[str], program: Program, wanted: str) -> bool:
@@ -220,27 +229,23 @@ def defects(options: argparse.Namespace) -> int:
 
     found: dict[str, int] = {}
     different = total = 0
-    start = time.monotonic()
-    for count, program, wanted in equal_programs(on, options.gpu, options.seed, options.programs):
-        if time.monotonic() - start > options.seconds:
-            break
+    for count, program, wanted in equal_programs(on, options):
         total = count
+        left = [each for each in needed if each not in found]
         if off(program, wanted)["verdict"] not in FINDINGS:
             continue
         different += 1
-        for fix_id in [each for each in applied() if each not in found]:
+        if len(left) < len(needed) and not differs(left, program, wanted):
+            continue  # what is found already explains it
+        for fix_id in left:
             if differs([fix_id], program, wanted):
                 others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires]
                 if not others or not differs(others, program, wanted):
                     found[fix_id] = count
                     print(json.dumps({"defect": fix_id, "programs": count, "program": str(program)}), flush=True)
-        if len(found) == len(applied()):
+        if len(found) == len(needed):
             break
-    print(
-        json.dumps(
-            {"programs": total, "different without fixes": different, "defects": len(found), "of": len(applied())}
-        )
-    )
+    print(json.dumps({"programs": total, "different": different, "found": len(found), "of": len(needed)}))
     return 0
 
 
@@ -261,26 +266,26 @@ def breakages(options: argparse.Namespace) -> int:
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.source import Source
 
-    on = Server()
-    programs = list(equal_programs(on, options.gpu, options.seed, options.programs))
-    on.close()
-    source = Source.installed()
-    edits = {fix_id: len(CATALOGUE[fix_id].verdict(source).edits) for fix_id in applied()}
-    found = []
-    for fix_id, number in [(fix_id, number) for fix_id, count in edits.items() for number in range(count)]:
-        line: dict[str, Any] = {"fix": fix_id, "edit": number}
+    on, source = Server(), Source.installed()
+    edits = [
+        (fix_id, number) for fix_id in applied() for number, _ in enumerate(CATALOGUE[fix_id].verdict(source).edits)
+    ]
+    servers: dict[tuple[str, int], Server] = {}
+    for fix_id, number in random.Random(options.seed).sample(edits, min(options.breakages, len(edits))):
         try:
-            server = Server(breakage=(fix_id, number))
+            servers[fix_id, number] = Server(breakage=(fix_id, number))
         except ValueError as error:
-            print(json.dumps({**line, "refused": str(error)}), flush=True)
-            continue
-        hits = (count for count, program, wanted in programs if server(program, wanted)["verdict"] in FINDINGS)
-        found.append(next(hits, None))
-        server.close()
-        print(json.dumps({**line, "programs": found[-1]}), flush=True)
-    print(
-        json.dumps({"breakages": len(found), "found": sum(each is not None for each in found), "within": len(programs)})
-    )
+            print(json.dumps({"fix": fix_id, "edit": number, "refused": str(error)}), flush=True)
+    broken, total = len(servers), 0
+    for count, program, wanted in equal_programs(on, options):
+        total = count
+        for (fix_id, number), server in [*servers.items()]:
+            if server(program, wanted)["verdict"] in FINDINGS:
+                print(json.dumps({"fix": fix_id, "edit": number, "programs": count}), flush=True)
+                servers.pop((fix_id, number)).close()
+    for fix_id, number in servers:
+        print(json.dumps({"fix": fix_id, "edit": number, "not in programs": total}), flush=True)
+    print(json.dumps({"breakages": broken, "found": broken - len(servers), "programs": total}))
     return 0
 
 
@@ -295,7 +300,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--verbose", action="store_true", help="say the verdict on each program")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
-    parser.add_argument("--breakages", action="store_true", help="leave each edit of each fix out, one by one")
+    parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")
     options = parser.parse_args()
     options.gpu = os.environ.get("TE_SIMULATOR_GPU", "hopper")
     os.environ["TE_GRAPH_FIXES"] = "off"  # each server says for itself
