@@ -17,7 +17,7 @@ from .engine import EngineError, patched
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
 from .settings import Settings, fix_ids
-from .source import TE, Source, TENotFoundError, split_lines
+from .source import TE, Source, TENotFoundError, split_lines, without_collections
 from .verdicts import Reading, expected, surprise
 
 NO_TE = 2
@@ -80,6 +80,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", metavar="DIR", help="a site-packages folder or checkout that holds TE")
 
 
+@without_collections()
 def _status(options: argparse.Namespace) -> int:
     reading = _reading(options, Settings.read())
     source, chosen = reading.source, reading.chosen

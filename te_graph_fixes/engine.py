@@ -71,7 +71,8 @@ def _apply(text: str, edits: Iterable[Edit], start: int = 0) -> str:
 class Change:
     """One function of TransformerEngine, as it was and as it becomes; None where there is none.
 
-    ``block`` is the code of the module or class body that holds just this definition; None where there are no edits.
+    What it was is known where its module is imported: elsewhere there is nothing to compare with it. ``block`` is the
+    code of the module or class body that holds just this definition; None where there are no edits.
     """
 
     module: str
@@ -90,13 +91,18 @@ def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
     """
     edits = _edits(verdicts.values()).items()
     changed = [change for name, its in edits for change in _module_changes(source.module(name), its)]
-    places = {place for verdict in verdicts.values() for place in verdict.rests_on}
+    places = {place for verdict in verdicts.values() for place in verdict.rests_on if place[0] in sys.modules}
     for name, qualname in sorted(places - {(change.module, change.qualname) for change in changed}):
-        node = source.module(name).definitions.get(qualname)
-        if not isinstance(node, ast.ClassDef):
-            code = _inner(_block(source.module(name), qualname, node), node.name) if node else None
+        if not isinstance(source.module(name).definitions.get(qualname), ast.ClassDef):
+            code = own_code(source.module(name), qualname)
             changed.append(Change(name, qualname, code, code))
     return changed
+
+
+def own_code(module: ModuleSource, qualname: str) -> CodeType | None:
+    """The code of a function as it is in the source; None where there is no function of that name."""
+    node = module.definitions.get(qualname)
+    return _inner(_block(module, qualname, node), node.name) if isinstance(node, ast.FunctionDef) else None
 
 
 def _module_changes(module: ModuleSource, edits: list[Edit]) -> list[Change]:
@@ -110,9 +116,8 @@ def _module_changes(module: ModuleSource, edits: list[Edit]) -> list[Change]:
         for node in _functions(module, owner, _apply(module.text[start:end], its, start), line):
             qualname = f"{owner}.{node.name}" if owner else node.name
             old = module.definitions.get(qualname)
-            before = None
+            before = own_code(module, qualname) if module.name in sys.modules else None
             if isinstance(old, ast.FunctionDef):
-                before = _inner(_block(module, qualname, old), node.name)
                 _require_growth(module, old, node)
                 _undecorate(node)
             block = _block(module, qualname, node)
@@ -284,7 +289,7 @@ class Installation:
         earlier: Mapping[FunctionType, tuple[str, str]] | None = None,
     ) -> None:
         self._verdicts = verdicts
-        self._changes = [change for change in changes(source, verdicts) if change.edits or change.module in sys.modules]
+        self._changes = changes(source, verdicts)
         self._texts = patched(source, verdicts.values())
         self._earlier = earlier or {}
         self._corrections: list[_Correction] = []

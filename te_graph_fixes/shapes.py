@@ -185,6 +185,5 @@ def _stands(place: Definition, text: str, anchors: Sequence[Node], side: int) ->
 def _position(place: Definition, node: Node) -> tuple[int, int]:
     """The body that a statement, or an expression that is one, is in, and its place there."""
     first = node.body[0] if isinstance(node, Run) else node
-    index = place.module.index(place.node)
-    every = [*index[ast.Expr, ""], *index[type(first), ""]]
+    every = [position for kind in (ast.Expr, type(first)) for position in place.module.places(place.node, kind)]
     return next((id(body), at) for body, at in every if first in (body[at], getattr(body[at], "value", None)))

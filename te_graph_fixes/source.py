@@ -17,10 +17,10 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -28,8 +28,22 @@ TE = "transformer_engine"
 Kind = TypeVar("Kind", bound=ast.AST)
 Node: TypeAlias = "ast.expr | ast.stmt"
 _Names: TypeAlias = "dict[str, Node]"
-_Index: TypeAlias = "dict[tuple[type[ast.AST], str], list[tuple[list[Any], int]]]"
+_Place: TypeAlias = "tuple[list[Any], int]"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FIRST: dict[type, str] = {
+    ast.Assign: "targets",
+    ast.Attribute: "attr",
+    ast.BoolOp: "values",
+    ast.Call: "func",
+    ast.Compare: "left",
+    ast.Expr: "value",
+    ast.For: "target",
+    ast.If: "test",
+    ast.Name: "id",
+    ast.UnaryOp: "operand",
+}
+"""The part that a node begins with."""
+_LEAVES = (ast.Name, ast.Constant, ast.expr_context)
 _NEVER = 1_000_000_007
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
@@ -234,22 +248,30 @@ class ModuleSource:
             )
         return found
 
-    def index(self, root: ast.AST) -> _Index:
-        """What is below ``root``, by its type with its `_head`, and with "": each as a list and its place there."""
+    def places(self, root: ast.AST, kind: type[ast.AST], head: str = "") -> Iterable[_Place]:
+        """Where nodes of a type, and with that `_head`, are below ``root``: each as a list and the place in it."""
+        if (root, kind) not in self._heads:
+            found = self._heads[root, kind] = defaultdict(list)
+            for nodes, place in self._index(root)[kind]:
+                found[_head(nodes[place])].append((nodes, place))
+        heads = self._heads[root, kind]
+        return heads[head] if head else chain.from_iterable(heads.values())
+
+    def _index(self, root: ast.AST) -> dict[type, list[_Place]]:
         if root not in self._indexes:
             found = self._indexes[root] = defaultdict(list)
-            pending = [root]
-            for node in pending:
-                for part in node._fields:
-                    value = getattr(node, part, None)
-                    nodes = value if isinstance(value, list) else [value]
-                    for place, item in enumerate(nodes):
-                        if isinstance(item, ast.AST) and item._fields:  # Load() and the like have none
-                            if not isinstance(item, (ast.Name, ast.Constant)):
-                                pending.append(item)
-                            found[type(item), ""].append((nodes, place))
-                            if head := _head(item):
-                                found[type(item), head].append((nodes, place))
+            pending: list[list[Any]] = [[root]]
+            for nodes in pending:
+                for place, node in enumerate(nodes):
+                    found[type(node)].append((nodes, place))
+                    if isinstance(node, ast.AST) and not isinstance(node, _LEAVES):
+                        for part in node._fields:
+                            value = getattr(node, part, None)
+                            if isinstance(value, ast.AST):
+                                pending.append([value])
+                            elif isinstance(value, list):
+                                pending.append(value)
+            del found[type(root)][0]  # the root itself
         return self._indexes[root]
 
     @cached_property
@@ -258,7 +280,11 @@ class ModuleSource:
         return {}
 
     @cached_property
-    def _indexes(self) -> dict[ast.AST, _Index]:
+    def _indexes(self) -> dict[ast.AST, dict[type, list[_Place]]]:
+        return {}
+
+    @cached_property
+    def _heads(self) -> dict[tuple[ast.AST, type], dict[str, list[_Place]]]:
         return {}
 
     def offset(self, line: int, column: int) -> int:
@@ -319,7 +345,7 @@ class Definition:
         wanted = _parse_pattern(pattern)
         head = _head(wanted[0])
         found: dict[object, Match] = {}
-        for nodes, place in self.module.index(self.node)[type(wanted[0]), "" if head.startswith("ANY") else head]:
+        for nodes, place in self.module.places(self.node, type(wanted[0]), "" if head.startswith("ANY") else head):
             for names, length in _match_run(wanted, nodes[place:], {}):
                 run = nodes[place : place + length]
                 match = Match(run[0] if len(run) == 1 else Run(run), names)
@@ -375,8 +401,8 @@ class Definition:
         raise unrecognized(f"a with statement that enters `{ast.unparse(context)}`", self)
 
     def nodes(self, kind: type[Kind], name: str = "") -> list[Kind]:
-        """Every node of a type in this definition, itself left out; with ``name``, those that call or assign to it."""
-        places = self.module.index(self.node)[kind, name]
+        """Every node of a type in this definition, itself left out; with ``name``, those that begin with it."""
+        places = self.module.places(self.node, kind, name)
         return sorted((cast(Kind, nodes[place]) for nodes, place in places), key=_span)
 
     def inner(self, name: str) -> Definition:
@@ -465,10 +491,11 @@ def _parse_pattern(pattern: str) -> list[ast.AST]:
 
 
 def _head(node: Any) -> str:
-    """The name of what a node calls or assigns to, "" where there is none: most nodes differ in it."""
-    while isinstance(node, (ast.Call, ast.Assign, ast.Expr)):
-        node = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, node._fields[0])
-    return str(getattr(node, "attr", getattr(node, "id", "")))
+    """The name that a node begins with, "" where it begins otherwise: most nodes differ in it."""
+    while type(node) in _FIRST:
+        node = getattr(node, _FIRST[type(node)])
+        node = node[0] if isinstance(node, list) else node
+    return node if isinstance(node, str) else ""
 
 
 def _is_dots(node: ast.AST | None) -> bool:

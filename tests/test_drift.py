@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.cli import main
-from te_graph_fixes.engine import changes, patched
+from te_graph_fixes.engine import changes, own_code, patched
 from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import Settings
@@ -143,7 +143,8 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
     for name, (_, after) in patched(tree, chosen.values()).items():
         assert copy.module(name).text == after
     for change in changes(tree, chosen):
-        for code, where in ((change.before, tree), (change.after, copy)):
+        before = own_code(tree.module(change.module), change.qualname)
+        for code, where in ((before, tree), (change.after, copy)):
             on_disk = functions(where.module(change.module)).get(change.qualname)
             assert code == on_disk or (code and on_disk and shape(code) == shape(on_disk) and where is copy)
     assert words(verdicts(copy)) == {
