@@ -93,6 +93,12 @@ def _plain(node: Any) -> object:
     return list(map(_plain, node)) if isinstance(node, list) else node
 
 
+def behind(place: Definition, node: Any, text: str) -> Edit:
+    """Put ``text`` right behind ``node``, on its line."""
+    end = place.module.offset(node.end_lineno, node.end_col_offset)
+    return Edit(place.module.name, end, end, text)
+
+
 class Changes:
     """The changes of one correction, each of which has been made in a source, or is to be made.
 

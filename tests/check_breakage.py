@@ -5,25 +5,16 @@ python -m tests.simulator tests/check_breakage.py FIX NUMBER CASE
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 
 import te_graph_fixes
-from te_graph_fixes.fix import Verdict
-from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.source import Source
 from te_graph_fixes.verify.cases import CASES
+from tests.left_out import leave_out
 
 
 def main(fix_id: str, number: int, case: str) -> None:
-    fix = CATALOGUE[fix_id]
-
-    def without_one(source: Source) -> Verdict:
-        verdict = fix.examine(source)
-        return dataclasses.replace(verdict, edits=verdict.edits[:number] + verdict.edits[number + 1 :])
-
-    CATALOGUE[fix_id] = dataclasses.replace(fix, examine=without_one)
+    leave_out(fix_id, number)
     from te_graph_fixes.verify.training import Setup, compare, train
 
     options = dict(CASES[case].options)

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from typing import cast
+from typing import Any, cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
-from ..shapes import BACKWARD_INDEX, graph_capture, lacks_delayed_wgrads, require_digest
+from ..shapes import BACKWARD_INDEX, behind, digest, graph_capture, lacks_delayed_wgrads
 from ..source import Definition, Edit, Run, Source, unrecognized
 
 MAKE_PLAN = """
@@ -81,36 +81,16 @@ WGRAD = """
 if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
     if wgrad_validation_list[i] is None:
         ANY_COUNTING: ...
-        {matched}
 elif ceil(c_id) != c_id:
-    per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
-    {training}
-    {half}
-    {needed}
+    ANY_CHECKS: ...
     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
     with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
         ...
     continue
 """
 
-COUNTING = "d4d6883d7d989969"
-"""The `digest` of what counts an order's wgrads, in all TE since 2.11."""
-
-WGRAD_CHECKS = (
-    {
-        "matched": "assert wgrad_validation_list[i], ANY",
-        "training": "assert is_training, ANY",
-        "half": "assert ceil(c_id) - c_id == 0.5, ANY",
-        "needed": "assert need_bwd_dw_graph[per_callable_bwd_idx], ANY",
-    },
-    {
-        "matched": "if not wgrad_validation_list[i]: raise RuntimeError(ANY)",
-        "training": "if not is_training: raise RuntimeError(ANY)",
-        "half": "if ceil(c_id) - c_id != 0.5: raise ValueError(ANY)",
-        "needed": "if not need_bwd_dw_graph[per_callable_bwd_idx]: raise RuntimeError(ANY)",
-    },
-)
-
+WGRAD_DIGESTS = (("f5ca6508bf182875", "783ff9768eeb2d99"), ("63a4802167254dd5", "a5d5674823805dc1"))
+"""The `digest` of what counts an order's wgrads, and of what checks them, in TE since 2.11 and since 2.14."""
 GRAD_OUTPUTS = """
 static_grad_outputs_keys = ANY_KEYS
 if static_grad_outputs_keys in static_grad_outputs_dict:
@@ -119,7 +99,6 @@ else:
     static_grad_outputs = ANY_BUFFERS
     static_grad_outputs_dict[static_grad_outputs_keys] = static_grad_outputs
 """
-
 CHOOSE_BUFFER = "static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)"
 
 DGRAD_2_10 = """
@@ -134,41 +113,24 @@ else:
 
 CAPTURE_2_10 = "_graph_context_wrapper(bwd_graph, pool=mempool)"
 
-WGRAD_2_10 = """
-if need_bwd_dw_graph[per_callable_bwd_idx]:
+WGRAD_AFTER_DGRAD = """
+if {}:
     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
     with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
         ...
 """
-
-SKIP_WGRAD = """
-if is_wgrad:
-    continue
-"""
-
-WGRAD_OF_PLAN = """
-if is_wgrad:
-    bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-    with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
-        ...
-    continue
-"""
-
-WGRAD_OF_PLAN_2_10 = """
-if is_wgrad:
-    bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-    with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
-        ...
-"""
-
+WGRAD_2_10 = WGRAD_AFTER_DGRAD.format("need_bwd_dw_graph[per_callable_bwd_idx]")
+WGRAD_OF_PLAN_2_10 = WGRAD_AFTER_DGRAD.format("is_wgrad")
+WGRAD_OF_PLAN = f"{WGRAD_OF_PLAN_2_10}    continue\n"
+SKIP_WGRAD = "if is_wgrad:\n    continue"
 NO_GRAPH = " if not is_wgrad else contextlib.nullcontext()"
 NO_GRADS = " if not is_wgrad else ()"
-
+PLANNED_LAYERS = "for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph): ..."
 CORRECTED = (
     MAKE_PLAN,
     CHOOSE_BUFFER,
     "for c_id in () if _order_plan.delayed else _order: ...",
-    "for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph): ...",
+    PLANNED_LAYERS,
     "per_callable_bwd_idx = _order_plan.index(i, l_no)",
     "for i, c_id in enumerate(_order): ...",
 )
@@ -177,6 +139,8 @@ CORRECTED_2_10 = (
     *(WGRAD_OF_PLAN_2_10, SKIP_WGRAD, "m_chunk = _order_plan.entries[i].chunk"),
 )
 """What is found once in a source that has been corrected; `WGRAD_OF_PLAN` in TE since 2.11."""
+DEFECTS = (REUSE_INPUTS, NUMBER_OF_MICROBATCHES, WGRAD, WGRAD_2_10)
+"""What is in no source that has been corrected."""
 
 
 def examine(source: Source) -> Verdict:
@@ -191,14 +155,14 @@ def examine(source: Source) -> Verdict:
     capture.require_parameters("callables", "sample_args", "sample_kwargs", "_reuse_graph_input_output_buffers")
     loop = cast(ast.For, capture.one(CAPTURE))
     layers = cast(ast.For, capture.one("for l_no in list(reversed(range(ANY))): ...", within=loop))
-    reuse = cast(ast.For, cast(Run, capture.one(REUSE_INPUTS)).body[-1])
     capture.one("reuse_fwd_idx = ANY_SAMPLE")
-    index = cast(ast.Assign, capture.one(BACKWARD_INDEX, within=layers))
     edits = [
-        capture.replace(reuse.iter, "() if _order_plan.delayed else _order"),
+        capture.replace(cast(Any, capture.one(REUSE_INPUTS)).body[-1].iter, "() if _order_plan.delayed else _order"),
         capture.replace(layers.target, "l_no, is_wgrad"),
         capture.replace(layers.iter, "_order_plan.backward(i, need_bwd_dw_graph)"),
-        capture.replace(index.value, "_order_plan.index(i, l_no)"),
+        capture.replace(
+            cast(ast.Assign, capture.one(BACKWARD_INDEX, within=layers)).value, "_order_plan.index(i, l_no)"
+        ),
     ]
     if capture.has(NUMBER_OF_MICROBATCHES):
         reason = "the order cannot hold wgrads"
@@ -217,19 +181,21 @@ def _corrected(source: Source, capture: Definition) -> Verdict:
     """``not-needed`` where everything follows this package's plan; raises for a part of it."""
     if plan_module(source):
         raise unrecognized("this package's _te_graph_order", source.location)
-    for pattern in CORRECTED:
+    for pattern in (*CORRECTED, *(() if capture.has(WGRAD_OF_PLAN) else CORRECTED_2_10)):
         capture.one(pattern)
-    if not capture.has(WGRAD_OF_PLAN):
-        for pattern in CORRECTED_2_10:
-            capture.one(pattern)
+    for pattern in DEFECTS:
+        capture.exactly(0, pattern)
+    capture.exactly(0, BACKWARD_INDEX, within=capture.one(PLANNED_LAYERS))
     return not_needed("captures follow a plan made from the order")
 
 
 def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
     """For TE 2.11 and later: orders may hold wgrads."""
     capture.one("for i, c_id in enumerate(_order): ...")
-    found = capture.match(*(WGRAD.format(**checks) for checks in WGRAD_CHECKS), within=layers)
-    require_digest(capture, found["ANY_COUNTING"], COUNTING)
+    found = capture.match(WGRAD, within=layers)
+    digests = digest(found["ANY_COUNTING"]), digest(found["ANY_CHECKS"])
+    if digests not in WGRAD_DIGESTS:
+        raise unrecognized(f"wgrads that are checked as in one of {WGRAD_DIGESTS}", capture, f"{digests}")
     wgrad = cast(ast.If, found.node)
     otherwise = cast(ast.If, wgrad.orelse[0])
     start = capture.module.offset(wgrad.lineno, wgrad.col_offset)
@@ -237,7 +203,7 @@ def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
     return [
         capture.insert_before(capture.one("_order_without_wgrad = []"), MAKE_PLAN),
         Edit(capture.module.name, start, end, "if is_wgrad"),
-        *map(capture.delete, otherwise.body[:4]),  # the number of the wgrad, and checks
+        *map(capture.delete, cast(Run, found["ANY_CHECKS"]).body),
         capture.insert_after(cast(Run, capture.one(GRAD_OUTPUTS, within=layers)).body[0], CHOOSE_BUFFER),
     ]
 
@@ -247,26 +213,19 @@ def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edi
     dgrad = cast(Run, capture.one(DGRAD_2_10, within=layers)).body
     graph = capture.one(CAPTURE_2_10, within=layers)
     grads = capture.match("grad_inputs = ANY_GRADS", within=capture.statement_with(graph))["ANY_GRADS"]
-    wgrad = cast(ast.If, capture.one(WGRAD_2_10, within=layers))
     choose = capture.insert_after(cast(Run, capture.one(GRAD_OUTPUTS, within=dgrad[-1])).body[0], CHOOSE_BUFFER)
-    chunk = cast(ast.Assign, cast(ast.If, loop.body[-1]).orelse[0])
     numbers = "num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches"
     return [
         capture.replace(capture.one(NUMBER_OF_MICROBATCHES), MAKE_PLAN.strip("\n") + "\n" + numbers),
         capture.replace(loop.target, "i, c_id"),
         capture.replace(loop.iter, "enumerate(_order)"),
-        capture.replace(chunk.value, "_order_plan.entries[i].chunk"),
+        capture.replace(cast(Any, loop.body[-1]).orelse[0].value, "_order_plan.entries[i].chunk"),
         _only_dgrad(capture, dgrad, choose),
-        _after(capture, graph, NO_GRAPH),
-        _after(capture, grads, NO_GRADS),
-        capture.replace(wgrad.test, "is_wgrad"),
+        behind(capture, graph, NO_GRAPH),
+        behind(capture, grads, NO_GRADS),
+        capture.replace(cast(ast.If, capture.one(WGRAD_2_10, within=layers)).test, "is_wgrad"),
         capture.insert_before(capture.one("static_grad_inputs = []", within=layers), SKIP_WGRAD),
     ]
-
-
-def _after(capture: Definition, node: ast.expr | ast.stmt, text: str) -> Edit:
-    end = capture.module.offset(cast(int, node.end_lineno), cast(int, node.end_col_offset))
-    return Edit(capture.module.name, end, end, text)
 
 
 def _only_dgrad(capture: Definition, statements: list[ast.stmt], *inner: Edit) -> Edit:

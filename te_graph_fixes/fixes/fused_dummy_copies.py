@@ -16,11 +16,10 @@ graph's backward has set ``grad_added_to_main_grad``; a mark that another graph 
 from __future__ import annotations
 
 import ast
-from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import new_module
-from ..shapes import lacks_parameter
+from ..shapes import behind, lacks_parameter
 from ..source import Definition, Edit, Source, unrecognized
 
 NO_OPTION_OF_TE = "copied_grads = ANY"  # by param-grad-lifetime, which brings the option to TE before 2.19
@@ -66,7 +65,7 @@ def examine(source: Source) -> Verdict:
     capture.exactly(2, "_returned_param_grad_clone_slots(ANY, ANY)")
     return applicable(
         "parameter grads that stand for a wgrad in main_grad are copied",
-        [*share_edits(capture), _also(slots, CHOICE, NO_DUMMY)],
+        [*share_edits(capture), behind(slots, slots.one(CHOICE), f" and {NO_DUMMY}")],
         new_module(source, "fused_wgrads"),
     )
 
@@ -93,12 +92,6 @@ def share_edits(capture: Definition) -> list[Edit]:
 
 def _enters(capture: Definition, context: ast.expr | ast.stmt) -> bool:
     return DUMMIES in map(ast.unparse, capture.statement_with(context).items)
-
-
-def _also(definition: Definition, condition: str, text: str) -> Edit:
-    node = definition.one(condition)
-    end = definition.module.offset(cast(int, node.end_lineno), cast(int, node.end_col_offset))
-    return Edit(definition.module.name, end, end, f" and {text}")
 
 
 FIX = Fix(

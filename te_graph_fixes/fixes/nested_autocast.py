@@ -13,10 +13,10 @@ run in ``autocast(enabled=False)``. They now run in the autocast that they are c
 from __future__ import annotations
 
 import ast
-from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..source import Definition, Edit, Source, unrecognized
+from ..shapes import behind
+from ..source import Definition, Source, unrecognized
 
 CALL = "outputs = old_call_funcs[block_cls](self, *args, **kwargs)"
 BY_MODULE = tuple(
@@ -40,10 +40,9 @@ def examine(source: Source) -> Verdict:
     context = _context(public.inner("call_func"))
     public.one("module_uses_fp8 = dict(zip((id(m) for m in modules), ANY_ENABLED))")
     if _is_by_module(public, context):
-        end = public.module.offset(cast(int, context.end_lineno), cast(int, context.end_col_offset))
         return applicable(
             "modules that are not captured themselves run without FP8",
-            [Edit(public.module.name, end, end, CAPTURED_ONLY)],
+            [behind(public, context, CAPTURED_ONLY)],
         )
     if (
         isinstance(context, ast.IfExp)

@@ -19,6 +19,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..provided import new_module
+from ..shapes import behind
 from ..source import Definition, Edit, Source, unrecognized
 from .fused_dummy_copies import CHOICE, COPIED, NO_DUMMY, OPTION, has_sharing, share_edits
 
@@ -127,11 +128,8 @@ def _last_default(definition: Definition) -> ast.expr:
 
 def _append(definition: Definition, node: ast.expr, text: str) -> Edit:
     """Put ``text`` after ``node``, the last of a comma-separated list that has one entry a line."""
-    end = definition.module.offset(cast(int, node.end_lineno), cast(int, node.end_col_offset))
-    start = definition.module.line_start(node.lineno)
-    line = definition.module.text[start:end]
-    indent = line[: len(line) - len(line.lstrip())]
-    return Edit(definition.module.name, end, end, f",\n{indent}{text}")
+    line = definition.module.lines[node.lineno - 1]
+    return behind(definition, node, f",\n{line[: len(line) - len(line.lstrip())]}{text}")
 
 
 FIX = Fix(
