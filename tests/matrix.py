@@ -24,14 +24,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain grads": {"order": IN_FLIGHT, "fused": False, "mark_first": False, "bias": True},
     "delayed wgrads": {"order": (1, 1, -1, -1, -1.5, -1.5), "delay": True, "mark_first": False, "bias": True},
     "quantized weights": {"order": IN_FLIGHT, "fp8_params": True},
+    "quantized weights, FusedAdam": {"order": IN_FLIGHT, "fp8_params": True, "adam": True},
+    "expert without tokens": {"order": IN_FLIGHT, "experts": 4, "uneven": True},
     "evaluation": {"order": IN_FLIGHT, "evaluate": True},
 }
 RECIPES = ("mxfp8", "nvfp4", "fp8-block", "fp8-current", "fp8-delayed")
 OPERATIONS = {"mark_first": False, "cache": None}
 """te.ops quantize their weights in every forward."""
+DENSE = tuple(setting for setting in SETTINGS if setting != "expert without tokens")
 MODULES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), tuple(SETTINGS)),
-    "TransformerLayer": tuple(setting for setting in SETTINGS if setting != "delayed wgrads"),
+    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP"), DENSE),
+    "GroupedLinear": tuple(SETTINGS),
+    "TransformerLayer": tuple(setting for setting in DENSE if setting != "delayed wgrads"),
     **dict.fromkeys(
         ("ops.Linear", "ops.GroupedLinear"), ("not cached", "plain grads", "quantized weights", "evaluation")
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -61,6 +62,12 @@ def test_check(name: str) -> None:
 def test_check_of_blocks_on_another_gpu(name: str, gpu: str) -> None:
     error = results("blocks", gpu)[name]
     assert error is None, error
+
+
+@pytest.mark.parametrize(("fixes", "wanted"), [("off", math.inf), ("on", 0.0)])
+def test_graphs_that_use_freed_memory_get_what_others_write_there(fixes: str, wanted: float) -> None:
+    done = on_simulator("-m", "te_graph_fixes.verify.child", "cached-after-other-recipe", TE_GRAPH_FIXES=fixes)
+    assert json.loads(done.stdout)["error"] == wanted, done.stderr
 
 
 @pytest.mark.parametrize(("kind", "recipe"), H200)

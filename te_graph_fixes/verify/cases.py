@@ -193,6 +193,8 @@ _ALL = (
     ),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
     Case("recomputed-weights", (STALE, WARMUP), "gradients:recomputed_weights"),
+    Case("recomputed-weights-mxfp8", (STALE, WARMUP), "gradients:recomputed_weights", {"recipe": "mxfp8"}),
+    Case("recomputed-weights-nvfp4", (STALE, WARMUP), "gradients:recomputed_weights", {"recipe": "nvfp4"}),
     Case("tied-weight", (PARAM_GRADS,), "gradients:tied_weight", quick=True),
     Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
     Case("parameter-hooks", (PARAMETER_HOOKS,), "gradients:parameter_hooks", quick=True),

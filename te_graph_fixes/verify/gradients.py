@@ -52,16 +52,15 @@ class Output(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         return torch.nn.functional.linear(x, self.weight)
 
 
-def recomputed_weights() -> dict[str, Any]:
+def recomputed_weights(recipe: str = "fp8-current") -> dict[str, Any]:
     """Activation recompute in a graph that does not cache weights: the errors of each step."""
     if not hasattr(graph, "_none_grad_context_wrapper"):
         raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
-    wanted, found = (_train_recomputed(graphed) for graphed in (False, True))
+    wanted, found = (_train_recomputed(make_recipe(recipe), graphed) for graphed in (False, True))
     return {"errors": {"steps": [error(step, right) for step, right in zip(found, wanted, strict=True)]}}
 
 
-def _train_recomputed(graphed: bool) -> list[list[torch.Tensor]]:
-    recipe = make_recipe("fp8-current")
+def _train_recomputed(recipe: Any, graphed: bool) -> list[list[torch.Tensor]]:
     FP8GlobalStateManager.reset()
     torch.manual_seed(1)
     module = Recomputed()

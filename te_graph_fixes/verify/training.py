@@ -54,6 +54,7 @@ class Setup:
     - ``hooks``: the values of ``main_grad`` that hooks see after each wgrad are compared too
     - ``reuse``: buffers are reused
     - ``tuples``: samples are given in a tuple
+    - ``adam``: TE's FusedAdam with FP32 weights updates the parameters
     - ``evaluate``: after each update the modules are evaluated, in the recipe and without one, without a graph
     """
 
@@ -77,6 +78,7 @@ class Setup:
     experts: int = 2
     uneven: bool = False
     warmup: int = 3
+    adam: bool = False
     evaluate: bool = False
 
     @property
@@ -287,16 +289,21 @@ def _begin(setup: Setup, modules: Iterable[Any]) -> None:
                 parameter.main_grad.zero_()
 
 
-def _optimizer_step(setup: Setup, parameters: Iterable[Any]) -> list[torch.Tensor]:
+def _optimizer_step(setup: Setup, parameters: Sequence[Any]) -> list[torch.Tensor]:
     """Change every parameter by its gradient, and give the gradients."""
     found = []
     with torch.no_grad():
         for parameter in parameters:
             grad = parameter.main_grad if in_main_grad(setup, parameter) else _or_zeros(parameter.grad, parameter)
             found.append(grad.clone())
+            if setup.adam:
+                parameter.grad = grad.to(parameter.dtype)
+                continue
             weight = parameter.dequantize() if setup.fp8_params and parameter.dim() == 2 else parameter
             rate = 0.25 / (TOKENS * setup.microbatches) if setup.fit else LEARNING_RATE
             parameter.copy_(weight - (rate * grad).to(weight.dtype))
+    if setup.adam:
+        te.optimizers.FusedAdam(parameters, lr=LEARNING_RATE, master_weights=True).step()
     return found
 
 

@@ -76,6 +76,7 @@ class CUDAGraph:
         """Run the recorded operations again, in order, on the same memory."""
         operations = self._require_graph("replay")
         refuse_in_capture("CUDAGraph.replay")
+        memory.overwrite_freed()
         with _plain_execution():
             for operation in operations:
                 operation()
@@ -334,7 +335,7 @@ def _drawing(state: generators.State, operation: Callable[[], None]) -> None:
 
 
 def _aliases(values: Any) -> Any:
-    return tree_map_only(torch.Tensor, memory.alias, values)
+    return tree_map_only(torch.Tensor, lambda one: one.detach() if is_on_host(one) else memory.alias(one), values)
 
 
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:

@@ -4,6 +4,9 @@ By the rules and the sizes of torch's caching allocator, a block is cut from a l
 that is large enough is taken, neighbouring free blocks are joined, and small and large blocks have their own segments.
 A block is free as soon as the last tensor that owns it is gone; who still looks at it through an address (TE's weak
 references, a captured graph) sees what the next owner writes there.
+
+Memory outside of pools is the CPU's, and is kept for those who have its address. Where they alone are left, a GPU would
+have given it to somebody else: `overwrite_freed` does what that one does.
 """
 
 from __future__ import annotations
@@ -151,13 +154,57 @@ def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int =
     return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
 
 
+class _Outside:
+    """Memory outside of pools that graphs or weak references have the address of."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        data = (storage.data_ptr(), False)
+        self.__array_interface__ = {"version": 3, "shape": (storage.nbytes(),), "typestr": "|u1", "data": data}
+
+    def unowned(self) -> torch.UntypedStorage:
+        """The same memory as a storage that does not own it, though it lives as long."""
+        return torch.from_numpy(np.asarray(self)).untyped_storage()
+
+    def is_freed(self) -> bool:
+        """Whether no tensor has this storage any more."""
+        return torch._C._storage_Use_Count(self._storage._cdata) == 1  # type: ignore[attr-defined]
+
+    def overwrite(self) -> None:
+        """With NaN; a single number, which may be a flag, with 1.0."""
+        content = np.asarray(self)
+        content[:] = POISON
+        if content.size == 4:
+            content.view(np.float32)[:] = 1.0
+
+
+_OUTSIDE: weakref.WeakValueDictionary[int, _Outside] = weakref.WeakValueDictionary()
+
+
+def _outside(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    found = _OUTSIDE.get(storage.data_ptr())
+    if found is None:
+        found = _OUTSIDE[storage.data_ptr()] = _Outside(storage)
+    return found.unowned()
+
+
+def overwrite_freed() -> None:
+    """Give other content to memory outside of pools that nobody owns any more."""
+    for memory in list(_OUTSIDE.values()):
+        if memory.is_freed():
+            memory.overwrite()
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as ``tensor`` without being an owner of it, where it is a pool's; elsewhere an owner."""
+    """The same memory as ``tensor`` without being an owner of it; of a single number, maybe an argument, an owner."""
     at = address(tensor)
     segment = _segment_at(at)
-    if segment is None:
+    if segment is not None:
+        return view(segment.storage, tensor, at - segment.address)
+    if not tensor.dim() or not tensor.numel():
         return tensor.detach()
-    return view(segment.storage, tensor, at - segment.address)
+    storage = tensor.untyped_storage()
+    return view(_outside(storage), tensor, at - storage.data_ptr())
 
 
 def address_taken(tensor: torch.Tensor) -> None:
@@ -168,16 +215,12 @@ def address_taken(tensor: torch.Tensor) -> None:
 
 
 def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous tensor at an address which the program has just taken.
-
-    In the memory of a pool it does not own what is there. Elsewhere it does, for the CPU gives freed memory to
-    anybody: to read it would be no use-after-free of the graph, as it is on a GPU, but one of this process.
-    """
+    """A contiguous tensor at an address which the program has just taken. It does not own what is there."""
     segment = _segment_at(at)
     if segment is not None:
         storage, start = segment.storage, segment.address
     elif _last_taken is not None and 0 <= at - _last_taken.data_ptr() < _last_taken.nbytes():
-        storage, start = _last_taken, _last_taken.data_ptr()
+        storage, start = _outside(_last_taken), _last_taken.data_ptr()
     else:
         raise NotImplementedError(f"simulator: a tensor at the address {at:#x}, which belongs to nobody known")
     return view(storage, torch.empty(shape, dtype=dtype, device="meta"), at - start)

@@ -350,3 +350,36 @@ def check_tes_linear_modules_compute_what_torch_does() -> None:
                 close(found.detach(), expected.detach(), tolerance)
             bias = module.get_parameter("bias1" if kind == "GroupedLinear" else "bias")
             close(bias.grad, dy.float().sum(0), tolerance)
+
+
+def check_adam_is_that_of_torch() -> None:
+    for adamw, dtype in itertools.product((True, False), (torch.float32, torch.bfloat16)):
+        wanted = torch.nn.Parameter(gpu(8, 16, dtype=torch.float32))
+        found = torch.nn.Parameter(wanted.detach().to(dtype))
+        wanted.data.copy_(found)
+        options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
+        reference = (torch.optim.AdamW if adamw else torch.optim.Adam)([wanted], **options)
+        adam = te.optimizers.FusedAdam([found], adam_w_mode=adamw, master_weights=dtype != torch.float32, **options)
+        for step in range(3):
+            found.grad = gpu(8, 16, dtype=dtype, seed=step + 1)
+            wanted.grad = found.grad.float()
+            reference.step()
+            adam.step()
+        close(found, wanted, 1e-6 if dtype == torch.float32 else 4e-3)
+        if dtype != torch.float32:
+            close(adam.state[found]["master_param"], wanted, 1e-6)
+
+
+def check_adam_of_fp8_weights_quantizes_the_new_ones() -> None:
+    with te.quantized_model_init(enabled=True, recipe=recipes.DelayedScaling()):
+        weight = te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device="cuda").weight
+    weight._quantizer.scale.fill_(8.0)
+    before, amax = weight.dequantize().float(), weight._quantizer.amax.clone()
+    adam = te.optimizers.FusedAdam([weight], lr=0.5, master_weights=True, adam_w_mode=False)
+    weight.grad = gpu(32, 32)
+    adam.step()
+    master = adam.state[weight]["master_param"]
+    close(master, before - 0.5 * weight.grad.float().sign(), 1e-3)  # the first step of Adam
+    assert torch.equal(weight._data, (8 * master).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert torch.equal(weight._quantizer.amax, torch.maximum(amax, master.abs().amax()).reshape(amax.shape))
+    assert weight._scale_inv.item() == 1 / 8

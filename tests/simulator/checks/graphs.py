@@ -371,6 +371,23 @@ def check_what_cannot_be_replayed_is_refused() -> None:
     assert x.tolist() == [1, 0, 2]
 
 
+def check_memory_outside_of_pools_that_nobody_owns_gets_other_content() -> None:
+    owned = [gpu(1, 2), gpu(3, 4)]
+    graph, found = capture(lambda: (owned[0] + 1, owned[1].view(2, 1) + 1))
+    reference = weak(owned[0])
+    owned[1] = owned[1][1:]
+    graph.replay()
+    assert [each.flatten().tolist() for each in found] == [[2, 3], [4, 5]]
+    del owned[0]
+    graph.replay()
+    assert found[0].isnan().all()
+    assert reference.isnan().all()
+    assert found[1].flatten().tolist() == [4, 5]  # a view owns it still
+    owned.clear()
+    graph.replay()
+    assert found[1].isnan().all()
+
+
 def check_a_tensor_that_is_set_to_other_memory_is_read_there() -> None:
     x, y = gpu(1, 2, 3), torch.empty(0, device="cuda")
 

@@ -58,7 +58,7 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.T
     dtype = torch_dtype(quantizer.dtype)
     if kind == "delayed":
         launch(
-            _cast_delayed, [*results, quantizer.amax],
+            cast_delayed, [*results, quantizer.amax],
             tensor, quantizer.scale, quantizer.amax, rowwise, columnwise, scale_inv, noop, dtype,
         )  # fmt: skip
         return output
@@ -269,7 +269,7 @@ def _cast(
     scale_inv.copy_(1.0 / scale)
 
 
-def _cast_delayed(
+def cast_delayed(
     tensor: torch.Tensor,
     scale: torch.Tensor,
     amax: torch.Tensor,

@@ -1,0 +1,69 @@
+"""What ``te.optimizers.FusedAdam`` calls: Adam in float32 for lists of tensors, FP8 weights among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..graph import launch
+from .enums import torch_dtype
+from .quantize import cast_delayed
+
+__all__ = ["multi_tensor_adam", "multi_tensor_adam_fp8"]
+
+ADAMW = 1
+
+
+def multi_tensor_adam(chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *options: float) -> None:
+    """Update weights and moments of one step; ``lists``: grads, weights, both moments and, if any, FP32 weights.
+
+    ``options``: learning rate, both betas, epsilon, the step, the mode, whether to correct the bias, weight decay.
+    """
+    for grad, weight, *rest in zip(*lists, strict=True):
+        _plain(weight)
+        launch(_adam, [weight, *rest], noop, grad, weight, rest, options)
+
+
+def multi_tensor_adam_fp8(
+    chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *options: float
+) -> None:
+    """As `multi_tensor_adam`, for FP8 weights: behind FP32 weights come scales, amaxes and inverse scales.
+
+    ``options`` end with the type of the weights.
+    """
+    for grad, weight, first, second, master, scale, amax, scale_inv in zip(*lists, strict=True):
+        rest = [first, second, master]
+        launch(_adam, rest, noop, grad, master, [first, second], options[:-1])
+        launch(
+            cast_delayed, [weight, amax, scale_inv],
+            master, scale, amax, weight, None, scale_inv, noop, torch_dtype(int(options[-1])),
+        )  # fmt: skip
+
+
+def _plain(weight: torch.Tensor) -> None:
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        raise RuntimeError(f"multi_tensor_adam takes no {type(weight).__name__}")
+
+
+def _adam(
+    noop: torch.Tensor,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    rest: Sequence[torch.Tensor],
+    options: tuple[float, ...],
+) -> None:
+    """The kernel. ``rest``: both moments and, if there is one, the weight in FP32."""
+    if noop.item() == 1:
+        return
+    rate, beta1, beta2, epsilon, step, mode, corrects, decay = options
+    first, second, *master = rest
+    value = (master[0] if master else weight).float()
+    gradient = grad.float() + (0 if mode == ADAMW else decay * value)
+    first.copy_(beta1 * first.float() + (1 - beta1) * gradient)
+    second.copy_(beta2 * second.float() + (1 - beta2) * gradient * gradient)
+    unbiased = [1 - beta**step if corrects else 1.0 for beta in (beta1, beta2)]
+    update = (first.float() / unbiased[0]) / ((second.float() / unbiased[1]).sqrt() + epsilon)
+    value = value - rate * (update + (decay * value if mode == ADAMW else 0))
+    for target in (weight, *master):
+        target.copy_(value)
