@@ -69,7 +69,7 @@ PRESWIZZLE = "nvfp4-weight-preswizzle"
 TRANSPOSES, CACHED, EVALUATION = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
 ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-flag-reset"
-RNG_STATES = "rng-states-at-replay"
+RNG_STATES, NO_WARMUP = "rng-states-at-replay", "capture-without-warmup"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
@@ -101,6 +101,8 @@ _ALL = (
     _training("experts-fp8-fit", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-delayed", fit=True, steps=6),
     _training("experts-bf16", (WARMUP,), module="GroupedLinear", quick=True),
     _training("linear-bf16", (WARMUP,)),
+    _training("no-warmup", (NO_WARMUP,), recipe="fp8-delayed", order=(1, -1) * 2, warmup=0, quick=True),
+    _training("no-warmup-delayed", (NO_WARMUP,), delay=True, mark_first=False, order=(1, -1, -1.5) * 2, warmup=0),
     _training("linear-fp8-delayed", (WARMUP,), recipe="fp8-delayed"),
     _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
     _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, fit=True, steps=6, quick=True),
