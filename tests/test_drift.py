@@ -32,6 +32,7 @@ FIRST = {
     "backward-amax-reduction": "2.10.0",
     "backward-dw-hooks": "2.10.0",
     "backward-dw-order": "2.10.0",
+    "capture-without-warmup": "2.10.0",
     "delayed-wgrad-delivery": "2.10.0",
     "fp8-state-at-replay": "2.10.0",
     "fused-dummy-copies": "2.19.0",
@@ -62,6 +63,7 @@ LACKS = (
     *("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery"),
     *("stale-fp8-weights", "wgrad-hook-order", "backward-amax-reduction", "fp8-state-at-replay", "nested-autocast"),
     *("replay-arguments", "calibrating-recipe", "skip-flag-reset", "fused-dummy-copies"),
+    "capture-without-warmup",
 )
 """The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 

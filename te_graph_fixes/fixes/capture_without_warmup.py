@@ -1,6 +1,6 @@
 """``capture-without-warmup``: with ``num_warmup_iters=0`` nobody knows which modules a graph runs.
 
-Upstream: open, TE 2.7 to main
+Upstream: open, TE 2.10 to main
 
 Symptom: ``make_graphed_callables(..., num_warmup_iters=0)`` with an ``_order``: scales of delayed scaling never change
 (0.69 on the simulator), delayed wgrads are never delivered (1.0). With delayed wgrads and no ``_order``: ``KeyError``.
@@ -11,8 +11,8 @@ get gradients. Without a warmup nothing is known, and taken to be none. One iter
 
 from __future__ import annotations
 
-from ..fix import Fix, Verdict
-from ..shapes import Changes, graph_capture
+from ..fix import Fix, Verdict, not_applicable
+from ..shapes import Changes, graph_capture, lacks_delayed_wgrads
 from ..source import Source
 
 LEARNS = "visited_te_modules = {}"
@@ -20,6 +20,8 @@ NONE, ONE = "range(num_warmup_iters)", "range(max(num_warmup_iters, 1))"
 
 
 def examine(source: Source) -> Verdict:
+    if lacks_delayed_wgrads(source):
+        return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
     capture = graph_capture(source)
     capture.require_parameters("num_warmup_iters")
     capture.one(LEARNS)
@@ -33,6 +35,6 @@ FIX = Fix(
     summary="with num_warmup_iters=0 nobody knows which modules a graph runs",
     symptom="num_warmup_iters=0: scales of delayed scaling never change, delayed wgrads are missing, KeyError",
     upstream=(),
-    affected=">=2.7",
+    affected=">=2.10",
     examine=examine,
 )
