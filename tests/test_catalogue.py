@@ -15,6 +15,7 @@ from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, UNRECOGNIZED, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import expected
+from tests.child import ROOT
 from tests.published import VERSIONS, source
 
 EVERY = pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
@@ -37,6 +38,26 @@ def test_the_record(fix: Fix) -> None:
     assert re.fullmatch(r"(>=[\d.]+)?,?(<[\d.]+)?", fix.affected)
     assert SpecifierSet(fix.affected)
     assert set(fix.requires) <= set(CATALOGUE) - {fix.id}
+
+
+def test_readme_names_every_fix_with_its_versions_and_links() -> None:
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \|[^|]*\| ([^|]*) \|(.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {fix: versions for fix, versions, _ in rows} == {
+        fix.id: in_words(fix.affected) for fix in CATALOGUE.values()
+    }
+    for fix, _, upstream in rows:
+        links = re.findall(r"\((https:[^)]*)\)", upstream)
+        assert set(links) <= set(CATALOGUE[fix].upstream), fix
+        assert links or "**open**" in upstream, fix
+
+
+def in_words(affected: str) -> str:
+    """``2.10 to 2.16`` for ``>=2.10,<2.17``."""
+    found = re.fullmatch(r"(?:>=(2\.\d+))?,?(?:<2\.(\d+))?", affected)
+    assert found, affected
+    first, end = found.groups()
+    last = f"2.{int(end) - 1}" if end else "main"
+    return f"{first} to {last}" if first else f"up to {last}"
 
 
 @EVERY

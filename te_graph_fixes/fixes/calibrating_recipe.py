@@ -1,6 +1,6 @@
 """``calibrating-recipe``: a capture that only calibrates does it for the default recipe instead of the caller's.
 
-Upstream: open, TE 2.7 to main
+Upstream: open
 
 Symptom: ``make_graphed_callables(..., enabled=False, calibrating=True, recipe=recipe)`` collects amaxes in histories of
 1024 entries, whatever ``recipe.amax_history_len`` is; FP8 state of another format or recipe type than the caller's.

@@ -1,6 +1,6 @@
 """``capture-exception-safety``: a capture that fails leaves the process damaged, and hides why it failed.
 
-Upstream: open, TE 2.10 to main.
+Upstream: open
 
 Symptom: after an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have
 lost their grads, eager FP8 forwards and backwards still take the graph path, modules keep the capture's recipe and its

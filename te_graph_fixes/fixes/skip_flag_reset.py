@@ -1,6 +1,6 @@
 """``skip-flag-reset``: ``FP8GlobalStateManager.reset()`` frees the skip flag that graphs with cached weights read.
 
-Upstream: open, TE 2.7 to main
+Upstream: open
 
 Symptom: after a ``reset()``, graphs that were captured before it with ``cache_quantized_params=True`` read memory that
 belongs to something else, or is nobody's, to learn whether their weights are new: weights are stale or always renewed.

@@ -1,6 +1,6 @@
 """``wgrad-hook-order``: after a replayed ``backward_dw``, ranks run their gradient hooks in different orders.
 
-Upstream: open, TE 2.13 to main (the hooks came with https://github.com/NVIDIA/TransformerEngine/pull/2614)
+Upstream: open (the hooks came with https://github.com/NVIDIA/TransformerEngine/pull/2614)
 
 Symptom: none on one rank. Megatron-Core's hooks start the reduction of a bucket once its last gradient is ready; where
 two buckets get ready in one ``backward_dw``, as with weights larger than a bucket, ranks that start them in different
