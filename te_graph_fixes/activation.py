@@ -51,6 +51,7 @@ class _Activation:
         self._lock = threading.RLock()
         self._finder = Finder(self.watches, self.before, self.after)
         self._settings: Settings | None = None
+        self._early: Reading | None = None  # for the first time that TE is to be read
         self._reading: Reading | None = None
         self._settled: Reading | None = None  # that which the next three came of
         self._installation: Installation | None = None
@@ -61,13 +62,14 @@ class _Activation:
         self._captured = Captured()
 
     def activate(self, settings: Settings) -> None:
+        early = None
         if settings.only:
             from .verdicts import Reading
 
-            Reading.installed(settings)  # that a fix is named without one that it requires shows at once
+            early = Reading.installed(settings)  # that a fix is named without one that it requires shows at once
         with self._lock:
             self._stop()
-            self._settings, self._reverted = settings, frozenset()
+            self._settings, self._early, self._reverted = settings, early, frozenset()
             if settings.off:
                 return
             sys.meta_path.insert(0, self._finder)
@@ -94,10 +96,10 @@ class _Activation:
             return  # imported late for the first time, and nothing in it is to be changed
         from .verdicts import Reading, mismatch
 
-        reading = Reading.installed(settings)
+        reading = Reading.installed(settings, self._early)
         with self._lock:
             if self._settings is settings:
-                self._reading, self._failure = reading, ""
+                self._reading, self._early, self._failure = reading, None, ""
         if text := mismatch(reading, os.environ.get(EXPECT, "")):
             if settings.strict:
                 self._refuse(text)
@@ -156,7 +158,7 @@ class _Activation:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._take_back()
-        self._settings = self._reading = None
+        self._settings = self._early = self._reading = None
 
     def _complain(self, settings: Settings) -> None:
         """Raise in strict mode, else warn, where a graph is without a fix that it needs."""

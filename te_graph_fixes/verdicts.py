@@ -127,12 +127,13 @@ class Reading:
         self.chosen = choose(self.found, settings)
 
     @classmethod
-    def installed(cls, settings: Settings) -> Reading:
-        """That of the installed TE; where there is none, it holds no shape that is known."""
+    def installed(cls, settings: Settings, early: Reading | None = None) -> Reading:
+        """That of the installed TE, ``early`` if it is; where there is none, it holds no shape that is known."""
         try:
-            return cls(Source.installed(), settings)
+            source = Source.installed()
         except TENotFoundError as error:
             return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error))))
+        return early if early and early.source == source and early.settings is settings else cls(source, settings)
 
     @property
     def to_apply(self) -> dict[str, Verdict]:

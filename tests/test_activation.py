@@ -672,6 +672,24 @@ if {name!r} == "its requirement disabled":
     assert "ERROR" not in out
 
 
+@pytest.mark.parametrize("te", ["", "import transformer_engine.pytorch"])
+def test_fixes_that_are_named_are_looked_for_once(world: World, te: str) -> None:
+    world.run(
+        f"""
+{te}
+from te_graph_fixes import verdicts
+read, found = verdicts.verdicts, []
+verdicts.verdicts = lambda source: found.append(source) or read(source)
+import te_graph_fixes
+del found[:]
+te_graph_fixes.activate(only=["graph", "linear"])
+assert results() == RIGHT
+assert len(found) == 1, found
+""",
+        TE_GRAPH_FIXES="off",
+    )
+
+
 @pytest.mark.parametrize("disable", ["", "linear"])
 @pytest.mark.parametrize("by", ["environment", "arguments"])
 @pytest.mark.parametrize("strict", ["", "1"])
