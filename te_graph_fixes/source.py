@@ -250,16 +250,16 @@ class ModuleSource:
 
     def places(self, root: ast.AST, kind: type[ast.AST], head: str = "") -> Iterable[_Place]:
         """Where nodes of a type, and with that `_head`, are below ``root``: each as a list and the place in it."""
-        if (root, kind) not in self._heads:
-            found = self._heads[root, kind] = defaultdict(list)
+        if (root, kind) not in self.notes:
+            found = self.notes[root, kind] = defaultdict(list)
             for nodes, place in self._index(root)[kind]:
                 found[_head(nodes[place])].append((nodes, place))
-        heads = self._heads[root, kind]
+        heads = self.notes[root, kind]
         return heads[head] if head else chain.from_iterable(heads.values())
 
     def _index(self, root: ast.AST) -> dict[type, list[_Place]]:
-        if root not in self._indexes:
-            found = self._indexes[root] = defaultdict(list)
+        if root not in self.notes:
+            found = self.notes[root] = defaultdict(list)
             pending: list[list[Any]] = [[root]]
             for nodes in pending:
                 for place, node in enumerate(nodes):
@@ -272,19 +272,11 @@ class ModuleSource:
                             elif isinstance(value, list):
                                 pending.append(value)
             del found[type(root)][0]  # the root itself
-        return self._indexes[root]
+        return cast("dict[type, list[_Place]]", self.notes[root])
 
     @cached_property
     def notes(self) -> dict[Any, Any]:
-        """What others have found out about this module, by keys of theirs."""
-        return {}
-
-    @cached_property
-    def _indexes(self) -> dict[ast.AST, dict[type, list[_Place]]]:
-        return {}
-
-    @cached_property
-    def _heads(self) -> dict[tuple[ast.AST, type], dict[str, list[_Place]]]:
+        """What has been found out about this module, by keys of those who did."""
         return {}
 
     def offset(self, line: int, column: int) -> int:
