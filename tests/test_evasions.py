@@ -201,6 +201,8 @@ def mixtures(version: str, fix_id: str) -> Iterator[tuple[str, dict[str, str]]]:
         if not new.strip() or any(each.start < end and start < each.end for each in inside if each not in its):
             continue
         for kind, mixed in MIXTURES.items():
+            if kind == "twice" and all(each.start == each.end for each in its):
+                continue  # what is inserted stands there all the same
             text = mixed(textwrap.dedent(new).rstrip(), textwrap.dedent(old).rstrip())
             whole = Edit(edit.module, start, end, textwrap.indent(text, " " * place.statement.col_offset) + "\n")
             rest = sorted([*(each for each in inside if each not in its), whole], key=lambda each: each.start)

@@ -110,9 +110,7 @@ if _reuse_graph_input_output_buffers:
 else:
     ...
 """
-
 CAPTURE_2_10 = "_graph_context_wrapper(bwd_graph, pool=mempool)"
-
 WGRAD_AFTER_DGRAD = """
 if {}:
     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
@@ -128,7 +126,8 @@ NO_GRADS = " if not is_wgrad else ()"
 PLANNED_LAYERS = "for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph): ..."
 CORRECTED = (
     MAKE_PLAN,
-    CHOOSE_BUFFER,
+    GRAD_OUTPUTS.replace("ANY_KEYS\n", f"ANY_KEYS\n{CHOOSE_BUFFER}\n"),
+    "reuse_fwd_idx = ANY_SAMPLE",
     "for c_id in () if _order_plan.delayed else _order: ...",
     PLANNED_LAYERS,
     "per_callable_bwd_idx = _order_plan.index(i, l_no)",
@@ -138,9 +137,8 @@ CORRECTED_2_10 = (
     *(f"{CAPTURE_2_10}{NO_GRAPH}", f"grad_inputs = ANY_GRADS{NO_GRADS}"),
     *(WGRAD_OF_PLAN_2_10, SKIP_WGRAD, "m_chunk = _order_plan.entries[i].chunk"),
 )
-"""What is found once in a source that has been corrected; `WGRAD_OF_PLAN` in TE since 2.11."""
-DEFECTS = (REUSE_INPUTS, NUMBER_OF_MICROBATCHES, WGRAD, WGRAD_2_10)
-"""What is in no source that has been corrected."""
+"""What is found once in a source that has been corrected, and then what is in none."""
+DEFECTS = (NUMBER_OF_MICROBATCHES, WGRAD, WGRAD_2_10)
 
 
 def examine(source: Source) -> Verdict:
@@ -181,11 +179,13 @@ def _corrected(source: Source, capture: Definition) -> Verdict:
     """``not-needed`` where everything follows this package's plan; raises for a part of it."""
     if plan_module(source):
         raise unrecognized("this package's _te_graph_order", source.location)
-    for pattern in (*CORRECTED, *(() if capture.has(WGRAD_OF_PLAN) else CORRECTED_2_10)):
+    since_2_11 = f"{MAKE_PLAN}\n...\n_order_without_wgrad = []", "_order_without_wgrad = []"
+    for pattern in (*CORRECTED, *(since_2_11 if capture.has(WGRAD_OF_PLAN) else CORRECTED_2_10)):
         capture.one(pattern)
     for pattern in DEFECTS:
         capture.exactly(0, pattern)
     capture.exactly(0, BACKWARD_INDEX, within=capture.one(PLANNED_LAYERS))
+    capture.one("static_grad_outputs_keys in static_grad_outputs_dict", within=capture.one(PLANNED_LAYERS))
     return not_needed("captures follow a plan made from the order")
 
 

@@ -151,23 +151,23 @@ def examine(source: Source) -> Verdict:
 
 
 def _graph_context(wrapper: Definition) -> list[Edit]:
+    wrapper.one("yield")
     if wrapper.has(SAFE_CAPTURE):
         return []
-    wrapper.one("yield")
     return [wrapper.replace(wrapper.one(CAPTURE), SAFE_CAPTURE)]
 
 
 def _none_grad(wrapper: Definition) -> list[Edit]:
+    wrapper.one("yield")
     if wrapper.has(SAFE_GRADS):
         return []
-    wrapper.one("yield")
     return [wrapper.replace(wrapper.one(GRADS), SAFE_GRADS)]
 
 
 def _warmup(capture: Definition) -> list[Edit]:
+    capture.one(REMOVE_HOOKS)
     if any(capture.has(SAFE_WARMUP.format(forward=forward)) for forward in FORWARDS):
         return []
-    capture.one(REMOVE_HOOKS)
     for forward, count in FORWARDS.items():
         if capture.has(forward + REMOVE_HOOKS) and len(capture.all(forward)) == count:
             return [capture.replace(capture.one(forward + REMOVE_HOOKS), SAFE_WARMUP.format(forward=forward))]
@@ -176,10 +176,10 @@ def _warmup(capture: Definition) -> list[Edit]:
 
 def _public(public: Definition) -> list[Edit]:
     start, wrap = public.one("set_capture_start()"), public.one("wrap_autocast(module)")
+    call = cast(ast.Assign, public.one("graphed_callables = ANY"))
     if public.has(CAPTURE_LATER + SAFE_CALL):
         return []
     public.require_parameters("modules")
-    call = cast(ast.Assign, public.one("graphed_callables = ANY"))
     if not isinstance(call.value, ast.Call) or ast.unparse(call.value.func) != "_make_graphed_callables":
         raise UnrecognizedError(f"looked for a call of _make_graphed_callables in {public.module.path}, found another")
     public.one("saved_fp8_tensors = ANY")

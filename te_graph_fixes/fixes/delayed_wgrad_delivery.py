@@ -165,14 +165,16 @@ def _require_corrected(source: Source, capture: Definition, methods: Mapping[str
     found = source.module(PROVIDED)
     if found.text != PROVIDED_TEXT:
         raise unrecognized("this package's delayed_wgrad.py", found.path, "another text")
-    once = dict.fromkeys((KEEP, DELIVER, FORGET, ATTRIBUTES), 1)
+    once = dict.fromkeys((KEEP, "need_bwd_dw_graph = {}", DELIVER, FORGET, ATTRIBUTES), 1)
+    capture.one("bwd_dw_graphs[graph_idx].replay()", "bwd_dw_graph.replay()")
     copies = len(capture.all(NO_COPY))
     counts = {CALL: 0, "take_grads(module)": 3, TAKE.format(index="ANY"): 2, COPY_BIASES: copies, BIASES: copies}
     outputs, hooks = _names_outputs(capture), op_has(source, "_trigger_wgrad_accumulation_and_reduce_hooks")
     for pattern, count in (once | counts | {FORGET_OUTPUTS: outputs, WITH_HOOKS: hooks}).items():
         capture.exactly(count, pattern)
     for name, method in methods.items():
-        method.one(import_of(name))
+        method.one(f"{import_of(name)}\nif not self.need_backward_dw(): return")
+        method.one("if not self.need_backward_dw(): return")
         method.exactly(0, ASSIGNED)
     for backward in _dgrads(source):
         backward.one(RETURNED.format(FUSED_OR_DELAYED))

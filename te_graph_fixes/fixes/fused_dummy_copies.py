@@ -19,7 +19,7 @@ import ast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import new_module
-from ..shapes import behind, lacks_parameter
+from ..shapes import behind, lacks_parameter, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 
 NO_OPTION_OF_TE = "copied_grads = ANY"  # by param-grad-lifetime, which brings the option to TE before 2.19
@@ -57,11 +57,11 @@ def examine(source: Source) -> Verdict:
     if capture.has(NO_OPTION_OF_TE) or lacks_parameter(public, OPTION):
         return not_applicable("TE before 2.19 copies no parameter grads")
     public.require_parameters(OPTION)
-    if has_sharing(capture):
-        capture.inner("_returned_param_grad_clone_slots").one(f"{CHOICE} and {NO_DUMMY}")
-        return not_needed("grads that are dummies in a graph are returned as TE's shared dummies")
     slots = capture.inner("_returned_param_grad_clone_slots")
     slots.one(COPIED)
+    if has_sharing(capture):
+        slots.one(f"{CHOICE} and {NO_DUMMY}")
+        return not_needed("grads that are dummies in a graph are returned as TE's shared dummies")
     capture.exactly(2, "_returned_param_grad_clone_slots(ANY, ANY)")
     return applicable(
         "parameter grads that stand for a wgrad in main_grad are copied",
@@ -72,6 +72,7 @@ def examine(source: Source) -> Verdict:
 
 def has_sharing(capture: Definition) -> bool:
     """Whether dummies are shared already; raises `UnrecognizedError` where it is so in some places."""
+    start_of_warmup(capture)
     capture.exactly(2, CAPTURE)
     found = [capture.has(IMPORT), *(_enters(capture, node) for node in capture.all(CAPTURE))]
     found += [len(capture.all(GRADS + SHARE)) == 2]
@@ -84,7 +85,7 @@ def share_edits(capture: Definition) -> list[Edit]:
     """Edits that find the dummies of each captured backward, and put TE's shared ones in their places."""
     contexts = capture.exactly(2, CAPTURE)
     return [
-        capture.insert_before(capture.one("visited_te_modules = ANY_EMPTY"), IMPORT + "\n"),
+        capture.insert_before(start_of_warmup(capture), IMPORT + "\n"),
         *(capture.enter_before(context, DUMMIES) for context in contexts),
         *(capture.insert_after(grads, SHARE) for grads in capture.exactly(2, GRADS)),
     ]

@@ -32,6 +32,15 @@ for ANY_TARGET in ANY_ORDER:
         previous_per_callable_bwd_idx = None
         ...
 """
+PLANNED_LOOP = """
+for ANY_TARGET in ANY_ORDER:
+    if _reuse_graph_input_output_buffers:
+        ...
+    if c_id > 0:
+        ...
+    else:
+        ...
+"""
 INNER_RELEASE = """
 if previous_per_callable_bwd_idx is not None:
     idx = previous_per_callable_bwd_idx
@@ -83,6 +92,8 @@ def examine(source: Source) -> Verdict:
     if lacks_parameter(graph_interface(source), "_reuse_graph_input_output_buffers"):
         return not_applicable("static buffers are not reused")
     if not plan_module(source) and all(capture.has(pattern) for pattern in (PLAN, PLANNED_RELEASE, PARAMETERS_RELEASE)):
+        capture.one(f"{PLAN}\n{PLANNED_LOOP}")
+        capture.exactly(0, RELEASE)
         return not_needed("grad inputs are held until their last reader")
     capture.require_parameters("_reuse_graph_input_output_buffers")
     loop = _loop(capture)

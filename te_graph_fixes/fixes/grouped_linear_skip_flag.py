@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 
 from ..fix import Fix, Verdict, applicable, not_needed
+from ..shapes import Changes
 from ..source import Definition, Source, unrecognized
 
 SLOT = "skip_fp8_weight_update"
@@ -52,6 +53,8 @@ def examine(source: Source) -> Verdict:
     reads = [read.format(tensor=tensor) for read in (READ_FLAG, UPSTREAM_READS_FLAG) for tensor in TENSORS]
     if isinstance(value, ast.Name) and value.id == SLOT:
         found = sum(len(forward.all(read)) for read in reads)
+        for tensor in TENSORS:
+            Changes().first(forward, READ_FLAG.format(tensor=tensor))
         forward.exactly(2 * found or 1, f"{SLOT} = ANY")
         return not_needed(f"GroupedLinear passes {SLOT} on")
     if not (isinstance(value, ast.Constant) and value.value is None) or forward.has(SLOT):

@@ -64,7 +64,8 @@ def examine(source: Source) -> Verdict:
         capture.exactly(len(capture.all("o.requires_grad")), "o is not None and o.requires_grad")
         return not_needed("outputs may be None")
     if capture.has(PUT_BACK):
-        capture.one(TENSORS_ONLY)
+        capture.one(*(f"{forward}...\n    {TENSORS_ONLY}" for forward in FORWARDS))
+        capture.exactly(0, RETURN)
         capture.exactly(2, FLATTEN + LEAVE_OUT)
         return not_needed("outputs that are None are left out of what is captured")
     capture.one("tuple(o.detach() for o in static_outputs)")

@@ -19,7 +19,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..provided import new_module
-from ..shapes import behind
+from ..shapes import behind, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 from .fused_dummy_copies import CHOICE, COPIED, NO_DUMMY, OPTION, has_sharing, share_edits
 
@@ -65,6 +65,8 @@ def examine(source: Source) -> Verdict:
         _require_option(public, capture, call)
         if factory.has(COPIED_GRADS):
             graphed.one(RETURNED_COPIES)
+            graphed.exactly(0, RETURNED)
+            start_of_warmup(capture)
             if not has_sharing(capture):
                 raise unrecognized("dummies that are shared", capture)
         else:
