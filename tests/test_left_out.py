@@ -26,9 +26,6 @@ UNNOTICED = {
 }
 """Edits that no case of `verify` notices by now, by their numbers in TE 2.12.0."""
 
-TRIED = "delayed-wgrad-delivery"
-"""The last fix by the alphabet of which every edit was tried."""
-
 
 def marks(fix_id: str, number: int, edit: Edit) -> list[pytest.MarkDecorator]:
     deleted = "" if edit.text else SOURCE.module(edit.module).text[edit.start : edit.end]
@@ -36,7 +33,7 @@ def marks(fix_id: str, number: int, edit: Edit) -> list[pytest.MarkDecorator]:
         return [pytest.mark.xfail(reason="a check that can no longer fail")]
     if number in UNNOTICED.get(fix_id, ()):
         return [pytest.mark.xfail(reason="no case of verify notices it", strict=False)]
-    return [pytest.mark.xfail(reason="not tried by now", strict=False)] if fix_id > TRIED else []
+    return []
 
 
 EDITS = [
