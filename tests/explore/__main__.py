@@ -83,11 +83,17 @@ def digest(found: dict[str, list[Any]]) -> str:
 
 
 class Server:
-    """A process with one setting of the fixes, which runs each program in a fork of its own."""
+    """A process with one setting of the fixes, which runs each program in a fork of its own.
+
+    Without ``forks``, as on a GPU, which a fork of a process that uses it cannot use, it runs one program after the
+    other, and begins anew after a crash.
+    """
 
     files: ClassVar[list[Any]] = []
+    forks = True
 
     def __init__(self, switch: str = "", disable: str = "", breakage: tuple[str, int] | None = None) -> None:
+        self._setting = switch, disable, breakage
         (self._theirs, requests), (answers, theirs) = os.pipe(), os.pipe()
         self.process = os.fork()
         if not self.process:
@@ -124,21 +130,26 @@ class Server:
         except Exception as error:
             answer(said(error))
             os._exit(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         for line in os.fdopen(self._theirs):
-            if not (child := os.fork()):
+            child = os.fork() if Server.forks else 0
+            if not child:
                 signal.alarm(LIMIT)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 fields, wanted = json.loads(line)
                 answer(judge(Program(**fields), wanted))
-                os._exit(0)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if status:
+                if Server.forks:
+                    os._exit(0)
+            elif status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
         os._exit(0)
 
     def __call__(self, program: Program, wanted: str | None = None) -> dict[str, Any]:
         print(json.dumps([dataclasses.asdict(program), wanted]), file=self._requests, flush=True)
-        found: dict[str, Any] = json.loads(self._answers.readline())
+        crash = '{"verdict": "crash", "why": "the process ended"}'
+        found: dict[str, Any] = json.loads(self._answers.readline() or crash)
+        if found["verdict"] == "crash" and not Server.forks:
+            self.close()
+            self.__init__(*self._setting)  # type: ignore[misc]
         return found
 
     def close(self) -> None:
@@ -299,22 +310,23 @@ def main() -> int:
     parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--verbose", action="store_true", help="say the verdict on each program")
+    parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
     parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")
     options = parser.parse_args()
     options.gpu = os.environ.get("TE_SIMULATOR_GPU", "hopper")
     os.environ["TE_GRAPH_FIXES"] = "off"  # each server says for itself
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # only servers may use the GPU
     import torch
 
+    warnings.simplefilter("ignore")
+    Server.forks = not torch.cuda.is_available() and not options.no_fork
     if not torch.cuda.is_available():
         from tests.simulator import install
 
         install()
-    import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine.pytorch  # noqa: F401
 
-    import te_graph_fixes  # noqa: F401
-
-    warnings.simplefilter("ignore")
     if options.defects:
         return defects(options)
     return breakages(options) if options.breakages else find(options)

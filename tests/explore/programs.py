@@ -164,6 +164,18 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "LayerNormMLP gives no dummy for one weight, whose hooks eager autograd calls with nothing": lambda p: (
         not (p.hooks and p.fused and "layernorm_mlp" in p.modules and "bf16" not in (p.recipe,))
     ),
+    "with quantized weights and no quantized compute backward_dw() fails in eager training too": lambda p: (
+        not (p.delay and p.fp8_params and "KeptInBf16" in p.modules)
+    ),
+    "LayerNormMLP with weights cached in an evaluation in block scaling cannot train, eagerly either": lambda p: (
+        not (p.inference and p.weights == "cached" and p.recipe == "block" and p.modules[0] == "layernorm_mlp")
+    ),
+    "torch's checkpoint, which runs what is not TE's, takes no keywords": lambda p: (
+        not (p.recompute and p.weights == "cached" and {*OTHERS} & {*p.modules})
+    ),
+    "a capture makes FP8 state, eager training in its first forward": lambda p: (
+        p.recipe == "bf16" or p.events[:1] in {(each,) for each in EVENTS[:4]}
+    ),
     "distillation uses the graph of its first layer twice": lambda p: p.first != "distillation" or not p.order,
     "a misuse is of a graph": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
@@ -195,9 +207,13 @@ OPEN: dict[str, Callable[[Program], Any]] = {
     "an inference graph of operations gives no FP8 state back that an evaluation dropped": lambda p: (
         not (p.inference and p.modules[0] in OPERATIONS)
     ),
+    "an operation by itself, or not in delayed scaling, has no FP8 state after another evaluation": lambda p: (
+        not ("operation" in p.modules or ({*OPERATIONS} & {*p.modules} and p.recipe not in ("bf16", "delayed")))
+        or not {"evaluate_in_bf16", "evaluate_in_other"} & {*p.events}
+    ),
     "te.checkpoint leaves the scales of operations alone": lambda p: not (p.recompute and {*OPERATIONS} & {*p.modules}),
-    "TE expects no FP8 state of operations that a calibration makes": lambda p: (
-        not (p.calibrating and {*OPERATIONS} & {*p.modules})
+    "TE expects no FP8 state of operations that a calibration makes, or other FP8 callables": lambda p: (
+        not ((p.calibrating or (p.in_bf16 and (p.order or p.together))) and {*OPERATIONS, "nested"} & {*p.modules})
     ),
 }
 """What was found and is not corrected (docs/survey.md), by its cause: such programs are not drawn."""
