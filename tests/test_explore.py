@@ -29,10 +29,7 @@ def test_programs_are_as_without_graphs() -> None:
 def test_what_is_wrong_without_a_fix_is_found(tmp_path: Path) -> None:
     status, lines = explore(
         *("--seed", "0", "--programs", "14", "--no-shrink"),
-        "--disable",
-        "param-grad-lifetime",
-        "--scripts",
-        str(tmp_path),
+        *("--disable", "parameter-hooks", "--scripts", str(tmp_path)),
     )
     assert status == 1
     assert "wrong" in {line["verdict"] for line in lines[:-1]}

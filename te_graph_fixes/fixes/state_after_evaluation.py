@@ -29,6 +29,13 @@ graphed.recipe_states = RecipeStates(func.modules())
 
 MODULE = 'm.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()'
 
+LOOP = """
+for m in func.modules():
+    ...
+"""
+
+RESUME_ALONE = "graphed.recipe_states.resume_alone(te_modules, FP8GlobalStateManager)"
+
 OPERATION = """
 for mode in ("forward", "backward"):
     if m.num_quantizers(mode):
@@ -55,6 +62,7 @@ def examine(source: Source) -> Verdict:
     changes = Changes()
     changes.before(capture, [factory.node], HOLD)
     changes.before(forward, [forward.one(MODULE), forward.one(OPERATION)], RESUME)
+    changes.before(forward, [forward.one(LOOP)], RESUME_ALONE)
     changes.replace(init, CLEAR, CLEAR_AND_REGISTER_AGAIN)
     return changes.verdict(
         "nothing gives a graph's recipe states back to its modules after another forward has taken them",

@@ -6,7 +6,7 @@ modules as well, and the next forward makes a new state. What a graph has in its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 INDEX = "buffer_index_and_autocast_key"
@@ -19,6 +19,8 @@ class RecipeStates:
     """The recipe states of the modules and operations in a graph."""
 
     def __init__(self, modules: Iterable[Any]) -> None:
+        modules = list(modules)
+        self._is_operation = hasattr(modules[0], "fuser_forward")
         self._held: dict[Any, list[_State]] = {}
         self._fusers: list[Any] = []
         for module in modules:
@@ -27,6 +29,12 @@ class RecipeStates:
                 self._held[module] = found
             groups = getattr(module, "_module_groups", None) or ()
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
+
+    def resume_alone(self, known: Collection[Any], manager: Any) -> None:
+        """`resume` the operations of a captured operation but the ``known`` ones, which TE has seen called."""
+        for module in self._held:
+            if self._is_operation and module not in known:
+                self.resume(module, manager)
 
     def resume(self, module: Any, manager: Any) -> None:
         """Do to the FP8 state of ``module`` what a forward does, and keep it in the tensors that the graph uses.

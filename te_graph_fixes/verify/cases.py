@@ -146,6 +146,12 @@ _ALL = (
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
     _events("fp8-params-of-master", (TRANSPOSES,), _STEPS, recipe="fp8-delayed", fp8_params=True, update="master"),
     _events("fp8-params-block-no-grad", (TRANSPOSES,), _STEPS, recipe="fp8-block", fp8_params=True, no_grad=True),
+    _events(
+        *("operation-alone", (EVALUATION,), "first bf16 first update save bf16 first update first save"),
+        module="ops.Linear",
+        recipe="fp8-delayed",
+        alone=True,
+    ),
     _events("fp8-params-no-grad", (TRANSPOSES,), _STEPS, quick=True, fp8_params=True, no_grad=True),
     _events(
         *("fp8-experts-no-grad", (TRANSPOSES,), _STEPS),

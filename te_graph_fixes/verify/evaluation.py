@@ -39,6 +39,7 @@ class Program:
     - ``fp8_params``: the weights are FP8, ``no_grad``: they were made without grad
     - ``update``: how they are written: ``copy``, ``master`` (by TE's function for ZeRO) or ``load`` (a state dict)
     - ``cache``: quantized weights are cached between microbatches
+    - ``alone``: an operation of `te.ops` is not in a `Sequential`
     - ``pipelined``: first and later microbatches have graphs of their own, captured with an ``_order``
     """
 
@@ -51,6 +52,7 @@ class Program:
     no_grad: bool = False
     update: str = "copy"
     cache: bool = False
+    alone: bool = False
     pipelined: bool = False
 
 
@@ -121,7 +123,8 @@ def make_module(program: Program, recipe: Any, seed: int) -> Any:
         te.quantized_model_init(enabled=program.fp8_params, recipe=recipe),
     ):
         if operation:
-            return te.ops.Sequential(getattr(te.ops, program.module.removeprefix("ops."))(*sizes, **options))
+            made = getattr(te.ops, program.module.removeprefix("ops."))(*sizes, **options)
+            return made if program.alone else te.ops.Sequential(made)
         module = getattr(te, program.module)(*sizes, **options)
     if program.module == "GroupedLinear":
         forward = module.forward

@@ -193,9 +193,6 @@ OPEN: dict[str, Callable[[Program], Any]] = {
     "with a wgrad delayed, no parameter is left that leads a gradient to the graph": lambda p: (
         not p.delay or p.input_grads
     ),
-    "without warmup TE does not know the modules of a graph": lambda p: (
-        p.warmup or (p.order and not (p.delay or p.first) and {p.recipe, p.other} == {"bf16"})
-    ),
     "TE learns of modules by their forward hooks, which `forward` passes by": lambda p: (
         "CallsForward" not in p.modules or (not p.delay and not {"evaluate_in_bf16", "evaluate_in_other"} & {*p.events})
     ),
@@ -207,8 +204,8 @@ OPEN: dict[str, Callable[[Program], Any]] = {
     "an inference graph of operations gives no FP8 state back that an evaluation dropped": lambda p: (
         not (p.inference and p.modules[0] in OPERATIONS)
     ),
-    "an operation by itself, or not in delayed scaling, has no FP8 state after another evaluation": lambda p: (
-        not ("operation" in p.modules or ({*OPERATIONS} & {*p.modules} and p.recipe not in ("bf16", "delayed")))
+    "operations not in delayed scaling have no FP8 state after another evaluation": lambda p: (
+        not ({*OPERATIONS} & {*p.modules} and p.recipe not in ("bf16", "delayed"))
         or not {"evaluate_in_bf16", "evaluate_in_other"} & {*p.events}
     ),
     "te.checkpoint leaves the scales of operations alone": lambda p: not (p.recompute and {*OPERATIONS} & {*p.modules}),
