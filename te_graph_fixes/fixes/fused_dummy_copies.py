@@ -26,7 +26,7 @@ NO_OPTION_OF_TE = "copied_grads = ANY"  # by param-grad-lifetime, which brings t
 
 OPTION = "clone_param_grads_on_return"
 
-IMPORT = "from ._te_fused_wgrads import dummy_wgrads, is_shared_dummy, share_dummies"
+IMPORT = "from ._te_fused_wgrads import ReturnedGrads, dummy_wgrads, is_shared_dummy, share_dummies"
 
 CAPTURE = "_graph_context_wrapper(bwd_graph, pool=mempool)"
 

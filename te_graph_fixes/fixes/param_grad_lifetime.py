@@ -9,7 +9,8 @@ the weights' wgrad is fused. A grad that a hook keeps changes under it.
 returned as copies. Not copied are the grads of user inputs, and dummies that stand for a wgrad in ``main_grad``: what
 this graph's backward marks with ``grad_added_to_main_grad`` is returned as TE's shared dummy, which is in no graph's
 memory (`te_graph_fixes/provided/fused_wgrads.py`, shipped beside the patched module). This is settled once, as the
-capture ends. The keyword ``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off.
+capture ends. Vectors (biases, norm weights) are copied by one kernel. The keyword
+``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off.
 """
 
 from __future__ import annotations
@@ -25,12 +26,7 @@ from .fused_dummy_copies import CHOICE, COPIED, NO_DUMMY, OPTION, has_sharing, s
 
 RETURNED = "tuple(b.detach() if b is not None else b for b in static_grad_inputs)"
 
-RETURNED_COPIES = """
-tuple(
-    grad if grad is None else grad.detach().clone() if copied else grad.detach()
-    for grad, copied in zip(static_grad_inputs, copied_grads)
-)
-"""
+RETURNED_COPIES = "returned_grads()"
 
 COPIED_GRADS = f"""
 # Which grads to return as copies: those of parameters, except dummies that stand for a wgrad in main_grad.
@@ -40,6 +36,7 @@ copied_grads = tuple(
     and not is_shared_dummy(static_grad_inputs[index], static_input_surface[index])
     for index in range(len(static_grad_inputs))
 )
+returned_grads = ReturnedGrads(static_grad_inputs, copied_grads)
 
 """
 

@@ -1,17 +1,16 @@
-"""Parameter gradients of a captured backward that are dummies: their wgrads are in ``main_grad``, nobody reads them.
+"""The parameter gradients that a replayed backward returns: copies, or dummies where the wgrad is in ``main_grad``.
 
-TransformerEngine returns such a dummy so that autograd runs the parameter's hooks. It has one for all parameters of a
-shape and dtype (`get_dummy_wgrad`), outside of every graph's memory.
+TransformerEngine returns a dummy, which nobody reads, so that autograd runs the parameter's hooks. It has one for all
+parameters of a shape and dtype (`get_dummy_wgrad`), outside of every graph's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 MARK = "grad_added_to_main_grad"
 
@@ -58,3 +57,36 @@ def is_shared_dummy(grad: Tensor | None, tensor: Tensor) -> bool:
 
 def _is_read(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "zero_out_wgrad", False))
+
+
+class ReturnedGrads:
+    """What a replayed backward returns for ``grads``, its static buffers: those that are ``copied`` as copies.
+
+    Vectors (biases, norm weights) are copied together, by one kernel into memory that they share: those whose sizes are
+    multiples of `ALIGNMENT` bytes, so that each begins as aligned as in memory of its own.
+    """
+
+    ALIGNMENT = 256
+
+    def __init__(self, grads: Sequence[Tensor | None], copied: Sequence[bool]) -> None:
+        self._grads = grads
+        vectors: dict[torch.dtype, dict[int, Tensor]] = {}
+        for index, grad in enumerate(grads):
+            if copied[index] and grad is not None and grad.dim() == 1 and grad.nbytes % self.ALIGNMENT == 0:
+                vectors.setdefault(grad.dtype, {})[index] = grad
+        self._together = [
+            (tuple(found), tuple(found.values()), [grad.numel() for grad in found.values()])
+            for found in vectors.values()
+            if len(found) > 1
+        ]
+        joined = {index for indexes, _, _ in self._together for index in indexes}
+        self._alone = [(index, grad) for index, grad in enumerate(grads) if copied[index] and index not in joined]
+
+    def __call__(self) -> tuple[Tensor | None, ...]:
+        returned = [None if grad is None else grad.detach() for grad in self._grads]
+        for indexes, vectors, sizes in self._together:
+            for index, copy in zip(indexes, torch.cat(vectors).split_with_sizes(sizes), strict=True):
+                returned[index] = copy
+        for index, grad in self._alone:
+            returned[index] = None if grad is None else grad.detach().clone()
+        return tuple(returned)

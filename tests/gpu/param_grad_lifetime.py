@@ -91,10 +91,14 @@ def train(kind: str, recipe_name: str, mode: str, graphed: bool, hooks: bool) ->
             x = batches[step, microbatch].clone().requires_grad_()
             with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
                 out = run(x) if graphed else run(x, *arguments)
-            clone = Mock(side_effect=torch.Tensor.clone)
-            with patch.object(torch.Tensor, "clone", lambda tensor, clone=clone: clone(tensor)):
+            clone, cat = Mock(side_effect=torch.Tensor.clone), Mock(side_effect=torch.cat)
+            with (
+                patch.object(torch.Tensor, "clone", lambda tensor, clone=clone: clone(tensor)),
+                patch("torch.cat", cat),
+            ):
                 out.backward(output_grads[step, microbatch])
-            copies = clone.call_count
+            of_grads = [call for call in cat.call_args_list if call.args[0][0].dtype == torch.bfloat16]
+            copies = clone.call_count + len(of_grads)  # others are of the amax history
             found[f"dgrad {now}"] = x.grad.clone()
         for name, parameter in module.named_parameters():
             if not hooks:
