@@ -1,6 +1,6 @@
 """Every pair of the fixes that the installed TransformerEngine (TE) needs, on its own: JSON lines, a summary last.
 
-    python tests/gpu/pairs.py
+    python tests/gpu/pairs.py [PROCESSES]
 
 With a pair on, and what the two require, every case of either must come out as with all fixes on: bit-identical to
 eager. A case that needs further fixes is not run; ``unseen`` are the pairs that have no other. Exits with 1 unless
@@ -23,8 +23,6 @@ from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify.cases import CASES
 from te_graph_fixes.verify.runner import Child
-
-WORKERS = 6
 
 
 def required(fix_id: str) -> set[str]:
@@ -54,7 +52,7 @@ def run(pair: tuple[str, str], needed: set[str]) -> dict[str, Any]:
 def main() -> int:
     found = verdicts(Source.installed())
     needed = {fix_id for fix_id, verdict in found.items() if verdict.verdict == APPLICABLE}
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(int(sys.argv[1]) if sys.argv[1:] else 6) as pool:
         results = list(pool.map(lambda pair: run(pair, needed), itertools.combinations(sorted(needed), 2)))
     for result in results:
         print(json.dumps(result))
