@@ -7,32 +7,35 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import gc
+import hashlib
 import json
+import multiprocessing
 import os
 import random
 import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from .programs import Program, draw, shrink
 from .scripts import script
 
-LIMIT = 120
-"""Seconds that one program may take."""
-
 REFUSED = {
     r"captured for": "a graph's arguments are not those of its samples",
 }
 """Messages of documented refusals: no finding."""
+
+FINDINGS = ("wrong", "crash")
 
 
 def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
@@ -61,13 +64,11 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
 
 
 def said(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({Path(last.filename).name}:{last.lineno})"
+    frames = [f"{Path(each.filename).name}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({' < '.join(frames[:-6:-1])})"
 
 
 def digest(found: dict[str, list[Any]]) -> str:
-    import hashlib
-
     import torch
 
     total = hashlib.sha256()
@@ -83,220 +84,256 @@ def digest(found: dict[str, list[Any]]) -> str:
 
 
 class Server:
-    """A process with one setting of the fixes, which runs each program in a fork of its own.
+    """A process with one setting of the fixes, which runs programs.
 
-    Without ``forks``, as on a GPU, which a fork of a process that uses it cannot use, it runs one program after the
-    other, and begins anew after a crash.
+    Each program runs in a fork of it. A process that uses a GPU has no usable forks: it runs one program after the
+    other, and what it finds counts if a new process finds it too.
     """
 
     files: ClassVar[list[Any]] = []
     forks = True
+    limit = 120
+    """Seconds that one program may take."""
 
-    def __init__(self, switch: str = "", disable: str = "", breakage: tuple[str, int] | None = None) -> None:
+    def __init__(self, switch: str = "on", disable: str = "", breakage: tuple[str, int] | None = None) -> None:
         self._setting = switch, disable, breakage
-        (self._theirs, requests), (answers, theirs) = os.pipe(), os.pipe()
+        self._start()
+
+    def _start(self) -> None:
+        (theirs, requests), (answers, ours) = os.pipe(), os.pipe()
         self.process = os.fork()
         if not self.process:
-            os.close(requests)
-            os.close(answers)
-            for file in Server.files:
-                file.close()  # else that server would not see its end
-            self._serve(theirs, switch, disable, breakage)
-        os.close(self._theirs)
+            for file in (os.fdopen(requests, "w"), os.fdopen(answers), *Server.files):
+                file.close()  # else who reads from them would not see their end
+            try:
+                self._serve(theirs, ours)
+            finally:
+                os._exit(0)
         os.close(theirs)
+        os.close(ours)
         self._requests, self._answers = os.fdopen(requests, "w"), os.fdopen(answers)
         Server.files += [self._requests, self._answers]
         if problem := json.loads(self._answers.readline()):
+            self.close()
             raise ValueError(problem)
 
-    def _serve(self, answers: int, switch: str, disable: str, breakage: tuple[str, int] | None) -> None:
-        import te_graph_fixes
-
+    def _serve(self, requests: int, answers: int) -> None:
         def answer(value: Any) -> None:
             os.write(answers, (json.dumps(value) + "\n").encode())
 
+        signal.alarm(Server.limit)
         try:
-            if switch != "off":
-                if breakage:
-                    leave_out(*breakage)
-                os.environ["TE_GRAPH_FIXES"] = switch or "on"
-                os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
-                te_graph_fixes.activate()
-            from . import training  # noqa: F401
-
+            activate(*self._setting)
             gc.collect()
             gc.freeze()  # what is there is not looked through by every program
             answer(None)
         except Exception as error:
             answer(said(error))
-            os._exit(1)
+            return
+        import torch
+
+        signal.alarm(0)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        for line in os.fdopen(self._theirs):
+        for line in os.fdopen(requests):
             child = os.fork() if Server.forks else 0
             if not child:
-                signal.alarm(LIMIT)
+                signal.alarm(Server.limit)
                 fields, wanted = json.loads(line)
-                answer(judge(Program(**fields), wanted))
+                verdict = judge(Program(**fields), wanted)
+                if not Server.forks:
+                    torch.cuda.synchronize()  # after an illegal memory access that raises, and this process ends
+                answer(verdict)
                 if Server.forks:
-                    os._exit(0)
+                    return
+                signal.alarm(0)
+                gc.collect()
+                torch.cuda.empty_cache()
             elif status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
-        os._exit(0)
 
     def __call__(self, program: Program, wanted: str | None = None) -> dict[str, Any]:
+        found = self._ask(program, wanted)
+        if found["verdict"] in FINDINGS and not Server.forks:
+            alone = self._ask(program, wanted)
+            found = alone if alone["verdict"] in FINDINGS else {**alone, "after others": found}
+        return found
+
+    def _ask(self, program: Program, wanted: str | None) -> dict[str, Any]:
+        if not self.process:
+            self._start()
+        start = time.monotonic()
         print(json.dumps([dataclasses.asdict(program), wanted]), file=self._requests, flush=True)
         crash = '{"verdict": "crash", "why": "the process ended"}'
         found: dict[str, Any] = json.loads(self._answers.readline() or crash)
-        if found["verdict"] == "crash" and not Server.forks:
+        if found["verdict"] in FINDINGS and not Server.forks:
             self.close()
-            self.__init__(*self._setting)  # type: ignore[misc]
-        return found
+        return {**found, "seconds": round(time.monotonic() - start, 2)}
 
     def close(self) -> None:
-        self._requests.close()
+        """End the process; the next program would start another."""
+        if self.process:
+            os.kill(self.process, signal.SIGKILL)
+            os.waitpid(self.process, 0)
+            self.process = 0
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
         self._answers.close()
-        os.waitpid(self.process, 0)
 
 
-def leave_out(fix_id: str, number: int) -> None:
-    """Leave one edit of a fix out."""
-    from te_graph_fixes.fixes import CATALOGUE
+def activate(switch: str, disable: str, breakage: tuple[str, int] | None) -> None:
+    """Apply the fixes in this process, and import TE."""
+    import te_graph_fixes
+    from tests.left_out import leave_out
 
-    fix = CATALOGUE[fix_id]
+    if switch != "off":
+        if breakage:
+            leave_out(*breakage)
+        os.environ["TE_GRAPH_FIXES"] = switch
+        os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
+        te_graph_fixes.activate()
+    from . import training  # noqa: F401
 
-    def examine(source: Any) -> Any:
-        verdict = fix.examine(source)
-        return dataclasses.replace(verdict, edits=verdict.edits[:number] + verdict.edits[number + 1 :])
-
-    CATALOGUE[fix_id] = dataclasses.replace(fix, examine=examine)
+    for fix_id, fix in te_graph_fixes.report().fixes.items():
+        if fix.status in ("failed", "unrecognized"):
+            raise ValueError(f"{fix_id}: {fix.status}: {fix.reason}")
 
 
-def equal_programs(on: Server, options: argparse.Namespace) -> Iterator[tuple[int, Program, str]]:
-    """The programs that are right with all fixes, numbered from 1, with the digests of their graphs."""
-    start = time.monotonic()
-    for count in range(options.programs):
-        program = draw(options.seed + count, options.gpu)
-        verdict = on(program)
-        if time.monotonic() - start > options.seconds:
-            return
-        if verdict["verdict"] == "equal":
-            yield count + 1, program, verdict["digest"]
+def has_gpu() -> bool:
+    """Whether there is a GPU, seen by a fork: a process that has used it has no usable forks."""
+    import torch
+
+    child = os.fork()
+    if not child:
+        os._exit(int(not torch.cuda.is_available()))
+    return os.waitpid(child, 0)[1] == 0
+
+
+def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[int]], None]) -> None:
+    """Share the numbers up to ``count`` between ``--jobs`` processes; none is begun after ``--seconds``."""
+    fork = multiprocessing.get_context("fork")
+    begun, end = fork.Value("i", 0), time.monotonic() + options.seconds
+
+    def numbers() -> Iterator[int]:
+        while time.monotonic() < end:
+            with begun.get_lock():
+                begun.value += 1
+                number = begun.value - 1
+            if number >= count:
+                return
+            yield number
+
+    def job(place: int) -> None:
+        if options.gpus > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(place % options.gpus)
+        work(numbers())
+
+    jobs = [fork.Process(target=job, args=(place,)) for place in range(min(options.jobs, count))]
+    for each in jobs:
+        each.start()
+    for each in jobs:
+        each.join()
+
+
+def note(options: argparse.Namespace, line: dict[str, Any], say: bool = True) -> None:
+    """Append a line to the results, at once, and say it."""
+    text = json.dumps(line)
+    with open(options.results, "a") as results:
+        results.write(text + "\n")
+    if say:
+        print(text, flush=True)
+
+
+def noted(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def find(options: argparse.Namespace) -> int:
     """Run programs with the fixes that the environment asks for; write a script for each finding."""
-    server = Server(options.switch, options.disable)
-    counts: collections.Counter[str] = collections.Counter()
-    findings: dict[str, int] = {}
-    start = time.monotonic()
-    for seed in range(options.seed, options.seed + options.programs):
-        if time.monotonic() - start > options.seconds:
-            break
-        program = draw(seed, options.gpu)
-        verdict = server(program)
-        counts[verdict["verdict"]] += 1
-        if verdict["verdict"] in FINDINGS:
-            small = program
-            if options.shrink:
+
+    def work(numbers: Iterable[int]) -> None:
+        server = Server(options.switch, options.disable)
+        for seed in (options.seed + number for number in numbers):
+            small = program = draw(seed, options.gpu)
+            verdict = server(program)
+            found = verdict["verdict"] in FINDINGS
+            if found and options.shrink:
                 small = shrink(program, lambda p, kind=verdict["verdict"]: server(p)["verdict"] == kind)
-            findings.setdefault(str(small), seed)
-            report(options, seed, small, server(small))
-        elif options.verbose:
-            print(seed, verdict, program, flush=True)
-    server.close()
+                verdict = server(small)
+            note(options, {"seed": seed, **verdict, "program": str(small)}, say=found)
+            if found and options.scripts:
+                Path(options.scripts).mkdir(parents=True, exist_ok=True)
+                title = f"Seed {seed}: {verdict['verdict']}: {verdict.get('why', '')}"
+                Path(options.scripts, f"seed_{seed}.py").write_text(script(small, title))
+        server.close()
+
+    in_jobs(options, options.programs, work)
+    lines = noted(options.results)[1:]
+    counts = collections.Counter(line["verdict"] for line in lines)
+    findings = {line["program"] for line in lines if line["verdict"] in FINDINGS}
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = round((used.ru_utime + used.ru_stime) / max(1, counts.total()), 2)
-    print(
-        json.dumps({"programs": counts.total(), **counts, "different findings": len(findings), "CPU seconds": seconds})
-    )
+    after = sum("after others" in line for line in lines)
+    total = {"programs": counts.total(), **counts, "different findings": len(findings), "CPU seconds": seconds}
+    print(json.dumps(total | ({"only after others": after} if after else {})))
     return 1 if findings else 0
 
 
-def report(options: argparse.Namespace, seed: int, program: Program, verdict: dict[str, Any]) -> None:
-    """Say what was found, and write its script."""
-    print(json.dumps({"seed": seed, **verdict, "program": str(program)}), flush=True)
-    if options.scripts:
-        Path(options.scripts).mkdir(parents=True, exist_ok=True)
-        title = f"Seed {seed}: {verdict['verdict']}: {verdict.get('why', '')}"
-        Path(options.scripts, f"seed_{seed}.py").write_text(script(program, title))
+def search(options: argparse.Namespace) -> int:
+    """How many programs it takes to find each defect of the catalogue, or each edit of a fix that is left out.
 
-
-def defects(options: argparse.Namespace) -> int:
-    """How many programs it takes to find each defect of the catalogue that this TE has.
-
-    A program finds a defect if its fix alone is left out and the graph differs; it must be equal with all fixes, and it
-    is tried only where it differs without any. Where other fixes require that fix, it must be equal without these.
+    Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
+    program finds a defect if its fix alone is left out and the graph differs; where other fixes require that fix, it
+    must be right without these.
     """
-    from te_graph_fixes.fixes import CATALOGUE
-
-    on, off, needed = Server(), Server("off"), applied()
-    without: dict[frozenset[str], Server] = {}
-
-    def differs(left_out: Sequence[str], program: Program, wanted: str) -> bool:
-        key = frozenset(left_out)
-        if key not in without:
-            without[key] = Server(disable=",".join(sorted(key)))
-        return without[key](program, wanted)["verdict"] in FINDINGS
-
-    found: dict[str, int] = {}
-    different = total = 0
-    for count, program, wanted in equal_programs(on, options):
-        total = count
-        left = [each for each in needed if each not in found]
-        if off(program, wanted)["verdict"] not in FINDINGS:
-            continue
-        different += 1
-        if len(left) < len(needed) and not differs(left, program, wanted):
-            continue  # what is found already explains it
-        for fix_id in left:
-            if differs([fix_id], program, wanted):
-                others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires]
-                if not others or not differs(others, program, wanted):
-                    found[fix_id] = count
-                    print(json.dumps({"defect": fix_id, "programs": count, "program": str(program)}), flush=True)
-        if len(found) == len(needed):
-            break
-    print(json.dumps({"programs": total, "different": different, "found": len(found), "of": len(needed)}))
-    return 0
-
-
-def applied() -> list[str]:
-    """The fixes that this TE needs."""
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.source import Source
 
     source = Source.installed()
-    return [fix_id for fix_id, fix in CATALOGUE.items() if fix.verdict(source).verdict == "applicable"]
+    needed = {
+        fix_id: each for fix_id, fix in CATALOGUE.items() if (each := fix.verdict(source)).verdict == "applicable"
+    }
+    first, *lines = noted(options.equal)
+    if first != options.where:
+        raise SystemExit(f"{options.equal} is of {first}, this is {options.where}")
+    equal = sorted((line["seed"], line["digest"]) for line in lines if line["verdict"] == "equal")
+    targets: list[dict[str, Any]] = [{"fix": fix_id} for fix_id in needed]
+    if options.breakages:
+        edits = [(fix_id, number) for fix_id in needed for number, _ in enumerate(needed[fix_id].edits)]
+        edits = random.Random(options.seed).sample(edits, min(options.breakages, len(edits)))
+        targets = [{"fix": fix_id, "edit": number} for fix_id, number in edits]
+    end = time.monotonic() + options.seconds
 
-
-FINDINGS = ("wrong", "crash")
-
-
-def breakages(options: argparse.Namespace) -> int:
-    """How many programs it takes to find each edit of a fix that is left out."""
-    from te_graph_fixes.fixes import CATALOGUE
-    from te_graph_fixes.source import Source
-
-    on, source = Server(), Source.installed()
-    edits = [
-        (fix_id, number) for fix_id in applied() for number, _ in enumerate(CATALOGUE[fix_id].verdict(source).edits)
-    ]
-    servers: dict[tuple[str, int], Server] = {}
-    for fix_id, number in random.Random(options.seed).sample(edits, min(options.breakages, len(edits))):
+    def look(target: dict[str, Any]) -> dict[str, Any]:
+        fix_id = target["fix"]
+        others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not options.breakages]
         try:
-            servers[fix_id, number] = Server(breakage=(fix_id, number))
+            servers = [Server(**({"breakage": (fix_id, target["edit"])} if options.breakages else {"disable": fix_id}))]
+            servers += [Server(disable=",".join(others))] * bool(others)
         except ValueError as error:
-            print(json.dumps({"fix": fix_id, "edit": number, "refused": str(error)}), flush=True)
-    broken, total = len(servers), 0
-    for count, program, wanted in equal_programs(on, options):
-        total = count
-        for (fix_id, number), server in [*servers.items()]:
-            if server(program, wanted)["verdict"] in FINDINGS:
-                print(json.dumps({"fix": fix_id, "edit": number, "programs": count}), flush=True)
-                servers.pop((fix_id, number)).close()
-    for fix_id, number in servers:
-        print(json.dumps({"fix": fix_id, "edit": number, "not in programs": total}), flush=True)
-    print(json.dumps({"breakages": broken, "found": broken - len(servers), "programs": total}))
+            return {"refused": str(error)}
+        tried = 0
+        try:
+            for seed, wanted in equal:
+                if time.monotonic() > end or seed >= options.seed + options.programs:
+                    break
+                program, tried = draw(seed, options.gpu), seed - equal[0][0] + 1
+                found = servers[0](program, wanted)
+                if found["verdict"] in FINDINGS and not any(
+                    each(program, wanted)["verdict"] in FINDINGS for each in servers[1:]
+                ):
+                    return {"programs": tried, "why": found.get("why", found["verdict"]), "program": str(program)}
+            return {"not in programs": tried}
+        finally:
+            for server in servers:
+                server.close()
+
+    def work(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            note(options, targets[number] | look(targets[number]))
+
+    in_jobs(options, len(targets), work)
+    lines = noted(options.results)[1:]
+    print(json.dumps({"tried": len(lines), "found": sum("programs" in line or "refused" in line for line in lines)}))
     return 0
 
 
@@ -305,31 +342,39 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first program is that of this seed")
     parser.add_argument("--programs", type=int, default=100, help="how many, each of the next seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so many seconds")
-    parser.add_argument("--switch", default="", help="TE_GRAPH_FIXES for the programs")
+    parser.add_argument("--limit", type=int, default=120, help="seconds that one program may take")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the work")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the processes are spread over")
+    parser.add_argument("--switch", default="on", help="TE_GRAPH_FIXES for the programs")
     parser.add_argument("--disable", default="", help="TE_GRAPH_FIXES_DISABLE for the programs")
+    parser.add_argument("--results", default="", help="append a line for each program to this file, at once")
     parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
-    parser.add_argument("--verbose", action="store_true", help="say the verdict on each program")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
+    parser.add_argument("--equal", help="for the next two: results with all fixes, of the same TE and device")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
     parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")
     options = parser.parse_args()
-    options.gpu = os.environ.get("TE_SIMULATOR_GPU", "hopper")
     os.environ["TE_GRAPH_FIXES"] = "off"  # each server says for itself
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # only servers may use the GPU
-    import torch
+    os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")
+    from te_graph_fixes.source import Source
 
     warnings.simplefilter("ignore")
-    Server.forks = not torch.cuda.is_available() and not options.no_fork
-    if not torch.cuda.is_available():
+    simulated = not has_gpu()
+    options.gpu = os.environ.get("TE_SIMULATOR_GPU", "hopper")
+    options.where = {"TE": Source.installed().version, "GPU": f"simulated {options.gpu}" if simulated else "real"}
+    if simulated:
         from tests.simulator import install
 
         install()
         import transformer_engine.pytorch  # noqa: F401
-
-    if options.defects:
-        return defects(options)
-    return breakages(options) if options.breakages else find(options)
+    Server.forks = simulated and not options.no_fork
+    Server.limit = options.limit
+    with contextlib.ExitStack() as stack:
+        if not options.results:
+            options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name
+        note(options, options.where, say=False)
+        return search(options) if options.defects or options.breakages else find(options)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ with contextlib.suppress(ImportError):
 from .programs import Program
 
 os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
-HIDDEN, TOKENS, RATE = 32, 64, 0.1
+SIMULATED = torch.cuda.get_device_name().startswith("simulated")
+HIDDEN, TOKENS = (32, 64) if SIMULATED else (128, 256)  # block scaling on a GPU takes multiples of 128
+RATE = 0.1
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
 RECIPES = {
     "delayed": recipes.DelayedScaling,
@@ -752,7 +754,7 @@ def misuse_keyword(t: Training) -> None:
 
 
 def misuse_shape(t: Training) -> None:
-    refused(t, lambda call, x, marks: call(x[:32], **marks))
+    refused(t, lambda call, x, marks: call(x[: TOKENS // 2], **marks))
 
 
 def misuse_missing(t: Training) -> None:
@@ -788,7 +790,7 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
     if graphed:
         t.release()
     t.event, seen = "released", t.seen
-    if torch.cuda.get_device_name().startswith("simulated"):
+    if SIMULATED:
         t.calls, t.eager, t.forwards = [], [], []
         gc.collect()
         t.see("memory of graphs", torch.tensor([torch.cuda.memory_allocated()]))
