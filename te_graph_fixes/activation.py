@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable
 from types import FunctionType
 from typing import TYPE_CHECKING, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from .captured import Captured
 from .finder import PACKAGE, Finder, loaded
@@ -58,7 +58,7 @@ class _Activation:
         self._applied: frozenset[str] = frozenset()
         self._failure = ""
         self._reverted: frozenset[str] = frozenset()
-        self._earlier: WeakKeyDictionary[FunctionType, tuple[str, str]] = WeakKeyDictionary()
+        self._earlier: WeakSet[FunctionType] = WeakSet()
         self._captured = Captured()
 
     def activate(self, settings: Settings) -> None:

@@ -10,20 +10,18 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import itertools
 import linecache
 import sys
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 from .fix import Verdict
-from .source import Edit, ModuleSource, Source, split_lines, without_collections
-
-_STATE = ("__code__", "__defaults__", "__kwdefaults__")
-"""What a correction may change about a function."""
+from .source import DEFINITIONS, Edit, ModuleSource, Source, split_lines, without_collections
 
 
 class EngineError(Exception):
@@ -71,23 +69,26 @@ def _apply(text: str, edits: Iterable[Edit], start: int = 0) -> str:
 class Change:
     """One function of TransformerEngine, as it was and as it becomes; None where there is none.
 
-    What it was is known where its module is imported: elsewhere there is nothing to compare with it. ``block`` is the
-    code of the module or class body that holds just this definition; None where there are no edits.
+    What it was is known where its module is imported: elsewhere there is nothing to compare with it. ``defaults``
+    and ``kwdefaults`` are those of the parameters that it gets. ``block`` is the code of a class body that holds just
+    this function, which is added to the class.
     """
 
     module: str
     qualname: str
     before: CodeType | None
     after: CodeType | None
-    block: CodeType | None = None
     edits: tuple[Edit, ...] = ()
+    defaults: tuple[object, ...] = ()
+    kwdefaults: Mapping[str, object] = field(default_factory=dict)
+    block: CodeType | None = None
 
 
 @without_collections()
 def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
     """Compile the functions that the ``verdicts``, by fix, change or rest on, as in their modules.
 
-    Raises `EngineError` unless every edit lies inside a function or adds functions to a class.
+    Raises `EngineError` unless every edit lies inside a function or adds functions to a class, behind one of its own.
     """
     edits = _edits(verdicts.values()).items()
     changed = [change for name, its in edits for change in _module_changes(source.module(name), its)]
@@ -105,43 +106,36 @@ def own_code(module: ModuleSource, qualname: str) -> CodeType | None:
     return _inner(_block(module, qualname, node), node.name) if isinstance(node, ast.FunctionDef) else None
 
 
-def _module_changes(module: ModuleSource, edits: list[Edit]) -> list[Change]:
-    places: dict[tuple[str, int, int], list[Edit]] = {}
-    for edit in edits:
-        places.setdefault(_place(module, edit), []).append(edit)
-    found = []
-    for (owner, start, end), its in places.items():
-        above = [edit for edit in edits if edit.end <= start and edit not in its]
-        line = _apply(module.text[:start], above).count("\n") + 1
-        for node in _functions(module, owner, _apply(module.text[start:end], its, start), line):
-            qualname = f"{owner}.{node.name}" if owner else node.name
-            old = module.definitions.get(qualname)
-            before = own_code(module, qualname) if module.name in sys.modules else None
-            if isinstance(old, ast.FunctionDef):
-                _require_growth(module, old, node)
-                _undecorate(node)
-            block = _block(module, qualname, node)
-            after = _inner(block, node.name)
-            if before and before.co_freevars != after.co_freevars:
-                raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
-            found.append(Change(module.name, qualname, before, after, block, tuple(its)))
-    return found
+def _module_changes(module: ModuleSource, edits: list[Edit]) -> Iterator[Change]:
+    for qualname, group in itertools.groupby(edits, lambda edit: _function(module, edit)):
+        its, old, owner = tuple(group), module.definitions[qualname], qualname.rpartition(".")[0]
+        start, end = _lines(module, old)
+        line = _apply(module.text[:start], [edit for edit in edits if edit.end <= start]).count("\n") + 1
+        new, *added = _functions(module, owner, _apply(module.text[start:end], its, start), line)
+        before = own_code(module, qualname) if module.name in sys.modules else None
+        after = _inner(_block(module, qualname, new), new.name)
+        if before and before.co_freevars != after.co_freevars:
+            raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
+        yield Change(module.name, qualname, before, after, its, *_growth(module, old, new))
+        for node in added:
+            name = f"{owner}.{node.name}"
+            block = _block(module, name, node)
+            yield Change(module.name, name, None, _inner(block, node.name), its, block=block)
 
 
-def _place(module: ModuleSource, edit: Edit) -> tuple[str, int, int]:
-    """The class, or "", and the characters of the function that the edit is in, or of the place where it adds some."""
-    owner = None
-    for name, node in module.definitions.items():
-        start = module.line_start([*node.decorator_list, node][0].lineno)
-        end = module.line_start(cast(int, node.end_lineno) + 1)
-        if start < edit.start and edit.end <= end:
-            if isinstance(node, ast.FunctionDef) and edit.start < end:
-                return name.rpartition(".")[0], start, end
-            if isinstance(node, ast.ClassDef) and edit.start == edit.end:
-                owner = name
-    if owner is None:
-        raise EngineError(f"a fix changes text of {module.path} that is not in a function, nor adds one to a class")
-    return owner, edit.start, edit.end
+def _function(module: ModuleSource, edit: Edit) -> str:
+    """The qualified name of the function that an edit is in, or stands right behind."""
+    for qualname, node in module.definitions.items():
+        start, end = _lines(module, node)
+        if isinstance(node, ast.FunctionDef) and start < edit.start and edit.end <= end:
+            return qualname
+    raise EngineError(f"a fix changes text of {module.path} that is not in a function, nor adds one to a class")
+
+
+def _lines(module: ModuleSource, node: ast.FunctionDef | ast.ClassDef) -> tuple[int, int]:
+    """The characters at which the lines of a definition, with its decorators, start and end."""
+    first = [*node.decorator_list, node][0].lineno
+    return module.line_start(first), module.line_start(cast(int, node.end_lineno) + 1)
 
 
 def _functions(module: ModuleSource, owner: str, text: str, line: int) -> list[ast.FunctionDef]:
@@ -158,43 +152,47 @@ def _functions(module: ModuleSource, owner: str, text: str, line: int) -> list[a
     return found
 
 
-def _require_growth(module: ModuleSource, old: ast.FunctionDef, new: ast.FunctionDef) -> None:
-    """Raise `EngineError` unless ``new`` has what ``old`` has, and beyond it only parameters with defaults."""
+def _growth(module: ModuleSource, old: Any, new: ast.FunctionDef) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The defaults of the parameters, by position and by keyword, that ``new`` has beyond ``old``.
+
+    Raises `EngineError` unless these are constants, and all else of the two heads is the same.
+    """
     rest = copy.copy(new.args)
-    added = len(rest.defaults) - len(old.args.defaults)
-    if added > 0:
-        rest.args, rest.defaults = rest.args[:-added], rest.defaults[:-added]
     known = {parameter.arg for parameter in old.args.kwonlyargs}
-    keywords = zip(new.args.kwonlyargs, new.args.kw_defaults, strict=True)
-    kept = [(parameter, default) for parameter, default in keywords if parameter.arg in known or default is None]
-    rest.kwonlyargs, rest.kw_defaults = [parameter for parameter, _ in kept], [default for _, default in kept]
-    before = [ast.dump(node) for node in (old.args, *old.decorator_list)]
-    if before != [ast.dump(node) for node in (rest, *new.decorator_list)]:
+    keywords = list(zip(rest.kwonlyargs, rest.kw_defaults, strict=True))
+    by_position = rest.defaults[len(old.args.defaults) :]
+    by_keyword = {each.arg: default for each, default in keywords if default and each.arg not in known}
+    rest.args = rest.args[: len(rest.args) - len(by_position)]
+    rest.defaults = rest.defaults[: len(old.args.defaults)]
+    rest.kwonlyargs = [each for each in rest.kwonlyargs if each.arg not in by_keyword]
+    rest.kw_defaults = [default for each, default in keywords if each.arg not in by_keyword]
+    heads = [
+        [ast.dump(node) for node in head] for head in ((old.args, *old.decorator_list), (rest, *new.decorator_list))
+    ]
+    values = [*by_position, *by_keyword.values()]
+    if heads[0] != heads[1] or new.name != old.name or not all(isinstance(value, ast.Constant) for value in values):
         raise EngineError(f"the edits do more to the head of {new.name} in {module.path} than add parameters")
-
-
-def _undecorate(node: ast.FunctionDef) -> None:
-    """Keep the line of the decorators, where the code begins, but do not run them: TE's own object has them."""
-    if node.decorator_list:
-        lines = "\n" * (node.decorator_list[0].lineno - 1)
-        node.decorator_list = [ast.parse(f"{lines}(lambda function: function)", mode="eval").body]
+    literal = ast.literal_eval
+    return tuple(map(literal, by_position)), {name: literal(value) for name, value in by_keyword.items()}
 
 
 def _block(module: ModuleSource, qualname: str, node: ast.stmt) -> CodeType:
-    """The code of the module, or the class, with just the function ``node``, and the imports on which calls depend."""
+    """The code of the module, or the class, with just the function ``node``.
+
+    What is no definition stays: how a call compiles depends on what the module imports.
+    """
     owner = qualname.rpartition(".")[0]
     if owner:
         outer = cast(ast.ClassDef, ast.parse(f"class {owner}: pass").body[0])
         outer.body, node = [node], outer
-    tree = ast.Module([*module.imports, node], [])
-    code = compile(tree, _path(module.name), "exec", dont_inherit=True)
+    others = [each for each in module.tree.body if not isinstance(each, DEFINITIONS)]
+    code = compile(ast.Module([*others, node], []), _path(module.name), "exec", dont_inherit=True)
     return _inner(code, owner) if owner else code
 
 
 def _inner(code: CodeType, name: str) -> CodeType:
-    """The code of a class or function inside that of a module or class."""
-    (found,) = (const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
-    return found
+    """The code of the last class or function of a name inside that of a module or class."""
+    return [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name][-1]
 
 
 def _path(module: str) -> str:
@@ -202,31 +200,26 @@ def _path(module: str) -> str:
     return f"<te_graph_fixes: {module}>"
 
 
-def live_function(change: Change) -> FunctionType | None:
-    """The function object that ``change`` is about, found through any wrappers; None if TE's own is not there."""
+def live_function(change: Change) -> Any:
+    """What stands under the name of the function, seen through wrappers as far as TE's own; None if nothing does."""
 
     def is_own(found: Any) -> bool:
         return type(found) is FunctionType and found.__code__ in (change.before, change.after)
 
     try:
-        found = inspect.unwrap(_held(change), stop=is_own)
-    except ValueError:  # wrappers in a circle
-        return None
-    return found if is_own(found) else None
-
-
-def _held(change: Change) -> Any:
-    """What the module, or the class itself, holds under the name of the function; None if nothing."""
-    try:
-        return vars(_scope(change)).get(change.qualname.rpartition(".")[2])
+        found = vars(_scope(change)).get(change.qualname.rpartition(".")[2])
     except (KeyError, AttributeError, TypeError):
         return None
+    try:
+        return inspect.unwrap(found, stop=is_own)
+    except ValueError:  # wrappers in a circle
+        return found
 
 
 def _is_live(change: Change, code: CodeType | None) -> bool:
     """Whether the function has ``code``; None: whether there is nothing of its name."""
-    function = live_function(change)
-    return _held(change) is None if code is None else function is not None and function.__code__ == code
+    found = live_function(change)
+    return found is None if code is None else type(found) is FunctionType and found.__code__ == code
 
 
 def _scope(change: Change) -> Any:
@@ -236,63 +229,19 @@ def _scope(change: Change) -> Any:
     return attrgetter(owner)(module) if owner else module
 
 
-def _execute(change: Change) -> Any:
-    """What the definition gives when it is executed in its module or class, which stays as it is."""
-    scope = _scope(change)
-    made: dict[str, Any] = {}
-    exec(cast(CodeType, change.block), vars(sys.modules[change.module]), ChainMap(made, vars(scope)))
-    if "__classcell__" in made:
-        made["__classcell__"].cell_contents = scope
-    return made[change.qualname.rpartition(".")[2]]
-
-
-class _Correction:
-    """What TransformerEngine's own function has, and what it gets: the code, and the defaults of new parameters."""
-
-    def __init__(self, change: Change, function: FunctionType) -> None:
-        made = _execute(change)
-        before, after = cast(CodeType, change.before), cast(CodeType, change.after)
-        self.function, self.place = function, (change.module, change.qualname)
-        self._had = function.__code__, function.__defaults__, function.__kwdefaults__
-        _, positional, keyword = self._had
-        if after.co_argcount > before.co_argcount:
-            positional = (*(positional or ()), *made.__defaults__[before.co_argcount - after.co_argcount :])
-        if made.__kwdefaults__:
-            keyword = {**made.__kwdefaults__, **(keyword or {})}
-        self._gets = after, positional, keyword
-
-    def make(self) -> None:
-        for name, gets in zip(_STATE, self._gets, strict=True):
-            setattr(self.function, name, gets)
-
-    def revert(self) -> bool:
-        """Give back the very objects that it had, where they are still ours; returns whether the code was."""
-        was_live = self.function.__code__ is self._gets[0]
-        for name, had, gets in zip(_STATE, self._had, self._gets, strict=True):
-            if getattr(self.function, name) is gets:
-                setattr(self.function, name, had)
-        return was_live
-
-
 class Installation:
     """What has been put in place, and the means to take it back.
 
     ``verdicts`` are, by fix, those to apply, and those to leave TE as it is, which rest on functions too. ``earlier``
-    are functions, each with its module and qualified name, of which a reload has made new ones: somebody may hold them,
-    so they are corrected as well.
+    are functions of which a reload has made new ones: somebody may hold them, so they are corrected as well.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        verdicts: Mapping[str, Verdict],
-        earlier: Mapping[FunctionType, tuple[str, str]] | None = None,
-    ) -> None:
+    def __init__(self, source: Source, verdicts: Mapping[str, Verdict], earlier: Iterable[FunctionType] = ()) -> None:
         self._verdicts = verdicts
         self._changes = changes(source, verdicts)
         self._texts = patched(source, verdicts.values())
-        self._earlier = earlier or {}
-        self._corrections: list[_Correction] = []
+        self._earlier = earlier
+        self._corrected: list[tuple[FunctionType, dict[str, Any], dict[str, Any]]] = []  # each with what it had and got
         self._modules: dict[str, ModuleType] = {}
 
     def install(self) -> None:
@@ -303,8 +252,9 @@ class Installation:
                 linecache.cache[path] = (len(text), None, split_lines(text), path)
                 if not before:
                     self._add(name, text)
-            for change in filter(lambda change: change.edits, self._changes):
-                self._install(change)
+            for change in self._changes:
+                if change.edits:
+                    self._install(change)
         except BaseException:
             self.revert()
             raise
@@ -316,17 +266,29 @@ class Installation:
         setattr(sys.modules[module.__package__], child, module)
 
     def _install(self, change: Change) -> None:
-        if change.before is None:
-            setattr(_scope(change), change.qualname.rpartition(".")[2], _execute(change))
-            return
-        function = live_function(change)
-        if function is None:
+        if change.block:
+            scope, made = _scope(change), dict[str, Any]()
+            exec(change.block, vars(sys.modules[change.module]), ChainMap(made, vars(scope)))
+            if "__classcell__" in made:
+                made["__classcell__"].cell_contents = scope
+            name = change.qualname.rpartition(".")[2]
+            setattr(scope, name, made[name])
+        elif not _is_live(change, change.before):
             raise EngineError(f"{change.qualname} of {change.module} was replaced while it was being corrected")
-        place = change.module, change.qualname
-        held = {each for each in self._earlier if self._earlier[each] == place and each.__code__ == change.before}
-        for each in {function, *held}:
-            self._corrections.append(_Correction(change, each))
-            self._corrections[-1].make()
+        else:
+            own = [each for each in self._earlier if each.__module__ == change.module]
+            for function in {live_function(change), *(each for each in own if each.__code__ == change.before)}:
+                self._correct(function, change)
+
+    def _correct(self, function: FunctionType, change: Change) -> None:
+        gets: dict[str, Any] = {"__code__": change.after}
+        if change.defaults:
+            gets["__defaults__"] = (*(function.__defaults__ or ()), *change.defaults)
+        if change.kwdefaults:
+            gets["__kwdefaults__"] = {**change.kwdefaults, **(function.__kwdefaults__ or {})}
+        self._corrected.append((function, {name: getattr(function, name) for name in gets}, gets))
+        for name, value in gets.items():
+            setattr(function, name, value)
 
     def replaced(self) -> dict[str, str]:
         """The fixes whose functions are not loaded as the source has them, each with what was found."""
@@ -351,11 +313,14 @@ class Installation:
         rests_on, edits = self._verdicts[fix].rests_on, set(self._verdicts[fix].edits)
         return [each for each in self._changes if (each.module, each.qualname) in rests_on or edits & set(each.edits)]
 
-    def revert(self) -> dict[FunctionType, tuple[str, str]]:
-        """Take back, in reverse order, what is still ours; returns the functions that have their own code again."""
-        restored = {each.function: each.place for each in reversed(self._corrections) if each.revert()}
+    def revert(self) -> list[FunctionType]:
+        """Take back what is still ours, each function the very objects that it had; returns the functions."""
+        for function, had, got in self._corrected:
+            for name, value in got.items():
+                if getattr(function, name) is value:
+                    setattr(function, name, had[name])
         for change in self._changes:
-            if change.before is None and change.after and _is_live(change, change.after):
+            if change.block and _is_live(change, change.after):
                 delattr(_scope(change), change.qualname.rpartition(".")[2])
         for name, module in self._modules.items():
             if sys.modules.get(name) is module:
@@ -365,6 +330,5 @@ class Installation:
                     delattr(sys.modules[parent], child)
         for name in self._texts:
             linecache.cache.pop(_path(name), None)
-        self._corrections.clear()
         self._modules.clear()
-        return restored
+        return [function for function, _, _ in self._corrected]

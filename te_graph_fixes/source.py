@@ -29,7 +29,7 @@ Kind = TypeVar("Kind", bound=ast.AST)
 Node: TypeAlias = "ast.expr | ast.stmt"
 _Names: TypeAlias = "dict[str, Node]"
 _Place: TypeAlias = "tuple[list[Any], int]"
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FIRST: dict[type, str] = {
     ast.Assign: "targets",
     ast.Attribute: "attr",
@@ -222,16 +222,6 @@ class ModuleSource:
                     if isinstance(node, ast.ClassDef):
                         pending.append((f"{prefix}{node.name}.", node.body))
         return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
-
-    @cached_property
-    def imports(self) -> list[ast.stmt]:
-        """The imports at module level, whatever statements they are in: those of `__future__`, the rest never run."""
-        body = [node for node in self.tree.body if not isinstance(node, _DEFINITIONS)]
-        nodes = [node for each in body for node in ast.walk(each) if isinstance(node, (ast.Import, ast.ImportFrom))]
-        future = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-        never = cast(ast.If, ast.parse("if False: pass").body[0])
-        never.body += [node for node in nodes if node not in future]
-        return [*future, never]
 
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""

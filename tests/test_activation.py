@@ -605,13 +605,13 @@ os.environ["TE_GRAPH_FIXES"] = "off"
 import te_graph_fixes
 from te_graph_fixes import engine
 del os.environ["TE_GRAPH_FIXES"]
-execute, calls = engine._execute, []
-def fail(change):
+install, calls = engine.Installation._install, []
+def fail(installation, change):
     calls.append(change)
     if len(calls) % 2 == 0:
         raise RuntimeError("injected")
-    return execute(change)
-engine._execute = fail
+    install(installation, change)
+engine.Installation._install = fail
 for _ in range(2):
     found = attempt(te_graph_fixes.activate, None, None, {strict})
     if {when!r} == "before":
@@ -622,7 +622,7 @@ for _ in range(2):
     assert statuses() == {{"graph": "failed", "linear": "failed"}}
     if not {strict}:
         assert results() == WRONG
-engine._execute = execute
+engine.Installation._install = install
 te_graph_fixes.activate()
 assert results() == RIGHT
 assert statuses() == APPLIED
