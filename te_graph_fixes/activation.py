@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from types import FunctionType
 from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakSet
@@ -31,13 +31,11 @@ from .status import FixNotAppliedError, FixStatus, Report
 
 if TYPE_CHECKING:
     from .engine import Installation
-    from .fix import Fix
     from .verdicts import Reading
 
 if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only with TE: it is slow to import
     raise ImportError("te_graph_fixes needs wrapt, which is not installed: pip install 'wrapt>=1.16,<3'", name="wrapt")
 
-_INACTIVE = "te_graph_fixes is not active"
 _logger = logging.getLogger("te_graph_fixes")
 
 
@@ -53,9 +51,8 @@ class _Activation:
         self._settings: Settings | None = None
         self._early: Reading | None = None  # for the first time that TE is to be read
         self._reading: Reading | None = None
-        self._settled: Reading | None = None  # that which the next three came of
+        self._settled: Reading | None = None  # that which the next two came of
         self._installation: Installation | None = None
-        self._applied: frozenset[str] = frozenset()
         self._failure = ""
         self._reverted: frozenset[str] = frozenset()
         self._earlier: WeakSet[FunctionType] = WeakSet()
@@ -92,14 +89,14 @@ class _Activation:
         settings, known = self._settings, self._reading
         if settings is None or (name != PACKAGE and not loaded(PACKAGE)):
             return
-        if name != PACKAGE and known is not None and not loaded(name) and name not in known.targets:
+        if known and name != PACKAGE and not loaded(name) and name not in known.targets:
             return  # imported late for the first time, and nothing in it is to be changed
         from .verdicts import Reading, mismatch
 
         reading = Reading.installed(settings, self._early)
         with self._lock:
             if self._settings is settings:
-                self._reading, self._early, self._failure = reading, None, ""
+                self._reading, self._early = reading, None
         if text := mismatch(reading, os.environ.get(EXPECT, "")):
             if settings.strict:
                 self._refuse(text)
@@ -114,45 +111,33 @@ class _Activation:
             if reading is None or settings is None or reading is self._settled or self._waits(reading, name):
                 return
             self._take_back()
-            self._install(reading, name)
+            self._install(reading)
             self._settled = reading
         self._complain(settings)
         announce(self.report(), settings.verbose)
 
-    def _install(self, reading: Reading, executed: str) -> None:
+    def _install(self, reading: Reading) -> None:
         """Install what is chosen, and compare with its source what is left as it is; all of it, or nothing."""
-        from .engine import EngineError, Installation
-        from .verdicts import unbuildable
-
         try:
-            while wanted := reading.to_install:
-                absent = self._absent(reading, executed)
-                refused = {
-                    fix_id: f"{PACKAGE} did not import {', '.join(sorted(absent))}"
-                    for fix_id, verdict in wanted.items()
-                    if absent & set(verdict.targets)
-                }
-                try:
-                    installation = Installation(reading.source, wanted, self._earlier)
-                    refused = refused or installation.replaced()
-                except EngineError as error:
-                    refused = unbuildable(reading.source, wanted, error)
-                if not refused:
-                    self._captured.note(frozenset())
-                    installation.install()
-                    self._installation, self._applied = installation, frozenset(reading.to_apply)
-                    break
-                reading.refuse(refused)
+            installation = reading.build(live=True, earlier=self._earlier)
+            if installation:
+                self._captured.note(frozenset())
+                installation.install()
+            self._installation = installation
         except Exception as error:
             _logger.debug("the installation failed", exc_info=True)
             self._failure = f"nothing was changed: {type(error).__name__}: {error}"
         del reading.source  # its syntax trees are large
 
+    @property
+    def _applied(self) -> Set[str]:
+        return self._settled.to_apply.keys() if self._settled and self._installation else set()
+
     def _take_back(self) -> None:
         if self._installation is not None:
-            self._captured.note(self._applied)
+            self._captured.note(frozenset(self._applied))
             self._earlier.update(self._installation.revert())
-        self._settled, self._installation, self._applied, self._failure = None, None, frozenset(), ""
+        self._settled, self._installation, self._failure = None, None, ""
 
     def _stop(self) -> None:
         if self._finder in sys.meta_path:
@@ -186,40 +171,33 @@ class _Activation:
                 version, absent = (self._reading or Source.installed()).version, ""
             except TENotFoundError:
                 version, absent = None, "TransformerEngine is not installed"
-            return Report(version, {fix.id: self._status(fix, absent) for fix in CATALOGUE.values()})
+            targets = {fix_id: found.targets for fix_id, found in self._reading.chosen.items()} if self._reading else {}
+            fixes = {
+                fix.id: FixStatus(*self._status(fix.id, absent), fix.upstream, targets.get(fix.id, ()))
+                for fix in CATALOGUE.values()
+            }
+            return Report(version, fixes)
 
-    def _status(self, fix: Fix, absent: str) -> FixStatus:
-        targets: tuple[str, ...] = ()
+    def _status(self, fix_id: str, absent: str) -> tuple[str, str]:
+        """Status of a fix, and the reason."""
+        reading, installation = self._reading, self._installation
+        if self._settings is None and fix_id in self._reverted:
+            return "reverted", "deactivate() took it back"
         if self._settings is None:
-            reverted = fix.id in self._reverted
-            word, reason = ("reverted", "deactivate() took it back") if reverted else ("disabled", _INACTIVE)
-        elif self._reading is None and not self._settings.wants(fix.id):
-            word, reason = "disabled", "left out by the settings"
-        elif self._reading is None:
-            word, reason = self._unsettled(absent)
-        else:
-            from .verdicts import surprise
-
-            chosen, found = self._reading.chosen[fix.id], self._reading.found[fix.id]
-            word, reason, targets = chosen.verdict, chosen.reason, chosen.targets
-            if fix.id in self._reading.to_install:
-                word, reason = self._outcome(fix.id, word, reason)
-            if word != "failed":
-                reason = "; ".join(filter(None, [reason, surprise(fix, found, self._reading.version)]))
-        return FixStatus(word, reason, fix.upstream, targets)
-
-    def _outcome(self, fix_id: str, word: str, reason: str) -> tuple[str, str]:
-        """Status and reason of a fix that is chosen, or that rests on functions which are right as they are."""
+            return "disabled", "te_graph_fixes is not active"
+        if reading is None and not self._settings.wants(fix_id):
+            return "disabled", "left out by the settings"
+        if reading is None:
+            return self._unsettled(absent)
+        word, reason = reading.chosen[fix_id].verdict, reading.reason(fix_id)
+        if word in ("disabled", "unrecognized") or reading is not self._settled:
+            return self._unsettled("") if word == "applicable" else (word, reason)
+        live = installation is None or installation.is_live(fix_id)
         if word != "applicable":
-            if self._installation is None or self._installation.is_live(fix_id):
-                return word, reason
-            return "unrecognized", "somebody has replaced a function that its source has as it should be"
-        if self._failure:
-            return "failed", self._failure
-        if self._installation is None:
-            return self._unsettled("")
-        if fix_id not in self._applied or not self._installation.is_live(fix_id):
-            return "failed", "somebody has replaced what it had put in place"
+            replaced = "unrecognized", "somebody has replaced a function that its source has as it should be"
+            return (word, reason) if live else replaced
+        if self._failure or not live:
+            return "failed", self._failure or "somebody has replaced what it had put in place"
         early = self._captured.without({fix_id})
         return "applied", f"{reason}; {early} graphs that were captured before are without it" if early else reason
 
@@ -230,12 +208,9 @@ class _Activation:
 
     def _waits(self, reading: Reading, executed: str) -> bool:
         """Whether there is more to be executed; where nothing is to be changed, all of TE is waited for."""
-        return executed != PACKAGE and bool(self._absent(reading, executed) or (executed and not reading.to_apply))
-
-    def _absent(self, reading: Reading, executed: str) -> set[str]:
-        """The modules to change that are not executed yet."""
         edited = {edit.module for verdict in reading.to_apply.values() for edit in verdict.edits}
-        return {name for name in edited if name != executed and not loaded(name)}
+        absent = [name for name in edited if name != executed and not loaded(name)]
+        return executed != PACKAGE and bool(absent or (executed and not edited))
 
 
 _activation = _Activation()

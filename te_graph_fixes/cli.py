@@ -18,7 +18,7 @@ from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
 from .settings import Settings, fix_ids
 from .source import TE, Source, TENotFoundError, split_lines, without_collections
-from .verdicts import Reading, expected, surprise
+from .verdicts import Reading, expected
 
 NO_TE = 2
 
@@ -91,7 +91,7 @@ def _status(options: argparse.Namespace) -> int:
         print(f"TransformerEngine {version} in {source.location} (te-graph-fixes {__version__})")
         width = max(map(len, CATALOGUE))
         for fix_id, verdict in chosen.items():
-            print(f"  {fix_id:{width}}  {verdict.verdict:14}  {_reason(reading, fix_id)}")
+            print(f"  {fix_id:{width}}  {verdict.verdict:14}  {reading.reason(fix_id)}")
     return int(any(verdict.verdict == UNRECOGNIZED for verdict in chosen.values()))
 
 
@@ -99,13 +99,8 @@ def _reading(options: argparse.Namespace, settings: Settings) -> Reading:
     """What `te_graph_fixes.activate` with these settings does to the TE that the options name."""
     source = Source.installed() if options.source is None else Source.at(options.source)
     reading = Reading(source, settings)
-    reading.refuse_unbuildable()
+    reading.build(live=False)
     return reading
-
-
-def _reason(reading: Reading, fix_id: str) -> str:
-    unexpected = surprise(CATALOGUE[fix_id], reading.found[fix_id], reading.version)
-    return "; ".join(filter(None, [reading.chosen[fix_id].reason, unexpected]))
 
 
 def _status_dict(reading: Reading) -> dict[str, object]:
@@ -118,7 +113,7 @@ def _status_dict(reading: Reading) -> dict[str, object]:
             fix_id: {
                 "verdict": verdict.verdict,
                 "expected": expected(CATALOGUE[fix_id], version),
-                "reason": _reason(reading, fix_id),
+                "reason": reading.reason(fix_id),
                 "upstream": list(CATALOGUE[fix_id].upstream),
             }
             for fix_id, verdict in reading.chosen.items()

@@ -292,12 +292,13 @@ class Installation:
 
     def replaced(self) -> dict[str, str]:
         """The fixes whose functions are not loaded as the source has them, each with what was found."""
+        found = "somebody has replaced it, or that the file has changed since it was imported"
         return {
-            fix: f"looked for {change.qualname} of {change.module} as its source has it, found that somebody has "
-            "replaced it, or that the file has changed since it was imported"
+            fix: f"looked for {change.qualname} of {change.module} as its source has it, found that "
+            + (found if change.module in sys.modules else "the module is not imported")
             for fix in self._verdicts
             for change in self._of(fix)
-            if not _is_live(change, change.before)
+            if not _is_live(change, change.before) or (change.edits and change.module not in sys.modules)
         }
 
     def is_live(self, fix_id: str | None = None) -> bool:

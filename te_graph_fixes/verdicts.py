@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 
-from .engine import EngineError, changes
+from .engine import EngineError, Installation, changes
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
 from .fixes import CATALOGUE
 from .settings import EXPECT, Settings
@@ -139,36 +139,38 @@ class Reading:
     def to_apply(self) -> dict[str, Verdict]:
         return to_apply(self.chosen)
 
-    @property
-    def to_install(self) -> dict[str, Verdict]:
-        """What to apply, and the verdicts that rest on what is loaded being as it should be."""
+    def reason(self, fix_id: str) -> str:
+        """Why a fix has its verdict, and what is unexpected about it."""
+        unexpected = surprise(CATALOGUE[fix_id], self.found[fix_id], self.version)
+        return "; ".join(filter(None, [self.chosen[fix_id].reason, unexpected]))
+
+    def build(self, live: bool, earlier: Iterable[FunctionType] = ()) -> Installation | None:
+        """What applies the chosen fixes, chosen anew without those that cannot be applied; None if none is left.
+
+        ``live``: those cannot be applied, either, and those not be left alone, whose functions are not what is loaded.
+        """
         good = (APPLICABLE, NOT_NEEDED, NOT_APPLICABLE)
-        return {fix_id: verdict for fix_id, verdict in self.chosen.items() if verdict.verdict in good}
-
-    def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Choose anew without these fixes, which cannot be applied for these ``reasons``."""
-        self._refused |= reasons
-        self.chosen = choose(self.found, self.settings, self._refused)
-
-    def refuse_unbuildable(self) -> None:
-        """Choose what can be compiled."""
-        while wanted := self.to_apply:
+        while wanted := {fix_id: verdict for fix_id, verdict in self.chosen.items() if verdict.verdict in good}:
             try:
-                changes(self.source, wanted)
-                return
+                installation = Installation(self.source, wanted, earlier)
+                refused = installation.replaced() if live else {}
             except EngineError as error:
-                self.refuse(unbuildable(self.source, wanted, error))
+                refused = self._unbuildable(str(error))
+            if not refused:
+                return installation
+            self._refused |= refused
+            self.chosen = choose(self.found, self.settings, self._refused)
+        return None
 
-
-def unbuildable(source: Source, wanted: Mapping[str, Verdict], error: EngineError) -> dict[str, str]:
-    """The fixes by which compiling ``wanted`` ended in ``error``, with reasons: those that fail alone, or else all."""
-    reasons = {}
-    for fix_id, verdict in wanted.items():
-        try:
-            changes(source, {fix_id: verdict})
-        except EngineError as own:
-            reasons[fix_id] = str(own)
-    return reasons or dict.fromkeys(wanted, str(error))
+    def _unbuildable(self, error: str) -> dict[str, str]:
+        """The fixes by which compiling all ended in ``error``, with reasons: those that fail alone, or else all."""
+        reasons = {}
+        for fix_id, verdict in self.to_apply.items():
+            try:
+                changes(self.source, {fix_id: verdict})
+            except EngineError as own:
+                reasons[fix_id] = str(own)
+        return reasons or dict.fromkeys(self.to_apply, error)
 
 
 def mismatch(reading: Reading, expected: str) -> str:
