@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +15,7 @@ from te_graph_fixes.checking import DIFFERENT, Options
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
+from tests.check_breakage import DEFECTS, edits
 from tests.child import on_simulator, python, simulate
 
 ROOT = Path(__file__).parent.parent
@@ -30,16 +29,6 @@ CORRECT: list[dict[str, Any]] = [
     {"recipe": "fp8-current", "fp8_params": True},
     {"delay": True, "fused": False, "bias": True, "mark_first": False},
 ]
-DEFECTS = {
-    "grouped-linear-skip-flag": "experts-fp8-delayed",
-    "warmup-reset": "linear-bf16",
-    "backward-dw-order": "two-chunks-wgrads-last",
-    "backward-dw-hooks": "hooks-after-wgrad",
-    "delayed-wgrad-delivery": "delayed-unfused",
-    "param-grad-lifetime": "plain-grad",
-    "stale-fp8-weights": "other-module-first",
-}
-"""By a defect that a check can see, a case of `verify` which has it."""
 
 
 def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
@@ -89,7 +78,8 @@ for step in range(STEPS):
     x.sum().backward()
     with torch.no_grad():
         for parameter in layers.parameters():
-            parameter -= 0.1 * parameter.grad
+            if parameter.requires_grad:
+                parameter -= 0.1 * parameter.grad
             parameter.grad = None
 print("trained")
 """
@@ -122,10 +112,58 @@ def test_a_job_that_ends_early_is_reported() -> None:
 
 
 def test_te_imported_first() -> None:
-    program = textwrap.dedent(LOOP).replace("STEPS", "3").replace("BEFORE", "te_graph_fixes.check(1)")
-    program = "from transformer_engine.pytorch import make_graphed_callables as taken\n" + program
-    done = on_simulator("-c", program.replace("te.make_graphed_callables", "taken"))
-    assert lines(done)[-1].startswith("1 steps, 4 callables, "), done.stderr
+    program = "import transformer_engine.pytorch\n" + textwrap.dedent(LOOP).replace("STEPS", "4").replace("BEFORE", "")
+    done = on_simulator("-c", program, TE_GRAPH_FIXES_CHECK="2")
+    assert lines(done)[-1].startswith("2 steps, 4 callables, "), done.stderr
+    assert lines(done)[-1].endswith(" tensors compared: all equal")
+
+
+def test_programs_of_many_kinds() -> None:
+    """No false alarm, nothing left out but what has to be, no other result, and the end after two steps."""
+    found = {line.pop("name"): line for line in map(json.loads, simulate("tests/check_programs.py").splitlines())}
+    assert len(found) > 20
+    recomputed = found.pop("checkpoint of te around delayed scaling")
+    assert recomputed["same"]
+    assert recomputed["found"] == []
+    assert recomputed["left out"] == 1
+    found["captured again"]["ended"] = True  # its last graphs are in their second step at its end
+    for name, line in found.items():
+        line.pop("callables")
+        assert line.pop("tensors") > 1, name
+        assert line == {"same": True, "raised": [], "found": [], "ended": True, "steps": 2}, name
+
+
+SHARDED = """
+import os
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+dist.init_process_group("gloo", rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+for layer in layers:
+    shards = distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)])
+    shards._is_param = True  # as torch.nn.Parameter does, whose dispatch the simulator does not have
+    layer.register_parameter("shards", shards)
+"""
+OVERLAPPED = """
+for layer in layers:
+    layer.idle = te.Linear(32, 32, **options).requires_grad_(False)  # the buffers themselves take several GPUs
+    layer.idle.ub_bulk_wgrad = True
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"), [(SHARDED, "DTensor"), (OVERLAPPED, "userbuffers")], ids=["sharded", "overlapped"]
+)
+def test_modules_that_are_left_out(before: str, reason: str) -> None:
+    done = loop(before=before, TE_GRAPH_FIXES_CHECK="2")
+    assert done.stdout == "trained\n", done.stderr
+    assert "callable 0 (Linear) is not compared, nor are others like it: " in lines(done)[0]
+    assert reason in lines(done)[0]
+    assert (
+        lines(done)[-1]
+        == "0 steps, 0 callables, 0 tensors compared: there was nothing to compare; 4 callables are left out"
+    )
 
 
 BROKEN = """
@@ -259,6 +297,7 @@ def test_nothing_is_imported_where_it_is_off() -> None:
 
 
 RANKS = """
+from tests.simulator import install; install()
 import torch, te_graph_fixes
 import torch.distributed as dist
 import transformer_engine.pytorch as te
@@ -266,101 +305,81 @@ import transformer_engine.pytorch as te
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 options = {"params_dtype": torch.bfloat16, "device": "cuda"}
-layers = [te.Linear(32, 32, **options) for _ in range(2)]
 sample = lambda: torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 order = [1, 2, 1, 2, -2, -1, -2, -1]
 reuse = {"_order": order, "_num_layers_per_chunk": [1, 1], "_reuse_graph_input_output_buffers": True}
-samples = [(sample(),) for _ in range(4)]
-graphed = te.make_graphed_callables(tuple(layers), samples, sample_kwargs=[{} for _ in range(4)], **reuse)
-for step in range(3):
-    outs = {}
-    for i in (0, 2, 1, 3):
-        outs[i] = leaf, out = (leaf := sample()), graphed[i](leaf)
-    work = None
-    for i in (2, 0, 3, 1):
-        leaf, out = outs.pop(i)
-        out.backward(torch.ones_like(out))
-        if rank == 0 and i == 2:
-            batch = [dist.P2POp(dist.isend, leaf.grad, 1)]
-            work = dist.isend(leaf.grad, 1) if step % 2 else dist.batch_isend_irecv(batch)[0]
-        if rank == 0 and i == 0 and LATER:
-            dist.isend(torch.ones(4), 1).wait()
-        if rank == 0 and i == WAIT:
-            work.wait()
-    if rank == 1:
-        dist.recv(torch.empty(16, 32, dtype=torch.bfloat16), 0)
-        if LATER:
-            dist.recv(torch.empty(4), 0)
-    with torch.no_grad():
-        for layer in layers:
-            for parameter in layer.parameters():
-                parameter -= 0.1 * parameter.grad
-                parameter.grad = None
-dist.barrier()
-dist.destroy_process_group()
+
+def train(wait, later):
+    # Rank 0 sends a gradient to the other rank after the backward of callable 2, and waits for it after that of `wait`
+    # or, with `later`, for a later send.
+    layers = [te.Linear(32, 32, **options) for _ in range(2)]
+    samples = [(sample(),) for _ in range(4)]
+    graphed = te.make_graphed_callables(tuple(layers), samples, sample_kwargs=[{} for _ in range(4)], **reuse)
+    for step in range(3):
+        outs = {}
+        for i in (0, 2, 1, 3):
+            outs[i] = leaf, out = (leaf := sample()), graphed[i](leaf)
+        for i in (2, 0, 3, 1):
+            leaf, out = outs.pop(i)
+            out.backward(torch.ones_like(out))
+            if rank == 0 and i == 2:
+                batch = [dist.P2POp(dist.isend, leaf.grad, 1)]
+                work = dist.isend(leaf.grad, 1) if step % 2 else dist.batch_isend_irecv(batch)[0]
+            if rank == 0 and i == 0 and later:
+                dist.isend(torch.ones(4), 1).wait()
+            if rank == 0 and i == wait:
+                work.wait()
+        if rank == 1:
+            dist.recv(torch.empty(16, 32, dtype=torch.bfloat16), 0)
+            if later:
+                dist.recv(torch.empty(4), 0)
+        with torch.no_grad():
+            for layer in layers:
+                for parameter in layer.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+train(0, False)  # checked, as the environment asks for it
+te_graph_fixes.check(2)
+train(1, True)
+te_graph_fixes.deactivate()
+te_graph_fixes.activate(disable=["grad-input-lifetime"])
+te_graph_fixes.check(3)
+train(1, False)
+dist.destroy_process_group()  # in the last step that is to be checked
 """
 
 
-def on_two_ranks(wait: int, later: bool = False, **environment: str) -> list[subprocess.CompletedProcess[str]]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TE_GRAPH_FIXES_CHECK": "2"}
-    path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
-    code = "from tests.simulator import install; install()\n" + RANKS.replace("WAIT", str(wait)).replace(
-        "LATER", str(later)
-    )
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, **variables, "RANK": str(rank), "PYTHONPATH": path, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [(*process.communicate(timeout=240), process.returncode) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [subprocess.CompletedProcess([], code, out, err) for out, err, code in ended]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wait", "later"), [(0, False), (1, True)], ids=["in time", "for a later one"])
-def test_one_report_for_all_ranks(wait: int, later: bool) -> None:
-    first, second = on_two_ranks(wait, later)
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert lines(first)[-1].startswith("2 steps, 8 callables, "), first.stderr
-    assert "on 2 ranks: all equal" in lines(first)[-1]
-    assert lines(second) == []
-
-
-def test_a_send_that_is_overwritten() -> None:
-    first, second = on_two_ranks(wait=1, TE_GRAPH_FIXES_DISABLE="grad-input-lifetime")
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    sent = [line for line in lines(first) if "is being sent and overwritten by" in line]
-    assert sent, first.stderr
+def test_one_report_for_all_ranks(tmp_path: Path) -> None:
+    """Two ranks of torchrun below `run --check`, on gloo."""
+    job = tmp_path / "job.py"
+    job.write_text(RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
+    done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
+    assert done.returncode == 0, done.stderr
+    ends = [i for i, line in enumerate(lines(done)) if " tensors compared" in line]
+    reports = [lines(done)[i] for i in ends]
+    assert len(reports) == 3, lines(done)
+    for report, steps in zip(reports, (2, 2, 3), strict=True):
+        assert report.startswith(f"{steps} steps, 8 callables, ")
+        assert " tensors compared on 2 ranks: " in report
+    assert reports[0].endswith(": all equal")
+    assert reports[1].endswith(": all equal")
+    assert reports[2].endswith(" differ, on rank 0")
+    sent = [line for line in lines(done) if "is being sent and overwritten by" in line]
     assert "rank 0, step 1, callable 2 (Linear), backward: gradient of input 0" in sent[0]
     assert sent[0].endswith("looks like grad-input-lifetime")
-    assert "on 2 ranks: " in lines(first)[-1]
-    assert "differ, on rank 0" in lines(first)[-1]
 
 
 @pytest.mark.slow
 def test_edits_left_out() -> None:
     """Every single edit of a fix left out: the check finds something wherever graph and eager differ."""
-    source = Source.installed()
     changed = 0
-    for fix, case in DEFECTS.items():
-        for number in range(len(CATALOGUE[fix].verdict(source).edits)):
-            line = json.loads(simulate("tests/check_breakage.py", fix, str(number), case).splitlines()[-1])
-            if line.get("error"):
-                changed += 1
-                assert line["found"], (fix, number, line)
-            elif line["status"] == "applied" and "raised" not in line:
-                assert line["found"] == [], (fix, number, line)
+    for fix, number, case in edits():
+        line = json.loads(simulate("tests/check_breakage.py", fix, str(number), case).splitlines()[-1])
+        if line.get("error"):
+            changed += 1
+            assert line["found"], line
+        elif line["status"] == "applied" and "raised" not in line:
+            assert line["found"] == [], line
     assert changed > 5

@@ -7,6 +7,7 @@ watches graph memory that is in use, `findings` reports. None of them is importe
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,16 +37,11 @@ class Options:
         """``N``, ``N,layers=K``, ``N,strict``, ``on``; None for ``off``; ValueError for anything else."""
         if text.strip().lower() in ("", "0", "off"):
             return None
-        found: dict[str, int] = {}
-        for word in text.lower().replace(" ", "").split(","):
-            name, _, value = word.rpartition("=")
-            if word == "strict":
-                found["strict"] = True
-            elif name in ("", "layers") and value.isdecimal():
-                found[name or "steps"] = int(value)
-            elif word != "on":
-                raise ValueError(f"{VARIABLE}={text!r} is not understood; valid: on, off, N, N,layers=K, N,strict")
-        return cls(found.get("steps", STEPS), found.get("layers", 0), bool(found.get("strict")))
+        words = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", text.lower().replace(" ", ""))
+        if words is None:
+            raise ValueError(f"{VARIABLE}={text!r} is not understood; valid: on, off, N, N,layers=K, N,strict")
+        steps, layers, strict = words.groups()
+        return cls(STEPS if steps in (None, "on") else int(steps), int(layers or 0), bool(strict))
 
 
 def check(steps: int = STEPS, *, layers: int = 0, strict: bool = False) -> None:

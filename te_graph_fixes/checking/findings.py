@@ -1,13 +1,12 @@
 """What has been compared, what differs, and the report. Nothing here waits for the GPU within a step.
 
-A comparison leaves a few numbers on the GPU, and they are read together when a step is over. A check that stopped the
+A comparison leaves three numbers on the GPU, and they are read together when a step is over. A check that stopped the
 host after each replay would hide what happens only where nobody waits.
 """
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import math
 import os
@@ -16,12 +15,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from . import DIFFERENT, Options
+from . import DIFFERENT
 
 CHUNK = 1 << 22
 """Elements that are compared at a time; some 32 bytes of memory for each."""
@@ -35,18 +34,15 @@ PATIENCE = 60
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 
 
-def measure(found: torch.Tensor, *wanted: torch.Tensor) -> torch.Tensor:
-    """Three numbers: elements that differ (NaN equals NaN), and squared norms of the difference and of what is wanted.
-
-    That is the first of ``wanted`` less the second, if there is one.
-    """
-    tensors = [each.dequantize() if hasattr(each, "_quantizer") else each for each in (found, *wanted)]
+def measure(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Elements that differ (NaN equals NaN), and squared norms of the difference and of what is wanted."""
+    tensors = [each.dequantize() if hasattr(each, "_quantizer") else each for each in (found, wanted)]
     total = torch.zeros(3, dtype=torch.float64, device=found.device)
-    if found.shape != wanted[0].shape:
+    if found.shape != wanted.shape:
         return total + math.inf
-    for a, b, *less in zip(*(each.detach().reshape(-1).split(CHUNK) for each in tensors), strict=True):
+    for a, b in zip(*(each.detach().reshape(-1).split(CHUNK) for each in tensors), strict=True):
         unequal = ((a != b) & ~(a.isnan() & b.isnan())).sum()
-        a, b = a.double(), b.double() - (less[0].double() if less else 0)
+        a, b = a.double(), b.double()
         total += torch.stack((unequal.double(), (a - b).square().sum(), b.square().sum()))
     return total
 
@@ -56,14 +52,14 @@ def _error(numbers: Sequence[float]) -> float:
     unequal, difference, norm = numbers
     if not unequal:
         return 0.0
-    return math.sqrt(difference / norm) if norm and math.isfinite(difference) else math.inf
+    return (math.sqrt(difference / norm) if norm and math.isfinite(difference) else 0.0) or math.inf
 
 
-def ranks() -> tuple[int, int]:
-    """The number of this process in the job, and how many there are."""
+def rank() -> int:
+    """The number of this process in the job."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), 1
+        return int(torch.distributed.get_rank())
+    return int(os.environ.get("RANK", "0"))
 
 
 def say(text: str) -> None:
@@ -72,15 +68,22 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something was compared. ``kinds`` are the names of the classes in the module, ``fp8`` says what it uses."""
+    """A tensor that is compared. ``kinds`` are the classes in the module; ``symptom`` is what a difference looks like.
+
+    Of a mismatch, ``text`` says what was found, and ``looks_like`` are fixes of the catalogue that this
+    TransformerEngine needs and that are not applied.
+    """
 
     callable: int
     module: str
+    kinds: frozenset[str]
+    fp8: bool
     step: int
     when: str
     tensor: str
-    kinds: frozenset[str] = frozenset()
-    fp8: bool = False
+    symptom: str = ""
+    text: str = ""
+    looks_like: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -88,89 +91,67 @@ class Place:
         return self.module, self.when, self.tensor
 
     def __str__(self) -> str:
-        where = f"rank {ranks()[0]}, step {self.step}, callable {self.callable} ({self.module})"
-        return f"{where}, {self.when}: {self.tensor}"
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first tensor of its kind that a graph computes otherwise than eager.
-
-    ``looks_like`` are fixes of the catalogue that this TransformerEngine needs and that are not applied.
-    """
-
-    place: Place
-    text: str
-    looks_like: tuple[str, ...]
-
-    def __str__(self) -> str:
+        where = f"rank {rank()}, step {self.step}, callable {self.callable} ({self.module}), {self.when}"
         hint = f"; looks like {' or '.join(self.looks_like)}" if self.looks_like else ""
-        return f"{self.place} {self.text}{hint}"
+        return f"{where}: {self.tensor} {self.text}{hint}"
 
 
 class Findings:
     """The comparisons of this process. ``totals`` counts them for the report."""
 
-    _numbers = itertools.count()
+    _made = 0
 
-    def __init__(self, options: Options) -> None:
-        self.options, self._number = options, next(self._numbers)
+    def __init__(self, strict: bool) -> None:
         self.totals: Counter[str] = Counter()
-        self.mismatches: list[Mismatch] = []
+        self.mismatches: list[Place] = []
         self.finished = False
-        self._pending: list[tuple[torch.Tensor, Place, tuple[str, ...]]] = []
+        self._strict = strict
+        self._pending: list[tuple[Place, torch.Tensor]] = []
         self._noise: dict[tuple[str, ...], float] = {}
         self._said: set[tuple[str, ...]] = set()
         self._callables: set[int] = set()
         self._open: list[Any] | None = None
-        self._job: threading.Thread | None = None
+        self._job: tuple[Any, int] | None = None
+        self._report: threading.Thread | None = None
+        Findings._made += 1  # the same on all ranks
+        self._name = f"te_graph_fixes/check {self._made}"
         atexit.register(self._end)
 
-    def noise(self, place: Place, once: Any, again: Any) -> None:
-        """The same tensor of two eager runs."""
-        if once is not None and again is not None:
-            self._pending.append((measure(again, once), place, ()))
+    def compare(self, place: Place, found: Any, eager: Any) -> None:
+        """Compare a tensor of the graph with that of eager; without a symptom in ``place``, two of eager."""
+        if found is not None and eager is not None:
+            self._add(place, measure(found, eager))
+        elif found is not eager and place.symptom:
+            self.wrong(replace(place, text="is missing" if found is None else "is not expected"))
 
-    def compare(self, place: Place, found: Any, eager: Any, less: Any, symptoms: tuple[str, ...]) -> None:
-        """Compare a tensor of the graph with that of eager.
-
-        ``symptoms`` are what a difference looks like, and what it does where the graph has eager's without ``less``.
-        """
-        if found is None or eager is None:
-            if found is not eager:
-                self.wrong(place, symptoms[-1], "is missing" if found is None else "is not expected")
-            return
-        numbers = measure(found, eager)
-        self._count(place, numbers if less is None else torch.cat((numbers, measure(found, eager, less))), symptoms)
-
-    def overwritten(self, place: Place, changed: torch.Tensor, symptom: str, text: str) -> None:
-        """``changed``: whether somebody has written into a tensor that is in use."""
-        self._count(place, changed.double().reshape(1), (symptom, text))
-
-    def wrong(self, place: Place, symptom: str, text: str) -> None:
-        """Something that a graph does otherwise, without a number for it."""
-        self._count(place, torch.ones(1, dtype=torch.float64), (symptom, text))
+    def wrong(self, place: Place, really: torch.Tensor | None = None) -> None:
+        """Something that a graph does otherwise, without a number for it; unless ``really`` is False on the GPU."""
+        one = torch.ones(3, dtype=torch.float64, device=None if really is None else really.device)
+        self._add(place, one if really is None else one * really)
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         """The callable ``index`` is not compared."""
         if self._new("left out", str(index)):
             self.totals["left out"] += 1
             if self._new(module, reason):
-                say(f"rank {ranks()[0]}, callable {index} ({module}) is not compared, nor are others like it: {reason}")
+                say(f"rank {rank()}, callable {index} ({module}) is not compared, nor are others like it: {reason}")
 
     def step_over(self) -> None:
         """Read what has been compared so far. A strict check ends the process here."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            store = torch.distributed.distributed_c10d._get_default_store()
+            self._job = store, torch.distributed.get_world_size()
         pending, self._pending = self._pending, []
-        flat = iter(torch.cat([each.to(pending[0][0].device) for each, _, _ in pending]).tolist() if pending else ())
-        read = [(list(itertools.islice(flat, len(each))), place, symptoms) for each, place, symptoms in pending]
-        for numbers, place, symptoms in read:
-            if not symptoms:
-                self._noise[place.key] = max(self._noise.get(place.key, 0.0), _error(numbers))
-        for numbers, place, symptoms in read:
-            if symptoms:
-                self._judge(numbers, place, symptoms)
-        if self.options.strict and self.totals["different"]:
-            say(f"rank {ranks()[0]} ends with status {DIFFERENT}: {_sentence([self.totals])}")
+        numbers = torch.stack([each.to(pending[0][1].device) for _, each in pending]).tolist() if pending else []
+        read = [(place, _error(each)) for (place, _), each in zip(pending, numbers, strict=True)]
+        for place, error in read:
+            if not place.symptom:
+                self._noise[place.key] = max(self._noise.get(place.key, 0.0), error)
+        for place, error in read:
+            if place.symptom:
+                self._judge(place, error)
+        if self._strict and self.totals["different"]:
+            say(f"rank {rank()} ends with status {DIFFERENT}: {_sentence([self.totals])}")
             sys.stdout.flush()
             os._exit(DIFFERENT)
 
@@ -180,41 +161,34 @@ class Findings:
             return
         self.finished = True
         self.step_over()
-        number, size = ranks()
-        if size == 1:
-            _report([self.totals])
-            return
-        store = torch.distributed.distributed_c10d._get_default_store()
-        keys = [f"te_graph_fixes/check {self._number}/{each}" for each in range(size)]
-        self._job = threading.Thread(target=_report_job, args=(self.totals, store, number, keys), daemon=True)
-        self._job.start()
+        if self._job is None or self._job[1] == 1:
+            _conclude([self.totals])
+        else:
+            self._report = threading.Thread(target=self._report_job, args=(*self._job, rank()), daemon=True)
+            self._report.start()
 
-    def _count(self, place: Place, numbers: torch.Tensor, symptoms: tuple[str, ...]) -> None:
-        self._callables.add(place.callable)
-        self.totals["callables"] = len(self._callables)
-        self.totals["steps"] = max(self.totals["steps"], place.step)
-        self.totals["tensors"] += 1
-        self._pending.append((numbers, place, symptoms))
+    def _add(self, place: Place, numbers: torch.Tensor) -> None:
+        self._pending.append((place, numbers))
+        if place.symptom:
+            self._callables.add(place.callable)
+            self.totals["callables"] = len(self._callables)
+            self.totals["steps"] = max(self.totals["steps"], place.step)
+            self.totals["tensors"] += 1
 
-    def _judge(self, numbers: list[float], place: Place, symptoms: tuple[str, ...]) -> None:
-        symptom, text = symptoms[0], symptoms[-1]
-        if len(numbers) > 1:
-            error, noise = _error(numbers[:3]), self._noise.get(place.key, 0.0)
-            text = f"is off by {error:.3g} of its norm"
-            if noise:
-                self.totals["noisy"] += 1
-                text += f", where two eager runs differ by {noise:.3g}"
-                if self._new(*place.key):
-                    say(f"{place} is not reproducible: the graph's {text}")
-            if error <= NOISE * noise:
-                return
-            if numbers[3:] and _error(numbers[3:]) < 0.1 * error:
-                symptom = symptoms[1]
-        elif not numbers[0]:
+    def _judge(self, place: Place, error: float) -> None:
+        noise = self._noise.get(place.key, 0.0)
+        place = replace(place, text=place.text or f"is off by {error:.3g} of its norm")
+        if noise:
+            self.totals["noisy"] += 1
+            text = f"{place.text}, where two eager runs differ by {noise:.3g}"
+            if self._new(*place.key):
+                say(f"{replace(place, text='is not reproducible')}: the graph's {text}")
+            place = replace(place, text=text)
+        if error <= NOISE * noise:
             return
         self.totals["different"] += 1
-        if self._new(*place.key, symptom):
-            self.mismatches.append(Mismatch(place, text, tuple(self._hints(place, symptom))))
+        if self._new(*place.key, place.symptom):
+            self.mismatches.append(replace(place, looks_like=tuple(self._hints(place))))
             if len(self.mismatches) <= LINES:
                 more = "" if len(self.mismatches) < LINES else " (further mismatches are counted only)"
                 say(f"{self.mismatches[-1]}{more}")
@@ -224,7 +198,7 @@ class Findings:
         self._said.add(key)
         return new
 
-    def _hints(self, place: Place, symptom: str) -> Iterator[str]:
+    def _hints(self, place: Place) -> Iterator[str]:
         """The fixes of defects that look like this, that this TransformerEngine needs, and that are not applied."""
         from .. import report
         from ..fix import APPLICABLE
@@ -234,13 +208,28 @@ class Findings:
 
         if self._open is None:
             found, applied = verdicts(Source.installed()), report().fixes
-            self._open = [fix for fix in CATALOGUE.values() if found[fix.id].verdict == APPLICABLE]
-            self._open = [fix for fix in self._open if applied[fix.id].status != "applied"]
+            self._open = [
+                fix
+                for fix in CATALOGUE.values()
+                if found[fix.id].verdict == APPLICABLE and applied[fix.id].status != "applied"
+            ]
         for fix in self._open:
             looks = [look.partition(" of ") for look in fix.looks_like]
-            kinds = {kind for what, _, kind in looks if what == symptom or (place.fp8 and what == f"fp8 {symptom}")}
+            kinds = {kind for what, _, kind in looks if what in (place.symptom, place.fp8 and f"fp8 {place.symptom}")}
             if kinds & (place.kinds | {""}):
                 yield fix.id
+
+    def _report_job(self, store: Any, size: int, number: int) -> None:
+        """Hand the totals to rank 0, which reports. A collective could lock up: ranks end at different times."""
+        keys = [f"{self._name}/{each}" for each in range(size)]
+        try:
+            store.set(keys[number], json.dumps(self.totals))
+            if number == 0:
+                while not store.check(keys):
+                    time.sleep(0.2)
+                _conclude([Counter(json.loads(store.get(key))) for key in keys])
+        except Exception as error:  # the process that holds the store has ended, for one
+            say(f"rank {number}: {_sentence([self.totals])}; there is no report for all ranks: {error}")
 
     def _end(self) -> None:
         """At the end of the process, which may have had fewer steps than were to be checked."""
@@ -248,8 +237,10 @@ class Findings:
             self.finish()
         except Exception as error:
             say(f"the last comparisons could not be read: {type(error).__name__}: {error}")
-        if self._job is not None:
-            self._job.join(PATIENCE)
+        if self._report is not None:
+            self._report.join(PATIENCE)
+            if self._report.is_alive():
+                say(f"rank {rank()}: {_sentence([self.totals])}; there is no report for all ranks: some have sent none")
 
 
 def _sentence(totals: Sequence[Counter[str]]) -> str:
@@ -265,18 +256,6 @@ def _sentence(totals: Sequence[Counter[str]]) -> str:
     return text + (f"; {total['left out']:,} callables are left out" if total["left out"] else "")
 
 
-def _report(totals: Sequence[Counter[str]]) -> None:
+def _conclude(totals: Sequence[Counter[str]]) -> None:
     say(f"it does not see {UNSEEN} (docs/check.md)")
     say(_sentence(totals))
-
-
-def _report_job(own: Counter[str], store: Any, number: int, keys: list[str]) -> None:
-    """Hand the totals of this rank to rank 0, which reports. A collective could lock up: ranks end at other times."""
-    try:
-        store.set(keys[number], json.dumps(own))
-        if number == 0:
-            while not store.check(keys):
-                time.sleep(0.2)
-            _report([Counter(json.loads(store.get(key))) for key in keys])
-    except RuntimeError as error:  # the process that holds the store has ended
-        say(f"rank {number}: {_sentence([own])}; there is no report for all ranks: {error}")

@@ -6,18 +6,15 @@ is being sent, from the send until the wait for it. Order decides, not time: a s
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import wrapt
 
 from .findings import Findings, Place
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(eq=False)
@@ -26,15 +23,16 @@ class Watched:
 
     get: Callable[[], torch.Tensor | None]
     place: Place
-    symptom: str
-    use: str
     before: torch.Tensor | None = None
 
     def sum(self) -> torch.Tensor | None:
         tensor = self.get()
         if tensor is None:
             return None
-        return tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64)
+        words = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if words.numel() % 8 == 0:
+            words = words.view(torch.int64)
+        return words.sum(dtype=torch.int64)
 
 
 class Send(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -83,7 +81,7 @@ class Lifetimes:
             grad = getattr(reference(), "grad", None)
             return grad if grad is not None and grad.data_ptr() == address else None
 
-        self._grads[id(parameter)] = Watched(get, place, "grad-overwritten", "is in use")
+        self._grads[id(parameter)] = Watched(get, replace(place, symptom="grad-overwritten", text="is in use"))
 
     def before_replay(self) -> None:
         """What the program itself writes before this is no defect."""
@@ -95,8 +93,8 @@ class Lifetimes:
         for each in self._watched():
             before, now = each.before, each.sum()
             if before is not None and now is not None:
-                note = f"{each.use} and overwritten by {by}"
-                self._findings.overwritten(each.place, now != before, each.symptom, note)
+                text = f"{each.place.text} and overwritten by {by}"
+                self._findings.wrong(replace(each.place, text=text), now != before)
 
     def _watched(self) -> list[Watched]:
         sends = [send for send in (reference() for reference in self._sends) if send is not None]
@@ -135,11 +133,7 @@ class Lifetimes:
     def _sent(self, tensors: list[torch.Tensor], *_: Any, **__: Any) -> list[Watched]:
         places = [(each, self._returned.get(each.data_ptr())) for each in tensors]
         return [
-            Watched(functools.partial(_same, each), place, "sent-overwritten", "is being sent")
+            Watched(lambda each=each: each, replace(place, symptom="sent-overwritten", text="is being sent"))  # type: ignore[misc]
             for each, place in places
             if place is not None
         ]
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -2,7 +2,7 @@
 
 A twin is no copy of the module, which would leave closures and process groups behind. While it runs, the ``__dict__``
 of the module and of all its submodules is exchanged for one with parameters that share the memory of the real ones,
-and with buffers, FP8 state, stores of delayed wgrads and hooks of its own.
+and with buffers, containers, FP8 state, stores of delayed wgrads and hooks of its own.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import inspect
 import queue
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformer_engine.pytorch import quantization
-from transformer_engine.pytorch.distributed import get_all_rng_states
+from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.ops.op import BasicOperation
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
@@ -35,6 +35,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 Scales = dict[tuple[Module, str], tuple[torch.Tensor, torch.Tensor]]
 Values = dict[str, Any]
+"""Tensors by names for people: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
 
 
 def originals(module: Module) -> dict[Module, Values]:
@@ -60,33 +61,48 @@ class Inputs:
     random: list[Any]
 
 
-@dataclass
 class Pass:
-    """One eager run of a microbatch; ``values`` are what it computed, by names for people."""
+    """One eager run of a microbatch, with parameters and stores of delayed wgrads of its own."""
 
-    aliases: dict[int, Any]
-    stores: dict[Module, Any]
-    values: Values = field(default_factory=dict)
+    def __init__(self, modules: dict[Module, Values], parameters: dict[str, Any]) -> None:
+        self.values: Values = {}
+        self.aliases: dict[int, Any] = {}
+        for parameter in parameters.values():
+            alias: Any = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            for name, value in vars(parameter).items():
+                if name not in ("main_grad", "get_main_grad"):
+                    alias.__dict__.setdefault(name, value)
+            self.aliases[id(parameter)] = alias
+        stores = {each: copy.copy(vars(each).get("wgrad_store")) for each in modules}
+        self.stores = {each: store for each, store in stores.items() if store is not None}
+        for store in self.stores.values():
+            store.context = queue.Queue()
 
-    def delayed(self) -> list[Module]:
+    def delayed(self) -> list[Any]:
         """The modules with a wgrad still to be computed; not all parts of a module need be in its graphs."""
         return [each for each, store in self.stores.items() if store.delay_wgrad_compute() and store.context.qsize()]
 
 
 class Twin:
-    """The eager side of a graphed module. ``enabled`` and ``recipe`` are those of the capture."""
+    """The eager side of a graphed module. ``enabled`` and ``recipe`` are those of the capture.
+
+    `Check` counts in it: its turn, the step that it is in, and what a new step is told by.
+    """
 
     _shared: ClassVar[dict[Any, torch.Tensor]] = {}
 
     def __init__(self, module: Module, kept: dict[Module, Values], enabled: bool, recipe: Any) -> None:
         self.module, self.enabled = module, enabled
         self.recipe = quantization.get_default_fp8_recipe() if enabled and recipe is None else recipe
-        self.parameters = dict(module.named_parameters())
+        self.parameters: dict[str, Any] = dict(module.named_parameters())
         self.refusal = _refusal(module)
+        self.kinds = frozenset(type(each).__name__ for each in module.modules())
+        self.turn = self.step = 0
+        self.seen: Any = None
+        self.graded = False
         self._names = {each: f"{name or type(module).__name__}" for name, each in module.named_modules()}
         self._takes_first = FIRST in inspect.signature(kept[module]["forward"] or type(module).forward).parameters
-        self._torch_autocast = torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
-        self._recomputes = False
+        self._torch_autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         self._own = kept
         for each, own in kept.items():
             if isinstance(each, TransformerEngineBaseModule):
@@ -100,80 +116,47 @@ class Twin:
         """Copies of all that the forward which is about to be replayed starts from."""
         args, kwargs = tree_map_only(torch.Tensor, _copied, (args, kwargs))
         buffers = tree_map_only(torch.Tensor, torch.clone, {each: dict(each._buffers) for each in self._own})
-        return Inputs(args, kwargs, first, buffers, self.scales(), _random_states())
+        scales = self.scales()
+        if scales and in_fp8_activation_recompute_phase():
+            self.refusal = "a checkpoint of TE runs it again, with FP8 scales that are not the present ones"
+        return Inputs(args, kwargs, first, buffers, scales, _random_states())
 
-    def forward(self, inputs: Inputs) -> Pass:
-        """Run the forward, and keep outputs and amaxes."""
-        done = self._new_pass()
-        with self._running(done, inputs):
-            done.values = named_outputs(self._forward(inputs)[0]) | self.amaxes(FORWARD)
-        return done
+    def forward(self, inputs: Inputs) -> Values:
+        """Run the forward: outputs and amaxes."""
+        with self._running(Pass(self._own, self.parameters), inputs):
+            return named_outputs(self._forward(inputs)[0]) | self.amaxes(FORWARD)
 
     def backward(self, inputs: Inputs, grad_of: Callable[[int], torch.Tensor | None], slot: str) -> Pass:
         """Run the forward again, and its backward from ``grad_of`` each output, with the random states of now."""
-        try:
-            return self._backward(inputs, grad_of, slot)
-        except RuntimeError as error:
-            if self._recomputes or "Checkpointing" not in str(error):
-                raise
-        self._recomputes = True  # which allows `autograd.backward` only
-        return self._backward(inputs, grad_of, slot)
-
-    def _backward(self, inputs: Inputs, grad_of: Callable[[int], torch.Tensor | None], slot: str) -> Pass:
-        done, random, scales = self._new_pass(), _random_states(), self.scales()
-        parameters = {name: each for name, each in self.parameters.items() if each.requires_grad}
-        main_grads = self.main_grads(done.aliases, slot)
+        done, random, scales = Pass(self._own, self.parameters), _random_states(), self.scales()
+        main_grads = self._copy_main_grads(done, slot)
         with self._running(done, inputs), torch.enable_grad():
-            outputs, tensors = self._forward(inputs)
+            outputs, leaves = self._forward(inputs)
             _put_random_states(random)
             self._take_scales(scales, BACKWARD)
-            used = [(i, x) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-            given = [grad_of(i) for i, _ in used]
-            given = [torch.zeros_like(x) if g is None else g.clone() for (_, x), g in zip(used, given, strict=True)]
-            wanted = {f"gradient of input {i}": x for i, x in enumerate(tensors) if x.requires_grad}
-            wanted |= {f".grad of {name}": done.aliases[id(each)] for name, each in parameters.items()}
-            outputs_used = [x for _, x in used]
-            if self._recomputes:
-                torch.autograd.backward(outputs_used, given)
-                got: Any = [each.grad for each in wanted.values()]
-            else:
-                got = torch.autograd.grad(outputs_used, [*wanted.values()], given, allow_unused=True)
-            values = dict(zip(wanted, got, strict=True))
-            amaxes = self.amaxes(BACKWARD)
-        for name, each in parameters.items():
-            fused = getattr(done.aliases[id(each)], "grad_added_to_main_grad", False)
-            if fused or (done.delayed() and values[f".grad of {name}"] is None):
-                del values[f".grad of {name}"]
-        done.values = named_outputs(outputs) | values | amaxes | main_grads
+            used = {i: x for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad}
+            given = [torch.zeros_like(x) if (g := grad_of(i)) is None else g.clone() for i, x in used.items()]
+            torch.autograd.backward([*used.values()], given)
+            done.values = named_outputs(outputs) | self.amaxes(BACKWARD) | main_grads
+        done.values |= {f"gradient of input {i}": x.grad for i, x in enumerate(leaves) if x.requires_grad}
+        for name, parameter in self.parameters.items():
+            alias = done.aliases[id(parameter)]
+            fused = getattr(alias, "grad_added_to_main_grad", False)  # `.grad` is a dummy
+            if alias.requires_grad and not fused and not (done.delayed() and alias.grad is None):
+                done.values[f".grad of {name}"] = alias.grad
+            alias.grad = None
         return done
 
-    def backward_dw(self, done: Pass, inputs: Inputs, slot: str) -> Values:
-        """Compute the delayed wgrads of a pass: what they add to each ``.grad``."""
-        done.values = self.main_grads(done.aliases, slot)
+    def backward_dw(self, done: Pass, inputs: Inputs, slot: str) -> None:
+        """Compute the delayed wgrads of a pass, and add them to copies of the real gradients."""
+        done.values = self._copy_main_grads(done, slot)
         with self._running(done, inputs):
             for each in done.delayed():
                 each.backward_dw()
-        added = {f".grad of {name}": done.aliases[id(each)].grad for name, each in self.parameters.items()}
-        return {name: grad for name, grad in added.items() if grad is not None}
-
-    def main_grads(self, aliases: dict[int, Any] | None = None, slot: str = "before") -> Values:
-        """Copies of every ``main_grad``, in memory that all twins share; ``aliases`` take them for theirs.
-
-        Without aliases they are in half the bytes: to tell what is added to them.
-        """
-        copies: Values = {}
-        for index, (name, each) in enumerate(self.parameters.items()):
-            real = getattr(each, "main_grad", None)
-            if real is None:
-                continue
-            key = index, slot, real.shape, real.dtype
-            if key not in self._shared:
-                self._shared[key] = torch.empty_like(real, dtype=None if aliases else torch.bfloat16)
-            copies[f"main_grad of {name}"] = self._shared[key].copy_(real)
-            if aliases:
-                aliases[id(each)].main_grad = self._shared[key]
-                aliases[id(each)].grad_added_to_main_grad = False
-        return copies
+        for name, parameter in self.parameters.items():
+            added = done.aliases[id(parameter)].grad
+            if added is not None:
+                done.values[f".grad of {name}"] = added if parameter.grad is None else parameter.grad + added
 
     def scales(self) -> Scales:
         """The scales and amax histories of delayed scaling that the modules have now, copied."""
@@ -195,19 +178,19 @@ class Twin:
         self._own, self.parameters = {}, {}
         self._shared.clear()
 
-    def _new_pass(self) -> Pass:
-        aliases = {}
-        for parameter in self.parameters.values():
-            alias: Any = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            for name, value in vars(parameter).items():
-                if name not in ("main_grad", "get_main_grad"):
-                    alias.__dict__.setdefault(name, value)
-            aliases[id(parameter)] = alias
-        stores = {each: copy.copy(vars(each).get("wgrad_store")) for each in self._own}
-        stores = {each: store for each, store in stores.items() if store is not None}
-        for store in stores.values():
-            store.context = queue.Queue()
-        return Pass(aliases, stores)
+    def _copy_main_grads(self, done: Pass, slot: str) -> Values:
+        """Let a pass add to copies of every ``main_grad``, in memory that all twins share."""
+        copies: Values = {}
+        for index, (name, each) in enumerate(self.parameters.items()):
+            real = getattr(each, "main_grad", None)
+            if real is not None:
+                key = index, slot, real.shape, real.dtype
+                if key not in self._shared:
+                    self._shared[key] = torch.empty_like(real)
+                alias = done.aliases[id(each)]
+                alias.main_grad = copies[f"main_grad of {name}"] = self._shared[key].copy_(real)
+                alias.grad_added_to_main_grad = False
+        return copies
 
     def _forward(self, inputs: Inputs) -> tuple[list[Any], list[Any]]:
         args, kwargs = tree_map_only(torch.Tensor, _copied, (inputs.args, inputs.kwargs))
@@ -226,9 +209,10 @@ class Twin:
     @contextmanager
     def _running(self, done: Pass, inputs: Inputs) -> Iterator[None]:
         """Be the module, as it was when ``inputs`` were taken, and leave no trace of it."""
-        real, random = {each: vars(each) for each in self._own}, _random_states()
+        real = {each: vars(each) for each in self._own}
         for each, own in self._own.items():
             merged = {name: value for name, value in real[each].items() if name not in REPLACED}
+            merged |= {name: copy.copy(value) for name, value in merged.items() if type(value) in (list, dict, set)}
             merged |= {name: value for name, value in own.items() if value is not None or name not in REPLACED}
             merged["_buffers"] = tree_map_only(torch.Tensor, torch.clone, inputs.buffers[each])
             merged["_parameters"] = {
@@ -239,13 +223,11 @@ class Twin:
             if FIRST in merged:
                 merged[FIRST] = inputs.first
             object.__setattr__(each, "__dict__", merged)
-        enabled, dtype = self._torch_autocast
-        same = enabled == torch.is_autocast_enabled()
         try:
             with (
-                _fp8(self.enabled, self.recipe),
-                _as_in_capture(),
-                nullcontext() if same else torch.autocast("cuda", dtype, enabled, cache_enabled=False),
+                _as_captured(self.enabled, self.recipe),
+                torch.autocast("cuda", *self._torch_autocast, cache_enabled=False),
+                _without_saved_tensors_hooks(),
             ):
                 for each in self._own if self.enabled else ():
                     if isinstance(each, BasicOperation):
@@ -257,7 +239,6 @@ class Twin:
                 _put_random_states(inputs.random)
                 yield
         finally:
-            _put_random_states(random)
             for each, own in self._own.items():
                 left = vars(each)
                 object.__setattr__(each, "__dict__", real[each])
@@ -281,12 +262,8 @@ def _metas(module: Module) -> list[Values]:
 
 def _refusal(module: Module) -> str:
     """Why a module cannot be run beside its graphs, "" if it can."""
-    kinds = {kind.__name__ for each in module.modules() for kind in type(each).__mro__}
-    kinds |= {type(each).__name__ for each in module.parameters()}
-    if kinds & {"DTensor", "FSDPModule", "FullyShardedDataParallel"} or any(
-        getattr(each, "fsdp_wrapped", False) for each in module.modules()
-    ):
-        return "its parameters are sharded (FSDP), and eager would have to gather them"
+    if any(type(each).__name__ == "DTensor" for each in module.parameters()):
+        return "its parameters are sharded (DTensor), and what eager gathers would change their gradients"
     if any(value is True and name.startswith("ub_") for each in module.modules() for name, value in vars(each).items()):
         return "it overlaps communication in buffers (userbuffers) that its graphs use as well"
     return ""
@@ -307,31 +284,34 @@ def _put_random_states(states: list[Any]) -> None:
 
 
 @contextmanager
-def _as_in_capture() -> Iterator[None]:
-    """Megatron-Core: what a layer runs in a capture may be a part of it."""
-    graphs: Any = sys.modules.get("megatron.core.transformer.cuda_graphs", sys)
-    before = getattr(graphs, "_IS_GRAPH_CAPTURING", None)
-    if before is not None:
-        graphs._IS_GRAPH_CAPTURING = True
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """Save tensors as they are: a checkpoint around counts what is saved."""
+    stack: Any = torch._C._autograd
+    hooks = []
+    while (pair := stack._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        stack._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        if before is not None:
-            graphs._IS_GRAPH_CAPTURING = before
+        for pair in reversed(hooks):
+            stack._push_saved_tensors_default_hooks(*pair)
 
 
 @contextmanager
-def _fp8(enabled: bool, recipe: Any) -> Iterator[None]:
-    """The recipe of the capture, within an autocast that is not the outermost; TE's global state is put back."""
+def _as_captured(enabled: bool, recipe: Any) -> Iterator[None]:
+    """The recipe of the capture, within an autocast that is not the outermost. All global state is put back."""
+    random = _random_states()
     owner: Any = Manager
     if hasattr(Manager, "quantization_state"):
-        saved = {"quantization_state": Manager.quantization_state}
+        kept = {"quantization_state": Manager.quantization_state}
         owner = Manager.quantization_state = copy.copy(Manager.quantization_state)
         depth = "autocast_depth"
     else:
         methods = (classmethod, staticmethod)
-        saved = {k: v for k, v in vars(Manager).items() if not k.startswith("__") and not isinstance(v, methods)}
+        kept = {k: v for k, v in vars(Manager).items() if not k.startswith("__") and not isinstance(v, methods)}
         depth = "AUTOCAST_DEPTH"
+    saved = [(Manager, name, value) for name, value in kept.items()]
     for name in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
         setattr(owner, name, {})
     owner.fp8_tensors_recompute_buffer = []
@@ -339,8 +319,13 @@ def _fp8(enabled: bool, recipe: Any) -> Iterator[None]:
     owner.skip_fp8_weight_update_tensor = None
     setattr(owner, depth, getattr(owner, depth) + 1)
     Manager.set_autocast_state((enabled, False, recipe, Manager.get_autocast_state()[3], False, False))
+    megatron: Any = sys.modules.get("megatron.core.transformer.cuda_graphs")
+    if hasattr(megatron, "_IS_GRAPH_CAPTURING"):  # what a layer runs in a capture may be a part of it
+        saved.append((megatron, "_IS_GRAPH_CAPTURING", megatron._IS_GRAPH_CAPTURING))
+        megatron._IS_GRAPH_CAPTURING = True
     try:
         yield
     finally:
-        for name, value in saved.items():
-            setattr(Manager, name, value)
+        for holder, name, value in saved:
+            setattr(holder, name, value)
+        _put_random_states(random)

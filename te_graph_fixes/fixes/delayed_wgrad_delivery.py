@@ -197,5 +197,5 @@ FIX = Fix(
     affected=">=2.10",
     examine=examine,
     requires=("backward-dw-hooks", "param-grad-lifetime"),
-    looks_like=("delayed-wgrad-missing",),
+    looks_like=("delayed-wgrad",),
 )

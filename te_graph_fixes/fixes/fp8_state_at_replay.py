@@ -145,5 +145,5 @@ FIX = Fix(
     upstream=(),
     affected=">=2.10",
     examine=examine,
-    looks_like=("fp8 wgrad", "fp8 dgrad"),
+    looks_like=("fp8 dgrad", "fp8 wgrad", "fp8 main-grad"),
 )

@@ -109,5 +109,5 @@ FIX = Fix(
     ),
     affected=">=2.10,<2.17",
     examine=examine,
-    looks_like=("fp8 output of GroupedLinear", "wgrad-replaced of GroupedLinear"),
+    looks_like=("fp8 output of GroupedLinear", "main-grad of GroupedLinear"),
 )

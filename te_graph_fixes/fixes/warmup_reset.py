@@ -102,5 +102,5 @@ FIX = Fix(
     affected="<2.14",
     examine=examine,
     requires=("grouped-linear-skip-flag",),
-    looks_like=("wgrad-replaced",),
+    looks_like=("main-grad",),
 )

@@ -1,6 +1,7 @@
 """Train with and without ``te_graph_fixes.check``: what it finds, whether it leaves the training alone, what it costs.
 
     te-graph-fixes run -- python tests/gpu/check_sweep.py          # correct graphs: nothing may be found
+    te-graph-fixes run -- python tests/gpu/check_sweep.py 1/3      # every third training, from the second on
     TE_GRAPH_FIXES=off python tests/gpu/check_sweep.py cases       # each case of `verify`, without fixes: what is found
 
 Modules, recipes, fused and delayed wgrads and orders; a TransformerLayer with dropout, recomputed or not, and torch
@@ -13,6 +14,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,19 +139,26 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def main() -> None:
-    names = ("trainings", "tensors", "not reproducible", "left out", "found", "changed", "skipped", "seconds")
-    totals = dict.fromkeys((*names, "seconds checked"), 0.0)
+def trainings() -> Iterator[tuple[str, Callable[[], list[torch.Tensor]]]]:
+    """Those that the command line asks for, with their names."""
     if sys.argv[1:] == ["cases"]:
         for case in CASES.values():
             if case.function == "training:compare":
-                compare(case.name, lambda case=case: values(dict(case.options)), totals)  # type: ignore[misc]
-    else:
-        for options in setups():
-            compare(str(options), lambda options=options: values(options), totals)  # type: ignore[misc]
-        for recipe in ("bf16", "fp8-delayed", "fp8-current"):
-            for recompute in (False, True):
-                compare(f"layer {recipe} {recompute=}", lambda r=recipe, c=recompute: layer(r, c), totals)  # type: ignore[misc]
+                yield case.name, partial(values, dict(case.options))
+        return
+    for options in setups():
+        yield str(options), partial(values, options)
+    for recipe in ("bf16", "fp8-delayed", "fp8-current"):
+        for recompute in (False, True):
+            yield f"layer {recipe} {recompute=}", partial(layer, recipe, recompute)
+
+
+def main() -> None:
+    names = ("trainings", "tensors", "not reproducible", "left out", "found", "changed", "skipped", "seconds")
+    totals = dict.fromkeys((*names, "seconds checked"), 0.0)
+    part, _, parts = (sys.argv[1] if "/" in sys.argv[-1] else "0/1").partition("/")
+    for name, work in itertools.islice(trainings(), int(part), None, int(parts)):
+        compare(name, work, totals)
     print(te_graph_fixes.report().te_version, {name: round(value, 1) for name, value in totals.items()})
 
 
