@@ -44,6 +44,7 @@ FIRST = {
     "skip-flag-accessors": "2.15.0",
     "skip-flag-reset": "2.9.0",
     "stale-fp8-weights": "2.9.0",
+    "unreached-wgrads": "2.10.0",
     "wgrad-hook-order": "2.10.0",
 }
 """The first published version with the defect, where it is not the first of all."""
@@ -63,7 +64,7 @@ LACKS = (
     *("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery"),
     *("stale-fp8-weights", "wgrad-hook-order", "backward-amax-reduction", "fp8-state-at-replay", "nested-autocast"),
     *("replay-arguments", "calibrating-recipe", "skip-flag-reset", "fused-dummy-copies"),
-    "capture-without-warmup",
+    *("capture-without-warmup", "unreached-wgrads"),
 )
 """The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 

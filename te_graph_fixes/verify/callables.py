@@ -77,5 +77,31 @@ def hook_order() -> dict[str, Any]:
     return {"errors": {"order": [float(found != list(range(MODULES)))]}, "order": list(found)}
 
 
+def plain_data() -> dict[str, Any]:
+    """The errors of delayed wgrads in each step, where the first of two projections gets data without gradients."""
+    found, wanted = (_delayed_wgrads(graphed) for graphed in (True, False))
+    return {"errors": {"wgrads": [error([one], [right]) for one, right in zip(found, wanted, strict=True)]}}
+
+
+def _delayed_wgrads(graphed: bool) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    layers = [kind(HIDDEN, HIDDEN, delay_wgrad_compute=True, **OPTIONS) for kind in (te.Linear, te.LayerNormLinear)]
+    first, second = layers
+    if graphed:
+        first = te.make_graphed_callables(first, (_random(),), allow_unused_input=True)
+        second = te.make_graphed_callables(second, (_random().requires_grad_(),), allow_unused_input=True)
+    torch.manual_seed(2)
+    found = []
+    for _ in range(2):
+        for layer in layers:
+            layer.weight.grad = None
+        out = second(first(_random()))
+        out.backward(_random())
+        for run in (second, first):
+            run.backward_dw()
+        found += [torch.zeros_like(each.weight) if each.weight.grad is None else each.weight.grad for each in layers]
+    return [grad.clone() for grad in found]
+
+
 def _random() -> torch.Tensor:
     return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")

@@ -70,6 +70,7 @@ TRANSPOSES, CACHED, EVALUATION = "fp8-weight-transposes", "cached-weight-lifetim
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
 ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-flag-reset"
 RNG_STATES, NO_WARMUP = "rng-states-at-replay", "capture-without-warmup"
+UNREACHED = "unreached-wgrads"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
@@ -124,6 +125,7 @@ _ALL = (
     _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
     _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
     Case("hook-order", (HOOK_ORDER, HOOKS), "callables:hook_order", quick=True),
+    Case("plain-data-delayed", (UNREACHED, DELIVERY), "callables:plain_data", quick=True),
     Case("none-output", ("none-outputs",), "callables:none_output", quick=True),
     _training(
         "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, mark_first=False, reuse=True, tuples=True
