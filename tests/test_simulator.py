@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from tests.child import on_simulator, python
+from tests.child import on_simulator, python, simulate
 
 ROOT = Path(__file__).parent.parent
 EVERYWHERE = ROOT / "tests" / "simulator" / "everywhere"
@@ -62,6 +62,14 @@ def test_check(name: str) -> None:
 def test_check_of_blocks_on_another_gpu(name: str, gpu: str) -> None:
     error = results("blocks", gpu)[name]
     assert error is None, error
+
+
+def test_checks_notice_each_mutant_of_the_block_scaled_formats() -> None:
+    output = simulate("-m", "tests.simulator.checks.mutants", TE_GRAPH_FIXES="off")
+    found = {line["mutant"]: line["noticed by"] for line in map(json.loads, output.splitlines())}
+    assert found.pop(None) is None
+    assert len(found) >= 20
+    assert [mutant for mutant, check in found.items() if check is None] == []
 
 
 @pytest.mark.parametrize(("fixes", "wanted"), [("off", math.inf), ("on", 0.0)])

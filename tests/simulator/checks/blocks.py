@@ -69,13 +69,13 @@ def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (size | x.reshape(-1).signbit().to(torch.uint8) << 7).view(x.shape)
 
 
-def mx_by_definition(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def mx_by_definition(x: torch.Tensor, dtype: torch.dtype, height: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks along rows: each with the smallest power of two that brings it into the range of the type."""
     blocks = x.double().reshape(x.shape[0], -1, 32)
     scale = torch.zeros(blocks.shape[:2], dtype=torch.uint8)
-    for line, block in itertools.product(*map(range, scale.shape)):
-        largest = float(blocks[line, block].abs().max()) / torch.finfo(dtype).max
-        scale[line, block] = max(math.ceil(math.log2(largest)) + 127, 0) if largest else 0
+    for line, block in itertools.product(range(0, x.shape[0], height), range(scale.shape[1])):
+        largest = float(blocks[line : line + height, block].abs().max()) / torch.finfo(dtype).max
+        scale[line : line + height, block] = max(math.ceil(math.log2(largest)) + 127, 0) if largest else 0
     scaled = blocks / torch.exp2(scale.double() - 127).unsqueeze(2)
     return nearest_fp8(scaled, dtype).reshape(x.shape), scale
 
@@ -116,6 +116,29 @@ def check_mxfp8_is_that_of_its_definition() -> None:
         assert torch.equal(out._columnwise_scale_inv[: shape[0] // 32, : shape[1]], scale.t())
         assert out._columnwise_scale_inv.shape == padded(scale).t().shape
         close(tex.dequantize(out, tex.DType.kFloat32), x, 4e-2 if dtype == E4M3 else 8e-2)
+
+
+def check_2d_blocks_of_mxfp8_are_those_of_their_definition() -> None:
+    quantizer = MXFP8Quantizer(E4M3)
+    quantizer.with_2d_quantization = True  # since TE 2.19
+    x = values(96, 160)
+    out = tex.quantize(x, quantizer)
+    data, scale = mx_by_definition(x, torch.float8_e4m3fn, height=32)
+    assert torch.equal(out._rowwise_data, data)
+    assert torch.equal(out._columnwise_data, data)
+    assert torch.equal(out._rowwise_scale_inv[:96, :5], scale)
+    assert torch.equal(out._columnwise_scale_inv[:3, :160], scale[::32].repeat_interleave(32, dim=1))
+
+
+def check_the_transpose_of_2d_blocks_of_nvfp4_is_what_a_quantization_gives() -> None:
+    for rows, columns in SHAPES:
+        wanted = tex.quantize(values(rows, columns), NVFP4Quantizer(with_2d_quantization=True))
+        data, scale = wanted._rowwise_data, wanted._rowwise_scale_inv
+        assert torch.equal(tex.nvfp4_data_transpose(data, out=None), wanted._columnwise_data)
+        found = torch.empty_like(wanted._columnwise_scale_inv)
+        tex.nvfp4_2d_scale_transpose(scale, found, rows // 16, columns // 16)
+        where = slice(columns), slice(rows // 16)
+        assert torch.equal(found[where], wanted._columnwise_scale_inv[where])
 
 
 def check_nvfp4_is_that_of_tes_reference() -> None:
@@ -197,9 +220,10 @@ def check_swizzled_scales_lie_as_cublas_reads_them() -> None:
     for quantizer, shape in itertools.product((MXFP8Quantizer(E4M3), NVFP4Quantizer()), SHAPES):
         plain = tex.quantize(values(*shape), quantizer)
         out = tex.quantize(values(*shape), quantizer)
-        block = 32 if isinstance(quantizer, MXFP8Quantizer) else 16
+        block, before = 32 if isinstance(quantizer, MXFP8Quantizer) else 16, out._rowwise_scale_inv
         tex.swizzle_scales_for_gemm_(out)
         assert out._with_gemm_swizzled_scales
+        assert out._rowwise_scale_inv is not before
         rows, columns = shape
         scale = plain._rowwise_scale_inv[:rows, : columns // block]
         assert torch.equal(out._rowwise_scale_inv.flatten(), cublas_order(padded(scale)))
@@ -330,6 +354,22 @@ def check_shapes_that_a_gpu_does_not_take_are_refused() -> None:
             tex.quantize(gpu(*shape), quantizer)
     with pytest.raises(RuntimeError, match="RHT is only supported for bfloat16"):
         tex.quantize(gpu(16, 16, dtype=torch.float32), NVFP4Quantizer(**NVFP4["rht"]))
+    with pytest.raises(RuntimeError, match="Pre-RHT amax is not supported"):
+        tex.quantize(gpu(16, 16), NVFP4Quantizer(with_rht=True))
+    quantizer = fp8_blocks(block_scaling_dim=2, force_pow_2_scales=False)
+    if sm_arch() < 100:
+        tex.quantize(gpu(128, 128), quantizer)
+    else:
+        with pytest.raises(RuntimeError, match="requires power of two scaling factors"):
+            tex.quantize(gpu(128, 128), quantizer)
+
+
+def check_options_that_are_not_simulated_are_refused() -> None:
+    for name in ("row_scaled_nvfp4", "nvfp4_use_4over6", "an_option_of_a_later_version"):
+        quantizer = NVFP4Quantizer()
+        setattr(quantizer, name, True)
+        with pytest.raises(NotImplementedError, match=f"NVFP4Quantizer with {name}"):
+            tex.quantize(gpu(16, 16), quantizer)
 
 
 def check_block_scaled_fp8_is_that_of_its_definition() -> None:

@@ -25,9 +25,17 @@ from . import formats
 from .enums import torch_dtype
 from .formats import MX_BLOCK, NV_BLOCK, TILE, tiles
 
-__all__ = ["swizzle_scales_for_gemm_"]
+__all__ = ["nvfp4_2d_scale_transpose", "nvfp4_data_transpose", "swizzle_scales_for_gemm_"]
 
 MX, NV, TILED = "MXFP8", "NVFP4", "Float8Block"
+
+_KNOWN = {
+    "rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "dtype", "block_len", "force_pow_2_scales",
+    "amax_epsilon", "block_scaling_dim", "with_rht", "with_post_rht_amax", "with_amax_reduction",
+    "amax_reduction_group", "with_2d_quantization", "stochastic_rounding", "rht_matrix",
+    "rht_matrix_random_sign_mask_t", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode",
+}  # fmt: skip
+"""What is simulated of that which a quantizer may be told; the last two go with ``nvfp4_use_4over6``."""
 
 
 class Part(NamedTuple):
@@ -170,10 +178,13 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor |
     parts = [_part(output, columnwise) for columnwise, wanted in _usages(quantizer) if wanted]
     writes = [field for part in parts for field in part if isinstance(field, torch.Tensor)]
     if _kind(quantizer) == TILED:
+        if sm_arch() >= 100 and not quantizer.force_pow_2_scales:
+            raise RuntimeError("FP8 block scaling is emulated with MXFP8, which requires power of two scaling factors")
         options = quantizer.force_pow_2_scales, quantizer.amax_epsilon
         launch(_cast_tiles, writes, tensor, parts, *options, noop)
     elif _kind(quantizer) == MX:
-        launch(_cast_mx, writes, tensor, parts, noop)
+        height = MX_BLOCK if getattr(quantizer, "with_2d_quantization", False) else 1  # since TE 2.19
+        launch(_cast_mx, writes, tensor, parts, height, noop)
     elif not quantizer.with_rht:
         states = _random_states(1) if quantizer.stochastic_rounding else None
         height = NV_BLOCK if quantizer.with_2d_quantization else 1
@@ -181,6 +192,8 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor |
     else:
         if tensor.dtype != torch.bfloat16:
             raise RuntimeError("RHT is only supported for bfloat16 input")
+        if not quantizer.with_post_rht_amax:
+            raise RuntimeError("Pre-RHT amax is not supported yet")
         rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
         fused = _sm_100_to_110() and rows % 64 == 0 and columns % 128 == 0
         states = _random_states(1 if fused else len(parts)) if quantizer.stochastic_rounding else None
@@ -204,6 +217,22 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
         if getattr(tensor, name) is not None:
             setattr(tensor, name, for_gemm([_part(tensor, columnwise)])[0].scale)
     tensor._with_gemm_swizzled_scales = True
+
+
+def nvfp4_data_transpose(data: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The transpose of a matrix of E2M1 codes, which are two to a byte before and after."""
+    rows, columns = data.shape
+    if rows % 2:
+        raise RuntimeError(f"NVFP4 transpose requires an even number of rows (got {rows})")
+    if out is None:
+        out = torch.empty([2 * columns, rows // 2], dtype=torch.uint8)
+    launch(_transpose_codes, [out], out, data)
+    return out
+
+
+def nvfp4_2d_scale_transpose(scale: torch.Tensor, out: torch.Tensor, high: int, wide: int) -> None:
+    """The scales of the transpose of ``high`` x ``wide`` blocks, of which each row has one; what pads them stays."""
+    launch(_transpose_scales, [out], scale, out, high, wide)
 
 
 def for_gemm(operands: Sequence[Any]) -> list[Any]:
@@ -338,8 +367,9 @@ def _construct(
 
 
 def _refuse(quantizer: Any) -> None:
-    for name in ("row_scaled_nvfp4", "nvfp4_use_4over6", "all_gather_usage"):
-        if getattr(quantizer, name, False):
+    """Raise for what would change the numbers and is not simulated: options that a later TE adds as well."""
+    for name in sorted(vars(quantizer).keys() - _KNOWN):
+        if getattr(quantizer, name):
             raise NotImplementedError(f"simulator: {type(quantizer).__name__} with {name}")
     if getattr(quantizer, "with_amax_reduction", False) and torch.distributed.is_initialized():
         raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
@@ -400,17 +430,27 @@ def _dequantize(result: torch.Tensor, part: Part) -> None:
     result.copy_(part.matrix(torch.float32).reshape(result.shape))
 
 
+def _transpose_codes(out: torch.Tensor, data: torch.Tensor) -> None:
+    codes = torch.stack([data & 15, data >> 4], dim=-1).reshape(len(data), -1).t()
+    out.copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+def _transpose_scales(scale: torch.Tensor, out: torch.Tensor, high: int, wide: int) -> None:
+    of_blocks = scale[: high * NV_BLOCK : NV_BLOCK, :wide]
+    out[: wide * NV_BLOCK, :high] = of_blocks.t().repeat_interleave(NV_BLOCK, dim=0)
+
+
 def _draw(states: torch.Tensor) -> None:
     states.random_()
 
 
-def _cast_mx(tensor: torch.Tensor, parts: Sequence[Part], noop: torch.Tensor | None) -> None:
+def _cast_mx(tensor: torch.Tensor, parts: Sequence[Part], height: int, noop: torch.Tensor | None) -> None:
     if skipped(noop):
         return
     rows = tensor.float().reshape(-1, tensor.shape[-1])
     for part in parts:
         assert part.dtype is not None
-        part.store(*formats.encode_mxfp8(rows.t() if part.columnwise else rows, part.dtype))
+        part.store(*formats.encode_mxfp8(rows.t() if part.columnwise else rows, part.dtype, height))
 
 
 def _cast_tiles(

@@ -1,6 +1,6 @@
 """The block-scaled formats as arithmetic: values in, codes and scales out, and back. Blocks lie along rows here.
 
-- MXFP8 (OCP Microscaling Formats 1.0): a power of two, E8M0, for each 32 values
+- MXFP8 (OCP Microscaling Formats 1.0): a power of two, E8M0, for each 32 values, or 32 x 32
 - NVFP4: E2M1 codes, two to a byte; an E4M3 scale for each 16 values, or 16 x 16, and one FP32 scale for the tensor
 - block-scaled FP8: an FP32 scale for each 128 values, or 128 x 128
 """
@@ -24,11 +24,15 @@ def largest(values: torch.Tensor, *dims: int) -> torch.Tensor:
     return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims)
 
 
-def encode_mxfp8(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each block with the smallest power of two that brings it into the range of ``dtype``."""
+def encode_mxfp8(values: torch.Tensor, dtype: torch.dtype, height: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks are ``height`` rows high, each with the smallest power of two that brings it into the range of ``dtype``.
+
+    Each row of a block has its scale.
+    """
     blocks = values.reshape(len(values), -1, MX_BLOCK)
     limit = torch.finfo(dtype).max
-    wanted = largest(blocks, 2) * (1 / torch.tensor(limit))
+    of_block = largest(blocks.reshape(-1, height, *blocks.shape[1:]), 1, 3).repeat_interleave(height, dim=0)
+    wanted = of_block * (1 / torch.tensor(limit))
     bits = wanted.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000)) & (exponent < 0xFE)
