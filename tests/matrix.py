@@ -5,15 +5,20 @@
 prints one JSON line for each combination: its errors other than 0.0 ("right" where there are none), or why
 TransformerEngine (TE) does not take it. ``TE_GRAPH_FIXES=off`` gives those of TE as it is. PART, ``2/7`` say, is every
 seventh of them, from the second on. Each runs in a fork of this process, since a capture that fails may damage it.
+
+    python -m tests.matrix table < LINES
+
+makes a table of such lines: the largest error, ``crash`` for an exception, ``-`` for what TE does not take.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 IN_FLIGHT = (1, 1, -1, 1, -1, -1)
@@ -28,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "expert without tokens": {"order": IN_FLIGHT, "experts": 4, "uneven": True},
     "evaluation": {"order": IN_FLIGHT, "evaluate": True},
 }
+GPU_SPLITS = "GroupedLinear, splits on the GPU"
 RECIPES = ("mxfp8", "nvfp4", "fp8-block", "fp8-current", "fp8-delayed")
 OPERATIONS = {"mark_first": False, "cache": None}
 """te.ops quantize their weights in every forward."""
@@ -39,6 +45,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("ops.Linear", "ops.GroupedLinear"), ("not cached", "plain grads", "quantized weights", "evaluation")
     ),
+    **dict.fromkeys(
+        ("LayerNormMLP, recomputed", "TransformerLayer, dropout", "GroupedLinear, padded"), ("cached", "not cached")
+    ),
+    GPU_SPLITS: ("cached", "not cached", "plain grads", "delayed wgrads", "quantized weights", "evaluation"),
 }
 """What can be trained, in those settings that it has."""
 
@@ -60,6 +70,8 @@ def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
 
     training.TOKENS = 128
     training.OTHERS |= {"TransformerLayer": transformer_layer, "ops.Linear": linear, "ops.GroupedLinear": grouped}
+    training.OTHERS |= {"LayerNormMLP, recomputed": recomputed, "TransformerLayer, dropout": with_dropout}
+    training.OTHERS |= {"GroupedLinear, padded": padded, GPU_SPLITS: grouped_on_gpu}
     options = {**SETTINGS[setting], **(OPERATIONS if module.startswith("ops.") else {})}
     try:
         found = training.compare(module=module, recipe=recipe, steps=2, **options)["errors"]
@@ -71,7 +83,7 @@ def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
     return {"wrong": wrong} if wrong else {"right": True}
 
 
-def transformer_layer(options: dict[str, Any]) -> Any:
+def transformer_layer(options: dict[str, Any], dropout: float = 0.0) -> Any:
     """A layer with two sequences, whose attention is TE's own of plain torch operations."""
     import transformer_engine.pytorch as te
 
@@ -82,7 +94,50 @@ def transformer_layer(options: dict[str, Any]) -> Any:
         def forward(self, x: Any, **marks: bool) -> Any:
             return super().forward(x.view(-1, 2, 128), **marks).view(x.shape)
 
-    return Layer(128, 256, 4, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, **options), ()
+    options = {"hidden_dropout": dropout, "attention_dropout": dropout, **options}
+    return Layer(128, 256, 4, fuse_qkv_params=True, **options), ()
+
+
+def with_dropout(options: dict[str, Any]) -> Any:
+    """A layer whose graphs draw random numbers at each replay."""
+    return transformer_layer(options, dropout=0.1)
+
+
+def recomputed(options: dict[str, Any]) -> Any:
+    """A block whose activations are recomputed in its backward."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    from te_graph_fixes.verify import training
+
+    if not hasattr(te.graph, "_none_grad_context_wrapper"):
+        raise training.Skipped("TransformerEngine before 2.12 refuses to capture te.checkpoint")
+
+    class Recomputed(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = te.LayerNormMLP(128, 256, **options)
+
+        def forward(self, x: Any, **marks: bool) -> Any:
+            return te.checkpoint(self.inner, x, **marks)
+
+    return Recomputed(), ()
+
+
+def padded(options: dict[str, Any]) -> Any:
+    """Two experts with numbers of tokens that no recipe takes, padded and unpadded by TE's modules."""
+    import transformer_engine.pytorch as te
+
+    class Padded(te.GroupedLinear):  # type: ignore[misc]
+        def __init__(self, *sizes: int, **options: Any) -> None:
+            super().__init__(*sizes, **options)
+            self.pad, self.unpad = te.Fp8Padding(2), te.Fp8Unpadding(2)
+
+        def forward(self, x: Any, splits: list[int], **marks: bool) -> Any:
+            rows, padded_splits = self.pad(x, splits)
+            return self.unpad(super().forward(rows, padded_splits, **marks), splits)
+
+    return Padded(2, 128, 128, **options), ([50, 78],)
 
 
 def linear(options: dict[str, Any]) -> Any:
@@ -94,7 +149,6 @@ def linear(options: dict[str, Any]) -> Any:
 
 def grouped(options: dict[str, Any]) -> Any:
     """Two experts of te.ops, without a bias, whose grad a Triton kernel sums up."""
-    import torch
     import transformer_engine.pytorch as te
 
     from te_graph_fixes.verify import training
@@ -102,12 +156,31 @@ def grouped(options: dict[str, Any]) -> Any:
     made = getattr(te.ops, "GroupedLinear", None)
     if made is None:
         raise training.Skipped("te.ops.GroupedLinear comes with TransformerEngine 2.14")
-    if hasattr(made, "_fuser_forward_grouped_tensor"):
-        raise training.Skipped(
-            "te.ops.GroupedLinear needs kernels of grouped tensors, which are not simulated, in a graph"
-        )
-    splits = torch.tensor([64, 64], device="cpu")
-    return te.ops.Sequential(made(2, 128, 128, **_of_operation(options | {"bias": False}))), (splits,)
+    on_gpu = hasattr(made, "_fuser_forward_grouped_tensor")
+    return te.ops.Sequential(made(2, 128, 128, **_of_operation(options | {"bias": False}))), (_splits(on_gpu),)
+
+
+def grouped_on_gpu(options: dict[str, Any]) -> Any:
+    """Two experts, without a bias, with kernels of grouped tensors: only the GPU knows their tokens."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.module import grouped_linear
+
+    from te_graph_fixes.verify import training
+
+    if not hasattr(grouped_linear._GroupedLinear, "_make_grouped_tensor"):
+        raise training.Skipped("GroupedLinear has no kernels of grouped tensors before TransformerEngine 2.17")
+    options = {**options, "bias": False}
+    if "use_grouped_tensor" in inspect.signature(te.GroupedLinear.__init__).parameters:  # TE 2.20
+        options["use_grouped_tensor"] = True
+    else:
+        os.environ["NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"] = "1"
+    return te.GroupedLinear(2, 128, 128, **options), (_splits(on_gpu=True),)
+
+
+def _splits(on_gpu: bool) -> Any:
+    import torch
+
+    return torch.tensor([32, 96], device="cuda") if on_gpu else torch.tensor([64, 64], device="cpu")
 
 
 def _of_operation(options: dict[str, Any]) -> dict[str, Any]:
@@ -115,14 +188,35 @@ def _of_operation(options: dict[str, Any]) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in options.items() if name != "delay_wgrad_compute"}
 
 
-if __name__ == "__main__":
+def table(lines: Iterable[str]) -> Iterator[str]:
+    """Rows of Markdown, one for each setting and module."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in map(json.loads, lines):
+        (module, recipe, setting), wrong = line["case"], line.get("wrong", {"": 0.0})
+        cell = "-" if "skipped" in line else "crash" if isinstance(wrong, str) else str(round(max(wrong.values()), 2))
+        cells.setdefault((setting, module), {})[recipe] = cell
+    yield f"| way | module | {' | '.join(RECIPES)} |"
+    yield "|---" * (2 + len(RECIPES)) + "|"
+    for (setting, module), found in cells.items():
+        yield f"| {setting} | `{module}` | {' | '.join(found.get(recipe, '') for recipe in RECIPES)} |"
+
+
+def main(*arguments: str) -> None:
+    """What the module's docstring says."""
+    if arguments == ("table",):
+        print("\n".join(table(sys.stdin)))
+        return
     import transformer_engine.pytorch  # noqa: F401
 
     import te_graph_fixes.verify.training  # noqa: F401
 
-    for case in combinations(*sys.argv[1:2], recipes=sys.argv[2:]):
+    for case in combinations(*arguments[:1], recipes=arguments[1:]):
         sys.stdout.flush()
         if not (child := os.fork()):
             print(json.dumps({"case": case, **measure(*case)}), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -11,10 +11,10 @@ from importlib.metadata import version
 import pytest
 
 from tests.child import simulate
-from tests.matrix import RECIPES, combinations
+from tests.matrix import GPU_SPLITS, RECIPES, combinations
 
 MINOR = int(version("transformer_engine").split(".")[1])
-PART = f"{MINOR - 9}/23"
+PART = f"{MINOR - 9}/29"
 NO_MXFP8 = "not supported on 12.0+ architectures"
 REFUSED = {
     ("hopper", "mxfp8"): "compute capability 10.0 or higher required",
@@ -26,13 +26,23 @@ REFUSED = {
 NOT_THERE = [
     text
     for text, there in (
-        ("te.ops.GroupedLinear ", MINOR in (14, 15)),
+        ("refuses to capture te.checkpoint", MINOR >= 12),
+        ("te.ops.GroupedLinear comes with ", MINOR >= 14),
+        ("GroupedLinear has no kernels of grouped tensors ", MINOR >= 17),
         ("multi_tensor_adam takes no ", MINOR >= 14),
         ("operations do not support FP8 block scaling", MINOR >= 18),
     )
     if not there
 ]
 """What TE does not have, or has in a way that is not simulated."""
+
+OTHER_KERNELS = ("values from the GPU", "value from the GPU", "FP8 block-scaling recipe on")
+"""Why splits on the GPU cannot be captured in some recipes and on some GPUs: TE has other kernels there."""
+
+
+def not_there(module: str, why: object) -> bool:
+    on_gpu = module in (GPU_SPLITS, "ops.GroupedLinear")
+    return any(text in str(why) for text in (*NOT_THERE, *(OTHER_KERNELS if on_gpu else ())))
 
 
 def run(gpu: str, fixes: str, part: str, *recipes: str) -> dict[tuple[str, ...], object]:
@@ -41,7 +51,7 @@ def run(gpu: str, fixes: str, part: str, *recipes: str) -> dict[tuple[str, ...],
     lines = [json.loads(line) for line in output.splitlines()]
     assert [tuple(line["case"]) for line in lines] == combinations(part, recipes)
     found = {tuple(line["case"]): line.get("wrong", line.get("skipped")) for line in lines}
-    return {case: why for case, why in found.items() if not any(text in str(why) for text in NOT_THERE)}
+    return {case: why for case, why in found.items() if not not_there(case[0], why)}
 
 
 def test_blackwell() -> None:
@@ -55,7 +65,7 @@ def test_blackwell_without_the_package() -> None:
 
 
 def test_rtx_takes_no_mxfp8() -> None:
-    found = run("blackwell-rtx", "on", PART.replace("23", "29"), "nvfp4", "fp8-block", "mxfp8")
+    found = run("blackwell-rtx", "on", PART.replace("29", "37"), "nvfp4", "fp8-block", "mxfp8")
     refused = [why for (_, recipe, _), why in found.items() if recipe == "mxfp8"]
     assert refused
     assert all(NO_MXFP8 in str(why) for why in refused)

@@ -12,10 +12,11 @@ import torch
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-from tests.simulator.runtime import sm_arch
+from tests.simulator.runtime import any_fp8_layout, sm_arch
 
 from .extension import E4M3, E5M2, close, gemm, gpu
 
@@ -328,6 +329,70 @@ def check_a_grouped_product_is_one_by_one() -> None:
         tex.te_general_grouped_gemm(weights, True, inputs, False, [out], tex.DType.kFloat32, [64, 64], *rest)
         wanted = torch.cat([gemm(a, b, "TN")[0] for a, b in zip(weights, inputs, strict=True)])
         assert torch.equal(out, wanted)
+
+
+def check_groups_are_quantized_and_multiplied_one_by_one_whatever_their_rows_are_at_a_replay() -> None:
+    try:
+        storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
+    except ModuleNotFoundError:
+        return  # TE before 2.14
+    splits, ones, zeros = torch.tensor([64, 128, 0]), torch.ones(3), torch.zeros(1)
+    x, dy = gpu(192, 128), gpu(192, 256, seed=1)
+    offsets, of_rows = tex.splits_to_offsets(splits, 128), tex.splits_to_offsets(splits, 1)
+    assert (offsets.tolist(), of_rows.tolist()) == ([0, 64 * 128, 192 * 128, 192 * 128], [0, 64, 192, 192])
+    quantizers = [None, MXFP8Quantizer(E4M3), NVFP4Quantizer(**NVFP4["rht"])]
+    if any_fp8_layout():
+        quantizers.append(Float8CurrentScalingQuantizer(E4M3, device=torch.device("cuda")))
+    for quantizer in quantizers:
+        if quantizer is not None:
+            quantizer.internal = quantizer.optimize_for_gemm = True
+        weights = [gpu(256, 128, seed=seed) for seed in range(3)]
+        if quantizer is not None:
+            weights = [tex.quantize(weight, quantizer) for weight in weights]
+
+        def grouped(data: torch.Tensor, quantizer: Any = quantizer) -> Any:
+            if quantizer is not None:
+                return tex.group_quantize(data, quantizer, 3, splits)
+            kind, shape = storage.GroupedTensorStorage, tuple(data.shape)
+            return kind(shape, data.dtype, num_tensors=3, data=data.reshape(-1), first_dims=splits)
+
+        results = [torch.zeros(192, 256), torch.zeros(192, 128), [torch.ones(256, 128) for _ in range(3)]]
+        out, dx = (grouped(result, None) for result in results[:2])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gx, gdy = grouped(x), grouped(dy)
+            rest = (None, None, ones)
+            tex.te_general_grouped_gemm_for_discrete_in(weights, True, gx, False, out, *rest, zeros)
+            tex.te_general_grouped_gemm_for_discrete_in(weights, False, gdy, False, dx, *rest, zeros)
+            tex.te_general_grouped_gemm_for_discrete_out(gx, False, gdy, True, results[2], *rest, ones)
+            sums = None if quantizer is None else tex.bgrad_group_quantize(dy, quantizer, 3, splits)[1]
+        for rows in ([64, 128, 0], [64, 0, 64], [0, 64, 128]):
+            splits.copy_(torch.tensor(rows))
+            for wgrad in results[2]:
+                wgrad.fill_(1)
+            graph.replay()
+            singles = []
+            for index, (one, grad) in enumerate(
+                zip(x[: sum(rows)].split(rows), dy[: sum(rows)].split(rows), strict=True)
+            ):
+                if not len(one):
+                    assert results[2][index].eq(1).all()
+                    continue
+                if sums is not None:
+                    close(sums[index], grad.sum(dim=0), 1e-2)
+                    one, grad = tex.quantize(one, quantizer), tex.quantize(grad, quantizer)
+                    for each in (one, grad):
+                        tex.swizzle_scales_for_gemm_(each)
+                at, weight = sum(rows[:index]), weights[index]
+                where = slice(at, at + rows[index])
+                assert torch.equal(results[0][where], gemm(weight, one, "TN")[0])
+                assert torch.equal(results[1][where], gemm(weight, grad, "NN")[0])
+                assert torch.equal(results[2][index], 1 + gemm(one, grad, "NT")[0])
+                singles.append(one)
+            for name in FIELDS if hasattr(singles[0], FIELDS[0]) else ():
+                wanted = torch.cat([getattr(one, name).flatten() for one in singles])
+                field = name.removeprefix("_").replace("rowwise_scale", "scale")
+                assert torch.equal(getattr(gx, field)[: len(wanted)], wanted), name
 
 
 def check_the_swizzle_after_a_quantization_takes_new_memory_and_knows_no_flag() -> None:

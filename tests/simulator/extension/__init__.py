@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from . import activation, blocks, enums, gemm, general, normalization, optimizer, quantize
+from . import activation, blocks, enums, gemm, general, grouped, normalization, optimizer, quantize
 
 MODULE = "transformer_engine_torch"
-_PARTS = (activation, blocks, enums, gemm, general, normalization, optimizer, quantize)
+_PARTS = (activation, blocks, enums, gemm, general, grouped, normalization, optimizer, quantize)
 
 
 def install() -> None:

@@ -112,15 +112,15 @@ def is_block_scaled(value: Any) -> bool:
     return type(value).__name__.startswith((MX, NV, TILED))
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     return next(kind for kind in (MX, NV, TILED) if type(value).__name__.startswith(kind))
 
 
 def shape_of(tensor: Any) -> list[int]:
     """The shape of any tensor, quantized or not."""
-    if not is_block_scaled(tensor) or _kind(tensor) == MX:
+    if not is_block_scaled(tensor) or kind_of(tensor) == MX:
         return list(tensor.size())
-    pack = 2 if _kind(tensor) == NV else 1
+    pack = 2 if kind_of(tensor) == NV else 1
     if tensor._rowwise_data is not None:
         return [*tensor._rowwise_data.shape[:-1], pack * tensor._rowwise_data.shape[-1]]
     first, *rest = tensor._columnwise_data.shape
@@ -131,8 +131,8 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
     """A tensor of TE's own class without content."""
     fields = {
         name: torch.empty(size, dtype=kind) if wanted else None
-        for columnwise, wanted in _usages(quantizer)
-        for name, size, kind in _fields(quantizer, shape, columnwise)
+        for columnwise, wanted in usages_of(quantizer)
+        for name, size, kind in fields_of(quantizer, shape, columnwise)
     }
     return _construct(quantizer, shape, dtype, fields, _kernel_swizzles(quantizer, shape), quantizer.internal)
 
@@ -140,8 +140,8 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 def empty_parts(quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Any]:
     """Tensors for the parts of a split, with one buffer for all row-wise and one for all column-wise fields."""
     parts: list[dict[str, Any]] = [{} for _ in quantizers]
-    for columnwise, wanted in _usages(quantizers[0]):
-        wished = [_fields(quantizer, shape, columnwise) for quantizer, shape in zip(quantizers, shapes, strict=True)]
+    for columnwise, wanted in usages_of(quantizers[0]):
+        wished = [fields_of(quantizer, shape, columnwise) for quantizer, shape in zip(quantizers, shapes, strict=True)]
         places, total = [], 0
         for fields in zip(*wished, strict=True):  # the data of all parts, then their scales, then their amaxes
             for part, (name, size, kind) in zip(parts, fields, strict=True):
@@ -161,8 +161,8 @@ def empty_parts(quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtyp
 def match_usage(output: Any, quantizer: Any) -> None:
     """Give an existing tensor the parts that the quantizer asks for, and take those it does not."""
     shape = shape_of(output)
-    for columnwise, wanted in _usages(quantizer):
-        for name, size, kind in _fields(quantizer, shape, columnwise):
+    for columnwise, wanted in usages_of(quantizer):
+        for name, size, kind in fields_of(quantizer, shape, columnwise):
             if not wanted:
                 setattr(output, f"_{name}", None)
             elif getattr(output, f"_{name}") is None:
@@ -175,20 +175,20 @@ def match_usage(output: Any, quantizer: Any) -> None:
 def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor | None) -> None:
     """Quantize into ``output``, whose parts are those that the quantizer asks for; where ``noop`` is 1, do nothing."""
     _refuse(quantizer)
-    parts = [_part(output, columnwise) for columnwise, wanted in _usages(quantizer) if wanted]
+    parts = [_part(output, columnwise) for columnwise, wanted in usages_of(quantizer) if wanted]
     writes = [field for part in parts for field in part if isinstance(field, torch.Tensor)]
-    if _kind(quantizer) == TILED:
+    if kind_of(quantizer) == TILED:
         if sm_arch() >= 100 and not quantizer.force_pow_2_scales:
             raise RuntimeError("FP8 block scaling is emulated with MXFP8, which requires power of two scaling factors")
         options = quantizer.force_pow_2_scales, quantizer.amax_epsilon
         launch(_cast_tiles, writes, tensor, parts, *options, noop)
-    elif _kind(quantizer) == MX:
+    elif kind_of(quantizer) == MX:
         height = MX_BLOCK if getattr(quantizer, "with_2d_quantization", False) else 1  # since TE 2.19
-        launch(_cast_mx, writes, tensor, parts, height, noop)
+        launch(cast_mx, writes, tensor, parts, height, noop)
     elif not quantizer.with_rht:
-        states = _random_states(1) if quantizer.stochastic_rounding else None
+        states = random_states(1) if quantizer.stochastic_rounding else None
         height = NV_BLOCK if quantizer.with_2d_quantization else 1
-        launch(_cast_nv, writes, tensor, parts, height, None, states, noop)
+        launch(cast_nv, writes, tensor, parts, height, None, states, noop)
     else:
         if tensor.dtype != torch.bfloat16:
             raise RuntimeError("RHT is only supported for bfloat16 input")
@@ -196,10 +196,10 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor |
             raise RuntimeError("Pre-RHT amax is not supported yet")
         rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
         fused = _sm_100_to_110() and rows % 64 == 0 and columns % 128 == 0
-        states = _random_states(1 if fused else len(parts)) if quantizer.stochastic_rounding else None
+        states = random_states(1 if fused else len(parts)) if quantizer.stochastic_rounding else None
         if quantizer.columnwise_usage and not fused:
             torch.empty([columns, rows], dtype=tensor.dtype)  # the transformed input, between two kernels
-        launch(_cast_nv, writes, tensor, parts, 1, quantizer.rht_matrix, states, noop)
+        launch(cast_nv, writes, tensor, parts, 1, quantizer.rht_matrix, states, noop)
 
 
 def swizzle_after_quantize(tensor: Any, quantizer: Any) -> None:
@@ -210,7 +210,7 @@ def swizzle_after_quantize(tensor: Any, quantizer: Any) -> None:
 
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
     """Exchange the scales of a tensor for new ones in the order of a GEMM, unless they are in it."""
-    if not is_block_scaled(tensor) or _kind(tensor) == TILED or _is_swizzled(tensor):
+    if not is_block_scaled(tensor) or kind_of(tensor) == TILED or _is_swizzled(tensor):
         return
     for columnwise in (False, True):
         name = f"_{_side(columnwise)}_scale_inv"
@@ -266,7 +266,7 @@ def operand(tensor: Any, columnwise: bool) -> Part:
 
 def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     """The values of a block-scaled tensor in a wider type."""
-    if tensor._rowwise_data is None and _kind(tensor) != MX:
+    if tensor._rowwise_data is None and kind_of(tensor) != MX:
         raise RuntimeError("simulator: dequantize: the tensor has no row-wise data")
     result = torch.empty(shape_of(tensor), dtype=dtype)
     launch(_dequantize, [result], result, _part(tensor, tensor._rowwise_data is None))
@@ -290,7 +290,7 @@ def _side(columnwise: bool) -> str:
     return "columnwise" if columnwise else "rowwise"
 
 
-def _usages(quantizer: Any) -> tuple[tuple[bool, bool], ...]:
+def usages_of(quantizer: Any) -> tuple[tuple[bool, bool], ...]:
     return (False, quantizer.rowwise_usage), (True, quantizer.columnwise_usage)
 
 
@@ -299,7 +299,7 @@ def _is_swizzled(tensor: Any) -> bool:
 
 
 def _part(tensor: Any, columnwise: bool) -> Part:
-    kind, side = _kind(tensor), _side(columnwise)
+    kind, side = kind_of(tensor), _side(columnwise)
     return Part(
         kind,
         getattr(tensor, f"_{side}_data"),
@@ -313,9 +313,9 @@ def _part(tensor: Any, columnwise: bool) -> Part:
     )
 
 
-def _fields(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tuple[str, list[int], torch.dtype]]:
+def fields_of(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tuple[str, list[int], torch.dtype]]:
     """Name, shape and type of what one part of a tensor consists of."""
-    kind, side = _kind(quantizer), _side(columnwise)
+    kind, side = kind_of(quantizer), _side(columnwise)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     lines, along = (columns, rows) if columnwise else (rows, columns)
     data = [columns, *shape[:-1]] if columnwise else list(shape)
@@ -345,7 +345,7 @@ def _fields(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tupl
 def _construct(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, fields: dict[str, Any], swizzled: bool, internal: bool
 ) -> Any:
-    kind = _kind(quantizer)
+    kind = kind_of(quantizer)
     name, file = ("Float8BlockwiseQ", "float8_blockwise") if kind == TILED else (kind, kind.lower())
     module = importlib.import_module(f"transformer_engine.pytorch.tensor.{file}_tensor")
     cls = getattr(module, f"{name}TensorStorage" if internal else f"{name}Tensor")
@@ -375,7 +375,7 @@ def _refuse(quantizer: Any) -> None:
         raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
 
 
-def _random_states(number: int) -> torch.Tensor:
+def random_states(number: int) -> torch.Tensor:
     """What seeds the random numbers of each kernel, itself drawn from the default generator at each replay."""
     states = torch.empty(number, 2, dtype=torch.int64)
     launch(_draw, [states], states)
@@ -407,9 +407,9 @@ def _sm_100_to_110() -> bool:
 
 def _kernel_swizzles(quantizer: Any, shape: Sequence[int], in_split: bool = False) -> bool:
     """Whether the kernel that quantizes writes its scales in the order of a GEMM."""
-    if _kind(quantizer) == TILED or not getattr(quantizer, "optimize_for_gemm", False):  # since TE 2.12
+    if kind_of(quantizer) == TILED or not getattr(quantizer, "optimize_for_gemm", False):  # since TE 2.12
         return False
-    if _kind(quantizer) == MX:
+    if kind_of(quantizer) == MX:
         return True
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if not _swizzles_after() or not _sm_100_to_110() or columns % 128:
@@ -444,7 +444,7 @@ def _draw(states: torch.Tensor) -> None:
     states.random_()
 
 
-def _cast_mx(tensor: torch.Tensor, parts: Sequence[Part], height: int, noop: torch.Tensor | None) -> None:
+def cast_mx(tensor: torch.Tensor, parts: Sequence[Part], height: int, noop: torch.Tensor | None) -> None:
     if skipped(noop):
         return
     rows = tensor.float().reshape(-1, tensor.shape[-1])
@@ -474,7 +474,7 @@ def _convert_scales(scale: torch.Tensor, part: Part) -> None:
     scale.copy_(formats.swizzle(padded))
 
 
-def _cast_nv(
+def cast_nv(
     tensor: torch.Tensor,
     parts: Sequence[Part],
     height: int,

@@ -108,7 +108,7 @@ def te_general_grouped_gemm(
     return bias
 
 
-class _Operand(NamedTuple):
+class Operand(NamedTuple):
     """One side of a product: data as it lies in memory, how to read it as a matrix, and its scale."""
 
     data: torch.Tensor
@@ -125,10 +125,10 @@ class _Operand(NamedTuple):
         return stored.double() if self.scale_inv is None else stored.contiguous().view(self.dtype).double()
 
 
-class _Factor(NamedTuple):
+class Factor(NamedTuple):
     """One side of a product as it is multiplied."""
 
-    operand: _Operand | Part
+    operand: Operand | Part
     transposed: bool
 
     def matrix(self) -> torch.Tensor:
@@ -137,14 +137,14 @@ class _Factor(NamedTuple):
         return values.t() if self.transposed else values
 
 
-def _operand(tensor: Any, columnwise: bool) -> _Operand | Part:
+def operand_of(tensor: Any, columnwise: bool) -> Operand | Part:
     """The representation of ``tensor`` that the GPU reads: on Hopper, FP8 products take only one layout of inputs."""
     if is_block_scaled(tensor):
         return operand(tensor, columnwise)
     if not hasattr(tensor, "_scale_inv"):
         if not isinstance(tensor, torch.Tensor):
             raise NotImplementedError(f"simulator: GEMM of {type(tensor).__name__}")
-        return _Operand(tensor, False, tensor.dtype, None)
+        return Operand(tensor, False, tensor.dtype, None)
     if not hasattr(tensor, "_transpose_invalid"):
         raise NotImplementedError(f"simulator: GEMM of {type(tensor).__name__}")
     columnwise = columnwise and not any_fp8_layout()
@@ -152,25 +152,25 @@ def _operand(tensor: Any, columnwise: bool) -> _Operand | Part:
     if data is None or (columnwise and tensor._transpose_invalid):
         kind = "column-wise" if columnwise else "row-wise"
         raise RuntimeError(f"simulator: the GEMM needs {kind} FP8 data, which the tensor does not have")
-    return _Operand(data, columnwise, torch_dtype(tensor._fp8_dtype), tensor._scale_inv)
+    return Operand(data, columnwise, torch_dtype(tensor._fp8_dtype), tensor._scale_inv)
 
 
-def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[_Factor, _Factor, list[int]]:
+def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[Factor, Factor, list[int]]:
     """The two factors and the shape of the product."""
     shape_a, shape_b = shape_of(A), shape_of(B)
     columns = math.prod(shape_a[:-1]) if transa else shape_a[-1]
     rows = [shape_b[-1]] if transb else shape_b[:-1]
-    return _Factor(_operand(B, transb), transb), _Factor(_operand(A, not transa), transa), [*rows, columns]
+    return Factor(operand_of(B, transb), transb), Factor(operand_of(A, not transa), transa), [*rows, columns]
 
 
-def _for_gemm(factors: Sequence[_Factor]) -> list[_Factor]:
+def _for_gemm(factors: Sequence[Factor]) -> list[Factor]:
     ready = for_gemm([factor.operand for factor in factors])
     return [factor._replace(operand=one) for factor, one in zip(factors, ready, strict=True)]
 
 
 def _launch(
-    left: _Factor,
-    right: _Factor,
+    left: Factor,
+    right: Factor,
     out: torch.Tensor,
     alpha: float,
     bias: torch.Tensor | None,
@@ -183,12 +183,12 @@ def _launch(
         writes.append(bias)
     if gelu_in is not None and not grad:
         writes.append(gelu_in)
-    launch(_gemm, writes, left, right, out, alpha, bias, grad, gelu_in, accumulate)
+    launch(gemm, writes, left, right, out, alpha, bias, grad, gelu_in, accumulate)
 
 
-def _gemm(
-    left: _Factor,
-    right: _Factor,
+def gemm(
+    left: Factor,
+    right: Factor,
     out: torch.Tensor,
     alpha: float,
     bias: torch.Tensor | None,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..graph import launch
+from ..runtime import sm_arch
 
 __all__ = [
     "device_supports_multicast",
@@ -22,8 +23,8 @@ __all__ = [
 
 
 def get_cublasLt_version() -> int:
-    """cuBLASLt of CUDA 13.0: too old for the grouped GEMMs that TE 2.17 and later use where they can."""
-    return 130000
+    """cuBLASLt of CUDA 13.0 on Hopper, too old for products of grouped tensors, and of a later one on Blackwell."""
+    return 130000 if sm_arch() < 100 else 130600
 
 
 def get_cudnn_version() -> int:

@@ -70,7 +70,7 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.T
     scale = torch.empty(1, dtype=torch.float32) if scale is None else scale
     options = (getattr(quantizer, "use_existing_amax", False), quantizer.amax_epsilon, quantizer.force_pow_2_scales)
     launch(
-        _cast_current, [*results, amax, scale],
+        cast_current, [*results, amax, scale],
         tensor, scale, amax, rowwise, columnwise, scale_inv, noop, dtype, options,
     )  # fmt: skip
     return output
@@ -286,7 +286,7 @@ def cast_delayed(
     _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
 
 
-def _cast_current(
+def cast_current(
     tensor: torch.Tensor,
     scale: torch.Tensor,
     amax: torch.Tensor,

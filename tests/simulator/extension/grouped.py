@@ -1,0 +1,353 @@
+"""Grouped tensors: consecutive rows for each of several products, whose numbers only the GPU knows.
+
+The kernels read the numbers of rows at each replay. Data and scales of the groups follow each other, each group as a
+tensor of its own would lie, its scales padded; what lies behind the last group is nobody's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..graph import launch
+from ..runtime import any_fp8_layout
+from .blocks import (
+    MX,
+    NV,
+    Part,
+    cast_mx,
+    cast_nv,
+    fields_of,
+    for_gemm,
+    is_block_scaled,
+    kind_of,
+    random_states,
+    usages_of,
+)
+from .enums import torch_dtype
+from .formats import MX_BLOCK, NV_BLOCK, tiles
+from .gemm import Factor, Operand, gemm, operand_of
+from .quantize import cast_current
+
+__all__ = [
+    "bgrad_group_quantize",
+    "get_grouped_gemm_setup_workspace_size",
+    "group_quantize",
+    "splits_to_offsets",
+    "splits_to_offsets_multi",
+    "te_general_grouped_gemm_for_discrete_in",
+    "te_general_grouped_gemm_for_discrete_out",
+]
+
+CURRENT = "Float8CurrentScalingQuantizer"
+
+
+def get_grouped_gemm_setup_workspace_size(number: int) -> int:
+    """Bytes for the pointers of so many products."""
+    return 128 * number
+
+
+def splits_to_offsets(splits: torch.Tensor, stride: int) -> torch.Tensor:
+    """Where each group begins, and the last one ends, in elements."""
+    offsets = torch.empty(len(splits) + 1, dtype=torch.int64)
+    launch(_sum_up, [offsets], offsets, splits, stride)
+    return offsets
+
+
+def splits_to_offsets_multi(
+    splits: torch.Tensor,
+    device: torch.device,
+    *,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The splits as int64 on the GPU, and offsets for each of ``strides``, some without the first one, which is 0."""
+    splits = splits.to(device=device, dtype=torch.int64)
+    found = []
+    for stride, zero, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
+        found.append(torch.empty(len(splits) + zero, dtype=dtype))
+        launch(_sum_up, found[-1:], found[-1], splits, stride)
+    return splits, found
+
+
+def group_quantize(
+    tensor: torch.Tensor, quantizer: Any, number: int, first_dims: Any, tensor_offsets: torch.Tensor | None = None
+) -> Any:
+    """Quantize groups of rows, one after another, into one grouped tensor."""
+    kind = kind_of(quantizer) if is_block_scaled(quantizer) else type(quantizer).__name__
+    if kind == CURRENT and any_fp8_layout() and first_dims is not None:
+        return _quantize_per_tensor(tensor, quantizer, number, first_dims, tensor_offsets)
+    if kind not in (MX, NV):
+        raise NotImplementedError(f"simulator: group_quantize with {type(quantizer).__name__}")
+    if first_dims is None or (kind == NV and not quantizer.with_rht):
+        raise NotImplementedError("simulator: group_quantize into equal parts, or to NVFP4 without RHT")
+    grouped = _empty(tensor, quantizer, number, first_dims, tensor_offsets)
+    sides = [_side(grouped, columnwise) for columnwise, wanted in usages_of(quantizer) if wanted]
+    states = random_states(len(sides)) if getattr(quantizer, "stochastic_rounding", False) else None
+    writes = [field for side in sides for field in side if isinstance(field, torch.Tensor)]
+    launch(_cast, writes, tensor, first_dims, sides, getattr(quantizer, "rht_matrix", None), states)
+    return grouped
+
+
+def bgrad_group_quantize(
+    tensor: torch.Tensor, quantizer: Any, number: int, first_dims: Any, tensor_offsets: torch.Tensor | None = None
+) -> tuple[Any, torch.Tensor]:
+    """As `group_quantize`, and the sum of the rows of each group."""
+    sums = torch.empty(number, tensor.shape[-1], dtype=tensor.dtype)
+    launch(_sum_groups, [sums], sums, tensor, first_dims)
+    return group_quantize(tensor, quantizer, number, first_dims, tensor_offsets), sums
+
+
+def te_general_grouped_gemm_for_discrete_in(
+    A: Sequence[Any],
+    transa: bool,
+    B: Any,
+    transb: bool,
+    D: Any,
+    bias: Any,
+    bias_scale: torch.Tensor | None,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    *workspaces_and_options: Any,
+) -> Any:
+    """Each group of rows of ``B``, times the matrix of ``A`` that goes with it, into its rows of ``D``."""
+    if transb or bias_scale is not None:
+        raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_in with transb or bias_scale")
+    matrices = for_gemm([operand_of(one, not transa) for one in A])
+    biases = None if bias is None else bias.rowwise_data.view(len(A), -1)
+    out = D.rowwise_data.view(D.logical_shape)
+    launch(_multiply, [out], out, matrices, transa, _side(B, False), B.first_dims, biases, alpha, beta)
+    return D
+
+
+def te_general_grouped_gemm_for_discrete_out(
+    A: Any,
+    transa: bool,
+    B: Any,
+    transb: bool,
+    D: Sequence[torch.Tensor],
+    bias: Any,
+    bias_scale: torch.Tensor | None,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    *workspaces_and_options: Any,
+) -> Any:
+    """The transpose of each group of rows of ``B``, times that of ``A``, into a matrix of its own."""
+    if transa or not transb or bias is not None or bias_scale is not None:
+        raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_out other than NT, or with a bias")
+    launch(_multiply_each, list(D), list(D), _side(B, True), _side(A, True), B.first_dims, alpha, beta)
+    return D
+
+
+class _Side(NamedTuple):
+    """The row-wise or the column-wise half of a grouped tensor; without a quantizer its data are plain."""
+
+    quantizer: Any
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    amax: torch.Tensor | None
+    columnwise: bool
+    swizzled: bool
+    columns: int
+
+    def groups(self, first_dims: torch.Tensor) -> Iterator[Part | Operand | None]:
+        """What each group is, None where it has no rows."""
+        at = scale_at = 0
+        for number, rows in enumerate(_numbers(first_dims)):
+            if not is_block_scaled(self.quantizer):
+                data = self.data[at : at + rows * self.columns].view(rows, self.columns)
+                scale = None if self.scale is None else self.scale[number : number + 1]
+                dtype = data.dtype if scale is None else torch_dtype(self.quantizer.dtype)
+                yield Operand(data, False, dtype, scale) if rows else None
+                at += rows * self.columns
+                continue
+            sizes = [size for _, size, _ in fields_of(self.quantizer, (rows, self.columns), self.columnwise)]
+            end, scale_end = at + math.prod(sizes[0]), scale_at + math.prod(sizes[1])
+            mx = kind_of(self.quantizer) == MX
+            assert self.scale is not None
+            part = Part(
+                kind_of(self.quantizer),
+                self.data[at:end].view(sizes[0]),
+                self.scale[scale_at:scale_end].view(sizes[1]),
+                None if self.amax is None else self.amax[number : number + 1],
+                torch_dtype(self.quantizer.dtype) if mx else None,
+                self.columnwise,
+                self.columnwise and mx,
+                self.swizzled,
+                1,
+            )
+            yield part if rows else None
+            at, scale_at = end, scale_end
+
+
+def _side(grouped: Any, columnwise: bool) -> _Side:
+    side = "columnwise_" if columnwise and is_block_scaled(grouped.quantizer) else ""
+    data = grouped.columnwise_data if side else grouped.rowwise_data
+    if data is None:
+        raise RuntimeError(
+            f"simulator: the grouped GEMM needs {side or 'rowwise_'}data, which the tensor does not have"
+        )
+    return _Side(
+        grouped.quantizer,
+        data,
+        getattr(grouped, f"{side}scale_inv"),
+        getattr(grouped, f"{side}amax"),
+        bool(side),
+        bool(grouped._with_gemm_swizzled_scales),
+        grouped.logical_shape[1],
+    )
+
+
+def _quantize_per_tensor(
+    tensor: torch.Tensor, quantizer: Any, number: int, first_dims: torch.Tensor, offsets: torch.Tensor | None
+) -> Any:
+    fields = {name: torch.empty(number, dtype=torch.float32) for name in ("scale_inv", "amax", "scale")}
+    fields["data"] = torch.empty(tensor.numel(), dtype=torch.uint8)
+    grouped = _construct(tensor, quantizer, number, first_dims, offsets, fields)
+    options = (False, quantizer.amax_epsilon, quantizer.force_pow_2_scales)
+    launch(_cast_per_tensor, [*fields.values()], tensor, first_dims, _side(grouped, False), grouped.scale, options)
+    return grouped
+
+
+def _empty(
+    tensor: torch.Tensor, quantizer: Any, number: int, first_dims: torch.Tensor, offsets: torch.Tensor | None
+) -> Any:
+    (rows, columns), mx = tensor.shape, kind_of(quantizer) == MX
+    fields: dict[str, torch.Tensor] = {}
+    for columnwise, wanted in usages_of(quantizer):
+        if wanted:
+            side = "columnwise_" if columnwise else ""
+            fields[f"{side}data"] = torch.empty(rows * columns // (1 if mx else 2), dtype=torch.uint8)
+            size = _most_scales(rows, columns, number, MX_BLOCK if mx else NV_BLOCK, columnwise)
+            fields[f"{side}scale_inv"] = torch.empty(size, dtype=torch.uint8)
+            if not mx:
+                fields[f"{side}amax"] = torch.empty(number, dtype=torch.float32)
+    return _construct(tensor, quantizer, number, first_dims, offsets, fields)
+
+
+def _construct(
+    tensor: torch.Tensor,
+    quantizer: Any,
+    number: int,
+    first_dims: torch.Tensor,
+    offsets: torch.Tensor | None,
+    fields: dict[str, torch.Tensor],
+) -> Any:
+    name, file = ("Storage", "storage.grouped_tensor_storage") if quantizer.internal else ("", "grouped_tensor")
+    module = importlib.import_module(f"transformer_engine.pytorch.tensor.{file}")
+    return getattr(module, f"GroupedTensor{name}")(
+        shape=tuple(tensor.shape), dtype=tensor.dtype, num_tensors=number, quantizer=quantizer, first_dims=first_dims,
+        tensor_offsets=splits_to_offsets(first_dims, tensor.shape[1]) if offsets is None else offsets,
+        with_gemm_swizzled_scales=bool(quantizer.optimize_for_gemm), **fields,
+    )  # fmt: skip
+
+
+def _most_scales(rows: int, columns: int, number: int, block: int, columnwise: bool) -> int:
+    """Bytes that the padded scales take at most, however the rows are split."""
+    if columnwise:
+        return 128 * tiles(columns) * (rows // block + 3 * number)
+    return (rows + 127 * number) * -(-(columns // block) // 4) * 4
+
+
+# The kernels.
+
+
+def _numbers(first_dims: torch.Tensor) -> list[int]:
+    return [int(rows) for rows in first_dims.unbind()]
+
+
+def _sum_up(offsets: torch.Tensor, splits: torch.Tensor, stride: int) -> None:
+    ends = splits.cumsum(0) * stride
+    offsets.copy_(torch.cat([torch.zeros(len(offsets) - len(ends), dtype=ends.dtype), ends]))
+
+
+def _sum_groups(sums: torch.Tensor, tensor: torch.Tensor, first_dims: torch.Tensor) -> None:
+    sizes = _numbers(first_dims)
+    for total, rows in zip(sums, tensor[: sum(sizes)].split(sizes), strict=True):
+        total.copy_(rows.double().sum(dim=0))
+
+
+def _cast(
+    tensor: torch.Tensor,
+    first_dims: torch.Tensor,
+    sides: Sequence[_Side],
+    rht: torch.Tensor | None,
+    states: torch.Tensor | None,
+) -> None:
+    sizes = _numbers(first_dims)
+    halves = zip(*(side.groups(first_dims) for side in sides), strict=True)
+    for rows, group in zip(tensor[: sum(sizes)].split(sizes), halves, strict=True):
+        parts = [part for part in group if isinstance(part, Part)]
+        if parts and parts[0].kind == MX:
+            cast_mx(rows, parts, 1, None)
+        elif parts:
+            cast_nv(rows, parts, 1, rht, states, None)
+
+
+def _cast_per_tensor(
+    tensor: torch.Tensor, first_dims: torch.Tensor, side: _Side, scale: torch.Tensor, options: tuple[bool, float, bool]
+) -> None:
+    sizes = _numbers(first_dims)
+    values = zip(tensor[: sum(sizes)].split(sizes), side.groups(first_dims), strict=True)
+    for number, (rows, group) in enumerate(values):
+        if isinstance(group, Operand):
+            assert side.amax is not None
+            one = slice(number, number + 1)
+            cast_current(
+                rows, scale[one], side.amax[one], group.data, None, group.scale_inv, None, group.dtype, options
+            )
+
+
+def _multiply(
+    out: torch.Tensor,
+    matrices: Sequence[Any],
+    transposed: bool,
+    side: _Side,
+    first_dims: torch.Tensor,
+    biases: torch.Tensor | None,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+) -> None:
+    at = 0
+    for number, rows in enumerate(side.groups(first_dims)):
+        if rows is not None:
+            end = at + _numbers(first_dims)[number]
+            bias = None if biases is None else biases[number]
+            _product(Factor(rows, False), Factor(matrices[number], transposed), out[at:end], bias, number, alpha, beta)
+            at = end
+
+
+def _multiply_each(
+    outs: Sequence[torch.Tensor],
+    left: _Side,
+    right: _Side,
+    first_dims: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+) -> None:
+    pairs = zip(left.groups(first_dims), right.groups(first_dims), strict=True)
+    for number, (out, (a, b)) in enumerate(zip(outs, pairs, strict=True)):
+        if a is not None and b is not None:
+            _product(Factor(a, True), Factor(b, False), out, None, number, alpha, beta)
+        elif beta[number % len(beta)] == 0:
+            out.zero_()
+
+
+def _product(
+    left: Factor,
+    right: Factor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    number: int,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+) -> None:
+    """``alpha`` and ``beta`` are one number, or one for each product; ``beta`` is 0 or 1."""
+    accumulate = bool(beta[number % len(beta)] == 1)
+    gemm(left, right, out, float(alpha[number % len(alpha)]), bias, False, None, accumulate)
