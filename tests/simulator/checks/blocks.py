@@ -461,6 +461,8 @@ def check_block_scaled_fp8_keeps_the_flag_and_multiplies() -> None:
     close(gemm(weight, x, "TN")[0], y @ w.t(), 1e-6)
     close(gemm(weight, grad, "NN")[0], g @ w, 1e-6)
     close(gemm(x, grad, "NT")[0], gpu(64, 128, seed=3).double().t() @ gpu(64, 256, seed=1).double(), 5e-2)
+    x, grad = (tex.quantize(gpu(80, width, seed=width), lines) for width in (256, 128))
+    close(gemm(x, grad, "NT")[0], gpu(80, 128, seed=128).double().t() @ gpu(80, 256, seed=256).double(), 5e-2)
     parts = tex.split_quantize(gpu(192, 256), [64, 0, 128], [fp8_blocks(block_scaling_dim=1) for _ in range(3)])
     for part, piece in zip(parts, gpu(192, 256).split([64, 0, 128]), strict=True):
         if len(piece):

@@ -75,7 +75,7 @@ class Part(NamedTuple):
         scale = self.scale.t() if self.upright else self.scale
         if self.swizzled:
             scale = formats.unswizzle(self.scale.view(scale.shape))
-        return scale[:lines, : columns // MX_BLOCK if self.kind == MX else columns * 2 // NV_BLOCK]
+        return scale[:lines, : -(-columns // MX_BLOCK) if self.kind == MX else columns * 2 // NV_BLOCK]
 
     def matrix(self, to: torch.dtype = torch.float64) -> torch.Tensor:
         """The values that data and scales stand for, as the tensor lies."""

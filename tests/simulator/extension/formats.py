@@ -44,7 +44,7 @@ def encode_mxfp8(values: torch.Tensor, dtype: torch.dtype, height: int) -> tuple
 
 def decode_mxfp8(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
     values = codes.contiguous().view(dtype).to(to)
-    return values * power_of_two(scale).to(to).repeat_interleave(MX_BLOCK, dim=1)
+    return values * power_of_two(scale).to(to).repeat_interleave(MX_BLOCK, dim=1)[:, : values.shape[1]]
 
 
 def power_of_two(biased: torch.Tensor) -> torch.Tensor:
