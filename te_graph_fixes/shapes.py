@@ -67,6 +67,13 @@ def lacks_parameter(function: Definition, name: str) -> bool:
     return True
 
 
+def require_names(place: Definition, *names: str) -> None:
+    """Raise `UnrecognizedError` unless ``place`` sets all variables ``names``, which the text of an edit reads."""
+    for name in names:
+        if all(isinstance(node.ctx, ast.Load) for node in place.nodes(ast.Name, name)):
+            raise unrecognized(f"a variable {name}", place)
+
+
 def lacks_quantization(source: Source) -> bool:
     """Whether this is TE before 2.9, where fp8.py holds what quantization.py holds since."""
     if source.find("transformer_engine.pytorch.quantization") is not None:

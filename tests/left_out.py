@@ -1,13 +1,16 @@
 """The cases of `verify` that are about a fix, with one edit of it left out, until one gives something else.
 
+What shows in none of them, because nothing that is computed depends on it, is in `OTHERS`.
 python -m tests.simulator tests/left_out.py FIX NUMBER prints a line of JSON for each case; -1 leaves nothing out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import te_graph_fixes
@@ -28,6 +31,96 @@ def leave_out(fix_id: str, number: int) -> None:
     CATALOGUE[fix_id] = dataclasses.replace(fix, examine=without_one)
 
 
+def left_after_reset() -> int:
+    """Tensors of the weight's shape that are there after a graph with delayed wgrads was reset."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    layer = te.Linear(64, 48, params_dtype=torch.bfloat16, device="cuda", delay_wgrad_compute=True)
+    te.make_graphed_callables(layer, (torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True),))
+    layer.reset()
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) and each.shape == layer.weight.shape for each in gc.get_objects())
+
+
+def copies_turned_off() -> int:
+    """Of how many buffers a weight's gradients are, where the caller wants no copies."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    run = te.make_graphed_callables(layer, (sample,), clone_param_grads_on_return=False)
+    grads = [torch.autograd.grad(run(sample).sum(), layer.weight)[0] for _ in range(3)]
+    return len({grad.data_ptr() for grad in grads})
+
+
+def captured_operations() -> int:
+    """How many kinds of operations can be captured: one by itself, and some in a `te.ops.Sequential`."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    kinds = [lambda operation: operation, te.ops.Sequential]
+    for kind in kinds:
+        operation = te.ops.BasicLinear(64, 64, dtype=torch.bfloat16, device="cuda")
+        te.make_graphed_callables(kind(operation), (sample,))
+    return len(kinds)
+
+
+def weights_kept() -> int:
+    """Quantized weights that a capture leaves in a module, which is to keep none, after one that caches weights."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    layers = [te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    for layer, cached in zip(layers, (True, False), strict=True):
+        options = {"enabled": True, "recipe": Float8CurrentScaling(), "cache_quantized_params": cached}
+        te.make_graphed_callables(layer, (sample,), **options)
+    return len(layers[1]._fp8_workspaces)
+
+
+def numbers_of_the_tracker() -> bool:
+    """Whether a wgrad that draws random numbers draws those that a tracker got after the capture."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
+
+    tracker, drawn = CudaRNGStatesTracker(), torch.zeros(64, device="cuda")
+    tracker.add("wgrads", 1)
+
+    class Layer(te.Linear):  # type: ignore[misc,unused-ignore]
+        def backward_dw(self) -> None:
+            super().backward_dw()
+            with tracker.fork("wgrads"):
+                drawn.copy_(torch.rand(64, device="cuda"))
+
+    layer = Layer(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda", delay_wgrad_compute=True)
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    run = te.make_graphed_callables(layer, (sample,))
+    tracker.reset()
+    tracker.add("wgrads", 2)
+    run(sample).sum().backward()
+    with tracker.fork("wgrads"):
+        torch.rand(64, device="cuda")
+    run.backward_dw()
+    tracker.reset()
+    tracker.add("wgrads", 2)
+    with tracker.fork("wgrads"):
+        return torch.equal(drawn, torch.rand(2, 64, device="cuda")[1])
+
+
+OTHERS: dict[str, Callable[[], int]] = {
+    "delayed-wgrad-delivery": left_after_reset,
+    "param-grad-lifetime": copies_turned_off,
+    "rng-states-at-replay": numbers_of_the_tracker,
+    "stale-fp8-weights": weights_kept,
+    "wgrad-hook-order": captured_operations,
+}
+
+
 def main(fix_id: str, number: int) -> None:
     leave_out(fix_id, number)
     import torch
@@ -46,6 +139,9 @@ def main(fix_id: str, number: int) -> None:
 
     torch.cuda.CUDAGraph.replay = measured
     status = te_graph_fixes.report().fixes[fix_id]
+    if fix_id in OTHERS and status.status == "applied":
+        name = OTHERS[fix_id].__name__
+        print(json.dumps({"case": name, "outcome": "measured", "error": 0.0, name: OTHERS[fix_id]()}), flush=True)
     for case in sorted(select([fix_id]), key=lambda case: not case.quick):
         figures.update(dict.fromkeys(figures, 0))
         found = _measure(case) if status.status == "applied" else {"outcome": status.status, "detail": status.reason}

@@ -6,12 +6,14 @@ Nothing is imported from TE. What is fetched, and where it is kept, is in `tests
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import itertools
 import os
 import re
 import shutil
 import subprocess
+import symtable
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType
@@ -163,6 +165,25 @@ def test_only_the_functions_that_are_named_differ(version: str) -> None:
         if before:
             names = {qualname for module, qualname in touched if module == name}
             assert without(before, names) == without(after, names)
+
+
+def unset_names(text: str) -> set[str]:
+    """What functions take for a global name, and nobody sets."""
+    top = symtable.symtable(text, "module", "exec")
+    tables = [top]
+    for table in tables:
+        tables += table.get_children()
+    symbols = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_referenced()]
+    known = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    known |= {table.get_name() for table in top.get_children()} | set(dir(builtins)) | {"__file__", "__class__"}
+    return {symbol.get_name() for symbol in symbols if symbol.is_global()} - known
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_patched_text_reads_no_name_that_nobody_sets(version: str) -> None:
+    tree = Source.at(source(version))
+    for name, (before, after) in patched(tree, to_apply(verdicts(tree)).values()).items():
+        assert unset_names(after) <= (unset_names(before) if before else set()), name
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import re
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from te_graph_fixes.source import Edit, ModuleSource, Source
 from tests.evasions import DEFINITIONS, STATEMENTS, Place, first_line, places
 from tests.published import VERSIONS, source
 from tests.replacements import MIXTURES, REPLACEMENTS
+from tests.test_drift import unset_names
 
 KINDS = {**STATEMENTS, **DEFINITIONS}
 FEW = ("2.12.0", VERSIONS[-1])
@@ -159,6 +161,43 @@ def replaced(version: str, fix_id: str, kind: str) -> Iterator[tuple[str, dict[s
             text = REPLACEMENTS[kind](module, qualname)
             if text and is_python({name: text}, surely=True):
                 yield qualname, {name: text}
+
+
+GRAPH, BASE = "transformer_engine.pytorch.graph", "transformer_engine.pytorch.module.base"
+NOT_QUITE = [
+    (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=isinstance\(module, )\w+(?=\)\s+and module.need_b)", "str"),
+    (*("backward-dw-hooks", "2.20.2", BASE), r"wgrad_accumulation_and_reduce_hook\(\)", "pass"),
+    (*("none-outputs", "2.20.2", GRAPH), r"o for o in outputs if .*(?=\))", "x for x in outputs if x.requires_grad"),
+    (*("param-grad-lifetime", "2.20.2", GRAPH), r"per_callable_returned_param_grad_clone_slots\[i\]", "[False] * 99"),
+    (*("grad-input-lifetime", "2.12.0", GRAPH), r"(?<=user_args = \[)len\(args\)", "0"),
+    (*("fp8-weight-transposes", "2.20.2", GRAPH), r"\bis_training\b", "training"),
+    (*("fused-dummy-copies", "2.20.2", GRAPH), r"\bis_training\b", "training"),
+    (*("parameter-hooks", "2.12.0", GRAPH), r"\bgraph_callables\b", "functions"),
+    (*("backward-amax-reduction", "2.12.0", GRAPH), r"\bfunc\b", "function"),
+]
+"""Edits after which a correction does not do its work, or would not: text in the place of what a pattern matches."""
+
+
+@pytest.mark.parametrize(("fix_id", "version", "module", "pattern", "text"), NOT_QUITE)
+def test_what_a_correction_needs_is_required(fix_id: str, version: str, module: str, pattern: str, text: str) -> None:
+    tree, verdict = corrected(version, fix_id)
+    assert verdict.verdict == NOT_NEEDED
+    for each in (tree, published(version)[0]):
+        before = each.module(module).text
+        after = with_texts(each, {module: re.sub(pattern, text, before)})
+        assert after.module(module).text != before
+        found = CATALOGUE[fix_id].verdict(after)
+        assert found.verdict in (UNRECOGNIZED, APPLICABLE), found.reason
+        for old, new in patched(after, [found]).values():
+            assert unset_names(new) <= (unset_names(old) if old else set())
+
+
+def test_a_name_that_another_fix_brings_proves_nothing() -> None:
+    tree, _ = published("2.20.2")
+    text = tree.module(GRAPH).text.replace(
+        "\n    visited_te_modules", "\n    copied_grads = ()\n    visited_te_modules"
+    )
+    assert CATALOGUE["fused-dummy-copies"].verdict(with_texts(tree, {GRAPH: text})).verdict == APPLICABLE
 
 
 @pytest.mark.parametrize("version", FEW)

@@ -1,4 +1,7 @@
-"""Every single edit of every fix is needed: left out, it changes what a case of `verify` gives, or how much memory."""
+"""Every single edit of every fix is needed: left out, it changes what a case of `verify` gives, or how much memory.
+
+What neither shows is in `tests.left_out`.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,15 @@ DONE_BEFORE = {"backward-dw-order": ("is_training", "need_bwd_dw_graph[per_calla
 """Checks of TransformerEngine's that a fix deletes, by what they name: its plan has made them before the captures."""
 
 
-UNNOTICED = {
-    "backward-dw-order": {9},
-    "cached-weight-lifetime": {0},
-    "capture-exception-safety": {1, 2, 3, 4, 6},
-    "delayed-wgrad-delivery": {1, 2, 6, 8, 13, 14, 15},
-    "fp8-state-at-replay": {4, 10, 12, 13},
-    "none-outputs": {1},
-    "param-grad-lifetime": {2, 7},
-    "parameter-hooks": {2},
-    "rng-states-at-replay": {2, 3},
-    "stale-fp8-weights": {1, 2, 4, 8, 9, 10},
-    "subclass-autocast": {0},
-    "wgrad-hook-order": {2, 3},
-}
-"""Edits that no case of `verify` notices by now, by their numbers in TE 2.12.0."""
-
-
-def marks(fix_id: str, number: int, edit: Edit) -> list[pytest.MarkDecorator]:
-    deleted = "" if edit.text else SOURCE.module(edit.module).text[edit.start : edit.end]
+def marks(fix_id: str, edit: Edit) -> list[pytest.MarkDecorator]:
+    deleted = "" if edit.text else "".join(SOURCE.module(edit.module).text[edit.start : edit.end].split())
     if any(name in deleted for name in DONE_BEFORE.get(fix_id, ())):
         return [pytest.mark.xfail(reason="a check that can no longer fail")]
-    if number in UNNOTICED.get(fix_id, ()):
-        return [pytest.mark.xfail(reason="no case of verify notices it", strict=False)]
     return []
 
 
 EDITS = [
-    pytest.param(fix_id, number, id=f"{fix_id}-{number}", marks=marks(fix_id, number, edit))
+    pytest.param(fix_id, number, id=f"{fix_id}-{number}", marks=marks(fix_id, edit))
     for fix_id, verdict in verdicts(SOURCE).items()
     if verdict.verdict == APPLICABLE
     for number, edit in enumerate(verdict.edits)

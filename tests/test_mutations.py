@@ -212,7 +212,7 @@ def accepted(text: str, edits: Sequence[Edit], mutation: Mutation) -> Iterator[s
     first = line_start(result, whole[0][0])
     length = whole[0][1] - whole[0][0] if len(whole) == 1 else whole[1][1] - whole[1][0]
     last = next_line(result, whole[-1][1] if len(whole) == 2 else whole[0][1] + 1 + length)
-    slots = [first, next_line(result, whole[0][0] + length), last] if len(whole) == 2 else [first, last]
+    slots = [first, next_line(result, whole[0][0] + length), last]  # a docstring that is doubled has one below it
     for places in itertools.product(slots, repeat=len(loose)):
         yield replaced(result, [(place, place, edit.text) for place, edit in zip(places, loose, strict=True)])
 

@@ -9,6 +9,9 @@ In an autocast the first FP8 module that has a backward updates the scales of al
 keeps a flag. Eager modules take the flag with grad mode on and something that needs a gradient; `Graphed.forward`
 always takes it. It is now left for the next module where no output needs a gradient, and where the graph holds no FP8
 module. Whether the graph sets the flag that says if weights are new is decided before that, as it was.
+
+``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
+``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import ast
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import Changes, lacks_delayed_wgrads, start_of_warmup
+from ..shapes import Changes, lacks_delayed_wgrads, require_names, start_of_warmup
 from ..source import Node, Source, unrecognized
 
 WITHOUT_FP8 = "callables_without_fp8 = set()"
@@ -51,6 +54,7 @@ def examine(source: Source) -> Verdict:
     flag = _flag(source)
     hook = capture.inner("hook_fn")
     hook.require_parameters("module", "func_idx")
+    require_names(capture, "func")
     replays = [match for match in functionalized.matches("out = ANY_CALL") if _is_replay(match["ANY_CALL"])]
     if len(replays) != 1:
         raise unrecognized("`out = Graphed.apply(...)` once", functionalized, f"it {len(replays)} times")

@@ -8,6 +8,9 @@ Symptom: Megatron's DDP waits for, or never reduces, gradients of captured layer
 `backward_dw` of a module ends with the hooks given to `register_wgrad_accumulation_and_reduce_hooks`; that of a graphed
 callable only replays. It now runs the hooks of its modules after the replay, in the order in which the callable holds
 its modules (TE 2.13 iterates a set, whose order may differ between ranks).
+
+``not-needed``: behind the replay stands this package's loop, or upstream's with the base module's method. ``not-
+applicable``: graphed callables have no ``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations
@@ -46,25 +49,34 @@ UPSTREAM = """
 {}
 ...
 for module in te_modules:
-    if ANY_CONDITION and module.need_backward_dw():
+    if {} and module.need_backward_dw():
         module._trigger_wgrad_accumulation_and_reduce_hooks()
 """
+
+HAS_HOOKS = (
+    "isinstance(module, TransformerEngineBaseModule)",
+    'hasattr(module, "_trigger_wgrad_accumulation_and_reduce_hooks")',  # by delayed-wgrad-delivery
+)
+
+RUN_HOOKS = "for ANY_HOOK in self.wgrad_accumulation_and_reduce_hooks: ANY_HOOK()"
 
 
 def examine(source: Source) -> Verdict:
     if lacks_delayed_wgrads(source):
         return not_applicable("graphs of delayed weight gradients are not captured")
-    capture = graph_capture(source)
+    capture, base = graph_capture(source), source.module("transformer_engine.pytorch.module.base")
     replay = capture.inner("backward_dw")
     if not capture.has(DEFECT):
         capture.one('setattr(ret[-1], "backward_dw", backward_dw_func)')
-        replay.one(CORRECTED, UPSTREAM.format(REPLAY), UPSTREAM.format("bwd_dw_graph.replay()"))
+        replays = (REPLAY, "bwd_dw_graph.replay()")
+        upstream = [UPSTREAM.format(each, has_hooks) for each in replays for has_hooks in HAS_HOOKS]
+        if replay.one(CORRECTED, *upstream) not in replay.all(CORRECTED):
+            base.definition("TransformerEngineBaseModule._trigger_wgrad_accumulation_and_reduce_hooks").one(RUN_HOOKS)
         return not_needed("the hooks are run after the replay")
     capture.one(DEFECT)
     capture.exactly(2, "graph_callables[ANY] = func")
     capture.one("visited_te_modules = {}")
-    base = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.backward_dw")
-    base.one("for ANY_HOOK in self.wgrad_accumulation_and_reduce_hooks: ANY_HOOK()")
+    base.definition("TransformerEngineBaseModule.backward_dw").one(RUN_HOOKS)
     return applicable(
         "backward_dw of a graphed callable replays without running the hooks",
         [replay.insert_after(replay.one(REPLAY), HOOKS)],

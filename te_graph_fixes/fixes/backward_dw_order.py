@@ -11,6 +11,9 @@ inputs and its grad-output buffer on at its dgrad although its wgrad reads them 
 (`te_graph_fixes/provided/graph_order.py`, the grammar of orders; shipped beside the patched module) now says what is
 captured where and which buffers it uses, and refuses an illegal order at the start. Where modules delay their wgrad and
 the order does not say when it runs, it is captured right after its dgrad, as TE 2.10 does and TE 2.11 and later refuse.
+
+``not-needed``: the plan's module is there, what it settles is found once (`CORRECTED`), the old numbering nowhere.
+``not-applicable``: graphed callables have no ``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations

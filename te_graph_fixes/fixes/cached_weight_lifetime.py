@@ -11,6 +11,8 @@ replaced there, and a change of recipe clears all. The graph goes on with the ad
 owns any more, and neither learns of the other's updates. The graph now holds them; before its replay it takes over what
 its modules have in their place, or gives these the update that it makes itself
 (`te_graph_fixes/provided/fp8_weights.py`).
+
+``not-needed``: all of the changes below stand where they would be made.
 """
 
 from __future__ import annotations

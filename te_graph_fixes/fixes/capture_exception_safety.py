@@ -11,6 +11,8 @@ graph capture encountered unexpectedly".
 
 What was done after ``yield`` or after the capture is now done in ``finally`` or ``except`` clauses, the first exception
 is raised again, and a capture that PyTorch could not end is cleaned up.
+
+``not-needed``: every text named ``SAFE_`` is there.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ Symptom: ``make_graphed_callables(..., num_warmup_iters=0)`` with an ``_order``:
 
 TE learns from forward hooks in the warmup which of its modules a callable runs, and from its backward which parameters
 get gradients. Without a warmup nothing is known, and taken to be none. One iteration is run now at least.
+
+``not-needed``: the warmup's range is `ONE`, and `NONE` is nowhere. ``not-applicable``: graphed callables have no
+``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations

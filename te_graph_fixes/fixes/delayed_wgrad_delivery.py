@@ -15,6 +15,9 @@ gradients.
 
 In FP8 the dgrad computes the bias gradients. Without ``param-grad-lifetime``, which has them copied, what crashed or
 was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two go together.
+
+``not-needed``: all that `_require_corrected` counts, and the provided module to the letter. ``not-applicable``: graphed
+callables have no ``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ hooks have seen, with the recipe of the autocast around it. Now modules say in t
 eager ones put it into the buffers, and a replay does the same with it
 (`te_graph_fixes/provided/captured_fp8.py`, shipped beside the patched modules). What the warmup has left in the scales
 of modules with an autocast of their own is taken back.
+
+``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
+``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations

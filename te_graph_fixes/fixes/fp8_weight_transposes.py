@@ -12,13 +12,15 @@ or come from memory that is somebody else's by then. It happens
 
 A replay runs no Python that could make them. The graph now holds the transposes that it reads, and before its replay
 those are made again that are invalid, gone or elsewhere (`te_graph_fixes/provided/fp8_weights.py`).
+
+``not-needed``: all of the changes below stand where they would be made.
 """
 
 from __future__ import annotations
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import Changes
+from ..shapes import Changes, require_names
 from ..source import Definition, Source, unrecognized
 
 GRAPH = "transformer_engine.pytorch.graph"
@@ -45,6 +47,7 @@ REFRESH = "fwd_graph.primary_weights.refresh()"
 def examine(source: Source) -> Verdict:
     capture = source.definition(GRAPH, "_make_graphed_callables")
     forward = replay(capture)
+    require_names(capture, "is_training")
     changes = Changes()
     changes.after(capture, capture.exactly(2, CAPTURED), HOLD)
     changes.after(forward, [forward.one(COPY_INPUTS)], REFRESH)

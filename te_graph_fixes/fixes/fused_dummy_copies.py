@@ -11,6 +11,9 @@ returned as TE's shared dummy, without a copy and without memory in the graph's 
 graph's backward has set ``grad_added_to_main_grad``; a mark that another graph has left does not count. The keyword
 ``clone_param_grads_on_return=False`` and parameters with ``skip_backward_post_hook`` are treated as before.
 `param-grad-lifetime` does the same for TE before 2.19.
+
+``not-needed``: dummies are shared in all places, and left out of what is copied. ``not-applicable``: there is no such
+keyword, or `param-grad-lifetime` has brought it.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import ast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import new_module
-from ..shapes import behind, lacks_parameter, start_of_warmup
+from ..shapes import behind, lacks_parameter, require_names, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 
 NO_OPTION_OF_TE = "copied_grads = ANY"  # by param-grad-lifetime, which brings the option to TE before 2.19
+
+SLOTS = "_returned_param_grad_clone_slots"
 
 OPTION = "clone_param_grads_on_return"
 
@@ -54,15 +59,15 @@ NO_DUMMY = "not is_shared_dummy(static_grad_inputs[idx], module_params[idx - mod
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.graph")
     public, capture = module.definition("make_graphed_callables"), module.definition("_make_graphed_callables")
-    if capture.has(NO_OPTION_OF_TE) or lacks_parameter(public, OPTION):
+    if lacks_parameter(public, OPTION) or (capture.has(NO_OPTION_OF_TE) and SLOTS not in module.text):
         return not_applicable("TE before 2.19 copies no parameter grads")
     public.require_parameters(OPTION)
-    slots = capture.inner("_returned_param_grad_clone_slots")
+    slots = capture.inner(SLOTS)
     slots.one(COPIED)
     if has_sharing(capture):
         slots.one(f"{CHOICE} and {NO_DUMMY}")
         return not_needed("grads that are dummies in a graph are returned as TE's shared dummies")
-    capture.exactly(2, "_returned_param_grad_clone_slots(ANY, ANY)")
+    capture.exactly(2, f"{SLOTS}(ANY, ANY)")
     return applicable(
         "parameter grads that stand for a wgrad in main_grad are copied",
         [*share_edits(capture), behind(slots, slots.one(CHOICE), f" and {NO_DUMMY}")],
@@ -84,6 +89,7 @@ def has_sharing(capture: Definition) -> bool:
 def share_edits(capture: Definition) -> list[Edit]:
     """Edits that find the dummies of each captured backward, and put TE's shared ones in their places."""
     contexts = capture.exactly(2, CAPTURE)
+    require_names(capture, "is_training")
     return [
         capture.insert_before(start_of_warmup(capture), IMPORT + "\n"),
         *(capture.enter_before(context, DUMMIES) for context in contexts),

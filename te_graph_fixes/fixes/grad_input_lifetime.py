@@ -10,6 +10,9 @@ graph pool once the next chunk's dgrad is captured, for by then Megatron-Core ha
 is passed as a chunk, Megatron waits only after the next *model* chunk's backward, and graphs captured in between write
 into the buffer. The gradients of the caller's inputs are released where `grad_input_releases` says instead; those of
 parameters stay with TE's rule.
+
+``not-needed``: plan and both releases stand in the capture's loop, TE's own release nowhere. ``not-applicable``: there
+is no parameter ``_reuse_graph_input_output_buffers``.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import cast
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
 from ..shapes import graph_capture, graph_interface, lacks_parameter
-from ..source import Definition, Source, UnrecognizedError
+from ..source import Definition, Node, Source, UnrecognizedError
 
 START = "previous_chunk_last_callable_bwd_idx = None"
 LOOP = """
@@ -92,7 +95,13 @@ def examine(source: Source) -> Verdict:
     if lacks_parameter(graph_interface(source), "_reuse_graph_input_output_buffers"):
         return not_applicable("static buffers are not reused")
     if not plan_module(source) and all(capture.has(pattern) for pattern in (PLAN, PLANNED_RELEASE, PARAMETERS_RELEASE)):
-        capture.one(f"{PLAN}\n{PLANNED_LOOP}")
+        loop = capture.one(PLANNED_LOOP)
+        capture.one(f"{START}\n{PLAN}\n{PLANNED_LOOP}")
+        _require_order(capture, loop)
+        capture.one(USER_ARGS)
+        capture.one(GRAD_INPUTS, within=loop)
+        capture.one(INNER_RELEASE + PARAMETERS_RELEASE, within=loop)
+        capture.one(PLANNED_RELEASE, within=loop)
         capture.exactly(0, RELEASE)
         return not_needed("grad inputs are held until their last reader")
     capture.require_parameters("_reuse_graph_input_output_buffers")
@@ -117,12 +126,17 @@ def _loop(capture: Definition) -> ast.For:
     """The loop that captures the entries of the order, one after the other."""
     loop = cast(ast.For, capture.one(LOOP))
     capture.one(START + LOOP)
+    _require_order(capture, loop)
+    return loop
+
+
+def _require_order(capture: Definition, loop: Node) -> None:
+    loop = cast(ast.For, loop)
     if ast.unparse(loop.iter) not in ("_order", "enumerate(_order)"):
         raise UnrecognizedError(
             f"looked for a loop over _order in {capture.qualname} ({capture.module.path}:{loop.lineno}), "
             f"found one over {ast.unparse(loop.iter)}"
         )
-    return loop
 
 
 FIX = Fix(

@@ -10,6 +10,8 @@ overwritten (x0.577 for three microbatches).
 what `Linear` does: under capture read the graph's skip tensor and, where there is one, pass it on and force
 ``is_first_microbatch=False``. The slot differs by version (16, 18 or 19), so it is found by its name. TE up to 2.9
 passes the flag.
+
+``not-needed``: the slot holds the flag's variable, which is set by one of the readings below and by nothing else.
 """
 
 from __future__ import annotations

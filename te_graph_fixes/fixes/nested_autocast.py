@@ -8,6 +8,9 @@ one: the inner modules run in bf16 (outputs off by 0.06 to 1.47, any recipe); wi
 For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module. The replacement looks an
 instance up by its ``id`` and gives FP8 to those that are captured; all others, those inside of captured modules too,
 run in ``autocast(enabled=False)``. They now run in the autocast that they are called in.
+
+``not-needed``: the one context of the original call asks whether the module is captured. ``not-applicable``: one
+autocast holds for all modules of a capture, as in TE 2.7.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ CAPTURED_ONLY = " if id(self) in module_uses_fp8 else contextlib.nullcontext()"
 def examine(source: Source) -> Verdict:
     public = source.definition("transformer_engine.pytorch.graph", "make_graphed_callables")
     if public.has(FOR_ALL):
+        public.inner("call_func").one("old_call_funcs[block_cls]")
+        public.exactly(0, "module_uses_fp8")
         return not_applicable("all modules of a capture use FP8, or none")
     context = _context(public.inner("call_func"))
     public.one("module_uses_fp8 = dict(zip((id(m) for m in modules), ANY_ENABLED))")

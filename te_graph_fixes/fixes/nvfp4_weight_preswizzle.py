@@ -10,6 +10,9 @@ dgrads from the second one on; with one graph, its kernel writes to memory that 
 from 10.0 to 11.0. Elsewhere ``tex.quantize`` swizzles afterwards, even where the graph's flag says that the weight is
 to stay as it is, into new memory which it gives to the cached weight: graph n swizzles what graph n-1 has swizzled.
 There, weights now keep plain scales, as before TE 2.18; a GEMM swizzles a copy of them.
+
+``not-needed``: the range ends at 11.0, or quantizers of weights are never asked for such scales. ``not-applicable``:
+``Quantizer`` has no ``optimize_for_gemm``.
 """
 
 from __future__ import annotations

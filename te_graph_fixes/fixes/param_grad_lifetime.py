@@ -11,6 +11,8 @@ this graph's backward marks with ``grad_added_to_main_grad`` is returned as TE's
 memory (`te_graph_fixes/provided/fused_wgrads.py`, shipped beside the patched module). This is settled once, as the
 capture ends. Vectors (biases, norm weights) are copied by one kernel. The keyword
 ``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off.
+
+``not-needed``: the option is True unless the caller says otherwise, gets to the capture, and what it selects is cloned.
 """
 
 from __future__ import annotations
@@ -51,6 +53,15 @@ for idx, grad_input in enumerate(static_grad_inputs):
 """
 
 
+SLOTS = (
+    "returned_param_grad_clone_slots = ANY",
+    "per_callable_returned_param_grad_clone_slots[per_callable_bwd_idx] = returned_param_grad_clone_slots",
+    "per_callable_returned_param_grad_clone_slots.append(_returned_param_grad_clone_slots(ANY, ANY))",
+    "per_callable_returned_param_grad_clone_slots[i]",
+)
+"""How which grads to copy gets from the two places of capture to `CLONED`."""
+
+
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.graph")
     public, capture = module.definition("make_graphed_callables"), module.definition("_make_graphed_callables")
@@ -67,9 +78,14 @@ def examine(source: Source) -> Verdict:
             if not has_sharing(capture):
                 raise unrecognized("dummies that are shared", capture)
         else:
-            capture.inner("_returned_param_grad_clone_slots").one(COPIED)
-            capture.inner("_returned_param_grad_clone_slots").one(CHOICE, f"{CHOICE} and {NO_DUMMY}")
+            slots = capture.inner("_returned_param_grad_clone_slots")
+            slots.one(COPIED)
+            slots.one(CHOICE, f"{CHOICE} and {NO_DUMMY}")
             graphed.one(CLONED)
+            for pattern in SLOTS:
+                capture.one(pattern)
+            capture.exactly(2, "_returned_param_grad_clone_slots(ANY, ANY)")
+            factory.require_parameters("returned_param_grad_clone_slots")
         return not_needed("parameter grads are returned as copies")
     if capture.has("ANY_GRAD.clone()"):
         raise unrecognized("no clone()", capture, "one")

@@ -12,6 +12,8 @@ patched module).
 
 `torch.cuda.make_graphed_callables` calls `torch.autograd.grad`, which leaves out the hooks of accumulation but not
 those of ``register_hook``. TE did so up to 2.11; it cannot go back, for `te.checkpoint` within a graph refuses it.
+
+``not-needed``: all of the changes below stand where they would be made.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import Changes, start_of_warmup
+from ..shapes import Changes, require_names, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 
 IMPORT = "from ._te_parameter_hooks import hooks_put_aside"
@@ -48,10 +50,13 @@ BACKWARDS = ("torch.autograd.backward", "torch.autograd.grad")
 def examine(source: Source) -> Verdict:
     capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
     capture.exactly(3, *BACKWARDS)
+    capture.exactly(2, "graph_callables[ANY] = func")
+    require_names(capture, "per_callable_bwd_idx", "static_input_surface")
     backwards = {_warmup(capture): "func"}
     layer, callable_ = (capture.statement_with(node) for node in capture.exactly(2, CAPTURE))
     backwards[layer] = "graph_callables[per_callable_bwd_idx]"
     numbered = capture.has("reversed(range(len(per_callable_static_input_surfaces)))")
+    require_names(capture, *["bwd_idx"] * numbered)
     # TE before 2.10 has no number there. It leaves out no parameters, either.
     backwards[callable_] = "graph_callables[bwd_idx]" if numbered else "static_input_surface"
     for node in backwards:

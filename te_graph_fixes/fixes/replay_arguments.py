@@ -9,6 +9,9 @@ shape are broadcast.
 A replay flattens what it is given and copies it into the static inputs by position. It now compares number, shapes and,
 where an argument is a dict or another container, its structure with the samples first, and raises `TypeError` or
 `ValueError`. Keywords that were not among the samples are ignored as before: callers give ``is_first_microbatch``.
+
+``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
+``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations

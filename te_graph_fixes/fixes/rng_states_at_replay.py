@@ -8,6 +8,8 @@ graph goes on with the random numbers of before, and the tracker's are not drawn
 Graphs are registered with the generators themselves, so TE cannot follow a tracker that gets others. Each graph now
 keeps the tracker; where it has other generators at a replay, their states are lent to those of the capture
 (`te_graph_fixes/provided/rng_states.py`, shipped beside the patched modules).
+
+``not-needed``: every graph of a capture is one of the maker's.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ at the first step of Megatron-Core 0.14 to 0.17 with FP8 and graphs.
 
 TE 2.15 moved the skip tensor from the class into ``quantization_state`` and dropped its accessors. They are added
 again, reading and writing the tensor where it lives now.
+
+``not-needed``: one accessor returns the flag, the other fills it.
 """
 
 from __future__ import annotations

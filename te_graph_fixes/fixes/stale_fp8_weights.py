@@ -12,6 +12,9 @@ quantized again. It happens
 2. to a capture that does not cache weights, after one that does: it reads the skip flag of the other;
 3. where another FP8 module runs before the graph in the same autocast: the graph does not set the skip flag, so it
    still has the value that a later microbatch has given it elsewhere. The first microbatch now always sets it.
+
+``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: there is neither
+quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 """
 
 from __future__ import annotations

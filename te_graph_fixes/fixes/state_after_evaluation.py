@@ -11,6 +11,8 @@ that does not fit. A replay runs none of this, and goes on with the tensors of t
 more. The graph now holds its recipe states, and does before its replay what a forward does to them
 (`te_graph_fixes/provided/recipe_states.py`). A module's new state is now among those that are updated: after another
 recipe its scales stayed at 1.0 for good, eagerly too.
+
+``not-needed``: all of the changes below stand where they would be made.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ for m in func.modules():
     ...
 """
 
-RESUME_ALONE = "graphed.recipe_states.resume_alone(te_modules, FP8GlobalStateManager)"
+KNOWN = "if m not in ANY_KNOWN: continue"
+
+RESUME_ALONE = "graphed.recipe_states.resume_alone({known}, FP8GlobalStateManager)"
 
 OPERATION = """
 for mode in ("forward", "backward"):
@@ -58,11 +62,13 @@ def examine(source: Source) -> Verdict:
     factory = capture.inner("make_graphed_forward")
     factory.require_parameters("func", "graphed")
     forward = factory.inner("new_fwd")
+    loop = forward.one(LOOP)
+    known = forward.text(forward.match(KNOWN, within=loop)["ANY_KNOWN"])
     init = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.init_fp8_metadata")
     changes = Changes()
     changes.before(capture, [factory.node], HOLD)
     changes.before(forward, [forward.one(MODULE), forward.one(OPERATION)], RESUME)
-    changes.before(forward, [forward.one(LOOP)], RESUME_ALONE)
+    changes.before(forward, [loop], RESUME_ALONE.format(known=known))
     changes.replace(init, CLEAR, CLEAR_AND_REGISTER_AGAIN)
     return changes.verdict(
         "nothing gives a graph's recipe states back to its modules after another forward has taken them",

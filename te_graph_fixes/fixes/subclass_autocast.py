@@ -10,6 +10,8 @@ take the graph's path in evaluation.
 For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module, and puts back what it
 found. On the subclass it finds, inherited, the replacement that it has just made. A class that inherits a replaced
 ``__call__`` is now left alone: the replacement tells modules apart, not classes.
+
+``not-needed``: the condition of the replacement is `INHERITS`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ Symptom: ``AssertionError: sample_args must be a list for _reuse_graph_input_out
 ``sample_kwargs``, ``TypeError: 'tuple' object does not support item assignment``.
 
 Tuples are now made into lists.
+
+``not-needed``: tuples are made into lists, and nothing refuses them. ``not-applicable``: there is no parameter
+``_reuse_graph_input_output_buffers``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ orders hang, or add up different buckets.
 
 The modules of a callable are kept in a ``set``, whose order follows from memory addresses and differs between
 processes. They are kept in a ``dict`` now, in the order of their forwards.
+
+``not-needed``: all uses of ``modules`` are known, and fill a dict. ``not-applicable``: graphed callables have no
+``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations

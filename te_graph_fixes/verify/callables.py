@@ -22,11 +22,16 @@ class WithNone(te.Linear):  # type: ignore[misc,unused-ignore]
 
 
 def none_output() -> dict[str, Any]:
-    """The errors of two microbatches of a callable with an output that is None."""
-    torch.manual_seed(1)
-    layer = WithNone(HIDDEN, HIDDEN, **OPTIONS)
-    graphed = te.make_graphed_callables(layer, (_random().requires_grad_(),))
-    return {"errors": {"microbatches": [error(_two_microbatches(graphed), _two_microbatches(layer))]}}
+    """The errors of two microbatches of a callable with an output that is None, captured with an order and without."""
+    errors = []
+    for order in ([1, -1], None):
+        torch.manual_seed(1)
+        layer = WithNone(HIDDEN, HIDDEN, **OPTIONS)
+        wanted = _two_microbatches(layer)
+        layer.weight.grad = None
+        (graphed,) = te.make_graphed_callables((layer,), ((_random().requires_grad_(),),), _order=order)
+        errors.append(error(_two_microbatches(graphed), wanted))
+    return {"errors": {"microbatches": errors}}
 
 
 def _two_microbatches(run: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:

@@ -107,6 +107,10 @@ _ALL = (
     _training("linear-fp8-delayed", (WARMUP,), recipe="fp8-delayed"),
     _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
     _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, fit=True, steps=6, quick=True),
+    *(
+        _training(f"{name}-not-cached", (STALE, WARMUP), module=module, recipe="fp8-current", cache=False)
+        for name, module in (("norm", "LayerNormLinear"), ("mlp", "LayerNormMLP"), ("experts", "GroupedLinear"))
+    ),
     _training("other-module-first", (STALE,), recipe="fp8-current", other_first=True),
     _training("cached-nvfp4", (PRESWIZZLE,), recipe="nvfp4", order=(1, 1, 1, -1, -1, -1), quick=True),
     _order("forward-before-wgrad", (1, -1, 1, -1.5, -1, -1.5), quick=True),
@@ -121,6 +125,26 @@ _ALL = (
     _training("hooks-after-wgrad", (HOOKS,), delay=True, mark_first=False, hooks=True, quick=True),
     _training("delayed-unfused", (DELIVERY,), delay=True, mark_first=False, fused=False, quick=True),
     _training("delayed-bias", (DELIVERY,), delay=True, mark_first=False, bias=True),
+    _training(
+        "delayed-without-graphs", (DELIVERY,), graphs=False, delay=True, mark_first=False, fused=False, bias=True
+    ),
+    _training(
+        *("delayed-experts-without-graphs", (DELIVERY,)),
+        module="GroupedLinear",
+        graphs=False,
+        delay=True,
+        mark_first=False,
+        fused=False,
+        bias=True,
+    ),
+    _training(
+        *("delayed-experts-in-order", (DELIVERY,)),
+        module="GroupedLinear",
+        order=(1, 1, -1, -1.5, -1, -1.5),
+        delay=True,
+        mark_first=False,
+        fused=False,
+    ),
     _training("delayed-bias-fp8", (DELIVERY,), delay=True, mark_first=False, bias=True, recipe="fp8-current"),
     _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
     _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
@@ -139,6 +163,7 @@ _ALL = (
     _program("plain-torch-first", (REDUCTION,)),
     _program("forward-method", (STATE,), quick=True),
     _program("own-autocast", (STATE,)),
+    _program("own-autocast-of-another", (STATE,)),
     _program("checkpoint", (STATE,)),
     _program("reset-between-steps", (RESET,), recipe="fp8-current", quick=True),
     _program("calibration", (CALIBRATING,), quick=True),
@@ -168,6 +193,13 @@ _ALL = (
         quick=True,
         cache=True,
         captures=("infer", "train"),
+    ),
+    _events(
+        *("inference-and-training-in-order", (CACHED,)),
+        "infer-first first later update infer-later first later update first later",
+        cache=True,
+        captures=("infer", "train"),
+        pipelined=True,
     ),
     _events(
         *("inference-and-eager-training", (CACHED,)),

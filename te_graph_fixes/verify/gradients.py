@@ -53,22 +53,39 @@ class Output(torch.nn.Module):  # type: ignore[misc,unused-ignore]
 
 
 def recomputed_weights(recipe: str = "fp8-current") -> dict[str, Any]:
-    """Activation recompute in a graph that does not cache weights: the errors of each step."""
+    """Activation recompute in a graph that does not cache weights: the errors of each step.
+
+    The graph is captured without an order, then with one, after a replay of another graph that caches its weights.
+    """
     if not hasattr(graph, "_none_grad_context_wrapper"):
         raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
-    wanted, found = (_train_recomputed(make_recipe(recipe), graphed) for graphed in (False, True))
-    return {"errors": {"steps": [error(step, right) for step, right in zip(found, wanted, strict=True)]}}
+    wanted, *found = (_train_recomputed(make_recipe(recipe), capture) for capture in (None, _alone, _after_cached))
+    pairs = [(step, right) for steps in found for step, right in zip(steps, wanted, strict=True)]
+    return {"errors": {"steps": [error(step, right) for step, right in pairs]}}
 
 
-def _train_recomputed(recipe: Any, graphed: bool) -> list[list[torch.Tensor]]:
+def _alone(module: Any, recipe: Any) -> Any:
+    return te.make_graphed_callables(module, (_random(),), enabled=True, recipe=recipe)
+
+
+def _after_cached(module: Any, recipe: Any) -> Any:
+    options = {"enabled": True, "recipe": recipe}
+    other = te.Linear(HIDDEN, HIDDEN, **OPTIONS)
+    other = te.make_graphed_callables(other, (_random(),), cache_quantized_params=True, **options)
+    for first in (True, False):
+        with te.autocast(enabled=True, recipe=recipe):
+            other(_random(), is_first_microbatch=first)
+    (run,) = te.make_graphed_callables((module,), ((_random(),),), _order=[1, -1], **options)
+    return run
+
+
+def _train_recomputed(recipe: Any, capture: Callable[[Any, Any], Any] | None) -> list[list[torch.Tensor]]:
     FP8GlobalStateManager.reset()
     torch.manual_seed(1)
     module = Recomputed()
     module.inner.is_first_microbatch = True
     weight = module.inner.weight
-    run: Any = module
-    if graphed:
-        run = te.make_graphed_callables(module, (_random(),), enabled=True, recipe=recipe)
+    run = capture(module, recipe) if capture else module
     torch.manual_seed(2)
     steps = []
     for _ in range(STEPS):
@@ -76,7 +93,7 @@ def _train_recomputed(recipe: Any, graphed: bool) -> list[list[torch.Tensor]]:
         weight.grad = None
         found = []
         for _ in range(MICROBATCHES):
-            if not graphed:
+            if not capture:
                 module.inner.is_first_microbatch = True
             x = _random()
             with te.autocast(enabled=True, recipe=recipe):
@@ -117,10 +134,12 @@ def _train_tied(graphed: bool) -> list[torch.Tensor]:
 def fused_mlps(microbatches: int = 4) -> dict[str, Any]:
     """Chunks with fused wgrads whose ``.grad`` stays set from microbatch to microbatch; and the share of copies.
 
-    ``copied`` is the share of the weights' gradients that are not TE's shared dummies.
+    ``copied`` is the share of the weights' gradients that are not TE's shared dummies, there and without an order.
     """
     torch.manual_seed(1)
-    layers = _fused(*(te.LayerNormMLP(HIDDEN, HIDDEN, fuse_wgrad_accumulation=True, **OPTIONS) for _ in range(4)))
+    *layers, other = _fused(
+        *(te.LayerNormMLP(HIDDEN, HIDDEN, fuse_wgrad_accumulation=True, **OPTIONS) for _ in range(5))
+    )
     eager = [layer for layer in layers for _ in range(microbatches)]
     wanted = _train_mlps(layers, eager, microbatches)
     samples = [(_random(),) for _ in eager]
@@ -140,10 +159,14 @@ def fused_mlps(microbatches: int = 4) -> dict[str, Any]:
         for microbatch in range(microbatches)
     ]
     found = _train_mlps(layers, runs, microbatches)
+    te.make_graphed_callables(other, (_random(),))(_random()).sum().backward()
+    return {"errors": {"gradients": [error(found, wanted)], "copied": [_copied(layers), _copied([other])]}}
+
+
+def _copied(layers: Sequence[Any]) -> float:
     dummies = {dummy.data_ptr() for dummy in te.module.base._dummy_wgrads.values()}
-    weights = [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
-    copied = [float(weight.grad is None or weight.grad.data_ptr() not in dummies) for weight in weights]
-    return {"errors": {"gradients": [error(found, wanted)], "copied": [sum(copied) / len(copied)]}}
+    grads = [parameter.grad for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
+    return sum(grad is None or grad.data_ptr() not in dummies for grad in grads) / len(grads)
 
 
 def _train_mlps(layers: Sequence[Any], runs: Sequence[Any], microbatches: int) -> list[torch.Tensor]:
@@ -174,11 +197,14 @@ def _train_mlps(layers: Sequence[Any], runs: Sequence[Any], microbatches: int) -
 
 
 def parameter_hooks() -> dict[str, Any]:
-    """Hooks of four kinds on the parameters of a graph: for each the error of what they did and kept."""
+    """Hooks of four kinds on the parameters of a graph: for each the error of what they did and kept.
+
+    The graph is captured without an order, then with one.
+    """
     errors = {}
     for kind, register in HOOKS.items():
-        wanted, found = (_train_hooked(register, graphed) for graphed in (False, True))
-        errors[kind] = [error(found, wanted)]
+        wanted = _train_hooked(register, graphed=False)
+        errors[kind] = [error(_train_hooked(register, True, order), wanted) for order in (None, [1, -1])]
     return {"errors": errors}
 
 
@@ -222,12 +248,14 @@ HOOKS: dict[str, Callable[[Any, torch.Tensor], object]] = {
 }
 
 
-def _train_hooked(register: Callable[[Any, torch.Tensor], object], graphed: bool) -> list[torch.Tensor]:
+def _train_hooked(
+    register: Callable[[Any, torch.Tensor], object], graphed: bool, order: list[int] | None = None
+) -> list[torch.Tensor]:
     torch.manual_seed(1)
     layer = te.LayerNormLinear(HIDDEN, HIDDEN, **OPTIONS)
     totals = [torch.zeros(parameter.shape, device="cuda") for parameter in layer.parameters()]
     held = [register(parameter, total) for parameter, total in zip(layer.parameters(), totals, strict=True)]
-    run: Any = te.make_graphed_callables(layer, (_random(),)) if graphed else layer
+    (run,) = te.make_graphed_callables((layer,), ((_random(),),), _order=order) if graphed else (layer,)
     torch.manual_seed(2)
     for _ in range(STEPS):
         out = run(_random())

@@ -56,10 +56,10 @@ class Block(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         return self.second(torch.relu(self.first(x)))
 
 
-def capture(*modules: torch.nn.Module, recipe: Any, grad: bool = True, **options: Any) -> None:
+def capture(*modules: torch.nn.Module, recipe: Any, grad: bool = True, **options: Any) -> Any:
     """Graph the modules, which are run in this order, for inputs that need a gradient, or do not."""
     samples = tuple((random().requires_grad_(grad),) for _ in modules)
-    te.make_graphed_callables(modules, samples, **{"enabled": recipe is not None, "recipe": recipe, **options})
+    return te.make_graphed_callables(modules, samples, **{"enabled": recipe is not None, "recipe": recipe, **options})
 
 
 def autocast(recipe: Any) -> Any:
@@ -149,34 +149,37 @@ def plain_torch_first(recipe: Any, graphed: bool) -> Any:
 
 @program
 def forward_method(recipe: Any, graphed: bool) -> Any:
-    """A captured module calls ``forward`` of a projection; another one is an operation by itself."""
+    """A module, captured with an order, calls ``forward`` of projections; another one is an operation by itself."""
 
     class Calls(Block):
         def forward(self, x: torch.Tensor) -> Any:
             return self.second.forward(torch.relu(self.first.forward(x)))
 
     block, last = Calls(), operation()
+    call: Any = block
     if graphed:
-        capture(block, last, recipe=recipe)
+        (call,) = capture(block, recipe=recipe, _order=[1, -1])
+        capture(last, recipe=recipe)
 
     def run(x: torch.Tensor, first: bool) -> Any:
         with autocast(recipe):
-            return last(block(x))
+            return last(call(x))
 
     return run, (block, last)
 
 
 class OwnAutocast(Block):
-    """The second projection is in an autocast of its own."""
+    """The second projection, and an operation if there is one, is in an autocast of its own."""
 
-    def __init__(self, recipe: Any) -> None:
+    def __init__(self, recipe: Any, *operations: Any) -> None:
         super().__init__()
         self.recipe = recipe
+        self.operations = torch.nn.Sequential(*operations)
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
         with autocast(self.recipe):
-            return self.second(x)
+            return self.operations(self.second(x))
 
 
 @program
@@ -188,6 +191,22 @@ def own_autocast(recipe: Any, graphed: bool) -> Any:
 
     def run(x: torch.Tensor, first: bool) -> Any:
         with autocast(other):
+            return block(x)
+
+    return run, (block,)
+
+
+@program
+def own_autocast_of_another(recipe: Any, graphed: bool) -> Any:
+    """A module that has run eagerly before, with an autocast of its own inside the caller's with delayed scaling."""
+    block = OwnAutocast(make_recipe("fp8-current"), operation())
+    with autocast(recipe):
+        block(random())
+    if graphed:
+        capture(block, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
             return block(x)
 
     return run, (block,)
@@ -242,8 +261,22 @@ def calibration(recipe: Any, graphed: bool) -> Any:
     return run, (block,)
 
 
+class DropGrads(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
+    """Nothing in the forward, a dropout that draws from a tracker in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tracker: CudaRNGStatesTracker) -> torch.Tensor:
+        ctx.tracker = tracker
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with ctx.tracker.fork("experts"):
+            return torch.nn.functional.dropout(grad, 0.3), None
+
+
 class Dropout(Block):
-    """Two projections with a dropout between them that draws from a tracker."""
+    """Two projections with a dropout between them that draws from a tracker, in the forward and in the backward."""
 
     def __init__(self, tracker: CudaRNGStatesTracker) -> None:
         super().__init__()
@@ -252,7 +285,7 @@ class Dropout(Block):
     def forward(self, x: torch.Tensor) -> Any:
         with self.tracker.fork("experts"):
             hidden = torch.nn.functional.dropout(self.first(x), 0.3)
-        return self.second(hidden)
+        return self.second(DropGrads.apply(hidden, self.tracker))
 
 
 @program

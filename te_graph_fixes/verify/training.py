@@ -51,6 +51,7 @@ class Setup:
     - ``fit``: the loss is the squared distance to fixed targets, so that gradients depend on the weights; else output
       grads are given
     - ``delay``: graphs delay their wgrads; without wgrad entries in ``order`` each is replayed right after its dgrad
+    - ``graphs``: else it is eager modules which delay their wgrads that are compared with those that do not
     - ``hooks``: the values of ``main_grad`` that hooks see after each wgrad are compared too
     - ``reuse``: buffers are reused
     - ``tuples``: samples are given in a tuple
@@ -66,6 +67,7 @@ class Setup:
     fused: bool = True
     bias: bool = False
     delay: bool = False
+    graphs: bool = True
     hooks: bool = False
     reuse: bool = False
     tuples: bool = False
@@ -231,11 +233,14 @@ def train(setup: Setup, graphed: bool) -> Iterator[Step]:
 
     if setup.hooks and graphed:
         modules[0].register_wgrad_accumulation_and_reduce_hooks(hook)
-    runs = capture(setup, modules, recipe) if graphed else [each for each in modules for _ in range(microbatches)]
+    runs = [each for each in modules for _ in range(microbatches)]
+    if graphed and setup.graphs:
+        runs = capture(setup, modules, recipe)
+    left = [parameter.grad for parameter in parameters if parameter.grad is not None]  # by the capture
     torch.manual_seed(200)  # NVFP4 rounds at random, and a warmup has drawn numbers too
     for step in range(setup.steps):
         _begin(setup, modules)
-        done = Step()
+        done, left = Step(wgrads=left), []
         counts: dict[float, int] = {}
         leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         for entry in schedule:

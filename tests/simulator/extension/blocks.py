@@ -118,6 +118,9 @@ def kind_of(value: Any) -> str:
 
 def shape_of(tensor: Any) -> list[int]:
     """The shape of any tensor, quantized or not."""
+    if getattr(tensor, "_data", tensor) is None:  # size() has one order of the dimensions for two of them only
+        first, *rest = tensor._transpose.shape
+        return [*rest, first]
     if not is_block_scaled(tensor) or kind_of(tensor) == MX:
         return list(tensor.size())
     pack = 2 if kind_of(tensor) == NV else 1
