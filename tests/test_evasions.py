@@ -174,6 +174,10 @@ NOT_QUITE = [
     (*("fused-dummy-copies", "2.20.2", GRAPH), r"\bis_training\b", "training"),
     (*("parameter-hooks", "2.12.0", GRAPH), r"\bgraph_callables\b", "functions"),
     (*("backward-amax-reduction", "2.12.0", GRAPH), r"\bfunc\b", "function"),
+    (
+        *("nvfp4-weight-preswizzle", "2.17.1", "transformer_engine.pytorch.module.linear"),
+        *(r"(?<=input_quantizer\.optimize_for_gemm = True)", "; setattr(weight_quantizer, 'optimize_for_gemm', True)"),
+    ),
 ]
 """Edits after which a correction does not do its work, or would not: text in the place of what a pattern matches."""
 

@@ -70,7 +70,7 @@ def failed_capture() -> dict[str, Any]:
         sample = _random().requires_grad_()
         sample.grad = torch.ones_like(sample)
         modules = (layer,) if fails else (layer, NotAModule())
-        with contextlib.suppress(PlannedError, AssertionError):
+        with contextlib.suppress(PlannedError, AssertionError, TypeError):
             te.make_graphed_callables(modules, ((sample,),) * len(modules), **options)
         changed |= {
             f"garbage collection after {place}": not gc.isenabled(),
