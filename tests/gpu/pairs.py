@@ -52,10 +52,11 @@ def run(pair: tuple[str, str], needed: set[str]) -> dict[str, Any]:
 def main() -> int:
     found = verdicts(Source.installed())
     needed = {fix_id for fix_id, verdict in found.items() if verdict.verdict == APPLICABLE}
+    results = []
     with ThreadPoolExecutor(int(sys.argv[1]) if sys.argv[1:] else 6) as pool:
-        results = list(pool.map(lambda pair: run(pair, needed), itertools.combinations(sorted(needed), 2)))
-    for result in results:
-        print(json.dumps(result))
+        for result in pool.map(lambda pair: run(pair, needed), itertools.combinations(sorted(needed), 2)):
+            results.append(result)
+            print(json.dumps(result), flush=True)
     wrong = [result["pair"] for result in results if result["wrong"]]
     unseen = [result["pair"] for result in results if not result["wrong"] and not result["right"]]
     right = sum(result["right"] for result in results)

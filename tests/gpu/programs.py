@@ -181,8 +181,11 @@ def several_autocasts(recipe: Any, graphed: bool) -> Any:
 
 @program
 def operations_inside(recipe: Any, graphed: bool) -> Any:
-    """A module that calls an operation by itself, a `te.ops.Sequential` and a projection."""
-    block = torch.nn.Sequential(operation(), te.ops.Sequential(operation(), operation()), linear())
+    """A module that calls an operation by itself, a `te.ops.Sequential` and a projection.
+
+    Behind another one in FP8 an operation gets an FP8 gradient whose transpose nobody has written: docs/survey.md.
+    """
+    block = torch.nn.Sequential(operation(), te.ops.Sequential(operation()), linear())
     if graphed:
         capture(block, recipe=recipe)
 
