@@ -314,6 +314,17 @@ def a_module_that_is_copied() -> Iterator[Any]:
 
 
 @program
+def a_parameter_added_afterwards() -> Iterator[Any]:
+    module = Module(lambda module, x: module.b(module.a(x)))
+    graphed = te.make_graphed_callables(module, (rand(),))
+    module.b.extra = torch.nn.Parameter(rand().detach())
+    for _ in range(4):
+        x = rand()
+        graphed(x).sum().backward()
+        yield x.grad, update(module)
+
+
+@program
 def hooks_added_afterwards() -> Iterator[Any]:
     module = te.Linear(32, 32, **OPTIONS)
     graphed = te.make_graphed_callables(module, (rand(),))

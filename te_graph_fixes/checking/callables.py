@@ -7,7 +7,6 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from transformer_engine.pytorch import graph
 from . import Options
 from .findings import Findings, Place, say
 from .lifetimes import Lifetimes
-from .twin import BACKWARD, FIRST, FORWARD, Inputs, Pass, Twin, Values, named_outputs, originals
+from .twin import BACKWARD, FIRST, FORWARD, Run, Twin, Values, named_outputs, originals
 
 SYMPTOMS = {
     ("forward", "output"): "output",
@@ -165,16 +164,6 @@ class Check:
         self._optimizer_steps += 1
 
 
-@dataclass
-class Run:
-    """One microbatch of a callable, from its forward to its wgrads. Of two eager passes the first is the reference."""
-
-    inputs: Inputs
-    first_fp8: bool
-    forward: Values = field(default_factory=dict)
-    passes: list[Pass] = field(default_factory=list)
-
-
 class Checked:
     """One graphed callable beside its twin."""
 
@@ -198,8 +187,7 @@ class Checked:
         self._lifetimes.before_replay()
         if not compared:
             return None
-        inputs = self._twin.inputs(args, {key: kwargs[key] for key in self._keys if key in kwargs}, kwargs.get(FIRST))
-        return Run(inputs, self._twin.first_fp8_module())
+        return self._twin.begin(args, {key: kwargs[key] for key in self._keys if key in kwargs}, kwargs.get(FIRST))
 
     def _after_forward(self, run: Run | None, tensors: list[Any], stream: Any) -> None:
         self._after_replay("forward", stream)
@@ -209,9 +197,9 @@ class Checked:
         if run is None:
             return
         outputs |= self._twin.amaxes(FORWARD)
-        run.forward = self._twin.forward(run.inputs)
+        run.forward = self._twin.forward(run)
         node = next((x.grad_fn for x in tensors if isinstance(x, torch.Tensor) and x.grad_fn is not None), None)
-        self._compare("forward", run, outputs, run.forward, self._twin.forward(run.inputs) if node is None else {})
+        self._compare("forward", outputs, run.forward, self._twin.forward(run) if node is None else {})
         if node is not None:
             numbers = {i: x.output_nr for i, x in enumerate(tensors) if isinstance(x, torch.Tensor)}
             self._watch_backward(run, node, numbers, stream)
@@ -231,39 +219,40 @@ class Checked:
         node.register_hook(after)
 
     def _before_backward(self, run: Run, grads: dict[int, Any]) -> None:
-        run.passes = [self._twin.backward(run.inputs, grads.get, slot) for slot in ("eager", "again")]
+        run.passes = [self._twin.backward(run, grads.get, slot) for slot in range(2)]
         for name, value in run.forward.items():
             self._findings.compare(self._place("forward", name), run.passes[0].values.get(name), value)
         self._lifetimes.before_replay()
 
     def _after_backward(self, run: Run, grads: Any, leaves: dict[int, int], stream: Any) -> None:
         self._after_replay("backward", stream)
-        found = self._real_grads() | ({} if run.first_fp8 else self._twin.amaxes(BACKWARD))
+        found = self._real_grads() | ({} if run.updates else self._twin.amaxes(BACKWARD))
         for name, parameter in self._twin.parameters.items():
             grad = grads[leaves[id(parameter)]] if id(parameter) in leaves else None
             found[f".grad of {name}"] = grad
             if grad is not None:
                 self._lifetimes.grad(parameter, grad, self._place("backward", f".grad of {name}"))
-        inputs = tree_flatten((run.inputs.args, list(run.inputs.kwargs.values())))[0]
+        inputs = tree_flatten((run.args, list(run.kwargs.values())))[0]
         for i in range(sum(isinstance(each, torch.Tensor) for each in inputs)):
             found[f"gradient of input {i}"] = grads[i]
             if grads[i] is not None:
                 self._lifetimes.returned(grads[i], self._place("backward", f"gradient of input {i}"))
-        self._compare("backward", run, found, *(each.values for each in run.passes))
+        self._compare("backward", found, *(each.values for each in run.passes))
         self._delayed = run if run.passes[0].delayed() else None
+        for each in run.passes:
+            each.values = {}  # somebody may keep the output, and with it this
 
     def backward_dw(self) -> None:
-        run, self._delayed = self._delayed, None
+        run = self._delayed
         if run is None or self._findings.finished:
             self._backward_dw()
             return
         hooked = [each for each in run.passes[0].delayed() if each.wgrad_accumulation_and_reduce_hooks]
         self._attempt(self._before_wgrads, run)
-        seen: list[Run] = []
 
         def compare() -> None:
-            if not seen:
-                seen.append(run)
+            if self._delayed is run:
+                self._delayed = None
                 self._attempt(self._after_wgrads, run)
 
         for each in hooked:  # the first hook, before those that hand the gradients on
@@ -273,26 +262,26 @@ class Checked:
         finally:
             for each in hooked:
                 each.wgrad_accumulation_and_reduce_hooks.remove(compare)
-        if hooked and not seen:
+        if hooked and self._delayed is run:
             place = self._place("wgrad", "hooks that follow a wgrad", "wgrad-hook-missing", "have not run")
             self._findings.wrong(place)
         compare()
 
     def _before_wgrads(self, run: Run) -> None:
-        for done, slot in zip(run.passes, ("eager", "again"), strict=True):
-            self._twin.backward_dw(done, run.inputs, slot)
+        for slot, done in enumerate(run.passes):
+            self._twin.backward_dw(run, done, slot)
         self._lifetimes.before_replay()
 
     def _after_wgrads(self, run: Run) -> None:
         self._after_replay("wgrad", None)
-        self._compare("wgrad", run, self._real_grads(), *(each.values for each in run.passes))
+        self._compare("wgrad", self._real_grads(), *(each.values for each in run.passes))
 
     def _real_grads(self) -> Values:
         grads = {f".grad of {name}": each.grad for name, each in self._twin.parameters.items()}
         main_grads = {name: getattr(each, "main_grad", None) for name, each in self._twin.parameters.items()}
         return grads | {f"main_grad of {name}": each for name, each in main_grads.items()}
 
-    def _compare(self, when: str, run: Run, found: Values, eager: Values, again: Values) -> None:
+    def _compare(self, when: str, found: Values, eager: Values, again: Values) -> None:
         for name, value in eager.items():
             word = name.split(" ")[0]
             if (when, word) in SYMPTOMS and (name in found or word != "largest"):

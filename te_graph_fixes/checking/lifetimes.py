@@ -114,8 +114,8 @@ class Lifetimes:
             elif self._batch is not None:
                 self._batch += watched
                 return work
-            if work is None or name == "_start_coalescing":
-                return work
+            if work is None:
+                return None
             handle = Send(work, watched, to, self._over)
             self._sends = [*(each for each in self._sends if each() is not None), weakref.ref(handle)]
             return handle

@@ -13,7 +13,7 @@ import queue
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -50,15 +50,21 @@ def originals(module: Module) -> dict[Module, Values]:
 
 
 @dataclass
-class Inputs:
-    """What a forward needs to be run again: arguments, buffers, FP8 scales and random states, all of them copies."""
+class Run:
+    """One microbatch, from its forward to its wgrads: what eager starts from, all of it copies, and has computed.
+
+    ``updates``: the end of its backward updates the FP8 scales. Of two ``passes`` the first is the reference.
+    """
 
     args: Any
     kwargs: Values
     first: bool | None
+    updates: bool
     buffers: dict[Module, Values]
     scales: Scales
     random: list[Any]
+    forward: Values = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
 
 
 class Pass:
@@ -112,26 +118,29 @@ class Twin:
                 own |= {"fp8_meta_tensors_initialized": False, "wgrad_accumulation_and_reduce_hooks": []}
             own |= {name: None for name in ("_fp8_metas", "_quantizers", FUSED) if name in vars(each)}
 
-    def inputs(self, args: Any, kwargs: Values, first: bool | None) -> Inputs:
+    def begin(self, args: Any, kwargs: Values, first: bool | None) -> Run:
         """Copies of all that the forward which is about to be replayed starts from."""
         args, kwargs = tree_map_only(torch.Tensor, _copied, (args, kwargs))
+        updates = self.enabled and bool(Manager.get_autocast_state()[4])  # the first module of an autocast does
         buffers = tree_map_only(torch.Tensor, torch.clone, {each: dict(each._buffers) for each in self._own})
         scales = self.scales()
         if scales and in_fp8_activation_recompute_phase():
             self.refusal = "a checkpoint of TE runs it again, with FP8 scales that are not the present ones"
-        return Inputs(args, kwargs, first, buffers, scales, _random_states())
+        if any(each is not self.parameters.get(name) for name, each in self.module.named_parameters()):
+            self.refusal = "it has parameters that it did not have in its capture"
+        return Run(args, kwargs, first, updates, buffers, scales, _random_states())
 
-    def forward(self, inputs: Inputs) -> Values:
+    def forward(self, run: Run) -> Values:
         """Run the forward: outputs and amaxes."""
-        with self._running(Pass(self._own, self.parameters), inputs):
-            return named_outputs(self._forward(inputs)[0]) | self.amaxes(FORWARD)
+        with self._running(Pass(self._own, self.parameters), run):
+            return named_outputs(self._forward(run)[0]) | self.amaxes(FORWARD)
 
-    def backward(self, inputs: Inputs, grad_of: Callable[[int], torch.Tensor | None], slot: str) -> Pass:
+    def backward(self, run: Run, grad_of: Callable[[int], torch.Tensor | None], slot: int) -> Pass:
         """Run the forward again, and its backward from ``grad_of`` each output, with the random states of now."""
         done, random, scales = Pass(self._own, self.parameters), _random_states(), self.scales()
         main_grads = self._copy_main_grads(done, slot)
-        with self._running(done, inputs), torch.enable_grad():
-            outputs, leaves = self._forward(inputs)
+        with self._running(done, run), torch.enable_grad():
+            outputs, leaves = self._forward(run)
             _put_random_states(random)
             self._take_scales(scales, BACKWARD)
             used = {i: x for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad}
@@ -147,10 +156,10 @@ class Twin:
             alias.grad = None
         return done
 
-    def backward_dw(self, done: Pass, inputs: Inputs, slot: str) -> None:
+    def backward_dw(self, run: Run, done: Pass, slot: int) -> None:
         """Compute the delayed wgrads of a pass, and add them to copies of the real gradients."""
         done.values = self._copy_main_grads(done, slot)
-        with self._running(done, inputs):
+        with self._running(done, run):
             for each in done.delayed():
                 each.backward_dw()
         for name, parameter in self.parameters.items():
@@ -169,16 +178,12 @@ class Twin:
         found = {self._names[each]: history for (each, which), (_, history) in self.scales().items() if which == key}
         return {f"largest values in FP8 ({key} of {name})": history[0] for name, history in found.items()}
 
-    def first_fp8_module(self) -> bool:
-        """Whether the next module is the first in its autocast: the end of its backward updates the scales."""
-        return self.enabled and bool(Manager.get_autocast_state()[4])
-
     def release(self) -> None:
         """Let go of all memory."""
         self._own, self.parameters = {}, {}
         self._shared.clear()
 
-    def _copy_main_grads(self, done: Pass, slot: str) -> Values:
+    def _copy_main_grads(self, done: Pass, slot: int) -> Values:
         """Let a pass add to copies of every ``main_grad``, in memory that all twins share."""
         copies: Values = {}
         for index, (name, each) in enumerate(self.parameters.items()):
@@ -192,11 +197,11 @@ class Twin:
                 alias.grad_added_to_main_grad = False
         return copies
 
-    def _forward(self, inputs: Inputs) -> tuple[list[Any], list[Any]]:
-        args, kwargs = tree_map_only(torch.Tensor, _copied, (inputs.args, inputs.kwargs))
+    def _forward(self, run: Run) -> tuple[list[Any], list[Any]]:
+        args, kwargs = tree_map_only(torch.Tensor, _copied, (run.args, run.kwargs))
         tensors = [x for x in tree_flatten((args, list(kwargs.values())))[0] if isinstance(x, torch.Tensor)]
-        if inputs.first is not None and self._takes_first:
-            kwargs = {**kwargs, FIRST: inputs.first}
+        if run.first is not None and self._takes_first:
+            kwargs = {**kwargs, FIRST: run.first}
         return tree_flatten(self.module(*args, **kwargs))[0], tensors
 
     def _take_scales(self, scales: Scales, *keys: str) -> None:
@@ -206,22 +211,24 @@ class Twin:
                     meta[key].scale.copy_(values[0])
                     meta[key].amax_history.copy_(values[1])
 
+    def _dictionary(self, each: Module, done: Pass, run: Run) -> Values:
+        """What takes the place of the ``__dict__`` of a submodule."""
+        own = {name: value for name, value in self._own[each].items() if value is not None or name not in REPLACED}
+        merged = {name: value for name, value in vars(each).items() if name not in REPLACED}
+        merged |= {name: copy.copy(value) for name, value in merged.items() if type(value) in (list, dict, set)} | own
+        merged["_buffers"] = tree_map_only(torch.Tensor, torch.clone, run.buffers[each])
+        merged["_parameters"] = {n: p if p is None else done.aliases[id(p)] for n, p in each._parameters.items()}
+        if each in done.stores:
+            merged["wgrad_store"] = done.stores[each]
+        if FIRST in merged:
+            merged[FIRST] = run.first
+        return merged
+
     @contextmanager
-    def _running(self, done: Pass, inputs: Inputs) -> Iterator[None]:
-        """Be the module, as it was when ``inputs`` were taken, and leave no trace of it."""
+    def _running(self, done: Pass, run: Run) -> Iterator[None]:
+        """Be the module, as it was at the beginning of ``run``, and leave no trace of it."""
         real = {each: vars(each) for each in self._own}
-        for each, own in self._own.items():
-            merged = {name: value for name, value in real[each].items() if name not in REPLACED}
-            merged |= {name: copy.copy(value) for name, value in merged.items() if type(value) in (list, dict, set)}
-            merged |= {name: value for name, value in own.items() if value is not None or name not in REPLACED}
-            merged["_buffers"] = tree_map_only(torch.Tensor, torch.clone, inputs.buffers[each])
-            merged["_parameters"] = {
-                name: p if p is None else done.aliases[id(p)] for name, p in each._parameters.items()
-            }
-            if each in done.stores:
-                merged["wgrad_store"] = done.stores[each]
-            if FIRST in merged:
-                merged[FIRST] = inputs.first
+        for each, merged in {each: self._dictionary(each, done, run) for each in self._own}.items():
             object.__setattr__(each, "__dict__", merged)
         try:
             with (
@@ -235,8 +242,8 @@ class Twin:
                     elif "num_gemms" in real[each].get("fp8_meta", ()):
                         each.init_fp8_metadata(num_gemms=real[each]["fp8_meta"]["num_gemms"])
                         each.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
-                self._take_scales(inputs.scales, FORWARD, BACKWARD)
-                _put_random_states(inputs.random)
+                self._take_scales(run.scales, FORWARD, BACKWARD)
+                _put_random_states(run.random)
                 yield
         finally:
             for each, own in self._own.items():
