@@ -11,6 +11,7 @@ code in a module. Prints a line for each training that differs or in which somet
 from __future__ import annotations
 
 import itertools
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -157,9 +158,12 @@ def main() -> None:
     names = ("trainings", "tensors", "not reproducible", "left out", "found", "changed", "skipped", "seconds")
     totals = dict.fromkeys((*names, "seconds checked"), 0.0)
     part, _, parts = (sys.argv[1] if "/" in sys.argv[-1] else "0/1").partition("/")
-    for name, work in itertools.islice(trainings(), int(part), None, int(parts)):
-        compare(name, work, totals)
-    print(te_graph_fixes.report().te_version, {name: round(value, 1) for name, value in totals.items()})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # from `timeout`
+    try:
+        for name, work in itertools.islice(trainings(), int(part), None, int(parts)):
+            compare(name, work, totals)
+    finally:
+        print(te_graph_fixes.report().te_version, {name: round(value, 1) for name, value in totals.items()})
 
 
 if __name__ == "__main__":
