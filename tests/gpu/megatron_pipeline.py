@@ -1,6 +1,7 @@
 """``grad-input-lifetime`` under Megatron-Core: the gradients of a pipelined MoE model, graph replay against eager.
 
     python -m torch.distributed.run --nproc-per-node 2 tests/gpu/megatron_pipeline.py
+    CHUNKS=3 GROUP=4 MICROBATCHES=6 python -m torch.distributed.run ...  # a last send before a long cooldown
 
 Pipeline stages over all ranks, two virtual stages each, two layers a model chunk, expert-parallel overlap,
 TransformerEngine graphs on attention, and a receiver that is late: a sleep kernel before rank 0 exchanges gradients.
@@ -38,7 +39,11 @@ import te_graph_fixes
 FIX = "grad-input-lifetime"
 SETTINGS = ("no fixes", "all others", "all fixes")
 LAYERS_A_CHUNK = 2
-MICROBATCHES = 8
+CHUNKS = int(os.environ.get("CHUNKS", "2"))
+"""Virtual stages of each rank."""
+MICROBATCHES = int(os.environ.get("MICROBATCHES", "8"))
+GROUP = int(os.environ["GROUP"]) if "GROUP" in os.environ else None
+"""Microbatches that go through a virtual stage one after the other; None: as many as there are ranks."""
 STEPS = 3
 HIDDEN = int(os.environ.get("HIDDEN", "4096"))
 TOKENS = int(os.environ.get("TOKENS", "4096"))
@@ -52,7 +57,7 @@ def config(stages: int, graphs: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     made = TransformerConfig(
-        num_layers=LAYERS_A_CHUNK * 2 * stages if stages > 1 else 2 * LAYERS_A_CHUNK,
+        num_layers=LAYERS_A_CHUNK * CHUNKS * stages if stages > 1 else 2 * LAYERS_A_CHUNK,
         hidden_size=HIDDEN,
         ffn_hidden_size=256,
         moe_ffn_hidden_size=256,
@@ -71,7 +76,8 @@ def config(stages: int, graphs: bool) -> Any:
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=2 if stages > 1 else None,
+        virtual_pipeline_model_parallel_size=CHUNKS if stages > 1 else None,
+        microbatch_group_size_per_vp_stage=GROUP,
         overlap_p2p_comm=stages > 1,
         batch_p2p_comm=False,
         gradient_accumulation_fusion=False,
@@ -98,7 +104,7 @@ class Model:
         tensor_parallel.model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
         torch.manual_seed(1 + dist.get_rank())
         self.chunks = []
-        for vp_stage in range(2) if stages > 1 else [None]:
+        for vp_stage in range(CHUNKS) if stages > 1 else [None]:
             where = {"ignore_virtual": False, "vp_stage": vp_stage}
             chunk = GPTModel(
                 self.config,
@@ -228,7 +234,7 @@ def main() -> int:
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     dist.init_process_group("nccl")
-    virtual = 2 if stages > 1 else None
+    virtual = CHUNKS if stages > 1 else None
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual
     )
