@@ -38,6 +38,7 @@ FIRST = {
     "delayed-wgrad-delivery": "2.10.0",
     "fp8-state-at-replay": "2.10.0",
     "fused-dummy-copies": "2.19.0",
+    "grouped-linear-amax-reduction": "2.10.0",
     "grouped-linear-skip-flag": "2.10.0",
     "nvfp4-weight-preswizzle": "2.18.0",
     "nested-autocast": "2.8.0",
@@ -48,6 +49,7 @@ FIRST = {
     "stale-fp8-weights": "2.9.0",
     "unreached-wgrads": "2.10.0",
     "wgrad-hook-order": "2.10.0",
+    "wgrad-memory-reuse": "2.10.0",
 }
 """The first published version with the defect, where it is not the first of all."""
 
@@ -66,7 +68,7 @@ LACKS = (
     *("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery"),
     *("stale-fp8-weights", "wgrad-hook-order", "backward-amax-reduction", "fp8-state-at-replay", "nested-autocast"),
     *("replay-arguments", "calibrating-recipe", "skip-flag-reset", "fused-dummy-copies"),
-    *("capture-without-warmup", "unreached-wgrads"),
+    *("capture-without-warmup", "unreached-wgrads", "wgrad-memory-reuse"),
 )
 """The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import tempfile
 from pathlib import Path
 
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from te_graph_fixes.source import Source
 from tests.child import python, simulate
-from tests.explore.programs import Program, broken_rule, draw, shrink
+from tests.explore.programs import OPEN, Program, broken_rule, draw, shrink
 from tests.explore.scripts import script
 
 SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))
@@ -34,6 +40,26 @@ def test_a_breakage_is_found_by_what_is_right_without_it(tmp_path: Path) -> None
     lines = [json.loads(line) for line in found.read_text().splitlines()][1:]
     assert [line["programs"] for line in lines if "programs" in line] == [1]
     assert [line["not in programs"] for line in lines if "programs" not in line] == [4, 4]
+
+
+@functools.cache
+def examples() -> dict[str, object]:
+    """What the programs that are said to be wrong are found to be, by the reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        explore("--open", "--no-shrink", "--results", f"{folder}/found")
+        lines = [json.loads(line) for line in Path(folder, "found").read_text().splitlines()[1:]]
+    return {list(OPEN)[line["seed"] - SEED]: line["verdict"] for line in lines}
+
+
+def still_open(why: str) -> list[pytest.MarkDecorator]:
+    affected = Source.installed().version in SpecifierSet(OPEN[why].affected, prereleases=True)
+    return [pytest.mark.xfail(strict=True, reason=why)] * affected
+
+
+@pytest.mark.parametrize("why", [pytest.param(why, marks=still_open(why)) for why in OPEN])
+def test_what_is_open(why: str) -> None:
+    assert broken_rule(OPEN[why].example) == why
+    assert examples()[why] == "equal"
 
 
 def test_what_is_wrong_without_a_fix_is_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Four small defects of graphs: exits with 1 if any of them is there."""
+"""Five small defects of graphs: exits with 1 if any of them is there."""
 
 import sys
 
@@ -65,4 +65,29 @@ tracker.add("model-parallel-rng", 2)
 equal = torch.equal(replayed, Dropout()(x))
 wrong += not equal
 print(f"dropout after a reset of the tracker is that of its new seed: {equal}")
+
+
+def wgrads(together: bool) -> list[torch.Tensor]:
+    """The delayed wgrads of two layers, captured by one call or by one each."""
+    torch.manual_seed(1)
+    options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+    options |= {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}
+    layers = [te.LayerNormLinear(SIZE, SIZE, **options) for _ in range(2)]
+    for layer in layers:
+        layer.weight.main_grad = torch.zeros(SIZE, SIZE, device="cuda")
+    sample = (torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda", requires_grad=True),)
+    for callables in (layers,) if together else ([each] for each in layers):
+        te.make_graphed_callables(tuple(callables), (sample,) * len(callables))
+    for layer in layers:
+        layer.weight.main_grad.zero_()
+    out = layers[1](layers[0](x.clone().requires_grad_()))
+    out.backward(torch.ones_like(out))
+    for layer in layers:
+        layer.backward_dw()
+    return [layer.weight.main_grad for layer in layers]
+
+
+equal = all(map(torch.equal, wgrads(True), wgrads(False)))
+wrong += not equal
+print(f"delayed wgrads of callables captured together are those of callables captured by themselves: {equal}")
 sys.exit(wrong > 0)

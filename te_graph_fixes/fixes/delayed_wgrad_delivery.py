@@ -9,9 +9,10 @@ or ``attempting to assign a gradient of size '[0]'``. Eagerly, only one microbat
 `backward_dw` assigns to ``.grad`` in Python, which a replay does not repeat, and it assigns instead of adding. It now
 adds, and takes for a bias gradient only what the wgrad GEMM has computed. The gradients which it gives to parameters in
 a capture are kept, and added to their ``.grad`` after each replay, before the hooks; warmup and capture leave ``.grad``
-as it was (`te_graph_fixes/provided/delayed_wgrad.py`, shipped beside the patched modules). GroupedLinear no longer
-returns buffers that its delayed wgrad has yet to fill, and bias gradients which the dgrad returns are copied like other
-gradients.
+as it was (`te_graph_fixes/provided/delayed_wgrad.py`, shipped beside the patched modules). Modules whose ``forward`` is
+called directly, which TE's forward hooks do not see, are found by the wgrad that they have to compute. GroupedLinear
+no longer returns buffers that its delayed wgrad has yet to fill, and bias gradients which the dgrad returns are copied
+like other gradients.
 
 In FP8 the dgrad computes the bias gradients. Without ``param-grad-lifetime``, which has them copied, what crashed or
 was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two go together.
@@ -38,7 +39,7 @@ CALL = "module.backward_dw()"
 
 KEEP = """
 
-from ._te_delayed_wgrad import deliver_grads, take_grads
+from ._te_delayed_wgrad import deliver_grads, take_grads, visit_waiting
 
 # For each wgrad graph, what its replay leaves in the graph's memory: (parameter, gradient).
 static_delayed_grads = {}
@@ -49,6 +50,7 @@ for module in visited_te_modules.get(func_idx, set()):
         need_backward_dw = True
         module.backward_dw()
 """
+VISIT = "visit_waiting(visited_te_modules, func_idx, func)"
 CAPTURE = """
 with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
     for module in visited_te_modules[ANY_INDEX]:
@@ -120,9 +122,11 @@ def _dgrads(source: Source) -> list[Definition]:
 
 
 def _graph(source: Source, capture: Definition) -> list[Edit]:
+    warmup = capture.one(WARMUP)
     edits = [
         capture.insert_after(capture.one("need_bwd_dw_graph = {}"), KEEP),
-        capture.replace(capture.one(CALL, within=capture.one(WARMUP)), "take_grads(module)"),
+        capture.insert_before(warmup, VISIT),
+        capture.replace(capture.one(CALL, within=warmup), "take_grads(module)"),
     ]
     capture.exactly(2, CAPTURE)
     capture.exactly(3, CALL)
@@ -168,7 +172,7 @@ def _require_corrected(source: Source, capture: Definition, methods: Mapping[str
     found = source.module(PROVIDED)
     if found.text != PROVIDED_TEXT:
         raise unrecognized("this package's delayed_wgrad.py", found.path, "another text")
-    once = dict.fromkeys((KEEP, "need_bwd_dw_graph = {}", DELIVER, FORGET, ATTRIBUTES), 1)
+    once = dict.fromkeys((KEEP, "need_bwd_dw_graph = {}", VISIT, DELIVER, FORGET, ATTRIBUTES), 1)
     capture.one("bwd_dw_graphs[graph_idx].replay()", "bwd_dw_graph.replay()")
     copies = len(capture.all(NO_COPY))
     counts = {CALL: 0, "take_grads(module)": 3, TAKE.format(index="ANY"): 2, COPY_BIASES: copies, BIASES: copies}

@@ -10,7 +10,7 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,18 @@ def accumulate_grads(parameters: Sequence[Parameter], grad: Tensor | None) -> No
             parameter.grad = part.to(parameter.dtype)
         else:
             parameter.grad.add_(part.to(parameter.dtype))
+
+
+def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
+    """Add to the modules ``visited`` by a callable those with a wgrad to compute, after its backward in a warmup.
+
+    Forward hooks, by which TE learns what it visits, do not see modules whose ``forward`` is called directly.
+    """
+    modules = called.modules() if hasattr(called, "modules") else ()
+    stores = {module: getattr(module, "wgrad_store", None) for module in modules}
+    waiting = {module: None for module, store in stores.items() if store and store.context and store.context.qsize()}
+    if waiting:
+        visited.setdefault(index, {}).update(waiting)
 
 
 def take_grads(module: Module) -> list[tuple[Parameter, Tensor]]:

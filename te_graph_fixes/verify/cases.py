@@ -71,6 +71,7 @@ SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stal
 ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-flag-reset"
 RNG_STATES, NO_WARMUP = "rng-states-at-replay", "capture-without-warmup"
 UNREACHED = "unreached-wgrads"
+MEMORY, EXPERTS = "wgrad-memory-reuse", "grouped-linear-amax-reduction"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
@@ -148,6 +149,8 @@ _ALL = (
     _training("delayed-bias-fp8", (DELIVERY,), delay=True, mark_first=False, bias=True, recipe="fp8-current"),
     _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
     _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
+    Case("delayed-forward-method", (DELIVERY,), "gradients:delayed_wgrads", {"together": False}),
+    Case("delayed-together", (MEMORY,), "gradients:delayed_wgrads", {"together": True}, quick=True),
     Case("hook-order", (HOOK_ORDER, HOOKS), "callables:hook_order", quick=True),
     Case("plain-data-delayed", (UNREACHED, DELIVERY), "callables:plain_data", quick=True),
     Case("none-output", ("none-outputs",), "callables:none_output", quick=True),
@@ -158,6 +161,7 @@ _ALL = (
     Case("subclass-after-capture", (SUBCLASS,), "aftermath:subclass_after_capture", quick=True),
     _program("nested-modules", (NESTED,), quick=True),
     _program("nested-operations", (NESTED,), recipe="fp8-current"),
+    _program("experts-after-steps", (EXPERTS,), quick=True),
     _program("frozen-first", (REDUCTION,), quick=True),
     _program("self-distillation", (REDUCTION,)),
     _program("plain-torch-first", (REDUCTION,)),

@@ -41,6 +41,19 @@ class Recomputed(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         return te.checkpoint(self.inner, x)
 
 
+class CallsForward(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+    """Calls the ``forward`` of its layers, not the layers."""
+
+    def __init__(self, *layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+
 class Output(torch.nn.Module):  # type: ignore[misc,unused-ignore]
     """A plain product with a weight that another module has too."""
 
@@ -246,6 +259,32 @@ HOOKS: dict[str, Callable[[Any, torch.Tensor], object]] = {
     "doubles": _double,
     "of the node": _of_node,
 }
+
+
+def delayed_wgrads(together: bool) -> dict[str, Any]:
+    """Delayed wgrads of two layers, captured ``together`` or in a module that calls their ``forward``: their errors."""
+    wanted, found = (_train_delayed(together, graphed) for graphed in (False, True))
+    return {"errors": {"wgrads": [error(*pair) for pair in zip(found, wanted, strict=True)]}}
+
+
+def _train_delayed(together: bool, graphed: bool) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    options = {"bias": False, "fuse_wgrad_accumulation": True, "delay_wgrad_compute": graphed, **OPTIONS}
+    layers = _fused(*(te.LayerNormLinear(HIDDEN, HIDDEN, **options) for _ in range(2)))
+    runs = layers if together else [CallsForward(*layers)]
+    if graphed:
+        te.make_graphed_callables(tuple(runs), tuple((_random(),) for _ in runs))
+    torch.manual_seed(2)
+    for layer in layers:
+        layer.weight.main_grad.zero_()
+    for _ in range(STEPS):
+        out = _random()
+        for run in runs:
+            out = run(out)
+        out.backward(torch.randn_like(out))
+        for run in runs if graphed else ():
+            run.backward_dw()
+    return [layer.weight.main_grad for layer in layers]
 
 
 def _train_hooked(

@@ -101,6 +101,30 @@ def nested_operations(recipe: Any, graphed: bool) -> Any:
 
 
 @program
+def experts_after_steps(recipe: Any, graphed: bool) -> Any:
+    """Experts that are captured after some steps; what runs first in the first autocast of a step has no backward."""
+
+    class Experts(te.GroupedLinear):  # type: ignore[misc,unused-ignore]
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x, [TOKENS // 2] * 2)
+
+    head, experts = linear(), Experts(2, HIDDEN, HIDDEN, **OPTIONS)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            if first:
+                head(x.detach())
+            return experts(x)
+
+    run(random(), False).backward(random())
+    for parameter in experts.parameters():
+        parameter.grad = None
+    if graphed:
+        capture(experts, recipe=recipe)
+    return run, (experts,)
+
+
+@program
 def frozen_first(recipe: Any, graphed: bool) -> Any:
     """A frozen graph runs first in the autocast, with FP8 weights that are cached."""
     frozen, trained = linear().requires_grad_(False).eval(), linear()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .programs import Program, draw, shrink
+from .programs import OPEN, Program, draw, shrink
 from .scripts import script
 
 REFUSED = {
@@ -249,11 +249,12 @@ def noted(path: str) -> list[dict[str, Any]]:
 
 def find(options: argparse.Namespace) -> int:
     """Run programs with the fixes that the environment asks for; write a script for each finding."""
+    examples = [each.example for each in OPEN.values()] if options.open else []
 
     def work(numbers: Iterable[int]) -> None:
         server = Server(options.switch, options.disable)
         for seed in (options.seed + number for number in numbers):
-            small = program = draw(seed, options.gpu)
+            small = program = examples[seed] if examples else draw(seed, options.gpu)
             verdict = server(program)
             found = verdict["verdict"] in FINDINGS
             if found and options.shrink:
@@ -266,7 +267,7 @@ def find(options: argparse.Namespace) -> int:
                 Path(options.scripts, f"seed_{seed}.py").write_text(script(small, title))
         server.close()
 
-    in_jobs(options, options.programs, work)
+    in_jobs(options, len(examples) or options.programs, work)
     lines = noted(options.results)[1:]
     counts = collections.Counter(line["verdict"] for line in lines)
     findings = {line["program"] for line in lines if line["verdict"] in FINDINGS}
@@ -351,6 +352,7 @@ def main() -> int:
     parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
+    parser.add_argument("--open", action="store_true", help="run the examples of what is open instead")
     parser.add_argument("--equal", help="for the next two: results with all fixes, of the same TE and device")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
     parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")

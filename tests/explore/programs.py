@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 TE_LAYERS = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear", "subclassed")
 BLOCKS = (
@@ -176,6 +176,22 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a capture makes FP8 state, eager training in its first forward": lambda p: (
         p.recipe == "bf16" or p.events[:1] in {(each,) for each in EVENTS[:4]}
     ),
+    "a layer for each chunk, and no wgrads in the order: each is then replayed right after its dgrad": lambda p: (
+        not (p.delay and p.layers_as_chunks and len(p.modules) > 1) or any(each % 1 for each in p.order)
+    ),
+    "after a reset no eager autocast updates the scales that were there": lambda p: (
+        "reset_fp8" not in p.events or "delayed" not in (p.recipe, p.other)
+    ),
+    "eager recompute takes the oldest FP8 state, which may be that of a forward without a backward": lambda p: (
+        not ("raise_in_autocast" in p.events and "delayed" in (p.recipe, p.other))
+        or not (p.recompute or "Recomputed" in p.modules)
+    ),
+    "a GPU's eager wgrad of an operation before another in FP8 reads a transpose that nobody wrote": lambda p: (
+        "operations" not in p.modules or "delayed" not in (p.recipe, p.other)
+    ),
+    "a call that is refused has registered FP8 state with the autocast": lambda p: (
+        not any(each.startswith("misuse") for each in p.events) or "delayed" not in (p.recipe, p.other)
+    ),
     "distillation uses the graph of its first layer twice": lambda p: p.first != "distillation" or not p.order,
     "a misuse is of a graph": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
@@ -183,34 +199,43 @@ RULES: dict[str, Callable[[Program], Any]] = {
 }
 """By their reason, what holds of a program; else it is misuse, or has nothing to compare."""
 
-OPEN: dict[str, Callable[[Program], Any]] = {
-    "wgrads without entries are captured right after their dgrads, and have to be replayed there": lambda p: (
-        not p.delay
-        or any(each % 1 for each in p.order)
-        or not (p.together or p.layers_as_chunks)
-        or len(p.modules) == 1
+
+class Open(NamedTuple):
+    """What was found and is not corrected: a program that shows it, what holds of programs without it, TE with it."""
+
+    example: Program
+    without: Callable[[Program], Any]
+    affected: str = ""
+
+
+STEP, ELSEWHERE = ("step",), {"evaluate_in_bf16", "evaluate_in_other"}
+OPEN: dict[str, Open] = {
+    "TE learns of modules by their forward hooks, which `forward` passes by": Open(
+        Program(modules=("CallsForward",), recipe="current", events=("step", "evaluate_in_bf16", "step")),
+        lambda p: "CallsForward" not in p.modules or not ELSEWHERE & {*p.events},
     ),
-    "with a wgrad delayed, no parameter is left that leads a gradient to the graph": lambda p: (
-        not p.delay or p.input_grads
+    "None is left out of the key of grad-output buffers that layers share": Open(
+        Program(modules=("WithNone", "linear"), order=(1, 1, -1, -1), reuse=True, events=STEP),
+        lambda p: not (p.reuse and "WithNone" in p.modules and len(p.modules) > 1),
+        ">=2.13",
     ),
-    "TE learns of modules by their forward hooks, which `forward` passes by": lambda p: (
-        "CallsForward" not in p.modules or (not p.delay and not {"evaluate_in_bf16", "evaluate_in_other"} & {*p.events})
+    "where te.checkpoint recomputes, eager backwards update scales by what else runs in the autocast": Open(
+        Program(modules=("Recomputed",), recipe="delayed", first="eager", events=STEP),
+        lambda p: (
+            "Recomputed" not in p.modules
+            or "delayed" not in (p.recipe, p.other)
+            or not (p.recompute or p.inference or p.first or p.autocasts == "nested")
+        ),
     ),
-    "where te.checkpoint recomputes, eager backwards update scales by what else runs in the autocast": lambda p: (
-        "Recomputed" not in p.modules
-        or "delayed" not in (p.recipe, p.other)
-        or not (p.recompute or p.inference or p.first or p.autocasts == "nested")
+    "te.checkpoint leaves the scales of operations alone": Open(
+        Program(modules=("operation",), recipe="delayed", recompute=True, events=STEP),
+        lambda p: not (p.recompute and {*OPERATIONS} & {*p.modules}),
     ),
-    "an inference graph of operations gives no FP8 state back that an evaluation dropped": lambda p: (
-        not (p.inference and p.modules[0] in OPERATIONS)
-    ),
-    "operations not in delayed scaling have no FP8 state after another evaluation": lambda p: (
-        not ({*OPERATIONS} & {*p.modules} and p.recipe not in ("bf16", "delayed"))
-        or not {"evaluate_in_bf16", "evaluate_in_other"} & {*p.events}
-    ),
-    "te.checkpoint leaves the scales of operations alone": lambda p: not (p.recompute and {*OPERATIONS} & {*p.modules}),
-    "TE expects no FP8 state of operations that a calibration makes, or other FP8 callables": lambda p: (
-        not ((p.calibrating or (p.in_bf16 and (p.order or p.together))) and {*OPERATIONS, "nested"} & {*p.modules})
+    "TE expects no FP8 state of operations that a calibration makes, or other FP8 callables": Open(
+        Program(modules=("operation",), recipe="delayed", calibrating=True, events=STEP),
+        lambda p: (
+            not ((p.calibrating or (p.in_bf16 and (p.order or p.together))) and {*OPERATIONS, "nested"} & {*p.modules})
+        ),
     ),
 }
 """What was found and is not corrected (docs/survey.md), by its cause: such programs are not drawn."""
@@ -233,7 +258,8 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
 
 def broken_rule(program: Program) -> str | None:
     """The reason why a program is not run."""
-    return next((why for why, holds in (RULES | OPEN).items() if not holds(program)), None)
+    rules = RULES | {why: each.without for why, each in OPEN.items()}
+    return next((why for why, holds in rules.items() if not holds(program)), None)
 
 
 def draw(seed: int, gpu: str = "hopper") -> Program:

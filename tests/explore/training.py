@@ -288,10 +288,11 @@ class Training:
         def hook(each: torch.Tensor) -> Any:
             self.called.append(f"hook {number}")
             if program.hooks == "takes":
-                parameter.taken = parameter.grad.clone() + getattr(parameter, "taken", 0)
+                parameter.taken.add_(parameter.grad)  # on the stream of a capture: nothing may be freed here
                 parameter.grad = None
             return each * 2 if program.hooks == "doubles" else None
 
+        parameter.taken = torch.zeros_like(parameter)
         if program.hooks == "doubles":
             parameter.register_hook(hook)
         else:
@@ -540,7 +541,7 @@ class Training:
             if parameter in self.weights:
                 grad = parameter.main_grad
             elif program.hooks == "takes":
-                grad, parameter.taken = getattr(parameter, "taken", None), torch.zeros_like(parameter)
+                grad = parameter.taken.clone() if hasattr(parameter, "taken") else None
             else:
                 grad = parameter.grad
             self.see("wgrads", grad)
@@ -548,6 +549,8 @@ class Training:
                 with torch.no_grad():
                     value = parameter.dequantize() if hasattr(parameter, "dequantize") else parameter
                     parameter.copy_(value - rate * grad)
+            if hasattr(parameter, "taken"):
+                parameter.taken.zero_()
             if program.keeps_grads and parameter not in self.weights and parameter.grad is not None:
                 parameter.grad.zero_()
             else:
