@@ -3,8 +3,8 @@
 Upstream: open, TE 2.10 to main (up to 2.9 it was left out of captures)
 
 Symptom, delayed scaling, experts captured after some steps, as Megatron-Core does, or again: each replay of their
-backward rolls the amax histories of all modules that were there, and makes new scales from them, besides what the end of
-the backward does (FP8 state off by 0.7 on the simulator). With several ranks the graph holds a collective.
+backward rolls the amax histories of all modules that were there, and makes new scales from them, besides what its end
+does (scales off by 1.41 on the simulator). With several ranks the graph holds a collective.
 
 Other modules do not reduce while a graph is captured, since the replay does. GroupedLinear does not either now.
 

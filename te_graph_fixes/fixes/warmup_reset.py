@@ -50,7 +50,7 @@ KNOWN_CALLS = {
     *("RuntimeError", "ceil", "enumerate", "hasattr", "isinstance", "len", "max", "range", "reversed", "set", "sum"),
     *("tuple", "zip", "add", "append", "get", "pop", "remove", "update"),
     *("Stream", "backward", "empty", "empty_like", "grad", "stream", "synchronize", "_tree_flatten"),
-    *("func", "modules", "register_forward_hook", "backward_dw", "need_backward_dw", "take_grads"),
+    *("func", "modules", "register_forward_hook", "backward_dw", "need_backward_dw", "take_grads", "visit_waiting"),
     *("_none_grad_context_wrapper", "_run_capture_time_hooks", "_run_warmup_backward", "_run_warmup_forward"),
     *("pre_warmup_hook", "post_warmup_hook", "any", "getattr", "is_fp8_enabled", "fp8_graph_capturing"),
     *("hooks_put_aside", "own_skip_flag"),
