@@ -60,7 +60,7 @@ def lacks_delayed_wgrads(source: Source) -> bool:
 def lacks_parameter(function: Definition, name: str) -> bool:
     """Whether a public function has no parameter ``name``, nor any way to take it."""
     arguments = cast(ast.FunctionDef, function.node).args
-    if name in {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}:
+    if name in function.parameters:
         return False
     if arguments.kwarg or function.node.decorator_list or name in function.module.text:
         raise unrecognized(f"a plain signature of {function.qualname}", function, "one that may take more")

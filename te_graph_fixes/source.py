@@ -13,14 +13,13 @@ import importlib.metadata
 import importlib.util
 import io
 import os
-import re
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -29,20 +28,8 @@ Kind = TypeVar("Kind", bound=ast.AST)
 Node: TypeAlias = "ast.expr | ast.stmt"
 _Names: TypeAlias = "dict[str, Node]"
 _Place: TypeAlias = "tuple[list[Any], int]"
+_Span: TypeAlias = "tuple[int, int]"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_FIRST: dict[type, str] = {
-    ast.Assign: "targets",
-    ast.Attribute: "attr",
-    ast.BoolOp: "values",
-    ast.Call: "func",
-    ast.Compare: "left",
-    ast.Expr: "value",
-    ast.For: "target",
-    ast.If: "test",
-    ast.Name: "id",
-    ast.UnaryOp: "operand",
-}
-"""The part that a node begins with."""
 _LEAVES = (ast.Name, ast.Constant, ast.expr_context)
 _NEVER = 1_000_000_007
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
@@ -94,19 +81,18 @@ class Source:
 
     location: str
     version: str | None
+    _modules: dict[str, ModuleSource | None] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def installed(cls) -> Source:
         """The TE that ``import transformer_engine`` would find; raises `TENotFoundError`."""
-        loaded = sys.modules.get(TE)
         try:
             spec = importlib.util.find_spec(TE)
         except (ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
             spec = None
         if spec is None or not spec.submodule_search_locations:
-            if loaded is not None:
-                raise TENotFoundError(f"{TE} in sys.modules is a stand-in ({type(loaded).__name__}) without files")
-            raise TENotFoundError(f"{TE} is not installed in this interpreter")
+            found = f"in sys.modules is a stand-in ({type(sys.modules.get(TE)).__name__}) without files"
+            raise TENotFoundError(f"{TE} {found if TE in sys.modules else 'is not installed in this interpreter'}")
         location = next(iter(spec.submodule_search_locations))
         return cls(location, _version(os.path.dirname(location)))
 
@@ -120,10 +106,6 @@ class Source:
         if not (package / "__init__.py").is_file():
             raise TENotFoundError(f"no {TE} package in {root}: expected {root / TE}/__init__.py")
         return cls(str(package), _version(str(package.parent)))
-
-    @cached_property
-    def _modules(self) -> dict[str, ModuleSource | None]:
-        return {}
 
     def find(self, name: str) -> ModuleSource | None:
         """The source of module ``name``, or None where this TE has no such module."""
@@ -186,7 +168,8 @@ def split_lines(text: str) -> list[str]:
 class ModuleSource:
     """The text of one module, as Python reads it, and its syntax tree.
 
-    ``newline`` is the line break of the file, ``consulted`` the names that `find` was asked for.
+    ``newline`` is the line break of the file, ``consulted`` the names that `find` was asked for. ``notes`` is what has
+    been found out about the module, by keys of those who did.
     """
 
     name: str
@@ -194,6 +177,7 @@ class ModuleSource:
     text: str
     newline: str = "\n"
     consulted: set[str] = field(default_factory=set, compare=False)
+    notes: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -213,14 +197,13 @@ class ModuleSource:
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
         """Every class and function at module or class level, by qualified name; ambiguous names are left out."""
-        found: dict[str, list[ast.FunctionDef | ast.ClassDef]] = {}
+        found = defaultdict[str, list[ast.FunctionDef | ast.ClassDef]](list)
         pending = [("", self.tree.body)]
         for prefix, body in pending:
             for node in body:
                 if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                    found.setdefault(prefix + node.name, []).append(node)
-                    if isinstance(node, ast.ClassDef):
-                        pending.append((f"{prefix}{node.name}.", node.body))
+                    found[prefix + node.name].append(node)
+                    pending += [(f"{prefix}{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
         return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
 
     def find(self, qualname: str) -> Definition | None:
@@ -233,19 +216,18 @@ class ModuleSource:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
         found = self.find(qualname)
         if found is None:
-            raise unrecognized(
-                f"one definition of {qualname}", self.path, f"none or several among its {len(self.definitions)}"
-            )
+            others = f"none or several among its {len(self.definitions)}"
+            raise unrecognized(f"one definition of {qualname}", self.path, others)
         return found
 
-    def places(self, root: ast.AST, kind: type[ast.AST], head: str = "") -> Iterable[_Place]:
+    def places(self, root: ast.AST, kind: type[ast.AST], head: str = "") -> list[_Place]:
         """Where nodes of a type, and with that `_head`, are below ``root``: each as a list and the place in it."""
         if (root, kind) not in self.notes:
-            found = self.notes[root, kind] = defaultdict(list)
+            heads = self.notes[root, kind] = defaultdict[str, list[_Place]](list)
             for nodes, place in self._index(root)[kind]:
-                found[_head(nodes[place])].append((nodes, place))
-        heads = self.notes[root, kind]
-        return heads[head] if head else chain.from_iterable(heads.values())
+                for each in {"", _head(nodes[place])}:
+                    heads[each].append((nodes, place))
+        return cast("list[_Place]", self.notes[root, kind][head])
 
     def _index(self, root: ast.AST) -> dict[type, list[_Place]]:
         if root not in self.notes:
@@ -255,19 +237,11 @@ class ModuleSource:
                 for place, node in enumerate(nodes):
                     found[type(node)].append((nodes, place))
                     if isinstance(node, ast.AST) and not isinstance(node, _LEAVES):
-                        for part in node._fields:
-                            value = getattr(node, part, None)
-                            if isinstance(value, ast.AST):
-                                pending.append([value])
-                            elif isinstance(value, list):
-                                pending.append(value)
+                        parts = [getattr(node, part, None) for part in node._fields]
+                        pending += [part for part in parts if isinstance(part, list)]
+                        pending += [[part] for part in parts if isinstance(part, ast.AST)]
             del found[type(root)][0]  # the root itself
         return cast("dict[type, list[_Place]]", self.notes[root])
-
-    @cached_property
-    def notes(self) -> dict[Any, Any]:
-        """What has been found out about this module, by keys of those who did."""
-        return {}
 
     def offset(self, line: int, column: int) -> int:
         """The character offset of a syntax tree position (1-based line, UTF-8 byte column)."""
@@ -279,16 +253,17 @@ class ModuleSource:
         """The character offset at which 1-based ``line`` begins."""
         return self._line_starts[line - 1]
 
+    def span(self, node: Any) -> _Span:
+        """The character offsets at which ``node`` starts and ends."""
+        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
 
-@dataclass(frozen=True)
-class Match:
+
+class Match(dict[str, Node]):
     """What a pattern matched: the ``node``, and by name what stands where the pattern has ``ANY_NAME``."""
 
-    node: Node
-    names: Mapping[str, Node]
-
-    def __getitem__(self, name: str) -> Node:
-        return self.names[name]
+    def __init__(self, node: Node, names: Mapping[str, Node]) -> None:
+        super().__init__(names)
+        self.node = node
 
 
 class Run(ast.stmt):
@@ -325,16 +300,15 @@ class Definition:
     def matches(self, pattern: str, within: ast.AST | None = None) -> list[Match]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
         wanted = _parse_pattern(pattern)
-        head = _head(wanted[0])
+        head, span = _head(wanted[0]), self.module.span
         found: dict[object, Match] = {}
         for nodes, place in self.module.places(self.node, type(wanted[0]), "" if head.startswith("ANY") else head):
             for names, length in _match_run(wanted, nodes[place:], {}):
                 run = nodes[place : place + length]
                 match = Match(run[0] if len(run) == 1 else Run(run), names)
-                spans = [_span(node) for node in (match.node, *names.values())]
-                if within is None or _is_inside(spans[0], _span(within)):
-                    found[tuple(spans)] = match
-        return sorted(found.values(), key=lambda match: _span(match.node))
+                if within is None or _is_inside(span(match.node), span(within)):
+                    found[tuple(map(span, (match.node, *names.values())))] = match
+        return sorted(found.values(), key=lambda match: span(match.node))
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Node]:
         """The nodes of the `matches`."""
@@ -346,7 +320,7 @@ class Definition:
 
     def match(self, *patterns: str, within: ast.AST | None = None) -> Match:
         """The only match of the ``patterns``; raises `UnrecognizedError` if there is none or more than one."""
-        return self._exactly(1, patterns, within)[0]
+        return self._matches(1, patterns, within)[0]
 
     def one(self, *patterns: str, within: ast.AST | None = None) -> Node:
         """The node of the only match of the ``patterns``; raises `UnrecognizedError` as `match` does."""
@@ -354,25 +328,26 @@ class Definition:
 
     def exactly(self, count: int, *patterns: str, within: ast.AST | None = None) -> list[Node]:
         """The nodes that match; raises `UnrecognizedError` unless there are as many as ``count``."""
-        return [match.node for match in self._exactly(count, patterns, within)]
+        return [match.node for match in self._matches(count, patterns, within)]
 
-    def _exactly(self, count: int, patterns: Sequence[str], within: ast.AST | None) -> list[Match]:
+    def _matches(self, count: int, patterns: Sequence[str], within: ast.AST | None) -> list[Match]:
         found = [match for pattern in patterns for match in self.matches(pattern, within)]
         if len(found) != count:
             wanted = "` or `".join(" ".join(pattern.split()) for pattern in patterns)
-            lines = ", ".join(str(match.node.lineno) for match in found)
-            raise unrecognized(
-                f"`{wanted}` exactly {'once' if count == 1 else f'{count} times'}",
-                self,
-                f"it {len(found)} times" + (f" (lines {lines})" if lines else ""),
-            )
+            times = "once" if count == 1 else f"{count} times"
+            lines = f" (lines {', '.join(str(match.node.lineno) for match in found)})" if found else ""
+            raise unrecognized(f"`{wanted}` exactly {times}", self, f"it {len(found)} times{lines}")
         return found
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of this function's parameters."""
+        arguments = cast(ast.FunctionDef, self.node).args
+        return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
 
     def require_parameters(self, *names: str) -> None:
         """Raise `UnrecognizedError` unless this function has the parameters ``names``."""
-        arguments = cast(ast.FunctionDef, self.node).args
-        missing = set(names) - {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
-        if missing:
+        if missing := set(names) - self.parameters:
             raise unrecognized(f"parameters {sorted(missing)}", self)
 
     def statement_with(self, context: Node) -> ast.With:
@@ -385,28 +360,25 @@ class Definition:
     def nodes(self, kind: type[Kind], name: str = "") -> list[Kind]:
         """Every node of a type in this definition, itself left out; with ``name``, those that begin with it."""
         places = self.module.places(self.node, kind, name)
-        return sorted((cast(Kind, nodes[place]) for nodes, place in places), key=_span)
+        return sorted((cast(Kind, nodes[place]) for nodes, place in places), key=_start)
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
-        functions, classes = self.nodes(ast.FunctionDef), self.nodes(ast.ClassDef)
-        inside: list[ast.FunctionDef | ast.ClassDef] = [*functions, *classes]
-        found = [node for node in inside if node.name == name]
+        functions, classes = self.nodes(ast.FunctionDef, name), self.nodes(ast.ClassDef, name)
+        found: list[ast.FunctionDef | ast.ClassDef] = [*functions, *classes]
         if len(found) != 1:
             raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
         return Definition(self.module, f"{self.qualname}.{name}", found[0])
 
     def text(self, node: Node) -> str:
         """The source text of ``node``."""
-        start, end = self._offsets(node)
-        return self.module.text[start:end]
+        return self.module.text[slice(*self.module.span(node))]
 
     def replace(self, node: Node, text: str) -> Edit:
         """Put ``text`` in the place of ``node``."""
         if isinstance(node, ast.stmt):
             self._whole_lines(node)
-        start, end = self._offsets(node)
-        return Edit(self.module.name, start, end, self._indented(node, text).lstrip())
+        return Edit(self.module.name, *self.module.span(node), self._indented(node, text).lstrip())
 
     def insert_before(self, node: Node, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own before the statement ``node``."""
@@ -425,7 +397,7 @@ class Definition:
 
     def enter_before(self, context: Node, text: str) -> Edit:
         """Let the ``with`` statement that enters ``context`` enter the context manager ``text`` first."""
-        start, _ = self._offsets(self.statement_with(context).items[0].context_expr)
+        start, _ = self.module.span(self.statement_with(context).items[0].context_expr)
         return Edit(self.module.name, start, start, f"{text}, ")
 
     def delete(self, node: Node) -> Edit:
@@ -438,32 +410,27 @@ class Definition:
 
     def _whole_lines(self, node: Node) -> tuple[int, int]:
         """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
-        start, end = self._offsets(node)
+        start, end = self.module.span(node)
         first = self.module.line_start(node.lineno)
-        last = self.module.line_start(_span(node)[2] + 1)
+        last = self.module.line_start(cast(int, node.end_lineno) + 1)
         after = self.module.text[end:last].strip()
         if self.module.text[first:start].strip() or (after and not after.startswith("#")):
             found = self.module.text[first:last].strip()
             raise unrecognized("a statement on lines of its own", self, f"`{found}`")
         return first, last
 
-    def _offsets(self, node: Node) -> tuple[int, int]:
-        line, column, end_line, end_column = _span(node)
-        return self.module.offset(line, column), self.module.offset(end_line, end_column)
-
     def _indented(self, node: Node, text: str) -> str:
-        start = self.module.line_start(node.lineno)
-        indent = cast(re.Match[str], re.compile(r"[ \t]*").match(self.module.text, start)).group()
+        line = self.module.lines[node.lineno - 1]
+        indent = line[: len(line) - len(line.lstrip(" \t"))]
         return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
 
 
-def _span(node: ast.AST) -> tuple[int, int, int, int]:
-    where: Any = node
-    return where.lineno, where.col_offset, where.end_lineno, where.end_col_offset
+def _start(node: Any) -> _Span:
+    return node.lineno, node.col_offset
 
 
-def _is_inside(inner: tuple[int, int, int, int], outer: tuple[int, int, int, int]) -> bool:
-    return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
+def _is_inside(inner: _Span, outer: _Span) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 @cache
@@ -474,9 +441,9 @@ def _parse_pattern(pattern: str) -> list[ast.AST]:
 
 def _head(node: Any) -> str:
     """The name that a node begins with, "" where it begins otherwise: most nodes differ in it."""
-    while type(node) in _FIRST:
-        node = getattr(node, _FIRST[type(node)])
-        node = node[0] if isinstance(node, list) else node
+    while isinstance(node, (ast.AST, list)):
+        parts = node if isinstance(node, list) else [getattr(node, part, None) for part in node._fields[:1]]
+        node = parts[0] if parts else None
     return node if isinstance(node, str) else ""
 
 
@@ -502,20 +469,18 @@ def _match_run(wanted: Sequence[Any], found: Sequence[Any], names: _Names) -> li
     ]
 
 
-def _match(wanted: object, found: object, names: _Names) -> Sequence[_Names]:
+def _match(wanted: Any, found: Any, names: _Names) -> Sequence[_Names]:
     """Each way in which ``found`` matches, as the names bound before and by it."""
     if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
+        known = names.get(wanted.id, found)
         if not isinstance(found, ast.expr) or isinstance(found, ast.Starred):
             return ()
-        if wanted.id == "ANY":
-            return (names,)
-        same = wanted.id not in names or ast.unparse(names[wanted.id]) == ast.unparse(found)
-        return ({wanted.id: found, **names},) if same else ()
+        same = known is found or ast.unparse(known) == ast.unparse(found)
+        return (names if wanted.id == "ANY" else {wanted.id: found, **names},) if same else ()
     if type(wanted) is not type(found):
         return ()
     if isinstance(wanted, list):
-        whole = len(cast("list[Any]", found))
-        return [bound for bound, length in _match_run(wanted, cast("list[Any]", found), names) if length == whole]
+        return [bound for bound, length in _match_run(wanted, found, names) if length == len(found)]
     if not isinstance(wanted, ast.AST):
         return (names,) if wanted == found else ()
     ways: Sequence[_Names] = (names,)
