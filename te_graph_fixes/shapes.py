@@ -10,6 +10,14 @@ from typing import Any, cast
 from .fix import Verdict, applicable, not_needed
 from .source import Definition, Edit, Node, Run, Source, UnrecognizedError, unrecognized
 
+MODULES = {
+    "linear": "Linear",
+    "layernorm_linear": "LayerNormLinear",
+    "layernorm_mlp": "LayerNormMLP",
+    "grouped_linear": "GroupedLinear",
+}
+"""The classes of layers, by their files."""
+
 BACKWARD_INDEX = """
 per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
     bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
@@ -102,7 +110,7 @@ def _plain(node: Any) -> object:
 
 def behind(place: Definition, node: Any, text: str) -> Edit:
     """Put ``text`` right behind ``node``, on its line."""
-    end = place.module.offset(node.end_lineno, node.end_col_offset)
+    _, end = place.module.span(node)
     return Edit(place.module.name, end, end, text)
 
 
@@ -179,7 +187,7 @@ class Changes:
 
         def edits() -> Iterator[Edit]:
             for node, text in ((graphs[0], value), (parameters[0], name)):
-                start = capture.module.offset(node.lineno, node.col_offset)
+                start, _ = capture.module.span(node)
                 yield Edit(capture.module.name, start, start, f"{text},\n{' ' * node.col_offset}")
 
         self.add(all(made), edits)

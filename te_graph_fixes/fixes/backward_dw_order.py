@@ -201,8 +201,7 @@ def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
         raise unrecognized(f"wgrads that are checked as in one of {WGRAD_DIGESTS}", capture, f"{digests}")
     wgrad = cast(ast.If, found.node)
     otherwise = cast(ast.If, wgrad.orelse[0])
-    start = capture.module.offset(wgrad.lineno, wgrad.col_offset)
-    end = capture.module.offset(cast(int, otherwise.test.end_lineno), cast(int, otherwise.test.end_col_offset))
+    (start, _), (_, end) = map(capture.module.span, (wgrad, otherwise.test))
     return [
         capture.insert_before(capture.one("_order_without_wgrad = []"), MAKE_PLAN),
         Edit(capture.module.name, start, end, "if is_wgrad"),

@@ -21,7 +21,7 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..source import Definition, Edit, Source, UnrecognizedError
+from ..source import Definition, Edit, Source, unrecognized
 
 CAPTURE = """
 with torch.cuda.graph(*args, **kwargs):
@@ -140,30 +140,21 @@ finally:
 def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.graph")
     edits = [
-        *_graph_context(module.definition("_graph_context_wrapper")),
+        *_context(module.definition("_graph_context_wrapper"), CAPTURE, SAFE_CAPTURE),
         *_warmup(module.definition("_make_graphed_callables")),
         *_public(module.definition("make_graphed_callables")),
     ]
     # TE before 2.12 calls torch.autograd.grad, which leaves .grad alone.
     if module.find("_none_grad_context_wrapper") or module.definition("_make_graphed_callables").has(BACKWARD):
-        edits += _none_grad(module.definition("_none_grad_context_wrapper"))
+        edits += _context(module.definition("_none_grad_context_wrapper"), GRADS, SAFE_GRADS)
     if not edits:
         return not_needed("a capture that fails is undone")
     return applicable("what a capture changes is put back only where it succeeds", edits)
 
 
-def _graph_context(wrapper: Definition) -> list[Edit]:
+def _context(wrapper: Definition, plain: str, safe: str) -> list[Edit]:
     wrapper.one("yield")
-    if wrapper.has(SAFE_CAPTURE):
-        return []
-    return [wrapper.replace(wrapper.one(CAPTURE), SAFE_CAPTURE)]
-
-
-def _none_grad(wrapper: Definition) -> list[Edit]:
-    wrapper.one("yield")
-    if wrapper.has(SAFE_GRADS):
-        return []
-    return [wrapper.replace(wrapper.one(GRADS), SAFE_GRADS)]
+    return [] if wrapper.has(safe) else [wrapper.replace(wrapper.one(plain), safe)]
 
 
 def _warmup(capture: Definition) -> list[Edit]:
@@ -173,7 +164,7 @@ def _warmup(capture: Definition) -> list[Edit]:
     for forward, count in FORWARDS.items():
         if capture.has(forward + REMOVE_HOOKS) and len(capture.all(forward)) == count:
             return [capture.replace(capture.one(forward + REMOVE_HOOKS), SAFE_WARMUP.format(forward=forward))]
-    raise UnrecognizedError(f"looked for one forward of the warmup in {capture.module.path}, found none or several")
+    raise unrecognized("one forward of the warmup", capture, "none or several")
 
 
 def _public(public: Definition) -> list[Edit]:
@@ -183,7 +174,7 @@ def _public(public: Definition) -> list[Edit]:
         return []
     public.require_parameters("modules")
     if not isinstance(call.value, ast.Call) or ast.unparse(call.value.func) != "_make_graphed_callables":
-        raise UnrecognizedError(f"looked for a call of _make_graphed_callables in {public.module.path}, found another")
+        raise unrecognized("a call of _make_graphed_callables", public, "another")
     public.one("saved_fp8_tensors = ANY")
     public.one("original_rng_states = [state.get_state() for state in generators]")
     public.one("for module_cls, old_call in old_call_funcs.items(): module_cls.__call__ = old_call")
@@ -192,12 +183,7 @@ def _public(public: Definition) -> list[Edit]:
     return [
         public.delete(start),
         public.delete(wrap),
-        Edit(
-            public.module.name,
-            public.module.offset(call.lineno, call.col_offset),
-            public.module.offset(function.lineno, function.col_offset),
-            "capture = lambda: ",
-        ),
+        Edit(public.module.name, public.module.span(call)[0], public.module.span(function)[0], "capture = lambda: "),
         public.insert_after(call, SAFE_CALL),
     ]
 

@@ -22,8 +22,8 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
-from ..shapes import graph_capture, graph_interface, lacks_parameter
-from ..source import Definition, Node, Source, UnrecognizedError
+from ..shapes import BACKWARD_INDEX, graph_capture, graph_interface, lacks_parameter
+from ..source import Definition, Node, Source, unrecognized
 
 START = "previous_chunk_last_callable_bwd_idx = None"
 LOOP = """
@@ -59,11 +59,6 @@ if l_no == 0:
 """
 USER_ARGS = "per_callable_len_user_args = [len(args) for args in flatten_sample_args]"
 GRAD_INPUTS = "per_callable_static_grad_inputs[per_callable_bwd_idx] = static_grad_inputs"
-INDEX = """
-per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
-    bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
-)
-"""
 PLANNED_INDEX = "per_callable_bwd_idx = _order_plan.index(i, l_no)"  # by backward-dw-order
 
 PLAN = """
@@ -108,7 +103,7 @@ def examine(source: Source) -> Verdict:
     loop = _loop(capture)
     capture.one(USER_ARGS)
     if not capture.has(PLANNED_INDEX, within=loop):
-        capture.one(INDEX, within=loop)
+        capture.one(BACKWARD_INDEX, within=loop)
     capture.one(GRAD_INPUTS, within=loop)
     capture.one(INNER_RELEASE + RELEASE, within=loop)
     return applicable(
@@ -133,10 +128,7 @@ def _loop(capture: Definition) -> ast.For:
 def _require_order(capture: Definition, loop: Node) -> None:
     loop = cast(ast.For, loop)
     if ast.unparse(loop.iter) not in ("_order", "enumerate(_order)"):
-        raise UnrecognizedError(
-            f"looked for a loop over _order in {capture.qualname} ({capture.module.path}:{loop.lineno}), "
-            f"found one over {ast.unparse(loop.iter)}"
-        )
+        raise unrecognized("a loop over _order", capture, f"one over {ast.unparse(loop.iter)}")
 
 
 FIX = Fix(

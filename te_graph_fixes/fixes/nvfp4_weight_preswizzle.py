@@ -21,6 +21,7 @@ import ast
 import re
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
+from ..shapes import MODULES
 from ..source import Source, unrecognized
 
 ASKS = """
@@ -32,13 +33,6 @@ return arch_supported and quantizer.with_2d_quantization and ANY and ANY and ANY
 
 FROM_10_0_ON = "get_device_compute_capability() >= (10, 0)"
 FROM_10_0_TO_11_0 = "(10, 0) <= get_device_compute_capability() <= (11, 0)"
-
-MODULES = {
-    "linear": "Linear",
-    "layernorm_linear": "LayerNormLinear",
-    "layernorm_mlp": "LayerNormMLP",
-    "grouped_linear": "GroupedLinear",
-}
 
 
 def examine(source: Source) -> Verdict:

@@ -20,15 +20,8 @@ quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import Changes, lacks_parameter, lacks_quantization, start_of_warmup
+from ..shapes import MODULES, Changes, lacks_parameter, lacks_quantization, start_of_warmup
 from ..source import Source, unrecognized
-
-MODULES = {
-    "linear": "Linear",
-    "layernorm_linear": "LayerNormLinear",
-    "layernorm_mlp": "LayerNormMLP",
-    "grouped_linear": "GroupedLinear",
-}
 
 GRAD_MODE = "ANY_FLAG = torch.is_grad_enabled()"
 

@@ -90,8 +90,15 @@ def _require_known(capture: Definition, node: ast.AST) -> None:
 
 def _names_it(root: ast.AST) -> int:
     """How often a name, or a text without blanks, is or holds that of the attribute."""
-    values = [value for node in ast.walk(root) for value in vars(node).values() if isinstance(value, str)]
-    return sum(NAME in value and not any(map(str.isspace, value)) for value in values)
+    count, pending = 0, list[object]([root])
+    for part in pending:
+        if isinstance(part, ast.AST):
+            pending += map(vars(part).get, part._fields)
+        elif isinstance(part, list):
+            pending += part
+        elif isinstance(part, str):
+            count += NAME in part and not any(map(str.isspace, part))
+    return count
 
 
 FIX = Fix(
