@@ -103,39 +103,33 @@ def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
 def own_code(module: ModuleSource, qualname: str) -> CodeType | None:
     """The code of a function as it is in the source; None where there is no function of that name."""
     node = module.definitions.get(qualname)
-    return _inner(_block(module, qualname, node), node.name) if isinstance(node, ast.FunctionDef) else None
+    return _compiled(module, qualname, node)[1] if isinstance(node, ast.FunctionDef) else None
 
 
 def _module_changes(module: ModuleSource, edits: list[Edit]) -> Iterator[Change]:
-    for qualname, group in itertools.groupby(edits, lambda edit: _function(module, edit)):
+    for (qualname, start, end), group in itertools.groupby(edits, lambda edit: _function(module, edit)):
         its, old, owner = tuple(group), module.definitions[qualname], qualname.rpartition(".")[0]
-        start, end = _lines(module, old)
         line = _apply(module.text[:start], [edit for edit in edits if edit.end <= start]).count("\n") + 1
         new, *added = _functions(module, owner, _apply(module.text[start:end], its, start), line)
         before = own_code(module, qualname) if module.name in sys.modules else None
-        after = _inner(_block(module, qualname, new), new.name)
+        _, after = _compiled(module, qualname, new)
         if before and before.co_freevars != after.co_freevars:
             raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
         yield Change(module.name, qualname, before, after, its, *_growth(module, old, new))
         for node in added:
             name = f"{owner}.{node.name}"
-            block = _block(module, name, node)
-            yield Change(module.name, name, None, _inner(block, node.name), its, block=block)
+            block, code = _compiled(module, name, node)
+            yield Change(module.name, name, None, code, its, block=block)
 
 
-def _function(module: ModuleSource, edit: Edit) -> str:
-    """The qualified name of the function that an edit is in, or stands right behind."""
+def _function(module: ModuleSource, edit: Edit) -> tuple[str, int, int]:
+    """The function that an edit is in, or right behind: its qualified name, and where its lines start and end."""
     for qualname, node in module.definitions.items():
-        start, end = _lines(module, node)
+        start = module.line_start([*node.decorator_list, node][0].lineno)
+        end = module.line_start(cast(int, node.end_lineno) + 1)
         if isinstance(node, ast.FunctionDef) and start < edit.start and edit.end <= end:
-            return qualname
+            return qualname, start, end
     raise EngineError(f"a fix changes text of {module.path} that is not in a function, nor adds one to a class")
-
-
-def _lines(module: ModuleSource, node: ast.FunctionDef | ast.ClassDef) -> tuple[int, int]:
-    """The characters at which the lines of a definition, with its decorators, start and end."""
-    first = [*node.decorator_list, node][0].lineno
-    return module.line_start(first), module.line_start(cast(int, node.end_lineno) + 1)
 
 
 def _functions(module: ModuleSource, owner: str, text: str, line: int) -> list[ast.FunctionDef]:
@@ -176,23 +170,22 @@ def _growth(module: ModuleSource, old: Any, new: ast.FunctionDef) -> tuple[tuple
     return tuple(map(literal, by_position)), {name: literal(value) for name, value in by_keyword.items()}
 
 
-def _block(module: ModuleSource, qualname: str, node: ast.stmt) -> CodeType:
-    """The code of the module, or the class, with just the function ``node``.
+def _compiled(module: ModuleSource, qualname: str, node: ast.FunctionDef) -> tuple[CodeType, CodeType]:
+    """The code of the module, or the class, that defines just the function ``node``, and that of the function.
 
     What is no definition stays: how a call compiles depends on what the module imports.
     """
     owner = qualname.rpartition(".")[0]
-    if owner:
-        outer = cast(ast.ClassDef, ast.parse(f"class {owner}: pass").body[0])
-        outer.body, node = [node], outer
     others = [each for each in module.tree.body if not isinstance(each, DEFINITIONS)]
-    code = compile(ast.Module([*others, node], []), _path(module.name), "exec", dont_inherit=True)
-    return _inner(code, owner) if owner else code
-
-
-def _inner(code: CodeType, name: str) -> CodeType:
-    """The code of the last class or function of a name inside that of a module or class."""
-    return [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name][-1]
+    tree = ast.parse(f"class {owner}: pass" if owner else "")
+    holder = cast(ast.ClassDef, tree.body[0]) if owner else tree
+    holder.body = [node]
+    tree.body = [*others, *tree.body]
+    block = code = compile(tree, _path(module.name), "exec", dont_inherit=True)
+    for name in filter(None, (owner, node.name)):
+        inside = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
+        block, code = code, inside[-1]
+    return block, code
 
 
 def _path(module: str) -> str:

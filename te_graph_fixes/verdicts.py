@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 
 from .engine import EngineError, Installation, changes
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
@@ -17,7 +17,6 @@ from .source import Source, TENotFoundError, without_collections
 
 DISABLED = "disabled"
 _COMPARE = {">=": operator.ge, "<": operator.lt}
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @without_collections()
@@ -62,60 +61,12 @@ def _must_be_affected(fix: Fix, version: str | None) -> bool:
     return not found.is_prerelease or expected(fix, f"{found.major}.{found.minor - 1}") == APPLICABLE
 
 
-def surprise(fix: Fix, verdict: Verdict, version: str | None) -> str:
-    """One sentence where the source says other than the version, "" where they agree."""
-    guess = expected(fix, version)
-    found = NOT_NEEDED if verdict.verdict == NOT_APPLICABLE else verdict.verdict
-    if guess is None or found in (guess, UNRECOGNIZED, DISABLED):
-        return ""
-    return f"version {version} leads one to expect {guess}; the source decides"
-
-
-def choose(
-    found: Mapping[str, Verdict], settings: Settings, refused: Mapping[str, str] = _NOTHING
-) -> dict[str, Verdict]:
-    """The verdicts as they are acted upon: ``applicable`` are the fixes that will be applied.
-
-    What the settings leave out is ``disabled``. What is ``refused``, each with the reason, is ``unrecognized``. A fix
-    whose requirement is left out is left out too, as its requirement is; ValueError, with the names of both, if it was
-    asked for by name and the requirement was not.
-    """
-    chosen = dict(found)
-    for fix_id, verdict in found.items():
-        if not settings.wants(fix_id):
-            reason = f"left out by the settings; the source says {verdict.verdict}"
-            chosen[fix_id] = replace(verdict, verdict=DISABLED, reason=reason)
-        elif fix_id in refused:
-            chosen[fix_id] = replace(verdict, verdict=UNRECOGNIZED, reason=refused[fix_id])
-    while unmet := _unmet(chosen, found):
-        for fix_id, required in unmet.items():
-            why = chosen[required].verdict
-            if settings.only is not None and why == DISABLED:
-                raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; name both")
-            reason = f"it requires {required}, which is {why}: one without the other is wrong"
-            chosen[fix_id] = replace(chosen[fix_id], verdict=why, reason=reason)
-    return chosen
-
-
-def _unmet(chosen: Mapping[str, Verdict], found: Mapping[str, Verdict]) -> dict[str, str]:
-    """The fixes that are to be applied, and require one that neither is nor is found to be of no need."""
-    return {
-        fix_id: required
-        for fix_id in to_apply(chosen)
-        for required in CATALOGUE[fix_id].requires
-        if chosen[required].verdict != APPLICABLE and found[required].verdict not in (NOT_NEEDED, NOT_APPLICABLE)
-    }
-
-
-def to_apply(chosen: Mapping[str, Verdict]) -> dict[str, Verdict]:
-    """Those that are ``applicable``."""
-    return {fix_id: verdict for fix_id, verdict in chosen.items() if verdict.verdict == APPLICABLE}
-
-
 class Reading:
     """TransformerEngine (TE) as it was read once: the verdicts ``found`` are known, and of them some are ``chosen``.
 
-    Raises ValueError as `choose` does.
+    ``chosen`` are the verdicts as they are acted upon. What the settings leave out is ``disabled``, what cannot be
+    applied ``unrecognized``. A fix whose requirement is left out is left out too, as its requirement is; ValueError,
+    with the names of both, if it was asked for by name and the requirement was not.
     """
 
     def __init__(self, source: Source, settings: Settings, found: Mapping[str, Verdict] | None = None) -> None:
@@ -124,7 +75,7 @@ class Reading:
         self.modules = {name for verdict in self.found.values() for name, _ in verdict.rests_on}
         self.targets = {name for verdict in self.found.values() for name in verdict.targets}
         self._refused: dict[str, str] = {}
-        self.chosen = choose(self.found, settings)
+        self.chosen = self._choose()
 
     @classmethod
     def installed(cls, settings: Settings, early: Reading | None = None) -> Reading:
@@ -135,14 +86,41 @@ class Reading:
             return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error))))
         return early if early and early.source == source and early.settings is settings else cls(source, settings)
 
+    def _choose(self) -> dict[str, Verdict]:
+        chosen = dict(self.found)
+        for fix_id, verdict in self.found.items():
+            if not self.settings.wants(fix_id):
+                reason = f"left out by the settings; the source says {verdict.verdict}"
+                chosen[fix_id] = replace(verdict, verdict=DISABLED, reason=reason)
+            elif fix_id in self._refused:
+                chosen[fix_id] = replace(verdict, verdict=UNRECOGNIZED, reason=self._refused[fix_id])
+        good = {fix_id for fix_id, found in self.found.items() if found.verdict in (NOT_NEEDED, NOT_APPLICABLE)}
+        while unmet := {
+            fix_id: required
+            for fix_id in _applicable(chosen)
+            for required in CATALOGUE[fix_id].requires
+            if required not in good and chosen[required].verdict != APPLICABLE
+        }:
+            for fix_id, required in unmet.items():
+                why = chosen[required].verdict
+                if self.settings.only is not None and why == DISABLED:
+                    raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; name both")
+                reason = f"it requires {required}, which is {why}: one without the other is wrong"
+                chosen[fix_id] = replace(chosen[fix_id], verdict=why, reason=reason)
+        return chosen
+
     @property
     def to_apply(self) -> dict[str, Verdict]:
-        return to_apply(self.chosen)
+        """The fixes that are chosen to be applied."""
+        return _applicable(self.chosen)
 
     def reason(self, fix_id: str) -> str:
-        """Why a fix has its verdict, and what is unexpected about it."""
-        unexpected = surprise(CATALOGUE[fix_id], self.found[fix_id], self.version)
-        return "; ".join(filter(None, [self.chosen[fix_id].reason, unexpected]))
+        """Why a fix has its verdict; that the version leads one to expect another, where it does."""
+        guess, found = expected(CATALOGUE[fix_id], self.version), self.found[fix_id].verdict
+        reason = self.chosen[fix_id].reason
+        if guess is None or found == UNRECOGNIZED or (found == APPLICABLE) == (guess == APPLICABLE):
+            return reason
+        return f"{reason}; version {self.version} leads one to expect {guess}; the source decides"
 
     def build(self, live: bool, earlier: Iterable[FunctionType] = ()) -> Installation | None:
         """What applies the chosen fixes, chosen anew without those that cannot be applied; None if none is left.
@@ -159,7 +137,7 @@ class Reading:
             if not refused:
                 return installation
             self._refused |= refused
-            self.chosen = choose(self.found, self.settings, self._refused)
+            self.chosen = self._choose()
         return None
 
     def _unbuildable(self, error: str) -> dict[str, str]:
@@ -171,6 +149,10 @@ class Reading:
             except EngineError as own:
                 reasons[fix_id] = str(own)
         return reasons or dict.fromkeys(self.to_apply, error)
+
+
+def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.verdict == APPLICABLE}
 
 
 def mismatch(reading: Reading, expected: str) -> str:

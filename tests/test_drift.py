@@ -27,7 +27,7 @@ from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNI
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import ModuleSource, Source
-from te_graph_fixes.verdicts import choose, to_apply, verdicts
+from te_graph_fixes.verdicts import Reading, verdicts
 from tests.published import VERSIONS, source
 
 FIRST = {
@@ -140,7 +140,7 @@ def test_the_newest_te_is_recognized(origin: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree, verdict_of = found(version)
-    chosen = to_apply(choose(verdict_of, Settings()))
+    chosen = Reading(tree, Settings(), verdict_of).to_apply
     assert main(["diff", "--source", tree.location]) == 0
     shutil.copytree(Path(tree.location).parent, tmp_path, dirs_exist_ok=True)
     patch = ["patch", "-p1", "--fuzz=0"] if shutil.which("patch") else ["git", "apply", "-p1", "-"]
