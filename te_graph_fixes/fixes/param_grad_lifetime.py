@@ -119,11 +119,9 @@ def _require_option(public: Definition, capture: Definition, call: ast.Call) -> 
 
 def _default(definition: Definition, parameter: str) -> str:
     arguments = cast(ast.FunctionDef, definition.node).args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    with_default = positional[len(positional) - len(arguments.defaults) :]
-    pairs = [*zip(with_default, arguments.defaults, strict=True)]
-    pairs += [(name, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value]
-    return next((ast.unparse(value) for name, value in pairs if name.arg == parameter), "none")
+    by_position = zip(reversed(arguments.args), reversed(arguments.defaults), strict=False)
+    pairs = [*by_position, *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    return next((ast.unparse(value) for name, value in pairs if value and name.arg == parameter), "none")
 
 
 def _capture_call(public: Definition) -> ast.Call:
