@@ -184,7 +184,7 @@ def unset_names(text: str) -> set[str]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_patched_text_reads_no_name_that_nobody_sets(version: str) -> None:
     tree = Source.at(source(version))
-    for name, (before, after) in patched(tree, to_apply(verdicts(tree)).values()).items():
+    for name, (before, after) in patched(tree, Reading(tree, Settings()).to_apply.values()).items():
         assert unset_names(after) <= (unset_names(before) if before else set()), name
 
 
