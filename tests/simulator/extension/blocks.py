@@ -177,7 +177,7 @@ def match_usage(output: Any, quantizer: Any) -> None:
 
 def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor | None) -> None:
     """Quantize into ``output``, whose parts are those that the quantizer asks for; where ``noop`` is 1, do nothing."""
-    _refuse(quantizer)
+    refuse(quantizer)
     parts = [_part(output, columnwise) for columnwise, wanted in usages_of(quantizer) if wanted]
     writes = [field for part in parts for field in part if isinstance(field, torch.Tensor)]
     if kind_of(quantizer) == TILED:
@@ -369,7 +369,7 @@ def _construct(
     return tensor
 
 
-def _refuse(quantizer: Any) -> None:
+def refuse(quantizer: Any) -> None:
     """Raise for what would change the numbers and is not simulated: options that a later TE adds as well."""
     for name in sorted(vars(quantizer).keys() - _KNOWN):
         if getattr(quantizer, name):

@@ -26,6 +26,7 @@ from .blocks import (
     is_block_scaled,
     kind_of,
     random_states,
+    refuse,
     usages_of,
 )
 from .enums import torch_dtype
@@ -85,8 +86,13 @@ def group_quantize(
         return _quantize_per_tensor(tensor, quantizer, number, first_dims, tensor_offsets)
     if kind not in (MX, NV):
         raise NotImplementedError(f"simulator: group_quantize with {type(quantizer).__name__}")
-    if first_dims is None or (kind == NV and not quantizer.with_rht):
-        raise NotImplementedError("simulator: group_quantize into equal parts, or to NVFP4 without RHT")
+    refuse(quantizer)
+    if (
+        first_dims is None
+        or (kind == NV and not quantizer.with_rht)
+        or getattr(quantizer, "with_2d_quantization", False)
+    ):
+        raise NotImplementedError("simulator: group_quantize into equal parts or 2D blocks, or to NVFP4 without RHT")
     grouped = _empty(tensor, quantizer, number, first_dims, tensor_offsets)
     sides = [_side(grouped, columnwise) for columnwise, wanted in usages_of(quantizer) if wanted]
     states = random_states(len(sides)) if getattr(quantizer, "stochastic_rounding", False) else None
