@@ -66,6 +66,9 @@ def test_the_file_says_what_it_is_about(fix: Fix) -> None:
     assert text.startswith(f"``{fix.id}``: ")
     assert "Upstream: " in text
     assert "Symptom" in text
+    code = Path(str(module(fix).__file__)).read_text()
+    for word in ["not-needed", *["not-applicable"] * ("not_applicable(" in code)]:
+        assert f"``{word}``: " in text, f"what proves {word}"
 
 
 @EVERY

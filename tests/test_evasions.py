@@ -175,6 +175,11 @@ NOT_QUITE = [
     (*("parameter-hooks", "2.12.0", GRAPH), r"\bgraph_callables\b", "functions"),
     (*("backward-amax-reduction", "2.12.0", GRAPH), r"\bfunc\b", "function"),
     (
+        *("warmup-reset", "2.20.2", GRAPH, r"(?=\n    graphed_callables = )"),
+        "\n    post_warmup_hook = lambda: [setattr(m, 'is_first_microbatch', True) for m in modules]",
+    ),
+    (*("unreached-wgrads", "2.12.0", GRAPH), r"\bnum_required_grad_sample_args\b", "number"),
+    (
         *("nvfp4-weight-preswizzle", "2.17.1", "transformer_engine.pytorch.module.linear"),
         *(r"(?<=input_quantizer\.optimize_for_gemm = True)", "; setattr(weight_quantizer, 'optimize_for_gemm', True)"),
     ),

@@ -42,6 +42,6 @@ FIX = Fix(
     summary="samples given as a tuple are refused where buffers are reused",
     symptom="AssertionError: sample_args must be a list for _reuse_graph_input_output_buffers",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2426",),
-    affected="<2.12",
+    affected=">=2.6,<2.12",
     examine=examine,
 )

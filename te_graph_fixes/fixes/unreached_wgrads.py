@@ -8,12 +8,15 @@ without its dgrad graph (silent; inf on the simulator).
 
 The autograd function of a graph takes those parameters whose gradients the warmup's backward gives, and a delayed wgrad
 is none of these. Where nothing is left, while the callable's outputs need a gradient, an empty tensor is taken instead.
+
+``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
+``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import Changes, graph_capture, lacks_delayed_wgrads
+from ..shapes import Changes, graph_capture, lacks_delayed_wgrads, require_names
 from ..source import Source
 
 FILTERED = """
@@ -32,6 +35,7 @@ def examine(source: Source) -> Verdict:
     if lacks_delayed_wgrads(source):
         return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
     capture = graph_capture(source)
+    require_names(capture, "num_required_grad_sample_args", "outputs")
     changes = Changes()
     changes.before(capture, [capture.one(FILTERED)], REACHED)
     return changes.verdict(

@@ -10,8 +10,8 @@ Megatron's do. The capture that follows reads it and freezes "first microbatch" 
 loop is removed. Removing it where FP8 experts do not read the graph's skip flag would freeze their weights instead,
 hence the requirement.
 
-That nothing is reset is proved by two things: all that warmup calls or sets is known, and nothing in the module but
-the check of a replay's arguments names the attribute.
+``not-needed``: all that warmup calls or sets is known, and nothing in the module names the attribute but the check of a
+replay's arguments, and what puts it back after a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..shapes import graph_capture
+from ..shapes import graph_capture, graph_interface
 from ..source import Definition, Run, Source, unrecognized
 
 NAME = "is_first_microbatch"
@@ -30,6 +30,12 @@ ARGUMENT = (
     '"is_first_microbatch" not in user_kwargs',
     'user_kwargs["is_first_microbatch"]',
 )
+
+PUT_BACK = (
+    'first_microbatch = [(m, m.is_first_microbatch) for m in submodules if hasattr(m, "is_first_microbatch")]',
+    "for m, value in first_microbatch: m.is_first_microbatch = value",
+)
+"""By capture-exception-safety, where a capture fails."""
 
 RESET = """
 for ANY_MODULE in func.modules():
@@ -67,9 +73,10 @@ def examine(source: Source) -> Verdict:
     for node in cast(Run, capture.match(WARMUP)["ANY_WARMUP"]).body:
         for part in ast.walk(node):
             _require_known(capture, part)
-    checks = [node for argument in ARGUMENT for node in capture.all(argument)]
-    others = [node for node in capture.module.tree.body if getattr(node, "name", "") != "make_graphed_callables"]
-    if sum(map(_names_it, others)) != len(checks):
+    public = graph_interface(source)
+    known = [node for argument in ARGUMENT for node in capture.all(argument)]
+    known += [node for statement in PUT_BACK for node in public.all(statement)]
+    if _names_it(capture.module.tree) != sum(map(_names_it, known)):
         raise unrecognized(f"{NAME} among a replay's arguments only", capture.module.path, "it elsewhere too")
     return not_needed("warmup leaves is_first_microbatch alone")
 
