@@ -9,8 +9,8 @@ Symptom: Megatron's DDP waits for, or never reduces, gradients of captured layer
 callable only replays. It now runs the hooks of its modules after the replay, in the order in which the callable holds
 its modules (TE 2.13 iterates a set, whose order may differ between ranks).
 
-``not-needed``: behind the replay stands this package's loop, or upstream's with the base module's method. ``not-
-applicable``: graphed callables have no ``backward_dw``, as before TE 2.10.
+``not-needed``: behind the replay stands this package's loop, or upstream's with the base module's method.
+``not-applicable``: graphed callables have no ``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations
