@@ -70,7 +70,8 @@ def examine(source: Source) -> Verdict:
         capture.one('setattr(ret[-1], "backward_dw", backward_dw_func)')
         replays = (REPLAY, "bwd_dw_graph.replay()")
         upstream = [UPSTREAM.format(each, has_hooks) for each in replays for has_hooks in HAS_HOOKS]
-        if replay.one(CORRECTED, *upstream) not in replay.all(CORRECTED):
+        replay.one(CORRECTED, *upstream)
+        if not replay.has(CORRECTED):
             base.definition("TransformerEngineBaseModule._trigger_wgrad_accumulation_and_reduce_hooks").one(RUN_HOOKS)
         return not_needed("the hooks are run after the replay")
     capture.one(DEFECT)
