@@ -174,6 +174,7 @@ NOT_QUITE = [
     (*("fused-dummy-copies", "2.20.2", GRAPH), r"\bis_training\b", "training"),
     (*("parameter-hooks", "2.12.0", GRAPH), r"\bgraph_callables\b", "functions"),
     (*("backward-amax-reduction", "2.12.0", GRAPH), r"\bfunc\b", "function"),
+    (*("delayed-wgrad-delivery", "2.12.0", GRAPH), r"\bfunc\b", "function"),
     (
         *("warmup-reset", "2.20.2", GRAPH, r"(?=\n    graphed_callables = )"),
         "\n    post_warmup_hook = lambda: [setattr(m, 'is_first_microbatch', True) for m in modules]",

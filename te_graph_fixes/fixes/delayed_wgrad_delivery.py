@@ -30,7 +30,7 @@ from typing import cast
 from ..delayed_grads import ASSIGNED, add_instead, backward_dw_methods, import_of, op_has
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import module_text
-from ..shapes import graph_capture, lacks_delayed_wgrads
+from ..shapes import graph_capture, lacks_delayed_wgrads, require_names
 from ..source import Definition, Edit, Source, unrecognized
 
 PROVIDED = "transformer_engine.pytorch._te_delayed_wgrad"
@@ -122,6 +122,7 @@ def _dgrads(source: Source) -> list[Definition]:
 
 
 def _graph(source: Source, capture: Definition) -> list[Edit]:
+    require_names(capture, "func")
     warmup = capture.one(WARMUP)
     edits = [
         capture.insert_after(capture.one("need_bwd_dw_graph = {}"), KEEP),
