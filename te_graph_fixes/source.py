@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -225,9 +225,9 @@ class ModuleSource:
         if (root, kind) not in self.notes:
             heads = self.notes[root, kind] = defaultdict[str, list[_Place]](list)
             for nodes, place in self._index(root)[kind]:
-                for each in {"", _head(nodes[place])}:
-                    heads[each].append((nodes, place))
-        return cast("list[_Place]", self.notes[root, kind][head])
+                heads[_head(nodes[place])].append((nodes, place))
+        found: dict[str, list[_Place]] = self.notes[root, kind]
+        return found[head] if head else list(chain.from_iterable(found.values()))
 
     def _index(self, root: ast.AST) -> dict[type, list[_Place]]:
         if root not in self.notes:
@@ -237,9 +237,12 @@ class ModuleSource:
                 for place, node in enumerate(nodes):
                     found[type(node)].append((nodes, place))
                     if isinstance(node, ast.AST) and not isinstance(node, _LEAVES):
-                        parts = [getattr(node, part, None) for part in node._fields]
-                        pending += [part for part in parts if isinstance(part, list)]
-                        pending += [[part] for part in parts if isinstance(part, ast.AST)]
+                        for part in node._fields:
+                            value = getattr(node, part, None)
+                            if isinstance(value, ast.AST):
+                                pending.append([value])
+                            elif isinstance(value, list):
+                                pending.append(value)
             del found[type(root)][0]  # the root itself
         return cast("dict[type, list[_Place]]", self.notes[root])
 
@@ -441,10 +444,14 @@ def _parse_pattern(pattern: str) -> list[ast.AST]:
 
 def _head(node: Any) -> str:
     """The name that a node begins with, "" where it begins otherwise: most nodes differ in it."""
-    while isinstance(node, (ast.AST, list)):
-        parts = node if isinstance(node, list) else [getattr(node, part, None) for part in node._fields[:1]]
-        node = parts[0] if parts else None
-    return node if isinstance(node, str) else ""
+    while not isinstance(node, str):
+        if isinstance(node, ast.AST) and node._fields:
+            node = getattr(node, node._fields[0], None)
+        elif isinstance(node, list) and node:
+            node = node[0]
+        else:
+            return ""
+    return node
 
 
 def _is_dots(node: ast.AST | None) -> bool:
