@@ -254,7 +254,7 @@ def find(options: argparse.Namespace) -> int:
     def work(numbers: Iterable[int]) -> None:
         server = Server(options.switch, options.disable)
         for seed in (options.seed + number for number in numbers):
-            small = program = examples[seed] if examples else draw(seed, options.gpu)
+            small = program = examples[seed - options.seed] if examples else draw(seed, options.gpu)
             verdict = server(program)
             found = verdict["verdict"] in FINDINGS
             if found and options.shrink:

@@ -213,6 +213,18 @@ OPEN: dict[str, Open] = {
     "TE learns of modules by their forward hooks, which `forward` passes by": Open(
         Program(modules=("CallsForward",), recipe="current", events=("step", "evaluate_in_bf16", "step")),
         lambda p: "CallsForward" not in p.modules or not ELSEWHERE & {*p.events},
+        "<2.16",
+    ),
+    "static inputs are handed on to layers by shape and dtype, not by whether they need a gradient": Open(
+        Program(
+            modules=("linear", "linear"),
+            order=(1, 1, -1, 1, -1, -1),
+            layers_as_chunks=True,
+            reuse=True,
+            input_grads=False,
+            events=STEP,
+        ),
+        lambda p: p.input_grads or not (p.reuse and len(p.modules) > 1),
     ),
     "None is left out of the key of grad-output buffers that layers share": Open(
         Program(modules=("WithNone", "linear"), order=(1, 1, -1, -1), reuse=True, events=STEP),
