@@ -129,4 +129,6 @@ def _train(layer: Layer, recipe: Any) -> list[torch.Tensor]:
         out.backward(_random())
         assert x.grad is not None
         found += [out.detach().clone(), x.grad.clone()]
-    return found + [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
+        found += [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
+        layer.zero_grad()
+    return found

@@ -178,7 +178,7 @@ _ALL = (
     _events("fp8-params-of-master", (TRANSPOSES,), _STEPS, recipe="fp8-delayed", fp8_params=True, update="master"),
     _events("fp8-params-block-no-grad", (TRANSPOSES,), _STEPS, recipe="fp8-block", fp8_params=True, no_grad=True),
     _events(
-        *("operation-alone", (EVALUATION,), "first bf16 first update save bf16 first update first save"),
+        *("operation-alone", (EVALUATION, STATE), "first bf16 first update save bf16 first update first save"),
         module="ops.Linear",
         recipe="fp8-delayed",
         alone=True,
@@ -243,7 +243,7 @@ _ALL = (
     Case("recomputed-weights-nvfp4", (STALE, WARMUP), "gradients:recomputed_weights", {"recipe": "nvfp4"}),
     Case("tied-weight", (PARAM_GRADS,), "gradients:tied_weight", quick=True),
     Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
-    Case("parameter-hooks", (PARAMETER_HOOKS,), "gradients:parameter_hooks", quick=True),
+    Case("parameter-hooks", (PARAMETER_HOOKS, PARAM_GRADS), "gradients:parameter_hooks", quick=True),
 )
 
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")

@@ -346,6 +346,7 @@ def train(name: str, recipe: str, graphed: bool) -> Iterator[dict[str, list[torc
     output_grads = [[random() / 100 for _ in range(MICROBATCHES)] for _ in range(STEPS)]
     for step in range(STEPS):
         done: dict[str, list[torch.Tensor]] = {"outputs": [], "dgrads": []}
+        grads = [torch.zeros_like(parameter) for parameter in parameters]
         for microbatch in range(MICROBATCHES):
             x = inputs[step][microbatch].clone().requires_grad_()
             out = run(x, microbatch == 0)
@@ -353,13 +354,15 @@ def train(name: str, recipe: str, graphed: bool) -> Iterator[dict[str, list[torc
             out.backward(output_grads[step][microbatch])
             assert x.grad is not None
             done["dgrads"].append(x.grad.clone())
-        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        done["wgrads"] = [grad.clone() for grad in grads]
+            for parameter, grad in zip(parameters, grads, strict=True):
+                if parameter.grad is not None:
+                    grad.add_(parameter.grad)
+                parameter.grad = None
+        done["wgrads"] = grads
         done["scales"] = [state.clone() for module in modules for state in _fp8_state(module)]
         with torch.no_grad():
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.sub_(LEARNING_RATE * grad)
-                parameter.grad = None
         yield done
 
 
