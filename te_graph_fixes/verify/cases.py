@@ -109,7 +109,7 @@ _ALL = (
     _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
     _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, fit=True, steps=6, quick=True),
     *(
-        _training(f"{name}-not-cached", (STALE, WARMUP), module=module, recipe="fp8-current", cache=False)
+        _training(f"{name}-not-cached", (STALE, WARMUP, PARAM_GRADS), module=module, recipe="fp8-current", cache=False)
         for name, module in (("norm", "LayerNormLinear"), ("mlp", "LayerNormMLP"), ("experts", "GroupedLinear"))
     ),
     _training("other-module-first", (STALE,), recipe="fp8-current", other_first=True),
@@ -238,9 +238,9 @@ _ALL = (
         other="fp8-current",
     ),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
-    Case("recomputed-weights", (STALE, WARMUP), "gradients:recomputed_weights"),
-    Case("recomputed-weights-mxfp8", (STALE, WARMUP), "gradients:recomputed_weights", {"recipe": "mxfp8"}),
-    Case("recomputed-weights-nvfp4", (STALE, WARMUP), "gradients:recomputed_weights", {"recipe": "nvfp4"}),
+    Case("recomputed-weights", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights"),
+    Case("recomputed-weights-mxfp8", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights", {"recipe": "mxfp8"}),
+    Case("recomputed-weights-nvfp4", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights", {"recipe": "nvfp4"}),
     Case("tied-weight", (PARAM_GRADS,), "gradients:tied_weight", quick=True),
     Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
     Case("parameter-hooks", (PARAMETER_HOOKS, PARAM_GRADS), "gradients:parameter_hooks", quick=True),
