@@ -156,14 +156,13 @@ def examine(source: Source) -> Verdict:
     capture.require_parameters("callables", "sample_args", "sample_kwargs", "_reuse_graph_input_output_buffers")
     loop = cast(ast.For, capture.one(CAPTURE))
     layers = cast(ast.For, capture.one("for l_no in list(reversed(range(ANY))): ...", within=loop))
+    number = cast(ast.Assign, capture.one(BACKWARD_INDEX, within=layers)).value
     capture.one("reuse_fwd_idx = ANY_SAMPLE")
     edits = [
         capture.replace(cast(Any, capture.one(REUSE_INPUTS)).body[-1].iter, "() if _order_plan.delayed else _order"),
         capture.replace(layers.target, "l_no, is_wgrad"),
         capture.replace(layers.iter, "_order_plan.backward(i, need_bwd_dw_graph)"),
-        capture.replace(
-            cast(ast.Assign, capture.one(BACKWARD_INDEX, within=layers)).value, "_order_plan.index(i, l_no)"
-        ),
+        capture.replace(number, "_order_plan.index(i, l_no)"),
     ]
     if capture.has(NUMBER_OF_MICROBATCHES):
         reason = "the order cannot hold wgrads"
@@ -200,8 +199,7 @@ def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
     if digests not in WGRAD_DIGESTS:
         raise unrecognized(f"wgrads that are checked as in one of {WGRAD_DIGESTS}", capture, f"{digests}")
     wgrad = cast(ast.If, found.node)
-    otherwise = cast(ast.If, wgrad.orelse[0])
-    (start, _), (_, end) = map(capture.module.span, (wgrad, otherwise.test))
+    (start, _), (_, end) = map(capture.module.span, (wgrad, cast(ast.If, wgrad.orelse[0]).test))
     return [
         capture.insert_before(capture.one("_order_without_wgrad = []"), MAKE_PLAN),
         Edit(capture.module.name, start, end, "if is_wgrad"),
