@@ -33,7 +33,7 @@ OPTION = "clone_param_grads_on_return"
 
 IMPORT = "from ._te_fused_wgrads import ReturnedGrads, dummy_wgrads, is_shared_dummy, share_dummies"
 
-CAPTURE = "_graph_context_wrapper(bwd_graph, pool=mempool)"
+CAPTURE = "ANY_CONTEXT(bwd_graph, pool=mempool)"
 
 DUMMIES = "dummy_wgrads(static_input_surface) as dummies"
 

@@ -30,7 +30,7 @@ from ..source import Definition, Edit, Source, unrecognized
 
 IMPORT = "from ._te_parameter_hooks import hooks_put_aside"
 
-CAPTURE = "_graph_context_wrapper(bwd_graph, pool=mempool)"
+CAPTURE = "ANY_CONTEXT(bwd_graph, pool=mempool)"
 
 WARMUP_TO_2_11 = """
 grad_inputs = torch.autograd.grad(
