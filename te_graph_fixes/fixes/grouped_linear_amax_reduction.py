@@ -8,16 +8,16 @@ does (scales off by 1.41 on the simulator). With several ranks the graph holds a
 
 Other modules do not reduce while a graph is captured, since the replay does. GroupedLinear does not either now.
 
-``not-needed``: the condition of every reduction is `OUTSIDE`.
+``not-needed``: the condition of every reduction is `OUTSIDE`, behind `IMPORT` in its function or in the module.
 """
 
 from __future__ import annotations
 
 import ast
-from typing import cast
 
-from ..fix import Fix, Verdict, applicable, not_needed
-from ..source import Source, unrecognized
+from ..fix import Fix, Verdict
+from ..shapes import Changes
+from ..source import Source
 
 REDUCES = """
 if {}:
@@ -32,19 +32,16 @@ def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.module.grouped_linear")
     other = module.find("_GroupedLinear._backward_grouped_tensor")
     backwards = [module.definition("_GroupedLinear.backward"), *([other] if other else [])]
-    reductions = [cast(ast.If, each.one(REDUCES.format(ALWAYS), REDUCES.format(OUTSIDE))) for each in backwards]
-    guarded = [isinstance(each.test, ast.BoolOp) for each in reductions]
-    if all(guarded) and IMPORT in module.text:
-        return not_needed("GroupedLinear does not reduce amaxes while a graph is captured")
-    if any(guarded):
-        raise unrecognized("a reduction outside of captures, or none", backwards[0], "one in some places")
-    return applicable(
+    imported = IMPORT in map(ast.unparse, module.tree.body)
+    changes = Changes()
+    for backward in backwards:
+        reduction = backward.one(REDUCES.format(ALWAYS), REDUCES.format(OUTSIDE))
+        if not imported:
+            changes.before(backward, [reduction], IMPORT + "\n")
+        changes.replace(backward, ALWAYS, OUTSIDE)
+    return changes.verdict(
         "GroupedLinear reduces amaxes in the capture of its backward, and so in each replay",
-        [
-            edit
-            for backward, node in zip(backwards, reductions, strict=True)
-            for edit in (backward.insert_before(node, IMPORT + "\n"), backward.replace(node.test, OUTSIDE))
-        ],
+        "GroupedLinear does not reduce amaxes while a graph is captured",
     )
 
 
