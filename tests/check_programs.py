@@ -133,20 +133,22 @@ def frozen_parameters() -> Iterator[Any]:
     return train(module)
 
 
-@program
-def inference() -> Iterator[Any]:
-    with torch.no_grad():
+def infer(mode: Any) -> Iterator[Any]:
+    """Make, graph and replay a module without gradients."""
+    with mode:
         graphed = te.make_graphed_callables(te.Linear(32, 32, **OPTIONS).eval(), (rand(grad=False),))
         for _ in range(4):
             yield graphed(rand(grad=False))
+
+
+@program
+def inference() -> Iterator[Any]:
+    return infer(torch.no_grad())
 
 
 @program
 def parameters_without_versions() -> Iterator[Any]:
-    with torch.inference_mode():
-        graphed = te.make_graphed_callables(te.Linear(32, 32, **OPTIONS).eval(), (rand(grad=False),))
-        for _ in range(4):
-            yield graphed(rand(grad=False))
+    return infer(torch.inference_mode())
 
 
 @program

@@ -63,8 +63,7 @@ def examine(source: Source) -> Verdict:
 
 def _defer(capture: Definition, wgrad: ast.If) -> Edit:
     """Let the statements below the ``if`` be those of a function."""
-    start = capture.module.offset(wgrad.lineno, wgrad.col_offset)
-    end = capture.module.offset(cast(int, wgrad.test.end_lineno), cast(int, wgrad.test.end_col_offset))
+    (start, _), (_, end) = map(capture.module.span, (wgrad, wgrad.test))
     return Edit(capture.module.name, start, end, DEFER)
 
 
