@@ -70,7 +70,7 @@ TRANSPOSES, CACHED, EVALUATION = "fp8-weight-transposes", "cached-weight-lifetim
 SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
 ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-flag-reset"
 RNG_STATES, NO_WARMUP = "rng-states-at-replay", "capture-without-warmup"
-UNREACHED = "unreached-wgrads"
+UNREACHED, BUFFERS = "unreached-wgrads", "static-buffer-reuse"
 MEMORY, EXPERTS = "wgrad-memory-reuse", "grouped-linear-amax-reduction"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
@@ -153,6 +153,7 @@ _ALL = (
     Case("delayed-together", (MEMORY,), "gradients:delayed_wgrads", {"together": True}, quick=True),
     Case("hook-order", (HOOK_ORDER, HOOKS), "callables:hook_order", quick=True),
     Case("plain-data-delayed", (UNREACHED, DELIVERY), "callables:plain_data", quick=True),
+    Case("reused-buffers", (BUFFERS,), "callables:reused_buffers", quick=True),
     Case("none-output", ("none-outputs",), "callables:none_output", quick=True),
     _training(
         "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, mark_first=False, reuse=True, tuples=True

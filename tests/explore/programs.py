@@ -215,22 +215,6 @@ OPEN: dict[str, Open] = {
         lambda p: "CallsForward" not in p.modules or not ELSEWHERE & {*p.events},
         "<2.16",
     ),
-    "static inputs are handed on to layers by shape and dtype, not by whether they need a gradient": Open(
-        Program(
-            modules=("linear", "linear"),
-            order=(1, 1, -1, 1, -1, -1),
-            layers_as_chunks=True,
-            reuse=True,
-            input_grads=False,
-            events=STEP,
-        ),
-        lambda p: p.input_grads or not (p.reuse and len(p.modules) > 1),
-    ),
-    "None is left out of the key of grad-output buffers that layers share": Open(
-        Program(modules=("WithNone", "linear"), order=(1, 1, -1, -1), reuse=True, events=STEP),
-        lambda p: not (p.reuse and "WithNone" in p.modules and len(p.modules) > 1),
-        ">=2.13",
-    ),
     "where te.checkpoint recomputes, eager backwards update scales by what else runs in the autocast": Open(
         Program(modules=("Recomputed",), recipe="delayed", first="eager", events=STEP),
         lambda p: (
