@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,16 @@ def leave_out(fix_id: str, number: int) -> None:
     CATALOGUE[fix_id] = dataclasses.replace(fix, examine=without_one)
 
 
+def delivered() -> dict[str, Any]:
+    """What the functions below give; the last two, where this TransformerEngine has such experts."""
+    from transformer_engine.pytorch.module import grouped_linear
+
+    found: dict[str, Any] = {"left": left_after_reset()}
+    if hasattr(grouped_linear, "is_module_grouped_tensor_path_supported"):
+        found |= delayed_experts() | wgrads_of_one_parameter()
+    return found
+
+
 def left_after_reset() -> int:
     """Tensors of the weight's shape that are there after a graph with delayed wgrads was reset."""
     import torch
@@ -41,6 +52,67 @@ def left_after_reset() -> int:
     layer.reset()
     gc.collect()
     return sum(isinstance(each, torch.Tensor) and each.shape == layer.weight.shape for each in gc.get_objects())
+
+
+def delayed_experts() -> dict[str, Any]:
+    """Calls of hooks, and delayed wgrads, of experts whose tokens only the GPU knows, which cases train nowhere."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.module import grouped_linear as modules
+    from transformer_engine.pytorch.ops.basic import grouped_linear as operations
+
+    modules.is_module_grouped_tensor_path_supported = lambda *_: True  # else on Blackwell only
+    operations.is_op_fuser_grouped_tensor_path_supported = lambda *_: True
+    splits, found = torch.tensor([32, 32], device="cuda"), dict[str, Any]()
+
+    class Layer(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+        def __init__(self, experts: Any) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.experts(x, splits)
+
+    for kind, made, options in (
+        ("module", te.GroupedLinear, {"params_dtype": torch.bfloat16, "use_grouped_tensor": True}),
+        ("operation", te.ops.GroupedLinear, {"dtype": torch.bfloat16}),
+    ):
+        experts, called = made(2, 64, 48, bias=False, device="cuda", delay_wgrad_compute=True, **options), []
+        experts.register_wgrad_accumulation_and_reduce_hooks(lambda called=called: called.append(1))
+        x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        layer = te.make_graphed_callables(Layer(experts), (x,))
+        for _ in range(2):
+            layer(x).sum().backward()
+            layer.backward_dw()
+        found[kind] = len(called), [float(weight.grad.mean()) for weight in experts.parameters()]
+    return found
+
+
+def wgrads_of_one_parameter() -> dict[str, float]:
+    """What two wgrads of 1.0 become in experts with one parameter for all weights, in every form that these have."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
+
+    os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"
+    options = {"bias": False, "device": "cuda", "delay_wgrad_compute": True, "single_grouped_weight": True}
+
+    def rowwise() -> Any:
+        return GroupedTensor.make_grouped_tensor_from_rowwise_data(
+            num_tensors=2, tensor_shape=(48, 64), rowwise_data=torch.ones(2 * 48 * 64), dtype=torch.float32
+        )
+
+    def split() -> Any:
+        return [torch.ones(48, 64) for _ in range(2)]
+
+    found = {}
+    for made, form in ((te.GroupedLinear, rowwise), (te.ops.GroupedLinear, rowwise), (te.ops.GroupedLinear, split)):
+        experts = made(2, 64, 48, **options)
+        for _ in range(2):
+            experts.wgrad_store.put([[torch.empty(0)], [], form()], lambda *_: (None, [], None))
+            experts.backward_dw()
+        found[f"{made.__module__}, {form.__name__}"] = float(experts.weight.grad.mean())
+    return found
 
 
 def copies_turned_off() -> int:
@@ -112,8 +184,8 @@ def numbers_of_the_tracker() -> bool:
         return torch.equal(drawn, torch.rand(2, 64, device="cuda")[1])
 
 
-OTHERS: dict[str, Callable[[], int]] = {
-    "delayed-wgrad-delivery": left_after_reset,
+OTHERS: dict[str, Callable[[], Any]] = {
+    "delayed-wgrad-delivery": delivered,
     "param-grad-lifetime": copies_turned_off,
     "rng-states-at-replay": numbers_of_the_tracker,
     "stale-fp8-weights": weights_kept,

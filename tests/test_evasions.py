@@ -202,6 +202,42 @@ def test_what_a_correction_needs_is_required(fix_id: str, version: str, module: 
             assert unset_names(new) <= (unset_names(old) if old else set())
 
 
+EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
+RESET = r"\n +for module in func\.modules\(\):\n.*\n +module\.is_first_microbatch = True"
+CAPTURES = r"(?=\n    if _order is not None:  # pylint)"
+NAMED_OTHERWISE = [
+    (
+        *(
+            "grouped-linear-skip-flag",
+            EXPERTS,
+            r"(?=\n +non_tensor_args = )",
+            "\n        skip_fp8_weight_update = None",
+        ),
+        *(r"None(?=,  # skip_fp8_weight_update)", "skip_fp8_weight_update"),
+    ),
+    *(
+        ("warmup-reset", GRAPH, RESET, "", CAPTURES, f"\n    {text}")
+        for text in (
+            "from ._elsewhere import reset; reset(callables)",
+            "[setattr(m, 'is_first_' + 'microbatch', True) for func in callables for m in func.modules()]",
+            "[m.__dict__.update(_CHANGES) for func in callables for m in func.modules()]",
+        )
+    ),
+]
+"""Defects of TE 2.12.0 in another place or form: two patterns, each with the text for what it matches."""
+
+
+@pytest.mark.parametrize(("fix_id", "module", "first", "text", "second", "other"), NAMED_OTHERWISE)
+def test_a_defect_elsewhere_is_not_said_to_be_well(
+    fix_id: str, module: str, first: str, text: str, second: str, other: str
+) -> None:
+    tree, _ = published("2.12.0")
+    after, count = re.subn(first, text, tree.module(module).text)
+    after, more = re.subn(second, other, after)
+    assert (count, more) == (1, 1)
+    assert CATALOGUE[fix_id].verdict(with_texts(tree, {module: after})).verdict == UNRECOGNIZED
+
+
 def test_a_name_that_another_fix_brings_proves_nothing() -> None:
     tree, _ = published("2.20.2")
     text = tree.module(GRAPH).text.replace(

@@ -55,9 +55,11 @@ def examine(source: Source) -> Verdict:
     reads = [read.format(tensor=tensor) for read in (READ_FLAG, UPSTREAM_READS_FLAG) for tensor in TENSORS]
     if isinstance(value, ast.Name) and value.id == SLOT:
         found = sum(len(forward.all(read)) for read in reads)
+        if not found:
+            raise unrecognized(f"a {SLOT} that is read from the graph's skip tensor", forward)
         for tensor in TENSORS:
             Changes().first(forward, READ_FLAG.format(tensor=tensor))
-        forward.exactly(2 * found or 1, f"{SLOT} = ANY")
+        forward.exactly(2 * found, f"{SLOT} = ANY")
         return not_needed(f"GroupedLinear passes {SLOT} on")
     if not (isinstance(value, ast.Constant) and value.value is None) or forward.has(SLOT):
         raise unrecognized(f"a literal None in the slot {SLOT}", forward, f"`{forward.text(value)}`")

@@ -54,6 +54,8 @@ def examine(source: Source) -> Verdict:
     )
     if not home.definition("Quantizer").has("optimize_for_gemm: bool"):
         return not_applicable("quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")
+    if "optimize_for_gemm" in base.text:
+        raise unrecognized("a base class that leaves optimize_for_gemm to layers", base.path, "it in its text")
     for file, name in MODULES.items():
         module = source.definition(f"transformer_engine.pytorch.module.{file}", name)
         asked = re.findall(r"([\w.\[\]]*)\.optimize_for_gemm = ", module.module.text)

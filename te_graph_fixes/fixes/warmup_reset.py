@@ -10,18 +10,20 @@ Megatron's do. The capture that follows reads it and freezes "first microbatch" 
 loop is removed. Removing it where FP8 experts do not read the graph's skip flag would freeze their weights instead,
 hence the requirement.
 
-``not-needed``: all that warmup calls or sets is known, and nothing in the module names the attribute but the check of a
-replay's arguments, and what puts it back after a failure.
+``not-needed``: all that warmup calls or sets is known; nothing in the module names the attribute but the check of a
+replay's arguments, and what puts it back after a failure; and nothing there sets attributes by other names, or is a
+function of another of TE's modules that might.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..shapes import graph_capture, graph_interface
-from ..source import Definition, Run, Source, unrecognized
+from ..source import Definition, ModuleSource, Run, Source, unrecognized
 
 NAME = "is_first_microbatch"
 
@@ -63,6 +65,23 @@ KNOWN_CALLS = {
 }
 """What the warmup of TE 2.5 to 2.20 calls, as it is and as corrected."""
 
+KNOWN_FUNCTIONS = {
+    *("autocast", "fp8_autocast", "get_default_fp8_recipe", "dist_group_type"),
+    *("get_all_rng_states", "graph_safe_rng_available", "make_weak_ref"),
+}
+"""What the module imports of TE's others beside classes, and what fixes add beside modules of this package."""
+
+REACH: dict[str, tuple[str, ...]] = {
+    "setattr": ('setattr(ret[-1], "', "setattr(ret[-1], '"),
+    "vars(": ("vars(cls)",),  # by subclass-autocast
+    **dict.fromkeys(
+        ("exec(", "eval(", "globals(", "locals(", "delattr(", "import_module", "__import__", "__dict__"), ()
+    ),
+}
+"""What can set an attribute without its name, and how it is used."""
+
+IMPORT = r"^ *from (\.[\w.]*|transformer_engine\b[\w.]*) import (\([^)]*\)|.*)"
+
 
 def examine(source: Source) -> Verdict:
     capture = graph_capture(source)
@@ -78,6 +97,7 @@ def examine(source: Source) -> Verdict:
     known += [node for statement in PUT_BACK for node in public.all(statement)]
     if _names_it(capture.module.tree) != sum(map(_names_it, known)):
         raise unrecognized(f"{NAME} among a replay's arguments only", capture.module.path, "it elsewhere too")
+    _require_within_reach(capture.module)
     return not_needed("warmup leaves is_first_microbatch alone")
 
 
@@ -93,6 +113,21 @@ def _require_known(capture: Definition, node: ast.AST) -> None:
         known = not getattr(node, "decorator_list", [])
     if not known:
         raise unrecognized("a warmup that sets nothing", capture, f"`{ast.unparse(node)}`")
+
+
+def _require_within_reach(module: ModuleSource) -> None:
+    """Raise `UnrecognizedError` for what could set an attribute that the module does not name."""
+    functions = {
+        name
+        for where, names in re.findall(IMPORT, module.text, re.MULTILINE)
+        if not where.startswith("._te_")
+        for name in re.findall(r"\w+", re.sub("#.*", "", names))
+        if name[0].islower()
+    }
+    found = [word for word, known in REACH.items() if module.text.count(word) != sum(map(module.text.count, known))]
+    found += functions - KNOWN_FUNCTIONS
+    if found:
+        raise unrecognized("a module that sets what it names", module.path, ", ".join(found))
 
 
 def _names_it(root: ast.AST) -> int:
