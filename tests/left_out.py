@@ -38,7 +38,7 @@ def delivered() -> dict[str, Any]:
 
     found: dict[str, Any] = {"left": left_after_reset()}
     if hasattr(grouped_linear, "is_module_grouped_tensor_path_supported"):
-        found |= delayed_experts() | wgrads_of_one_parameter()
+        found |= delayed_experts() | wgrads_of_experts()
     return found
 
 
@@ -88,14 +88,14 @@ def delayed_experts() -> dict[str, Any]:
     return found
 
 
-def wgrads_of_one_parameter() -> dict[str, float]:
-    """What two wgrads of 1.0 become in experts with one parameter for all weights, in every form that these have."""
+def wgrads_of_experts() -> dict[str, list[float]]:
+    """What two wgrads of 1.0 become in experts with a parameter each or one for all, in every form that these have."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
 
     os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"
-    options = {"bias": False, "device": "cuda", "delay_wgrad_compute": True, "single_grouped_weight": True}
+    options = {"bias": False, "device": "cuda", "delay_wgrad_compute": True}
 
     def rowwise() -> Any:
         return GroupedTensor.make_grouped_tensor_from_rowwise_data(
@@ -106,12 +106,18 @@ def wgrads_of_one_parameter() -> dict[str, float]:
         return [torch.ones(48, 64) for _ in range(2)]
 
     found = {}
-    for made, form in ((te.GroupedLinear, rowwise), (te.ops.GroupedLinear, rowwise), (te.ops.GroupedLinear, split)):
-        experts = made(2, 64, 48, **options)
+    for made, form, one in (
+        (te.GroupedLinear, rowwise, True),
+        (te.ops.GroupedLinear, rowwise, True),
+        (te.ops.GroupedLinear, split, True),
+        (te.ops.GroupedLinear, split, False),
+    ):
+        experts = made(2, 64, 48, **options, single_grouped_weight=one)
         for _ in range(2):
             experts.wgrad_store.put([[torch.empty(0)], [], form()], lambda *_: (None, [], None))
             experts.backward_dw()
-        found[f"{made.__module__}, {form.__name__}"] = float(experts.weight.grad.mean())
+        grads = [float(weight.grad.mean()) for weight in experts.parameters()]
+        found[f"{made.__module__}, {form.__name__}, {len(grads)}"] = grads
     return found
 
 
