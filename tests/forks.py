@@ -2,12 +2,13 @@
 
 A request is a line of JSON: ``arguments`` as for ``python -m tests.simulator``, or ``-c PROGRAM``; ``environment``, all
 of it; ``output``, the files for standard output and error. The answer is a line with the exit status. Torch is imported
-here, once for all; nothing of TransformerEngine and of te_graph_fixes is.
+here, once for all, and what TransformerEngine imports beside it; nothing of TransformerEngine and of te_graph_fixes is.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 from .simulator import install
 from .simulator.__main__ import main as run
 
+IMPORTED = ("torch._dynamo", "torch.distributed.tensor.experimental", "triton", "onnxscript", "pydantic.dataclasses")
 LIMIT = 300
 """Seconds that a program may take."""
 
@@ -67,6 +69,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    for name in ("torch._dynamo", "triton"):
+    for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # no fork looks through what is here
     serve()

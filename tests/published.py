@@ -13,7 +13,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+
+from te_graph_fixes.fix import Verdict
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import verdicts
 
 VERSIONS = (
     *("2.7.0", "2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
@@ -31,6 +36,13 @@ def source(version: str) -> Path:
         if not (folder / version).is_dir():
             _fetch(version, folder)
     return folder / version
+
+
+@functools.cache
+def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
+    """One version, read once for all tests of a process, and the verdict of every fix on it."""
+    tree = Source.at(source(version))
+    return tree, verdicts(tree)
 
 
 def _fetch(version: str, folder: Path) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.engine import patched
 from te_graph_fixes.fixes.backward_dw_hooks import FIX
 from te_graph_fixes.source import Source
 from tests.child import simulate
-from tests.published import VERSIONS, source
+from tests.published import source
 
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
 REVERSED_HOOKS = (
@@ -39,18 +38,6 @@ def copy(version: str, folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source(version) / "transformer_engine" / part, target)
     return folder / "transformer_engine" / "pytorch"
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_recognised_on_every_version(version: str, tmp_path: Path) -> None:
-    verdict = FIX.verdict(Source.at(source(version)))
-    minor = int(version.split(".")[1])
-    assert verdict.verdict == ("not-applicable" if minor < 10 else "applicable" if minor < 13 else "not-needed")
-    if verdict.edits:
-        package = copy(version, tmp_path)
-        ((_, text),) = patched(Source.at(tmp_path), [verdict]).values()
-        (package / "graph.py").write_text(text)
-        assert FIX.verdict(Source.at(tmp_path)).verdict == "not-needed"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

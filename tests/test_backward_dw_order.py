@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.engine import patched
 from te_graph_fixes.fixes.backward_dw_order import FIX
 from te_graph_fixes.source import Source
 from tests.child import simulate
-from tests.published import VERSIONS, source
+from tests.published import source
 
 GRAPH = "transformer_engine.pytorch.graph"
 
@@ -58,18 +57,6 @@ def copy(version: str, folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source(version) / "transformer_engine" / part, target)
     return folder / "transformer_engine" / "pytorch"
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_recognised_on_every_version(version: str, tmp_path: Path) -> None:
-    verdict = FIX.verdict(Source.at(source(version)))
-    assert verdict.verdict == ("not-applicable" if version in ("2.7.0", "2.8.0", "2.9.0") else "applicable")
-    if verdict.edits:
-        package = copy(version, tmp_path)
-        for name, (_, text) in patched(Source.at(tmp_path), [verdict]).items():
-            compile(text, name, "exec")
-            (package / f"{name.rpartition('.')[2]}.py").write_text(text)
-        assert FIX.verdict(Source.at(tmp_path)).verdict == "not-needed"
 
 
 @pytest.mark.parametrize(("version", "name", "old", "new"), MUTATIONS, ids=lambda value: str(value)[:24])

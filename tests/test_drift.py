@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
 import itertools
 import os
 import re
@@ -28,7 +27,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import ModuleSource, Source
 from te_graph_fixes.verdicts import Reading, verdicts
-from tests.published import VERSIONS, source
+from tests.published import VERSIONS, examined, source
 
 FIRST = {
     "backward-amax-reduction": "2.10.0",
@@ -75,8 +74,10 @@ LACKS = (
 SINCE = {"nvfp4-weight-preswizzle": "2.12.0"}
 """The first version with the feature, where there are versions with it before the defect."""
 
-REPRESENTATIVE = ("2.10.0", "2.12.0", "2.15.0", VERSIONS[-1])
-"""Versions that between them have every defect and every layout of the source."""
+REPRESENTATIVE = ("2.12.0", VERSIONS[-1])
+"""Versions that between them have every defect."""
+LAYOUTS = [*REPRESENTATIVE, *(pytest.param(version, marks=pytest.mark.slow) for version in ("2.10.0", "2.15.0"))]
+"""With these, every layout of the source."""
 
 HIDES = {"delayed-wgrad-delivery": "backward-dw-hooks"}
 """A fix that, alone in a source, makes the other unrecognized. It requires the other: `diff` never gives it alone."""
@@ -96,14 +97,8 @@ def wanted(fix: str, version: str) -> str:
     return APPLICABLE if position(version) <= position(LAST.get(fix, VERSIONS[-1])) else NOT_NEEDED
 
 
-@functools.cache
-def found(version: str) -> tuple[Source, Mapping[str, Verdict]]:
-    tree = Source.at(source(version))
-    return tree, verdicts(tree)
-
-
 def needed(version: str) -> dict[str, Verdict]:
-    return {fix: verdict for fix, verdict in found(version)[1].items() if verdict.verdict == APPLICABLE}
+    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.verdict == APPLICABLE}
 
 
 def baked(tree: Source, chosen: Iterable[Verdict]) -> Source:
@@ -122,8 +117,8 @@ def words(found: Mapping[str, Verdict]) -> dict[str, str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_verdicts(version: str) -> None:
-    assert found(version)[0].version == version
-    assert words(found(version)[1]) == {fix: wanted(fix, version) for fix in CATALOGUE}
+    assert examined(version)[0].version == version
+    assert words(examined(version)[1]) == {fix: wanted(fix, version) for fix in CATALOGUE}
 
 
 @pytest.mark.parametrize("origin", ["newest", "TE_SOURCE"])
@@ -139,7 +134,7 @@ def test_the_newest_te_is_recognized(origin: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree, verdict_of = found(version)
+    tree, verdict_of = examined(version)
     chosen = Reading(tree, Settings(), verdict_of).to_apply
     assert main(["diff", "--source", tree.location]) == 0
     shutil.copytree(Path(tree.location).parent, tmp_path, dirs_exist_ok=True)
@@ -161,7 +156,7 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_only_the_functions_that_are_named_differ(version: str) -> None:
-    tree, chosen = found(version)[0], needed(version)
+    tree, chosen = examined(version)[0], needed(version)
     touched = {(change.module, change.qualname) for change in changes(tree, chosen) if change.edits}
     for name, (before, after) in patched(tree, chosen.values()).items():
         if before:
@@ -183,14 +178,14 @@ def unset_names(text: str) -> set[str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_patched_text_reads_no_name_that_nobody_sets(version: str) -> None:
-    tree = Source.at(source(version))
-    for name, (before, after) in patched(tree, Reading(tree, Settings()).to_apply.values()).items():
+    tree, verdict_of = examined(version)
+    for name, (before, after) in patched(tree, Reading(tree, Settings(), verdict_of).to_apply.values()).items():
         assert unset_names(after) <= (unset_names(before) if before else set()), name
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_fixes_do_not_overlap_in_any_pair(version: str) -> None:
-    tree, chosen = found(version)[0], needed(version)
+    tree, chosen = examined(version)[0], needed(version)
     for pair in itertools.combinations(chosen, 2):
         together = patched(tree, [chosen[fix] for fix in pair])
         assert together == patched(tree, [chosen[fix] for fix in reversed(pair)])
@@ -198,9 +193,9 @@ def test_the_fixes_do_not_overlap_in_any_pair(version: str) -> None:
             assert changes(tree, {fix: chosen[fix] for fix in pair})
 
 
-@pytest.mark.parametrize("version", REPRESENTATIVE)
+@pytest.mark.parametrize("version", LAYOUTS)
 def test_a_fix_that_is_in_the_source_does_not_hide_another(version: str) -> None:
-    tree, verdict_of = found(version)
+    tree, verdict_of = examined(version)
     everything = patched(tree, needed(version).values())
     for fix, verdict in needed(version).items():
         partly = baked(tree, [verdict])

@@ -23,7 +23,7 @@ from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNI
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Edit, ModuleSource, Source
 from tests.evasions import DEFINITIONS, STATEMENTS, Place, first_line, places
-from tests.published import VERSIONS, source
+from tests.published import VERSIONS, examined
 from tests.replacements import MIXTURES, REPLACEMENTS
 from tests.test_drift import unset_names
 
@@ -37,8 +37,7 @@ SHARE = 4
 @functools.cache
 def published(version: str) -> tuple[Source, Mapping[str, Verdict]]:
     """A published TE, and the fixes that apply to it."""
-    tree = Source.at(source(version))
-    found = {fix.id: fix.verdict(tree) for fix in CATALOGUE.values()}
+    tree, found = examined(version)
     return tree, {fix_id: verdict for fix_id, verdict in found.items() if verdict.verdict == APPLICABLE}
 
 
@@ -126,8 +125,11 @@ def test_no_evasion_is_said_to_be_well(version: str, fix_id: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("version", "fix_id"), pairs(VERSIONS))
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("fix_id", CATALOGUE)
 def test_no_evasion_at_any_place_is_said_to_be_well(version: str, fix_id: str) -> None:
+    if fix_id not in published(version)[1]:
+        pytest.skip("this TransformerEngine is without the defect")
     check(version, fix_id, every=True)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import bisect
-import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,10 @@ from dataclasses import dataclass
 import pytest
 
 from te_graph_fixes.engine import patched
-from te_graph_fixes.fix import APPLICABLE, UNRECOGNIZED, Verdict
+from te_graph_fixes.fix import APPLICABLE, UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Edit, ModuleSource, Source
-from tests.published import source
+from tests.published import examined
 
 VERSIONS = ("2.12.0", "2.15.0", "2.20.2")
 QUICK = ("2.12.0", "2.20.2")
@@ -272,16 +271,10 @@ def mutated(tree: Source, module: ModuleSource, text: str) -> Source:
     return result
 
 
-@functools.cache
-def published(fix_id: str, version: str) -> tuple[Source, Verdict]:
-    tree = Source.at(source(version))
-    return tree, CATALOGUE[fix_id].verdict(tree)
-
-
 def check(fix_id: str, version: str, kind: str, seed: int) -> str:
     """What the fix says of one mutated source; fails if that, or what it does, is wrong."""
     fix, rng = CATALOGUE[fix_id], random.Random(seed)
-    tree, verdict = published(fix_id, version)
+    tree, verdict = examined(version)[0], examined(version)[1][fix_id]
     places = functions(tree, verdict.edits)
     assert places
     function = rng.choice(places)
@@ -323,8 +316,8 @@ def check(fix_id: str, version: str, kind: str, seed: int) -> str:
 NEEDED = [
     (fix_id, version)
     for version in VERSIONS
-    for fix_id in CATALOGUE
-    if published(fix_id, version)[1].verdict == APPLICABLE
+    for fix_id, verdict in examined(version)[1].items()
+    if verdict.verdict == APPLICABLE
 ]
 
 
