@@ -83,11 +83,11 @@ def require_names(place: Definition, *names: str) -> None:
 
 
 def lacks_quantization(source: Source) -> bool:
-    """Whether this is TE before 2.9, where fp8.py holds what quantization.py holds since."""
+    """Whether this is TE before 2.9: fp8.py holds what quantization.py does since, captures take no cached weights."""
     if source.find("transformer_engine.pytorch.quantization") is not None:
         return False
     source.definition("transformer_engine.pytorch.fp8", "FP8GlobalStateManager")
-    return True
+    return lacks_parameter(graph_interface(source), "cache_quantized_params")
 
 
 def require_digest(place: Definition, node: ast.AST, wanted: str) -> None:

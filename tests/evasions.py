@@ -384,6 +384,93 @@ def augmented(place: Place) -> Texts:
     return place.with_statements(ast.Assign([node.target], ast.BinOp(value, node.op, node.value)))
 
 
+def match_statement(place: Place) -> Texts:
+    node = place.statement
+    if not isinstance(node, ast.If):
+        return None
+    cases = (("True", node.body), ("_", node.orelse or [ast.Pass()]))
+    text = block(
+        f"match bool({ast.unparse(node.test)})", *(block(f"case {name}", *map(text_of, body)) for name, body in cases)
+    )
+    return place.with_statements(text)
+
+
+def chosen_from_a_dict(place: Place) -> Texts:
+    node = place.statement
+    if not isinstance(node, ast.If):
+        return None
+    functions = [body_function(place, "chosen", node.body), body_function(place, "other", node.orelse or [ast.Pass()])]
+    if None in functions:
+        return None
+    call = f"{{True: chosen, False: other}}[bool({ast.unparse(node.test)})]()"
+    return place.with_statements(*filter(None, functions), call)
+
+
+def exit_stack(place: Place) -> Texts:
+    node = place.statement
+    if not isinstance(node, ast.With):
+        return None
+    entered = [expression("stack.enter_context(VALUE)", VALUE=item.context_expr) for item in node.items]
+    lines = [
+        f"{ast.unparse(item.optional_vars)} = {ast.unparse(call)}" if item.optional_vars else ast.unparse(call)
+        for item, call in zip(node.items, entered, strict=True)
+    ]
+    return place.with_statements(
+        block("with __import__('contextlib').ExitStack() as stack", *lines, *map(text_of, node.body))
+    )
+
+
+def named_context(place: Place) -> Texts:
+    node = copy.deepcopy(place.statement)
+    if not isinstance(node, ast.With):
+        return None
+    lines = [f"context_{number} = {ast.unparse(item.context_expr)}" for number, item in enumerate(node.items)]
+    for number, item in enumerate(node.items):
+        item.context_expr = ast.Name(f"context_{number}")
+    return place.with_statements(*lines, node)
+
+
+def partial_calls(place: Place) -> Texts:
+    def change(node: ast.expr) -> ast.expr | None:
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) in ("super", "locals"):
+            return None
+        made = ast.Call(expression("__import__('functools').partial"), [node.func, *node.args], node.keywords)
+        return ast.Call(made, [], [])
+
+    return rewritten(place, change)
+
+
+def by_attrgetter(place: Place) -> Texts:
+    def change(node: ast.expr) -> ast.expr | None:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            return expression(f"__import__('operator').attrgetter({node.attr!r})(VALUE)", VALUE=node.value)
+        return None
+
+    return rewritten(place, change)
+
+
+def computed_constants(place: Place) -> Texts:
+    texts = {None: "{}.get(0)", True: "not 0", False: "not 1"}
+
+    def change(node: ast.expr) -> ast.expr | None:
+        if isinstance(node, ast.Constant) and any(node.value is value for value in texts):
+            return expression(texts[node.value])
+        return None
+
+    return rewritten(place, change)
+
+
+def same_object(place: Place) -> Texts:
+    """The first object whose attribute is used, under another name."""
+    node = copy.deepcopy(place.statement)
+    uses = [each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)]
+    if not is_simple(node) or not uses:
+        return None
+    before = f"same_object = {ast.unparse(uses[0].value)}"
+    uses[0].value = ast.Name("same_object")
+    return place.with_statements(before, node)
+
+
 # Kinds: loops.
 
 
@@ -418,6 +505,14 @@ def loop_as_while(place: Place) -> Texts:
         "while (item := next(items, end)) is not end", f"{ast.unparse(node.target)} = item", *map(text_of, node.body)
     )
     return place.with_statements(head + loop)
+
+
+def loop_by_map(place: Place) -> Texts:
+    node = place.statement
+    if not isinstance(node, ast.For) or not isinstance(node.target, ast.Name) or node.orelse:
+        return None
+    function = body_function(place, "once", node.body, node.target.id)
+    return function and place.with_statements(function, f"list(map(once, {ast.unparse(node.iter)}))")
 
 
 def loop_over_a_list(place: Place) -> Texts:
@@ -685,6 +780,87 @@ def body_in_inner_function(place: Place) -> Texts:
     return {place.module.name: replaced(place.module, found[1], text_of(node))}
 
 
+def with_method_in(place: Place, other: str) -> tuple[str, str] | None:
+    """The class without the method that the statement is in, and with a base ``other`` in front; and that base."""
+    found = inmost(place)
+    if found is None or not isinstance(found[0], ast.ClassDef):
+        return None
+    owner, function = found
+    node = copy.deepcopy(owner)
+    node.bases = [ast.Name(other), *node.bases]
+    node.body = [each for each in node.body if getattr(each, "name", "") != function.name] or [ast.Pass()]
+    return text_of(node), block(f"class {other}", text_of(function))
+
+
+def in_a_mixin(place: Place) -> Texts:
+    found = with_method_in(place, "_Mixin")
+    if found is None:
+        return None
+    text = replaced(place.module, place.owners[0], f"from {ELSEWHERE} import _Mixin\n\n{found[0]}")
+    return {place.module.name: text, ELSEWHERE: f"from {place.module.name} import *\n\n{found[1]}"}
+
+
+def in_a_subclass(place: Place) -> Texts:
+    outer = place.owners[0]
+    if not isinstance(outer, ast.ClassDef):
+        return None
+    node = copy.deepcopy(outer)
+    node.name = f"_{outer.name}Impl"
+    text = block(f"class {outer.name}({node.name})", "pass")
+    return {place.module.name: replaced(place.module, outer, f"{text_of(node)}\n\n{text}")}
+
+
+def made_by_a_function(place: Place) -> Texts:
+    outer = place.owners[0]
+    maker = block(f"def _make_{outer.name}()", text_of(outer), f"return {outer.name}")
+    return {
+        place.module.name: replaced(place.module, outer, f"{maker}\n\n{outer.name} = _make_{outer.name}()"),
+    }
+
+
+def re_exported(place: Place) -> Texts:
+    """The whole module elsewhere, and all of its names in its place."""
+    names = [node.name for node in place.module.tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return {
+        place.module.name: f"from {ELSEWHERE} import *\nfrom {ELSEWHERE} import {', '.join(names)}\n",
+        ELSEWHERE: place.module.text,
+    }
+
+
+def served_on_demand(place: Place) -> Texts:
+    outer = place.owners[0]
+    texts = from_another_module(place)
+    assert texts
+    getter = block("def __getattr__(name)", f"from {ELSEWHERE} import {outer.name}", f"return {outer.name}")
+    return {**texts, place.module.name: replaced(place.module, outer, getter)}
+
+
+def options_as_dict(place: Place) -> Texts:
+    """The parameters with defaults are taken from ``**options``."""
+    found = inmost(place)
+    if found is None or found[1].args.kwarg or not found[1].args.defaults:
+        return None
+    node = copy.deepcopy(found[1])
+    args, count = node.args, len(node.args.defaults)
+    given = [*zip(args.args[-count:], args.defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    values = [f"{each.arg!r}, {ast.unparse(value)}" if value else repr(each.arg) for each, value in given]
+    lines = [f"{each.arg} = options.pop({value})" for (each, _), value in zip(given, values, strict=True)]
+    args.args, args.defaults, args.kwonlyargs, args.kw_defaults = args.args[:-count], [], [], []
+    args.kwarg = ast.arg("options")
+    node.body = [*ast.parse("\n".join(lines)).body, *node.body]
+    return {place.module.name: replaced(place.module, found[1], text_of(node))}
+
+
+def thin_inner_function(place: Place) -> Texts:
+    inner = [owner for owner in place.owners[1:] if isinstance(owner, ast.FunctionDef)]
+    if not inner or any(isinstance(owner, ast.ClassDef) for owner in place.owners):
+        return None
+    node = copy.deepcopy(inner[-1])
+    node.name = f"real_{node.name}"
+    thin = block(f"def {inner[-1].name}(*args, **kwargs)", f"return {node.name}(*args, **kwargs)")
+    return {place.module.name: replaced(place.module, inner[-1], f"{text_of(node)}\n{thin}")}
+
+
 STATEMENTS: dict[str, Callable[[Place], Texts]] = {
     "in if True": around("if True"),
     "in try": around("try", "\nfinally:\n    pass"),
@@ -716,6 +892,15 @@ STATEMENTS: dict[str, Callable[[Place], Texts]] = {
     "loop as comprehension": loop_as_comprehension,
     "loop as while": loop_as_while,
     "loop over a list": loop_over_a_list,
+    "loop by map": loop_by_map,
+    "match": match_statement,
+    "chosen from a dict": chosen_from_a_dict,
+    "exit stack": exit_stack,
+    "named context": named_context,
+    "partial calls": partial_calls,
+    "attrgetter": by_attrgetter,
+    "computed constants": computed_constants,
+    "same object": same_object,
     "inner function": into_inner_function,
     "decorated function": into_decorated_function,
     "helper function": into_helper,
@@ -732,6 +917,13 @@ DEFINITIONS: dict[str, Callable[[Place], Texts]] = {
     "alias": behind_an_alias,
     "partial": behind_a_partial,
     "base class": in_a_base_class,
+    "mixin": in_a_mixin,
+    "subclass": in_a_subclass,
+    "made by a function": made_by_a_function,
+    "re-exported": re_exported,
+    "served on demand": served_on_demand,
+    "options as a dict": options_as_dict,
+    "thin inner function": thin_inner_function,
     "set from outside": set_from_outside,
     "from another module": from_another_module,
     "under a condition": defined_under_a_condition,

@@ -30,7 +30,7 @@ from tests.test_drift import unset_names
 KINDS = {**STATEMENTS, **DEFINITIONS}
 FEW = ("2.12.0", VERSIONS[-1])
 """Versions with other layouts of the source; the rest is slow."""
-SHARE = 4
+SHARE = 6
 """Of a fix, a version and the kinds of edits, what is not slow tries one kind in as many."""
 
 

@@ -192,6 +192,8 @@ def accepted(text: str, edits: Sequence[Edit], mutation: Mutation) -> Iterator[s
             yield fixed
         return
     begin, end = line_start(text, mutation.whole[0][0]), next_line(text, mutation.whole[-1][1])
+    while text.startswith("\n", end):
+        end += 1  # what is inserted below a docstring stands behind the empty line
     loose = [
         edit for edit in edits if edit.start == edit.end and begin <= edit.start <= end and not inside(mutation, edit)
     ]

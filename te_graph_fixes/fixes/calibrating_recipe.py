@@ -8,8 +8,8 @@ Symptom: ``make_graphed_callables(..., enabled=False, calibrating=True, recipe=r
 ``recipe`` is set to None where FP8 is enabled for no module, and None means the default. It is kept where
 ``calibrating`` is set.
 
-``not-needed``: the choice of the recipe asks `NEITHER`. ``not-applicable``: there is no quantization.py, as before TE
-2.9.
+``not-needed``: the choice of the recipe asks `NEITHER`. ``not-applicable``: there is
+neither quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 """
 
 from __future__ import annotations

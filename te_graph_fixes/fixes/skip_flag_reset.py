@@ -8,8 +8,8 @@ belongs to something else, or is nobody's, to learn whether their weights are ne
 The flag is one tensor of shape [1], whose address is part of those graphs. ``reset()`` keeps it now. Captures that do
 not cache weights must not see it, hence the requirement.
 
-``not-needed``: `KEEP`, or a reset() of plain assignments without the flag. ``not-applicable``: there is no
-quantization.py, as before TE 2.9.
+``not-needed``: `KEEP`, or a reset() of plain assignments without the flag. ``not-applicable``: there is
+neither quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import MODULES, Changes, lacks_parameter, lacks_quantization, start_of_warmup
+from ..shapes import MODULES, Changes, lacks_quantization, start_of_warmup
 from ..source import Source, unrecognized
 
 GRAD_MODE = "ANY_FLAG = torch.is_grad_enabled()"
@@ -64,8 +64,8 @@ ALWAYS_SET_FLAG = "skip_fp8_weight_update is not None and (ctx.is_first_module o
 
 def examine(source: Source) -> Verdict:
     graph = source.module("transformer_engine.pytorch.graph")
-    public, capture = graph.definition("make_graphed_callables"), graph.definition("_make_graphed_callables")
-    if lacks_quantization(source) and lacks_parameter(public, "cache_quantized_params"):
+    capture = graph.definition("_make_graphed_callables")
+    if lacks_quantization(source):
         return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
     state = _state(source)
     graph.definition("is_graph_capturing")
