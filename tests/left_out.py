@@ -63,16 +63,7 @@ def delayed_experts() -> dict[str, Any]:
 
     modules.is_module_grouped_tensor_path_supported = lambda *_: True  # else on Blackwell only
     operations.is_op_fuser_grouped_tensor_path_supported = lambda *_: True
-    splits, found = torch.tensor([32, 32], device="cuda"), dict[str, Any]()
-
-    class Layer(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-        def __init__(self, experts: Any) -> None:
-            super().__init__()
-            self.experts = experts
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.experts(x, splits)
-
+    found: dict[str, Any] = {}
     for kind, made, options in (
         ("module", te.GroupedLinear, {"params_dtype": torch.bfloat16, "use_grouped_tensor": True}),
         ("operation", te.ops.GroupedLinear, {"dtype": torch.bfloat16}),
@@ -80,12 +71,50 @@ def delayed_experts() -> dict[str, Any]:
         experts, called = made(2, 64, 48, bias=False, device="cuda", delay_wgrad_compute=True, **options), []
         experts.register_wgrad_accumulation_and_reduce_hooks(lambda called=called: called.append(1))
         x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        layer = te.make_graphed_callables(Layer(experts), (x,))
+        layer = te.make_graphed_callables(with_splits(experts), (x,))
         for _ in range(2):
             layer(x).sum().backward()
             layer.backward_dw()
         found[kind] = len(called), [float(weight.grad.mean()) for weight in experts.parameters()]
     return found
+
+
+def with_splits(experts: Any) -> Any:
+    """A layer of two experts that get 32 tokens each, which only the GPU knows."""
+    import torch
+
+    splits = torch.tensor([32, 32], device="cuda")
+
+    class Layer(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.experts(x, splits)
+
+    return Layer()
+
+
+def reductions_in_capture() -> int:
+    """How often experts whose tokens only the GPU knows reduce the backward's amaxes while they are captured."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import MXFP8BlockScaling
+    from transformer_engine.pytorch.module import grouped_linear
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    if not hasattr(grouped_linear, "is_module_grouped_tensor_path_supported"):
+        return 0
+    reduced, reduce = [], FP8GlobalStateManager.reduce_and_update_fp8_tensors
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors = lambda forward=True: (
+        reduced.append(forward) or reduce(forward)
+    )
+    options = {"params_dtype": torch.bfloat16, "use_grouped_tensor": True, "bias": False, "device": "cuda"}
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    layer = with_splits(te.GroupedLinear(2, 64, 64, **options))
+    te.make_graphed_callables(layer, (x,), enabled=True, recipe=MXFP8BlockScaling())
+    return reduced.count(False)
 
 
 def wgrads_of_experts() -> dict[str, list[float]]:
@@ -192,6 +221,7 @@ def numbers_of_the_tracker() -> bool:
 
 OTHERS: dict[str, Callable[[], Any]] = {
     "delayed-wgrad-delivery": delivered,
+    "grouped-linear-amax-reduction": reductions_in_capture,
     "param-grad-lifetime": copies_turned_off,
     "rng-states-at-replay": numbers_of_the_tracker,
     "stale-fp8-weights": weights_kept,

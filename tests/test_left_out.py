@@ -14,10 +14,12 @@ import pytest
 from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.source import Edit, Source
 from te_graph_fixes.verdicts import verdicts
-from te_graph_fixes.verify.cases import PRESWIZZLE
+from te_graph_fixes.verify.cases import EXPERTS, PRESWIZZLE
 from tests.child import on_simulator
 
 SOURCE = Source.installed()
+GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
+"""What is simulated where Hopper does not run all that a fix edits."""
 DONE_BEFORE = {"backward-dw-order": ("is_training", "need_bwd_dw_graph[per_callable_bwd_idx]")}
 """Checks of TransformerEngine's that a fix deletes, by what they name: its plan has made them before the captures."""
 
@@ -38,7 +40,7 @@ EDITS = [
 
 
 def lines(fix_id: str, number: int) -> list[dict[str, Any]]:
-    gpu = "blackwell-rtx" if fix_id == PRESWIZZLE else "hopper"
+    gpu = GPUS.get(fix_id, "hopper")
     done = on_simulator("tests/left_out.py", fix_id, str(number), TE_GRAPH_FIXES="on", TE_SIMULATOR_GPU=gpu)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return found if done.returncode == 0 else [*found, {"outcome": "failed", "detail": done.stderr[-500:]}]

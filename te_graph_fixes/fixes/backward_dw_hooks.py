@@ -53,6 +53,8 @@ for module in te_modules:
         module._trigger_wgrad_accumulation_and_reduce_hooks()
 """
 
+MODULES = "te_modules = visited_te_modules.get(graph_idx, set())"
+
 HAS_HOOKS = (
     "isinstance(module, TransformerEngineBaseModule)",
     'hasattr(module, "_trigger_wgrad_accumulation_and_reduce_hooks")',  # by delayed-wgrad-delivery
@@ -72,6 +74,7 @@ def examine(source: Source) -> Verdict:
         upstream = [UPSTREAM.format(each, has_hooks) for each in replays for has_hooks in HAS_HOOKS]
         replay.one(CORRECTED, *upstream)
         if not replay.has(CORRECTED):
+            capture.inner("make_graphed_attribute_functions").one(MODULES)
             base.definition("TransformerEngineBaseModule._trigger_wgrad_accumulation_and_reduce_hooks").one(RUN_HOOKS)
         return not_needed("the hooks are run after the replay")
     capture.one(DEFECT)
