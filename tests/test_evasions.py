@@ -166,12 +166,16 @@ def replaced(version: str, fix_id: str, kind: str) -> Iterator[tuple[str, dict[s
 
 
 GRAPH, BASE = "transformer_engine.pytorch.graph", "transformer_engine.pytorch.module.base"
+EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
 NOT_QUITE = [
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=isinstance\(module, )\w+(?=\)\s+and module.need_b)", "str"),
     (*("backward-dw-hooks", "2.20.2", BASE), r"wgrad_accumulation_and_reduce_hook\(\)", "pass"),
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=te_modules = )visited_te_modules.get\(graph_idx, set\(\)\)", "()"),
     (*("none-outputs", "2.20.2", GRAPH), r"o for o in outputs if .*(?=\))", "x for x in outputs if x.requires_grad"),
     (*("param-grad-lifetime", "2.20.2", GRAPH), r"per_callable_returned_param_grad_clone_slots\[i\]", "[False] * 99"),
+    (*("backward-dw-hooks", "2.20.2", GRAPH), r"visited_te_modules\[func_idx\] = modules", "pass"),
+    (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_update_flag=)skip_fp8_weight_update", "None"),
+    (*("param-grad-lifetime", "2.20.2", GRAPH), r"(?<=\"skip_backward_post_hook\", )False", "True"),
     (*("grad-input-lifetime", "2.12.0", GRAPH), r"(?<=user_args = \[)len\(args\)", "0"),
     (*("fp8-weight-transposes", "2.20.2", GRAPH), r"\bis_training\b", "training"),
     (*("fused-dummy-copies", "2.20.2", GRAPH), r"\bis_training\b", "training"),
@@ -205,7 +209,6 @@ def test_what_a_correction_needs_is_required(fix_id: str, version: str, module: 
             assert unset_names(new) <= (unset_names(old) if old else set())
 
 
-EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
 RESET = r"\n +for module in func\.modules\(\):\n.*\n +module\.is_first_microbatch = True"
 CAPTURES = r"(?=\n    if _order is not None:  # pylint)"
 NAMED_OTHERWISE = [

@@ -18,6 +18,7 @@ from __future__ import annotations
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..shapes import graph_capture, lacks_delayed_wgrads
 from ..source import Source
+from .wgrad_hook_order import VISIT
 
 REPLAY = "bwd_dw_graphs[graph_idx].replay()"
 
@@ -75,6 +76,7 @@ def examine(source: Source) -> Verdict:
         replay.one(CORRECTED, *upstream)
         if not replay.has(CORRECTED):
             capture.inner("make_graphed_attribute_functions").one(MODULES)
+            capture.one(VISIT)
             base.definition("TransformerEngineBaseModule._trigger_wgrad_accumulation_and_reduce_hooks").one(RUN_HOOKS)
         return not_needed("the hooks are run after the replay")
     capture.one(DEFECT)

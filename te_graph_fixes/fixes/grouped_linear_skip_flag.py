@@ -11,7 +11,8 @@ what `Linear` does: under capture read the graph's skip tensor and, where there 
 ``is_first_microbatch=False``. The slot differs by version (16, 18 or 19), so it is found by its name. TE up to 2.9
 passes the flag.
 
-``not-needed``: the slot holds the flag's variable, which is set by one of the readings below and by nothing else.
+``not-needed``: the slot holds the flag's variable, which is set by one of the readings below and by nothing else,
+and weights are quantized with it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ def examine(source: Source) -> Verdict:
         found = sum(len(forward.all(read)) for read in reads)
         if not found:
             raise unrecognized(f"a {SLOT} that is read from the graph's skip tensor", forward)
+        used = {module.text.count(f"skip_update_flag={flag}") for flag in ("", SLOT)}
+        if len(used) != 1 or 0 in used:
+            raise unrecognized(f"every `skip_update_flag={SLOT}`", module.path, "another value, or none")
         for tensor in TENSORS:
             Changes().first(forward, READ_FLAG.format(tensor=tensor))
         forward.exactly(2 * found, f"{SLOT} = ANY")

@@ -24,6 +24,7 @@ from ..fix import Fix, Verdict, applicable, not_needed
 from ..provided import new_module
 from ..shapes import behind, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
+from .delayed_wgrad_delivery import COPY_BIASES, NO_COPY
 from .fused_dummy_copies import CHOICE, COPIED, NO_DUMMY, OPTION, has_sharing, share_edits
 
 RETURNED = "tuple(b.detach() if b is not None else b for b in static_grad_inputs)"
@@ -80,7 +81,8 @@ def examine(source: Source) -> Verdict:
         else:
             slots = capture.inner("_returned_param_grad_clone_slots")
             slots.one(COPIED)
-            slots.one(CHOICE, f"{CHOICE} and {NO_DUMMY}")
+            choices = [CHOICE.replace("ANY_ALIASED", aliased) for aliased in (NO_COPY, COPY_BIASES)]
+            slots.one(*choices, *(f"{choice} and {NO_DUMMY}" for choice in choices))
             graphed.one(CLONED)
             for pattern in SLOTS:
                 capture.one(pattern)
