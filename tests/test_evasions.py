@@ -171,6 +171,11 @@ NOT_QUITE = [
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=isinstance\(module, )\w+(?=\)\s+and module.need_b)", "str"),
     (*("backward-dw-hooks", "2.20.2", BASE), r"wgrad_accumulation_and_reduce_hook\(\)", "pass"),
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=te_modules = )visited_te_modules.get\(graph_idx, set\(\)\)", "()"),
+    (*("capture-without-warmup", "2.12.0", GRAPH), r"(range\(.*num_warmup_iters.*\)):", r"\1[:num_warmup_iters]:"),
+    (
+        *("rng-states-at-replay", "2.12.0", GRAPH, r"\n    fwd_graphs = "),
+        "\n    new_graph = torch.cuda.CUDAGraph\n    fwd_graphs = ",
+    ),
     (*("none-outputs", "2.20.2", GRAPH), r"o for o in outputs if .*(?=\))", "x for x in outputs if x.requires_grad"),
     (*("param-grad-lifetime", "2.20.2", GRAPH), r"per_callable_returned_param_grad_clone_slots\[i\]", "[False] * 99"),
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"visited_te_modules\[func_idx\] = modules", "pass"),

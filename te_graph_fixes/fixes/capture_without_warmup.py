@@ -28,6 +28,7 @@ def examine(source: Source) -> Verdict:
     capture = graph_capture(source)
     capture.require_parameters("num_warmup_iters")
     capture.one(LEARNS)
+    capture.one(*(f"for ANY_ITERATION in {iterations}: ..." for iterations in (NONE, ONE)))
     changes = Changes()
     changes.replace(capture, NONE, ONE)
     return changes.verdict("there may be no warmup to learn from", "there is always a warmup to learn from")

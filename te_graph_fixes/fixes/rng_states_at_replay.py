@@ -42,6 +42,7 @@ def examine(source: Source) -> Verdict:
     if capture.has(MAKER) and not plain and capture.text(first["ANY_MADE"]) == MADE:
         if new_module(source, "rng_states"):
             raise unrecognized("the module that makes graphs", source.location)
+        capture.exactly(1, "new_graph = ANY")
         return not_needed("graphs follow the RNG tracker")
     if first["ANY_MADE"] not in plain or capture.has(MAKER):
         raise unrecognized(f"graphs made by {PLAIN}", capture, f"`{capture.text(first.node)}`")
