@@ -32,7 +32,7 @@ def examine(source: Source) -> Verdict:
     module = source.module("transformer_engine.pytorch.module.grouped_linear")
     other = module.find("_GroupedLinear._backward_grouped_tensor")
     backwards = [module.definition("_GroupedLinear.backward"), *([other] if other else [])]
-    imported = IMPORT in map(ast.unparse, module.tree.body)
+    imported = IMPORT in (ast.unparse(node) for node in module.tree.body if isinstance(node, ast.ImportFrom))
     changes = Changes()
     for backward in backwards:
         reduction = backward.one(REDUCES.format(ALWAYS), REDUCES.format(OUTSIDE))
