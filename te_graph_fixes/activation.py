@@ -11,8 +11,6 @@ A finder watches TE and the modules that the fixes change. What then happens:
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -20,7 +18,7 @@ import sys
 import threading
 from collections.abc import Iterable, Set
 from types import FunctionType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from .captured import Captured
@@ -30,7 +28,6 @@ from .settings import EXPECT, Settings
 from .status import FixNotAppliedError, FixStatus, Report
 
 if TYPE_CHECKING:
-    from .engine import Installation
     from .verdicts import Reading
 
 if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only with TE: it is slow to import
@@ -51,8 +48,7 @@ class _Activation:
         self._settings: Settings | None = None
         self._early: Reading | None = None  # for the first time that TE is to be read
         self._reading: Reading | None = None
-        self._settled: Reading | None = None  # that which the next two came of
-        self._installation: Installation | None = None
+        self._settled: Reading | None = None  # what is chosen of it is installed, unless there is a
         self._failure = ""
         self._reverted: frozenset[str] = frozenset()
         self._earlier: WeakSet[FunctionType] = WeakSet()
@@ -97,10 +93,7 @@ class _Activation:
         with self._lock:
             if self._settings is settings:
                 self._reading, self._early = reading, None
-        if text := mismatch(reading, os.environ.get(EXPECT, "")):
-            if settings.strict:
-                self._refuse(text)
-            warn(text)
+        self._object(mismatch(reading, os.environ.get(EXPECT, "")), settings.strict)
         if settings.strict and not loaded(PACKAGE):
             self._complain(settings)
 
@@ -111,33 +104,26 @@ class _Activation:
             if reading is None or settings is None or reading is self._settled or self._waits(reading, name):
                 return
             self._take_back()
-            self._install(reading)
+            try:
+                reading.require_live()
+                self._captured.note(frozenset())
+                reading.installation.install(self._earlier)
+            except Exception as error:
+                _logger.debug("the installation failed", exc_info=True)
+                self._failure = f"nothing was changed: {type(error).__name__}: {error}"
             self._settled = reading
         self._complain(settings)
         announce(self.report(), settings.verbose)
 
-    def _install(self, reading: Reading) -> None:
-        """Install what is chosen, and compare with its source what is left as it is; all of it, or nothing."""
-        try:
-            installation = reading.build(live=True, earlier=self._earlier)
-            if installation:
-                self._captured.note(frozenset())
-                installation.install()
-            self._installation = installation
-        except Exception as error:
-            _logger.debug("the installation failed", exc_info=True)
-            self._failure = f"nothing was changed: {type(error).__name__}: {error}"
-        del reading.source  # its syntax trees are large
-
     @property
     def _applied(self) -> Set[str]:
-        return self._settled.to_apply.keys() if self._settled and self._installation else set()
+        return self._settled.to_apply.keys() if self._settled and not self._failure else set()
 
     def _take_back(self) -> None:
-        if self._installation is not None:
+        if self._settled and not self._failure:
             self._captured.note(frozenset(self._applied))
-            self._earlier.update(self._installation.revert())
-        self._settled, self._installation, self._failure = None, None, ""
+            self._earlier.update(self._settled.installation.revert())
+        self._settled, self._failure = None, ""
 
     def _stop(self) -> None:
         if self._finder in sys.meta_path:
@@ -146,21 +132,23 @@ class _Activation:
         self._settings = self._early = self._reading = None
 
     def _complain(self, settings: Settings) -> None:
-        """Raise in strict mode, else warn, where a graph is without a fix that it needs."""
+        """Object where a graph is without a fix that it needs."""
+        advice = "; see te_graph_fixes.report()"
+        if settings.strict:
+            advice = ". To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
         with self._lock:
             text = complaint(self.report(), self._captured.without(self._applied))
-        if text and settings.strict:
-            self._refuse(
-                f"{text}. To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
-            )
-        if text:
-            warn(f"{text}; see te_graph_fixes.report()")
+        self._object(text and text + advice, settings.strict)
 
-    def _refuse(self, text: str) -> NoReturn:
-        with self._lock:
-            self._take_back()
-            self._settled, self._failure = self._reading, "nothing was changed: strict mode has raised an error"
-        raise FixNotAppliedError(text)
+    def _object(self, text: str, strict: bool) -> None:
+        """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""
+        if text and strict:
+            with self._lock:
+                self._take_back()
+                self._settled, self._failure = self._reading, "nothing was changed: strict mode has raised an error"
+            raise FixNotAppliedError(text)
+        if text:
+            warn(text)
 
     def report(self) -> Report:
         from .fixes import CATALOGUE
@@ -180,7 +168,7 @@ class _Activation:
 
     def _status(self, fix_id: str, absent: str) -> tuple[str, str]:
         """Status of a fix, and the reason."""
-        reading, installation = self._reading, self._installation
+        reading = self._reading
         if self._settings is None and fix_id in self._reverted:
             return "reverted", "deactivate() took it back"
         if self._settings is None:
@@ -192,11 +180,11 @@ class _Activation:
         word, reason = reading.chosen[fix_id].verdict, reading.reason(fix_id)
         if word in ("disabled", "unrecognized") or reading is not self._settled:
             return self._unsettled("") if word == "applicable" else (word, reason)
-        live = installation is None or installation.is_live(fix_id)
+        live = not self._failure and reading.installation.is_live(fix_id)
         if word != "applicable":
             replaced = "unrecognized", "somebody has replaced a function that its source has as it should be"
-            return (word, reason) if live else replaced
-        if self._failure or not live:
+            return (word, reason) if live or self._failure else replaced
+        if not live:
             return "failed", self._failure or "somebody has replaced what it had put in place"
         early = self._captured.without({fix_id})
         return "applied", f"{reason}; {early} graphs that were captured before are without it" if early else reason

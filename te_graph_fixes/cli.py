@@ -17,7 +17,7 @@ from .engine import EngineError, patched
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
 from .settings import Settings, fix_ids
-from .source import TE, Source, TENotFoundError, split_lines, without_collections
+from .source import TE, Source, TENotFoundError, split_lines
 from .verdicts import Reading, expected
 
 NO_TE = 2
@@ -80,7 +80,6 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", metavar="DIR", help="a site-packages folder or checkout that holds TE")
 
 
-@without_collections()
 def _status(options: argparse.Namespace) -> int:
     reading = _reading(options, Settings.read())
     source, chosen = reading.source, reading.chosen
@@ -98,9 +97,7 @@ def _status(options: argparse.Namespace) -> int:
 def _reading(options: argparse.Namespace, settings: Settings) -> Reading:
     """What `te_graph_fixes.activate` with these settings does to the TE that the options name."""
     source = Source.installed() if options.source is None else Source.at(options.source)
-    reading = Reading(source, settings)
-    reading.build(live=False)
-    return reading
+    return Reading(source, settings)
 
 
 def _status_dict(reading: Reading) -> dict[str, object]:

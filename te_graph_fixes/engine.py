@@ -21,7 +21,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 from .fix import Verdict
-from .source import DEFINITIONS, Edit, ModuleSource, Source, split_lines, without_collections
+from .source import DEFINITIONS, Edit, ModuleSource, Source, split_lines
 
 
 class EngineError(Exception):
@@ -67,11 +67,10 @@ def _apply(text: str, edits: Iterable[Edit], start: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One function of TransformerEngine, as it was and as it becomes; None where there is none.
+    """One function of TransformerEngine, as its source has it and as it becomes; None where there is none.
 
-    What it was is known where its module is imported: elsewhere there is nothing to compare with it. ``defaults``
-    and ``kwdefaults`` are those of the parameters that it gets. ``block`` is the code of a class body that holds just
-    this function, which is added to the class.
+    ``defaults`` and ``kwdefaults`` are those of the parameters that it gets. ``block`` is the code of a class body
+    that holds just this function, which is added to the class.
     """
 
     module: str
@@ -84,42 +83,43 @@ class Change:
     block: CodeType | None = None
 
 
-@without_collections()
 def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
     """Compile the functions that the ``verdicts``, by fix, change or rest on, as in their modules.
 
     Raises `EngineError` unless every edit lies inside a function or adds functions to a class, behind one of its own.
     """
-    edits = _edits(verdicts.values()).items()
-    changed = [change for name, its in edits for change in _module_changes(source.module(name), its)]
-    places = {place for verdict in verdicts.values() for place in verdict.rests_on if place[0] in sys.modules}
-    for name, qualname in sorted(places - {(change.module, change.qualname) for change in changed}):
-        if not isinstance(source.module(name).definitions.get(qualname), ast.ClassDef):
-            code = own_code(source.module(name), qualname)
-            changed.append(Change(name, qualname, code, code))
-    return changed
+    edits = _edits(verdicts.values())
+    names: dict[str, set[str]] = {name: set() for name in edits}
+    for name, qualname in itertools.chain.from_iterable(verdict.rests_on for verdict in verdicts.values()):
+        names.setdefault(name, set()).add(qualname)
+    modules = ((source.module(name), edits.get(name, []), names[name]) for name in sorted(names))
+    return [change for module in modules for change in _module_changes(*module)]
 
 
-def own_code(module: ModuleSource, qualname: str) -> CodeType | None:
-    """The code of a function as it is in the source; None where there is no function of that name."""
-    node = module.definitions.get(qualname)
-    return _compiled(module, qualname, node)[1] if isinstance(node, ast.FunctionDef) else None
-
-
-def _module_changes(module: ModuleSource, edits: list[Edit]) -> Iterator[Change]:
+def _module_changes(module: ModuleSource, edits: list[Edit], names: set[str]) -> Iterator[Change]:
+    """The functions of a module that the edits change or add, and those of ``names``, compiled together."""
+    edited: dict[str, ast.FunctionDef] = {}
+    its: dict[str, tuple[Edit, ...]] = {}
     for (qualname, start, end), group in itertools.groupby(edits, lambda edit: _function(module, edit)):
-        its, old, owner = tuple(group), module.definitions[qualname], qualname.rpartition(".")[0]
+        found, owner = tuple(group), qualname.rpartition(".")[0]
         line = _apply(module.text[:start], [edit for edit in edits if edit.end <= start]).count("\n") + 1
-        new, *added = _functions(module, owner, _apply(module.text[start:end], its, start), line)
-        before = own_code(module, qualname) if module.name in sys.modules else None
-        _, after = _compiled(module, qualname, new)
-        if before and before.co_freevars != after.co_freevars:
-            raise EngineError(f"the edits change the free variables of {qualname} in {module.path}")
-        yield Change(module.name, qualname, before, after, its, *_growth(module, old, new))
-        for node in added:
-            name = f"{owner}.{node.name}"
-            block, code = _compiled(module, name, node)
-            yield Change(module.name, name, None, code, its, block=block)
+        first, *added = _functions(module, owner, _apply(module.text[start:end], found, start), line)
+        edited |= {qualname: first} | {f"{owner}.{node.name}": node for node in added}
+        its |= dict.fromkeys(edited.keys() - its.keys(), found)
+    known = {name: module.definitions.get(name) for name in sorted(names | edited.keys())}
+    old = {name: node for name, node in known.items() if isinstance(node, ast.FunctionDef)}
+    before, after = _compiled(module, old), _compiled(module, edited)
+    for name in [name for name, node in known.items() if not isinstance(node, ast.ClassDef)]:
+        code, new = _inside(before, name), _inside(after, name)
+        if code and new:
+            if code.co_freevars != new.co_freevars:
+                raise EngineError(f"the edits change the free variables of {name} in {module.path}")
+            yield Change(module.name, name, code, new, its[name], *_growth(module, old[name], edited[name]))
+        elif new:
+            block = _inside(_compiled(module, {name: edited[name]}), name.rpartition(".")[0])
+            yield Change(module.name, name, None, _inside(block, edited[name].name), its[name], block=block)
+        else:
+            yield Change(module.name, name, code, code)
 
 
 def _function(module: ModuleSource, edit: Edit) -> tuple[str, int, int]:
@@ -146,7 +146,7 @@ def _functions(module: ModuleSource, owner: str, text: str, line: int) -> list[a
     return found
 
 
-def _growth(module: ModuleSource, old: Any, new: ast.FunctionDef) -> tuple[tuple[object, ...], dict[str, object]]:
+def _growth(module: ModuleSource, old: Any, new: Any) -> tuple[tuple[object, ...], dict[str, object]]:
     """The defaults of the parameters, by position and by keyword, that ``new`` has beyond ``old``.
 
     Raises `EngineError` unless these are constants, and all else of the two heads is the same.
@@ -160,32 +160,36 @@ def _growth(module: ModuleSource, old: Any, new: ast.FunctionDef) -> tuple[tuple
     rest.defaults = rest.defaults[: len(old.args.defaults)]
     rest.kwonlyargs = [each for each in rest.kwonlyargs if each.arg not in by_keyword]
     rest.kw_defaults = [default for each, default in keywords if each.arg not in by_keyword]
-    heads = [
-        [ast.dump(node) for node in head] for head in ((old.args, *old.decorator_list), (rest, *new.decorator_list))
-    ]
-    values = [*by_position, *by_keyword.values()]
-    if heads[0] != heads[1] or new.name != old.name or not all(isinstance(value, ast.Constant) for value in values):
+    kept, had = ([*map(ast.dump, head)] for head in ((rest, *new.decorator_list), (old.args, *old.decorator_list)))
+    are_constant = all(isinstance(value, ast.Constant) for value in (*by_position, *by_keyword.values()))
+    if kept != had or new.name != old.name or not are_constant:
         raise EngineError(f"the edits do more to the head of {new.name} in {module.path} than add parameters")
-    literal = ast.literal_eval
-    return tuple(map(literal, by_position)), {name: literal(value) for name, value in by_keyword.items()}
+    return tuple(each.value for each in by_position), {name: each.value for name, each in by_keyword.items()}
 
 
-def _compiled(module: ModuleSource, qualname: str, node: ast.FunctionDef) -> tuple[CodeType, CodeType]:
-    """The code of the module, or the class, that defines just the function ``node``, and that of the function.
+def _compiled(module: ModuleSource, functions: Mapping[str, ast.FunctionDef]) -> CodeType:
+    """The code of a module with no definitions but the ``functions``, by qualified name, and the classes around them.
 
     What is no definition stays: how a call compiles depends on what the module imports.
     """
-    owner = qualname.rpartition(".")[0]
-    others = [each for each in module.tree.body if not isinstance(each, DEFINITIONS)]
-    tree = ast.parse(f"class {owner}: pass" if owner else "")
-    holder = cast(ast.ClassDef, tree.body[0]) if owner else tree
-    holder.body = [node]
-    tree.body = [*others, *tree.body]
-    block = code = compile(tree, _path(module.name), "exec", dont_inherit=True)
-    for name in filter(None, (owner, node.name)):
-        inside = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
-        block, code = code, inside[-1]
-    return block, code
+    tree = ast.Module([each for each in module.tree.body if not isinstance(each, DEFINITIONS)], [])
+    bodies = {"": tree.body}
+    for qualname, node in functions.items():
+        owner = qualname.rpartition(".")[0]
+        if owner not in bodies:
+            holder = copy.copy(cast(ast.ClassDef, module.definitions[owner]))
+            holder.body = bodies[owner] = []
+            tree.body.append(holder)
+        bodies[owner].append(node)
+    return compile(tree, _path(module.name), "exec", dont_inherit=True)
+
+
+def _inside(code: CodeType | None, qualname: str) -> CodeType | None:
+    """The code of a function or class, by its qualified name, in that of the module; None where there is none."""
+    for name in qualname.split(".")[-2:]:
+        consts = code.co_consts if code else ()
+        code = next((each for each in reversed(consts) if isinstance(each, CodeType) and each.co_name == name), None)
+    return code
 
 
 def _path(module: str) -> str:
@@ -210,7 +214,9 @@ def live_function(change: Change) -> Any:
 
 
 def _is_live(change: Change, code: CodeType | None) -> bool:
-    """Whether the function has ``code``; None: whether there is nothing of its name."""
+    """Whether the function has ``code`` (None: there is none); of a module that is not imported, if it may stay so."""
+    if change.module not in sys.modules:
+        return not change.edits
     found = live_function(change)
     return found is None if code is None else type(found) is FunctionType and found.__code__ == code
 
@@ -225,20 +231,21 @@ def _scope(change: Change) -> Any:
 class Installation:
     """What has been put in place, and the means to take it back.
 
-    ``verdicts`` are, by fix, those to apply, and those to leave TE as it is, which rest on functions too. ``earlier``
-    are functions of which a reload has made new ones: somebody may hold them, so they are corrected as well.
+    ``verdicts`` are, by fix, those to apply, and those to leave TE as it is, which rest on functions too.
     """
 
-    def __init__(self, source: Source, verdicts: Mapping[str, Verdict], earlier: Iterable[FunctionType] = ()) -> None:
+    def __init__(self, source: Source, verdicts: Mapping[str, Verdict]) -> None:
         self._verdicts = verdicts
         self._changes = changes(source, verdicts)
         self._texts = patched(source, verdicts.values())
-        self._earlier = earlier
         self._corrected: list[tuple[FunctionType, dict[str, Any], dict[str, Any]]] = []  # each with what it had and got
         self._modules: dict[str, ModuleType] = {}
 
-    def install(self) -> None:
-        """Put every change in place, or none: on any error what was done is taken back and the error is raised."""
+    def install(self, earlier: Iterable[FunctionType] = ()) -> None:
+        """Put every change in place, or none: on any error what was done is taken back and the error is raised.
+
+        ``earlier`` are functions of which a reload has made new ones: who holds them gets the correction as well.
+        """
         try:
             for name, (before, text) in self._texts.items():
                 path = _path(name)
@@ -247,7 +254,7 @@ class Installation:
                     self._add(name, text)
             for change in self._changes:
                 if change.edits:
-                    self._install(change)
+                    self._install(change, earlier)
         except BaseException:
             self.revert()
             raise
@@ -258,7 +265,7 @@ class Installation:
         exec(compile(text, _path(name), "exec", dont_inherit=True), vars(module))
         setattr(sys.modules[module.__package__], child, module)
 
-    def _install(self, change: Change) -> None:
+    def _install(self, change: Change, earlier: Iterable[FunctionType]) -> None:
         if change.block:
             scope, made = _scope(change), dict[str, Any]()
             exec(change.block, vars(sys.modules[change.module]), ChainMap(made, vars(scope)))
@@ -269,7 +276,7 @@ class Installation:
         elif not _is_live(change, change.before):
             raise EngineError(f"{change.qualname} of {change.module} was replaced while it was being corrected")
         else:
-            own = [each for each in self._earlier if each.__module__ == change.module]
+            own = [each for each in earlier if each.__module__ == change.module]
             for function in {live_function(change), *(each for each in own if each.__code__ == change.before)}:
                 self._correct(function, change)
 
@@ -291,7 +298,7 @@ class Installation:
             + (found if change.module in sys.modules else "the module is not imported")
             for fix in self._verdicts
             for change in self._of(fix)
-            if not _is_live(change, change.before) or (change.edits and change.module not in sys.modules)
+            if not _is_live(change, change.before)
         }
 
     def is_live(self, fix_id: str | None = None) -> bool:

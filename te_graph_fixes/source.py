@@ -17,7 +17,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate, chain
 from pathlib import Path
@@ -30,7 +30,6 @@ _Names: TypeAlias = "dict[str, Node]"
 _Place: TypeAlias = "tuple[list[Any], int]"
 _Span: TypeAlias = "tuple[int, int]"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_LEAVES = (ast.Name, ast.Constant, ast.expr_context)
 _NEVER = 1_000_000_007
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
@@ -132,6 +131,13 @@ class Source:
             module.consulted.clear()
         return found
 
+    def forget_trees(self) -> None:
+        """Let the syntax trees go, which are large; what is asked for again is parsed again."""
+        for name, module in self._modules.items():
+            if module:
+                module.notes.clear()  # may refer to the module, which would keep all of it
+                self._modules[name] = replace(module)
+
     def _read(self, name: str) -> ModuleSource | None:
         parent = os.path.join(self.location, *name.split(".")[1:-1])
         spec = importlib.machinery.PathFinder.find_spec(name, [parent])
@@ -216,8 +222,7 @@ class ModuleSource:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
         found = self.find(qualname)
         if found is None:
-            others = f"none or several among its {len(self.definitions)}"
-            raise unrecognized(f"one definition of {qualname}", self.path, others)
+            raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
         return found
 
     def places(self, root: ast.AST, kind: type[ast.AST], head: str = "") -> list[_Place]:
@@ -236,21 +241,17 @@ class ModuleSource:
             for nodes in pending:
                 for place, node in enumerate(nodes):
                     found[type(node)].append((nodes, place))
-                    if isinstance(node, ast.AST) and not isinstance(node, _LEAVES):
-                        for part in node._fields:
-                            value = getattr(node, part, None)
-                            if isinstance(value, ast.AST):
-                                pending.append([value])
-                            elif isinstance(value, list):
-                                pending.append(value)
+                    for part in getattr(node, "_fields", ()):
+                        value = getattr(node, part, None)
+                        if isinstance(value, (ast.AST, list)):
+                            pending.append(value if isinstance(value, list) else [value])
             del found[type(root)][0]  # the root itself
         return cast("dict[type, list[_Place]]", self.notes[root])
 
     def offset(self, line: int, column: int) -> int:
         """The character offset of a syntax tree position (1-based line, UTF-8 byte column)."""
-        start = self._line_starts[line - 1]
         text = self.lines[line - 1]
-        return start + (column if text.isascii() else len(text.encode()[:column].decode()))
+        return self.line_start(line) + (column if text.isascii() else len(text.encode()[:column].decode()))
 
     def line_start(self, line: int) -> int:
         """The character offset at which 1-based ``line`` begins."""
@@ -303,15 +304,15 @@ class Definition:
     def matches(self, pattern: str, within: ast.AST | None = None) -> list[Match]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
         wanted = _parse_pattern(pattern)
-        head, span = _head(wanted[0]), self.module.span
+        head = _head(wanted[0])
         found: dict[object, Match] = {}
         for nodes, place in self.module.places(self.node, type(wanted[0]), "" if head.startswith("ANY") else head):
             for names, length in _match_run(wanted, nodes[place:], {}):
                 run = nodes[place : place + length]
                 match = Match(run[0] if len(run) == 1 else Run(run), names)
-                if within is None or _is_inside(span(match.node), span(within)):
-                    found[tuple(map(span, (match.node, *names.values())))] = match
-        return sorted(found.values(), key=lambda match: span(match.node))
+                if within is None or _is_inside(match.node, within):
+                    found[tuple(map(_span, (match.node, *names.values())))] = match
+        return sorted(found.values(), key=lambda match: _span(match.node))
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Node]:
         """The nodes of the `matches`."""
@@ -363,7 +364,7 @@ class Definition:
     def nodes(self, kind: type[Kind], name: str = "") -> list[Kind]:
         """Every node of a type in this definition, itself left out; with ``name``, those that begin with it."""
         places = self.module.places(self.node, kind, name)
-        return sorted((cast(Kind, nodes[place]) for nodes, place in places), key=_start)
+        return sorted((cast(Kind, nodes[place]) for nodes, place in places), key=_span)
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
@@ -428,12 +429,13 @@ class Definition:
         return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
 
 
-def _start(node: Any) -> _Span:
-    return node.lineno, node.col_offset
+def _span(node: Any) -> tuple[_Span, _Span]:
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
-def _is_inside(inner: _Span, outer: _Span) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
+def _is_inside(node: ast.AST, outer: ast.AST) -> bool:
+    (start, end), (first, last) = _span(node), _span(outer)
+    return first <= start and end <= last
 
 
 @cache
@@ -491,7 +493,7 @@ def _match(wanted: Any, found: Any, names: _Names) -> Sequence[_Names]:
     if not isinstance(wanted, ast.AST):
         return (names,) if wanted == found else ()
     ways: Sequence[_Names] = (names,)
-    for part in wanted._fields:
+    for part in reversed(wanted._fields):  # the first is mostly the `_head`, which is the same
         if ways and part not in _NO_SYNTAX:
             ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
             ways = [bound for known in ways for bound in _match(ours, theirs, known)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from types import FunctionType
 
 from .engine import EngineError, Installation, changes
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
@@ -19,7 +18,6 @@ DISABLED = "disabled"
 _COMPARE = {">=": operator.ge, "<": operator.lt}
 
 
-@without_collections()
 def verdicts(source: Source) -> dict[str, Verdict]:
     """The verdict of every fix on ``source``.
 
@@ -64,18 +62,20 @@ def _must_be_affected(fix: Fix, version: str | None) -> bool:
 class Reading:
     """TransformerEngine (TE) as it was read once: the verdicts ``found`` are known, and of them some are ``chosen``.
 
-    ``chosen`` are the verdicts as they are acted upon. What the settings leave out is ``disabled``, what cannot be
-    applied ``unrecognized``. A fix whose requirement is left out is left out too, as its requirement is; ValueError,
-    with the names of both, if it was asked for by name and the requirement was not.
+    ``chosen`` are the verdicts as they are acted upon, and ``installation`` acts upon them. What the settings leave out
+    is ``disabled``, what cannot be applied ``unrecognized``. A fix whose requirement is left out is left out too, as
+    its requirement is; ValueError, with the names of both, if it was asked for by name and the requirement was not.
     """
 
+    @without_collections()
     def __init__(self, source: Source, settings: Settings, found: Mapping[str, Verdict] | None = None) -> None:
         self.source, self.version, self.settings = source, source.version, settings
         self.found = verdicts(source) if found is None else found
         self.modules = {name for verdict in self.found.values() for name, _ in verdict.rests_on}
         self.targets = {name for verdict in self.found.values() for name in verdict.targets}
         self._refused: dict[str, str] = {}
-        self.chosen = self._choose()
+        self._build()
+        source.forget_trees()
 
     @classmethod
     def installed(cls, settings: Settings, early: Reading | None = None) -> Reading:
@@ -85,6 +85,23 @@ class Reading:
         except TENotFoundError as error:
             return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error))))
         return early if early and early.source == source and early.settings is settings else cls(source, settings)
+
+    def _build(self) -> None:
+        """Choose, and compile what is chosen: anew without the fixes by which that fails."""
+        good = (APPLICABLE, NOT_NEEDED, NOT_APPLICABLE)
+        self.chosen = self._choose()
+        wanted = {fix_id: verdict for fix_id, verdict in self.chosen.items() if verdict.verdict in good}
+        try:
+            self.installation = Installation(self.source, wanted)
+        except Exception as error:  # one of ours must not reach the import of TE
+            self._refused |= self._unbuildable(error)
+            self._build()
+
+    def require_live(self) -> None:
+        """Choose anew without the fixes whose functions, to be changed or to be left alone, are not what is loaded."""
+        while refused := self.installation.replaced():
+            self._refused |= refused
+            self._build()
 
     def _choose(self) -> dict[str, Verdict]:
         chosen = dict(self.found)
@@ -122,33 +139,16 @@ class Reading:
             return reason
         return f"{reason}; version {self.version} leads one to expect {guess}; the source decides"
 
-    def build(self, live: bool, earlier: Iterable[FunctionType] = ()) -> Installation | None:
-        """What applies the chosen fixes, chosen anew without those that cannot be applied; None if none is left.
-
-        ``live``: those cannot be applied, either, and those not be left alone, whose functions are not what is loaded.
-        """
-        good = (APPLICABLE, NOT_NEEDED, NOT_APPLICABLE)
-        while wanted := {fix_id: verdict for fix_id, verdict in self.chosen.items() if verdict.verdict in good}:
-            try:
-                installation = Installation(self.source, wanted, earlier)
-                refused = installation.replaced() if live else {}
-            except EngineError as error:
-                refused = self._unbuildable(str(error))
-            if not refused:
-                return installation
-            self._refused |= refused
-            self.chosen = self._choose()
-        return None
-
-    def _unbuildable(self, error: str) -> dict[str, str]:
+    def _unbuildable(self, error: Exception) -> dict[str, str]:
         """The fixes by which compiling all ended in ``error``, with reasons: those that fail alone, or else all."""
-        reasons = {}
+        errors = {}
         for fix_id, verdict in self.to_apply.items():
             try:
                 changes(self.source, {fix_id: verdict})
-            except EngineError as own:
-                reasons[fix_id] = str(own)
-        return reasons or dict.fromkeys(self.to_apply, error)
+            except Exception as own:
+                errors[fix_id] = own
+        errors = errors or dict.fromkeys(self.to_apply or self.chosen, error)
+        return {fix_id: str(each) if isinstance(each, EngineError) else repr(each) for fix_id, each in errors.items()}
 
 
 def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:

@@ -606,11 +606,11 @@ import te_graph_fixes
 from te_graph_fixes import engine
 del os.environ["TE_GRAPH_FIXES"]
 install, calls = engine.Installation._install, []
-def fail(installation, change):
-    calls.append(change)
+def fail(*arguments):
+    calls.append(arguments)
     if len(calls) % 2 == 0:
         raise RuntimeError("injected")
-    install(installation, change)
+    install(*arguments)
 engine.Installation._install = fail
 for _ in range(2):
     found = attempt(te_graph_fixes.activate, None, None, {strict})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import gc
 import itertools
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.cli import main
-from te_graph_fixes.engine import changes, own_code, patched
+from te_graph_fixes.engine import changes, patched
 from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import Settings
@@ -145,8 +146,7 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
     for name, (_, after) in patched(tree, chosen.values()).items():
         assert copy.module(name).text == after
     for change in changes(tree, chosen):
-        before = own_code(tree.module(change.module), change.qualname)
-        for code, where in ((before, tree), (change.after, copy)):
+        for code, where in ((change.before, tree), (change.after, copy)):
             on_disk = functions(where.module(change.module)).get(change.qualname)
             assert code == on_disk or (code and on_disk and shape(code) == shape(on_disk) and where is copy)
     assert words(verdicts(copy)) == {
@@ -162,6 +162,20 @@ def test_only_the_functions_that_are_named_differ(version: str) -> None:
         if before:
             names = {qualname for module, qualname in touched if module == name}
             assert without(before, names) == without(after, names)
+
+
+def test_a_reading_lets_the_syntax_trees_go_without_a_collection() -> None:
+    def trees() -> int:
+        return sum(isinstance(found, ast.Module) for found in gc.get_objects())
+
+    gc.disable()
+    try:
+        before = trees()
+        reading = Reading(Source.at(source("2.12.0")), Settings())
+        assert trees() == before
+        assert reading.source.module("transformer_engine.pytorch.graph").tree
+    finally:
+        gc.enable()
 
 
 def unset_names(text: str) -> set[str]:

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import wrapt
 
-from te_graph_fixes import engine
 from te_graph_fixes.engine import EngineError, Installation, changes, patched
 from te_graph_fixes.fix import Verdict, applicable
 from te_graph_fixes.source import Source
@@ -637,10 +636,10 @@ def test_a_failure_at_any_step_leaves_nothing(
     steps = iter(range(10))
     install = Installation._install
 
-    def fail(installation: Installation, change: engine.Change) -> None:
+    def fail(*args: Any) -> None:
         if next(steps) == failing:
             raise KeyboardInterrupt("injected")
-        install(installation, change)
+        install(*args)
 
     monkeypatch.setattr(Installation, "_install", fail)
     installation = Installation(package.source, verdicts)
