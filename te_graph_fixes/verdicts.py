@@ -18,6 +18,7 @@ DISABLED = "disabled"
 _COMPARE = {">=": operator.ge, "<": operator.lt}
 
 
+@without_collections()
 def verdicts(source: Source) -> dict[str, Verdict]:
     """The verdict of every fix on ``source``.
 
