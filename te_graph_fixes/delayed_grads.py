@@ -103,12 +103,8 @@ def add_instead(name: str, method: Definition) -> list[Edit]:
     method.one(grads)
     check = method.one("if not self.need_backward_dw(): return")
     edits = [method.insert_before(check, import_of(name))]
-    if "single_grouped_weight" in method.text(method.node) and name != OP:
-        assigned += (SINGLE_WEIGHT,)
-    if "grouped_bias.grad" in method.text(method.node):
-        assigned += (SINGLE_BIAS,)
     known = 0
-    for shapes in assigned:
+    for shapes in _shapes(name, method):
         node = method.one(*shapes)
         known += len(method.all(ASSIGNED, within=node))
         edits.append(method.replace(node, next(added for shape, added in shapes.items() if method.has(shape))))
@@ -117,3 +113,20 @@ def add_instead(name: str, method: Definition) -> list[Edit]:
     method.exactly(known, ASSIGNED)
     method.exactly(2 * (assigned is BASE), "noop_cat(ANY)")
     return edits
+
+
+def require_added(name: str, method: Definition) -> None:
+    """Raise `UnrecognizedError` unless the ``method`` adds all that it would assign."""
+    for shapes in _shapes(name, method):
+        method.one(*dict.fromkeys(shapes.values()))
+    method.exactly(0, ASSIGNED)
+
+
+def _shapes(name: str, method: Definition) -> tuple[dict[str, str], ...]:
+    """What the method assigns, each in the forms that it may have, with what becomes of them."""
+    text, found = method.text(method.node), METHODS[name][2]
+    if "single_grouped_weight" in text and name != OP:
+        found += (SINGLE_WEIGHT,)
+    if "grouped_bias.grad" in text or "[grouped_bias]" in text:
+        found += (SINGLE_BIAS,)
+    return found

@@ -187,6 +187,7 @@ NOT_QUITE = [
     (*("parameter-hooks", "2.12.0", GRAPH), r"\bgraph_callables\b", "functions"),
     (*("backward-amax-reduction", "2.12.0", GRAPH), r"\bfunc\b", "function"),
     (*("delayed-wgrad-delivery", "2.12.0", GRAPH), r"\bfunc\b", "function"),
+    (*("delayed-wgrad-delivery", "2.20.2", BASE), r"for name in self.(weight_names|bias_names)", "for name in ()"),
     (
         *("warmup-reset", "2.20.2", GRAPH, r"(?=\n    graphed_callables = )"),
         "\n    post_warmup_hook = lambda: [setattr(m, 'is_first_microbatch', True) for m in modules]",

@@ -27,7 +27,7 @@ import ast
 from collections.abc import Mapping
 from typing import cast
 
-from ..delayed_grads import ASSIGNED, add_instead, backward_dw_methods, import_of, op_has
+from ..delayed_grads import add_instead, backward_dw_methods, import_of, op_has, require_added
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import module_text
 from ..shapes import graph_capture, lacks_delayed_wgrads, require_names
@@ -183,7 +183,7 @@ def _require_corrected(source: Source, capture: Definition, methods: Mapping[str
     for name, method in methods.items():
         method.one(f"{import_of(name)}\nif not self.need_backward_dw(): return")
         method.one("if not self.need_backward_dw(): return")
-        method.exactly(0, ASSIGNED)
+        require_added(name, method)
     for backward in _dgrads(source):
         backward.one(RETURNED.format(FUSED_OR_DELAYED))
 
