@@ -53,6 +53,9 @@ class Tensor:
     requires_grad: bool = True
     dtype = layout = device = None
 
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
     def data_ptr(self) -> int:
         return self.address
 
@@ -229,6 +232,13 @@ def test_reused_samples_leave_the_callers_list(reuse: bool) -> None:
     found, _ = plan_of([1, -1, -1.5, 1, -1, -1.5]).assign_inputs(given, [{}, {}], reuse, flatten, unflatten)
     assert found == [args[0], args[0 if reuse else 1]]
     assert given == (found if reuse else args)
+
+
+def test_one_tensor_twice_does_not_serve_for_two() -> None:
+    one = Tensor()
+    args = [(one, one), (Tensor(), Tensor())]
+    found, _ = plan_of([1, -1, -1.5, 1, -1, -1.5]).assign_inputs(list(args), [{}, {}], True, flatten, unflatten)
+    assert found == args
 
 
 def test_samples_that_are_no_tensors_are_left_to_te() -> None:

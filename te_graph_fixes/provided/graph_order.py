@@ -157,7 +157,7 @@ class Plan:
                 continue  # TE says what is wrong with this sample
             slot: Hashable = index
             if reuse:
-                signature = (str(spec), *map(_signature, leaves))
+                signature = (str(spec), *_signatures(leaves))
                 slot = (signature, buffers.take(signature, position, entry.last_read))
             if slot not in assigned:
                 shared = [busy.get(leaf.data_ptr(), -1) > position for leaf in leaves]
@@ -317,8 +317,13 @@ def _at(position: int, value: Any, chunk: int) -> str:
     return f"_order[{position}] = {value!r} (chunk {chunk})"
 
 
-def _signature(tensor: Any) -> Hashable:
-    return tuple(tensor.shape), tensor.dtype, tensor.layout, tensor.device, tensor.requires_grad
+def _signatures(sample: Sequence[Any]) -> list[Hashable]:
+    """All that static inputs keep of the tensors of a sample, and which of these are the same."""
+    addresses = [tensor.data_ptr() for tensor in sample]
+    return [
+        (type(t), t.shape, t.dtype, t.layout, t.device, t.stride(), t.requires_grad, addresses.index(t.data_ptr()))
+        for t in sample
+    ]
 
 
 def _copy(tensor: Any) -> Any:
