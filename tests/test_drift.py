@@ -43,6 +43,7 @@ FIRST = {
     "grouped-linear-skip-flag": "2.10.0",
     "nvfp4-weight-preswizzle": "2.18.0",
     "nested-autocast": "2.8.0",
+    "recompute-in-graphs": "2.10.0",
     "replay-arguments": "2.10.0",
     "calibrating-recipe": "2.9.0",
     "skip-flag-accessors": "2.15.0",
@@ -69,7 +70,7 @@ LACKS = (
     *("backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery"),
     *("stale-fp8-weights", "wgrad-hook-order", "backward-amax-reduction", "fp8-state-at-replay", "nested-autocast"),
     *("replay-arguments", "calibrating-recipe", "skip-flag-reset", "fused-dummy-copies"),
-    *("capture-without-warmup", "unreached-wgrads", "wgrad-memory-reuse"),
+    *("capture-without-warmup", "unreached-wgrads", "wgrad-memory-reuse", "recompute-in-graphs"),
 )
 """The fixes of features which the versions before `FIRST` do not have, or in which they do not cover them."""
 

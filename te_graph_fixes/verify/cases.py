@@ -72,6 +72,7 @@ ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-
 RNG_STATES, NO_WARMUP = "rng-states-at-replay", "capture-without-warmup"
 UNREACHED, BUFFERS = "unreached-wgrads", "static-buffer-reuse"
 MEMORY, EXPERTS = "wgrad-memory-reuse", "grouped-linear-amax-reduction"
+RECOMPUTE = "recompute-in-graphs"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
@@ -170,6 +171,8 @@ _ALL = (
     _program("own-autocast", (STATE,)),
     _program("own-autocast-of-another", (STATE,)),
     _program("checkpoint", (STATE,)),
+    _program("recompute-behind-another", (RECOMPUTE,), quick=True),
+    _program("recompute-in-an-autocast", (RECOMPUTE,)),
     _program("reset-between-steps", (RESET,), recipe="fp8-current", quick=True),
     _program("calibration", (CALIBRATING,), quick=True),
     _program("other-rng-states", (RNG_STATES,), quick=True),

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .training import HIDDEN, TOKENS, error, make_recipe
+from .training import HIDDEN, TOKENS, Skipped, error, make_recipe
 
 STEPS, MICROBATCHES, LEARNING_RATE = 3, 2, 0.1
 OPTIONS: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
@@ -246,6 +247,49 @@ def checkpoint(recipe: Any, graphed: bool) -> Any:
     def run(x: torch.Tensor, first: bool) -> Any:
         with autocast(recipe):
             return last(te.checkpoint(block, x))
+
+    return run, (block, last)
+
+
+class Recomputed(Block):
+    """Two projections whose activations are recomputed in their backward."""
+
+    def __init__(self) -> None:
+        if not hasattr(graph, "_none_grad_context_wrapper"):
+            raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return te.checkpoint(self.second, te.checkpoint(self.first, x))
+
+
+@program
+def recompute_behind_another(recipe: Any, graphed: bool) -> Any:
+    """`te.checkpoint` in a graph of an order, in the first microbatch, behind a module that has no backward."""
+    first, block, last = linear(), Recomputed(), linear()
+    runs: Any = (block, last)
+    if graphed:
+        runs = [capture(each, recipe=recipe, _order=[1, -1])[0] for each in runs]
+
+    def run(x: torch.Tensor, first_microbatch: bool) -> Any:
+        with autocast(recipe):
+            first(x.detach())
+            return runs[1](runs[0](x) if first_microbatch else x)
+
+    return run, (block, last)
+
+
+@program
+def recompute_in_an_autocast(recipe: Any, graphed: bool) -> Any:
+    """`te.checkpoint` in a graph, in the first microbatch, in an autocast inside another that is off."""
+    block, last = Recomputed(), linear()
+    if graphed:
+        for each in (block, last):
+            capture(each, recipe=recipe)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with te.autocast(enabled=False), autocast(recipe):
+            return last(block(x) if first else x)
 
     return run, (block, last)
 

@@ -78,6 +78,11 @@ class Program:
         return f"Program({', '.join(f'{name}={value!r}' for name, value in said if value != getattr(plain, name))})"
 
 
+def runs_twice(p: Program) -> bool:
+    """Whether forwards without a backward run before or between those with one."""
+    return bool(p.recompute or p.inference or p.first == "distillation")
+
+
 RULES: dict[str, Callable[[Program], Any]] = {
     "_order wants as many layers in each chunk": lambda p: not p.order or len(p.modules) % max(p.order) == 0,
     "all layers of an order are captured": lambda p: not (p.order and (p.together or p.not_captured)),
@@ -183,8 +188,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
         "reset_fp8" not in p.events or "delayed" not in (p.recipe, p.other)
     ),
     "eager recompute takes the oldest FP8 state, which may be that of a forward without a backward": lambda p: (
-        not ("raise_in_autocast" in p.events and "delayed" in (p.recipe, p.other))
+        "delayed" not in (p.recipe, p.other)
         or not (p.recompute or "Recomputed" in p.modules)
+        or not ("raise_in_autocast" in p.events or ("Recomputed" in p.modules and runs_twice(p)))
     ),
     "a GPU's eager wgrad of an operation before another in FP8 reads a transpose that nobody wrote": lambda p: (
         "operations" not in p.modules or "delayed" not in (p.recipe, p.other)
@@ -193,6 +199,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not any(each.startswith("misuse") for each in p.events) or "delayed" not in (p.recipe, p.other)
     ),
     "distillation uses the graph of its first layer twice": lambda p: p.first != "distillation" or not p.order,
+    "te.checkpoint takes an operation for a module of torch, and eager training recomputes it in bf16": lambda p: (
+        not (p.recompute and {*OPERATIONS} & {*p.modules})
+    ),
     "a misuse is of a graph": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
@@ -214,18 +223,6 @@ OPEN: dict[str, Open] = {
         Program(modules=("CallsForward",), recipe="current", events=("step", "evaluate_in_bf16", "step")),
         lambda p: "CallsForward" not in p.modules or not ELSEWHERE & {*p.events},
         "<2.16",
-    ),
-    "where te.checkpoint recomputes, eager backwards update scales by what else runs in the autocast": Open(
-        Program(modules=("Recomputed",), recipe="delayed", first="eager", events=STEP),
-        lambda p: (
-            "Recomputed" not in p.modules
-            or "delayed" not in (p.recipe, p.other)
-            or not (p.recompute or p.inference or p.first or p.autocasts == "nested")
-        ),
-    ),
-    "te.checkpoint leaves the scales of operations alone": Open(
-        Program(modules=("operation",), recipe="delayed", recompute=True, events=STEP),
-        lambda p: not (p.recompute and {*OPERATIONS} & {*p.modules}),
     ),
     "TE expects no FP8 state of operations that a calibration makes, or other FP8 callables": Open(
         Program(modules=("operation",), recipe="delayed", calibrating=True, events=STEP),

@@ -1,0 +1,91 @@
+"""``recompute-in-graphs``: what an activation recompute in a graph does to the scales of delayed scaling is left out.
+
+Upstream: open, TE 2.10 to main
+
+Symptom: `te.checkpoint` in a captured module, delayed scaling, behind a module in the same autocast that has no
+backward, or in an autocast inside another that is off: scales of the backward or of the forward stay as they were, in
+the second case all of them (outputs and gradients off by 2.7 on the simulator).
+
+A recomputation has an autocast of its own, and updates the scales of the forward as it leaves it; the first module in
+it updates those of the backward. The former is captured, with the modules that happen to be registered then; the latter
+is left to whichever graph is the first of an autocast. Both are now done after each replay of such a backward.
+
+``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
+``backward_dw``, as before TE 2.10.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from ..fix import Fix, Verdict, not_applicable
+from ..shapes import Changes, graph_capture, lacks_delayed_wgrads, start_of_warmup
+from ..source import Definition, Source, unrecognized
+
+UPDATE = "cls.reduce_and_update_fp8_tensors(forward=True)"
+LEAVE_OUT = """
+if torch.cuda.is_current_stream_capturing():
+    # A recomputation in a graph: each replay of its backward will do it.
+    cls.update_in_capture = True
+    return
+"""
+
+BEGIN = "recomputing_graphs = set()"
+CAPTURE = "_graph_context_wrapper(bwd_graph, pool=mempool)"
+BEFORE = "FP8GlobalStateManager.update_in_capture = False"
+AFTER = """
+if FP8GlobalStateManager.update_in_capture:
+    recomputing_graphs.add(bwd_graph)
+"""
+
+RECOMPUTES = "bwd_graphs[i] in recomputing_graphs"
+FIRST = "if ctx.is_first_module: FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)"
+FIRST_OR_RECOMPUTED = """
+if recomputes:
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+if ctx.is_first_module or recomputes:
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+"""
+
+
+def examine(source: Source) -> Verdict:
+    if lacks_delayed_wgrads(source):
+        return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
+    manager = "FP8GlobalStateManager.autocast_exit"
+    leave = source.definition("transformer_engine.pytorch.quantization", manager)
+    capture = graph_capture(source)
+    backward = capture.inner("make_graphed_autograd_function").inner("Graphed").inner("backward")
+    captures = _captures(capture)
+    changes = Changes()
+    changes.before(leave, [leave.one(UPDATE)], LEAVE_OUT)
+    changes.before(capture, [start_of_warmup(capture)], BEGIN)
+    changes.before(capture, captures, BEFORE)
+    changes.after(capture, captures, AFTER)
+    changes.graph_argument(capture, RECOMPUTES, "recomputes")
+    changes.replace(backward, FIRST, FIRST_OR_RECOMPUTED)
+    return changes.verdict(
+        "a recomputation's update of scales is captured or left out", "a replay updates scales as a recomputation does"
+    )
+
+
+def _captures(capture: Definition) -> list[ast.With]:
+    """The statements that capture a backward: with an order, and without."""
+    found = [
+        node
+        for node in capture.nodes(ast.With)
+        if any(ast.unparse(item.context_expr).startswith(CAPTURE) for item in node.items)
+    ]
+    if len(found) != 2:
+        raise unrecognized(f"`with {CAPTURE}` twice", capture, f"it {len(found)} times")
+    return found
+
+
+FIX = Fix(
+    id="recompute-in-graphs",
+    summary="what a recompute in a graph does to the scales of delayed scaling is left out",
+    symptom="te.checkpoint in a graph, delayed scaling, behind a module without a backward: scales stay as they were",
+    upstream=(),
+    affected=">=2.10",
+    examine=examine,
+    looks_like=("fp8 dgrad",),
+)
