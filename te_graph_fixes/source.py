@@ -243,7 +243,7 @@ class ModuleSource:
                     found[type(node)].append((nodes, place))
                     for part in getattr(node, "_fields", ()):
                         value = getattr(node, part, None)
-                        if isinstance(value, (ast.AST, list)):
+                        if isinstance(value, list) or getattr(value, "_fields", None):
                             pending.append(value if isinstance(value, list) else [value])
             del found[type(root)][0]  # the root itself
         return cast("dict[type, list[_Place]]", self.notes[root])
