@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import math
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine_torch as tex
+from transformer_engine.pytorch.cpp_extensions import gemm as te_gemm
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
@@ -97,9 +99,42 @@ def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, tor
     return data, scale_inv
 
 
-def nv_values(module: Any, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    scale = scale.contiguous().view(torch.float8_e4m3fn).double() * amax.double() / (6 * 448)
+def nv_values(
+    module: Any, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, limit: int = 448
+) -> torch.Tensor:
+    scale = scale.contiguous().view(torch.float8_e4m3fn).double() * amax.view(-1, 1).double() / (6 * limit)
     return module.cast_from_fp4x2(data, torch.float64) * scale.repeat_interleave(16, dim=1)
+
+
+def assert_as_reference(out: Any, quantizer: Any, x: torch.Tensor) -> None:
+    """Data, scales and amaxes of ``out`` are those that TE's reference has for ``x``."""
+    rows, columns = x.shape
+    data, scale, data_t, scale_t, amax, amax_t = quantizer._quantize(x)
+    assert torch.equal(out._amax_rowwise, amax)
+    assert torch.equal(out._rowwise_scale_inv[:rows, : columns // 16], scale.view(torch.uint8))
+    assert torch.equal(out._rowwise_data, data)
+    if data_t is not None:
+        assert torch.equal(out._amax_columnwise, amax_t)
+        assert torch.equal(out._columnwise_scale_inv[:columns, : rows // 16], scale_t.view(torch.uint8))
+        assert torch.equal(out._columnwise_data, data_t)
+
+
+def scales_columns() -> bool:
+    """Whether row-scaled tensors may have a column-wise part: TE 2.19 and later."""
+    return "transb" in inspect.signature(te_gemm._nvfp4_row_scaled_gemm_inputs).parameters
+
+
+def nvfp4_options() -> list[dict[str, Any]]:
+    """What quantizers of the installed TE may be told besides, and takes place: row scales and 4over6."""
+    options: list[dict[str, Any]] = []
+    if "row_scaled_nvfp4" in NVFP4Quantizer.__annotations__:
+        options.append({"row_scaled_nvfp4": True, "columnwise": scales_columns()})
+    if "nvfp4_use_4over6" in NVFP4Quantizer.__annotations__:
+        for limit, mode in itertools.product((448, 256), ("MAE", "MSE")):
+            four = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": limit, "nvfp4_4over6_err_mode": mode}
+            options += [four, four | {"with_2d_quantization": True}]
+            options.append(four | {"row_scaled_nvfp4": True, "columnwise": False})
+    return options
 
 
 def check_mxfp8_is_that_of_its_definition() -> None:
@@ -150,14 +185,84 @@ def check_nvfp4_is_that_of_tes_reference() -> None:
         out = tex.quantize(x, NVFP4Quantizer(**options))
         tile = (16, 16) if kind == "2d" else (1, 16)
         quantizer = module.NVFP4QuantizerRef(formats.Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=kind == "rht")
-        data, scale, data_t, scale_t, amax, amax_t = quantizer._quantize(x)
-        assert torch.equal(out._amax_rowwise, amax), kind
-        assert torch.equal(out._amax_columnwise, amax_t), kind
-        rows, columns = shape
-        assert torch.equal(out._rowwise_scale_inv[:rows, : columns // 16], scale.view(torch.uint8)), kind
-        assert torch.equal(out._columnwise_scale_inv[:columns, : rows // 16], scale_t.view(torch.uint8)), kind
-        assert torch.equal(out._rowwise_data, data), kind
-        assert torch.equal(out._columnwise_data, data_t), kind
+        assert_as_reference(out, quantizer, x)
+
+
+def check_row_scales_and_4over6_are_those_of_tes_reference() -> None:
+    module = reference()
+    formats = getattr(module, "reference_utils", None) or module.utils
+    close_calls = torch.randint(-9, 10, (64, 192), generator=torch.Generator().manual_seed(0)).bfloat16()
+    inputs = values(64, 192), close_calls  # in those either error is the smaller one, by how it is rounded
+    for options, fast, x in itertools.product(nvfp4_options(), ("0", "1"), inputs):
+        if fast == "1" and "nvfp4_use_4over6" not in options:
+            continue
+        quantizer = NVFP4Quantizer(**options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", fast)
+            out = tex.quantize(x, quantizer)
+        wanted = {name: value for name, value in options.items() if name != "with_2d_quantization"}
+        if "nvfp4_use_4over6" in options:
+            wanted["nvfp4_4over6_err_use_fast_math"] = fast == "1"
+        tile = (16, 16) if "with_2d_quantization" in options else (1, 16)
+        assert_as_reference(out, module.NVFP4QuantizerRef(formats.Fp4Formats.E2M1, quant_tile_shape=tile, **wanted), x)
+        for name in ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"):
+            if hasattr(quantizer, name):
+                assert getattr(out, f"_{name}") == getattr(quantizer, name)
+
+
+def check_row_scales_and_4over6_are_read_and_multiplied() -> None:
+    module = reference()
+    for options in nvfp4_options():
+        quantizer = NVFP4Quantizer(**options)
+        x, limit = values(64, 128), options.get("nvfp4_e4m3_max", 448)
+        out = tex.quantize(x, quantizer)
+
+        def matrix(tensor: Any, side: str, limit: int = limit) -> torch.Tensor:
+            data, amax = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_amax_{side}")
+            scale = getattr(tensor, f"_{side}_scale_inv")[: len(data), : data.shape[1] // 8]
+            return nv_values(module, data, scale, amax, limit)
+
+        close(tex.dequantize(out, tex.DType.kFloat32), matrix(out, "rowwise"), 1e-6)
+        weight = tex.quantize(gpu(96, 128, seed=1), NVFP4Quantizer())
+        wanted = matrix(out, "rowwise") @ matrix(weight, "rowwise", 448).t()
+        close(te_gemm.general_gemm(weight, out, out_dtype=torch.float32)[0], wanted, 1e-6)
+        if options.get("columnwise", True):
+            grad = tex.quantize(gpu(64, 96, seed=2), NVFP4Quantizer())
+            wanted = matrix(grad, "columnwise", 448) @ matrix(out, "columnwise").t()
+            close(te_gemm.general_gemm(out, grad, out_dtype=torch.float32, layout="NT")[0], wanted, 1e-6)
+        parts = tex.split_quantize(x, [32, 0, 32], [quantizer.copy() for _ in range(3)])
+        for part, piece in zip((parts[0], parts[2]), x.split(32), strict=True):
+            assert torch.equal(part._rowwise_data, tex.quantize(piece, quantizer)._rowwise_data)
+            assert torch.equal(part._amax_rowwise, tex.quantize(piece, quantizer)._amax_rowwise)
+
+
+def check_an_existing_tensor_takes_row_scales_and_4over6() -> None:
+    for options in nvfp4_options():
+        quantizer, plain = NVFP4Quantizer(**options), NVFP4Quantizer(columnwise=options.get("columnwise", True))
+        wanted, out = tex.quantize(values(128, 128), quantizer), tex.quantize(values(128, 128), plain)
+        tex.quantize(values(128, 128), quantizer, out)
+        before = {name: getattr(out, name) for name in (*FIELDS, "_amax_rowwise", "_amax_columnwise", "_nvfp4_e4m3_max")
+                  if getattr(out, name, None) is not None}  # fmt: skip
+        tex.quantize(values(128, 128, seed=1), quantizer, out, torch.ones(1))
+        for name, one in before.items():
+            assert getattr(out, name) is one
+            assert one == getattr(wanted, name) if isinstance(one, int) else torch.equal(one, getattr(wanted, name))
+
+
+def check_what_row_scales_and_4over6_do_not_go_with_is_refused() -> None:
+    for options in nvfp4_options():
+        for excluded in ("with_rht", "stochastic_rounding"):
+            with pytest.raises(RuntimeError, match="quantization does not support"):
+                tex.quantize(gpu(32, 32), NVFP4Quantizer(**options | {excluded: True}))
+        if "row_scaled_nvfp4" in options:
+            with pytest.raises(RuntimeError, match="Row-scaled NVFP4 quantization does not support 2D"):
+                tex.quantize(gpu(32, 32), NVFP4Quantizer(**options | {"with_2d_quantization": True}))
+            with pytest.raises(
+                (RuntimeError, NotImplementedError), match=r"columnwise usage|multiples of 32|with 4over6"
+            ):
+                tex.quantize(gpu(16, 32), NVFP4Quantizer(**options | {"columnwise": True}))
+            with pytest.raises(RuntimeError, match="require rowwise usage"):
+                tex.quantize(gpu(32, 32), NVFP4Quantizer(**options | {"rowwise": False}))
 
 
 def check_fp4_rounds_ties_to_even() -> None:
@@ -430,11 +535,10 @@ def check_shapes_that_a_gpu_does_not_take_are_refused() -> None:
 
 
 def check_options_that_are_not_simulated_are_refused() -> None:
-    for name in ("row_scaled_nvfp4", "nvfp4_use_4over6", "an_option_of_a_later_version"):
-        quantizer = NVFP4Quantizer()
-        setattr(quantizer, name, True)
-        with pytest.raises(NotImplementedError, match=f"NVFP4Quantizer with {name}"):
-            tex.quantize(gpu(16, 16), quantizer)
+    quantizer = NVFP4Quantizer()
+    quantizer.an_option_of_a_later_version = True
+    with pytest.raises(NotImplementedError, match="NVFP4Quantizer with an_option_of_a_later_version"):
+        tex.quantize(gpu(16, 16), quantizer)
 
 
 def check_block_scaled_fp8_is_that_of_its_definition() -> None:

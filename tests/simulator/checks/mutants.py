@@ -26,8 +26,28 @@ MUTANTS = {
         "codes[:, ::2] | codes[:, 1::2] << 4, scale",
         "codes[:, 1::2] | codes[:, ::2] << 4, scale",
     ),
-    "no scale of the tensor": ("formats", ".to(to) * amax.to(to)", ".to(to)"),
-    "the scale of the tensor is that of E4M3": ("formats", "LARGEST_E4M3 * LARGEST_E2M1).div", "LARGEST_E4M3).div"),
+    "no scale of the tensor": ("formats", ".to(to) * amax.view(-1, 1).to(to)", ".to(to)"),
+    "the scale of the tensor is that of E4M3": ("formats", "limit * LARGEST_E2M1).div", "limit).div"),
+    "4over6 takes the larger error": ("formats", "scale_of_4) < error_of", "scale_of_4) > error_of"),
+    "4over6 prefers 4": ("formats", "scale_of_4) < error_of", "scale_of_4) <= error_of"),
+    "4over6 maps to 3": ("formats", "scale * 1.5", "scale * 2.0"),
+    "4over6 chooses for each row of a square block": ("formats", "while rows.shape[1] > 1", "while False"),
+    "4over6 knows one kind of error": ("formats", "if error.squares else (found - wanted).abs()", ""),
+    "4over6 compares values where it is told not to": ("formats", "if error.scaled", "if False"),
+    "4over6 keeps the scale of 6": ("formats", "torch.where(smaller, scale_of_4, chosen)", "chosen"),
+    "4over6 keeps the usual limit": (
+        "blocks",
+        'getattr(tensor, "_nvfp4_e4m3_max", formats',
+        'getattr(tensor, "", formats',
+    ),
+    "4over6 is decoded with the usual limit": ("formats", "1 / (LARGEST_E2M1 * limit)", "1 / (LARGEST_E2M1 * 448)"),
+    "row-scaled tensors have one scale": ("blocks", "dims = (1,) if part.amax.numel() > 1 else", "dims ="),
+    "row-scaled tensors are not marked": ("blocks", 'names = ("row_scaled_nvfp4", ', 'names = ("", '),
+    "existing tensors that become row-scaled keep their one scale": (
+        "blocks",
+        'name.startswith("amax") and has',
+        "False and has",
+    ),
     "scales of blocks as in the other versions": ("formats", '"fake_dtype" not in', '"fake_dtype" in'),
     "the scale of the wrong block": ("formats", "power_of_two(scale).to", "power_of_two(scale).roll(1, 1).to"),
     "scales that are no powers of two": ("formats", "if power_of_two_scales:", "if not power_of_two_scales:"),
@@ -83,6 +103,16 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
                 yield function.__qualname__, function
 
 
+def absent(mutant: str) -> bool:
+    """Whether the installed TransformerEngine lacks what a mutant gets wrong."""
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    if MUTANTS[mutant][0] == "grouped":  # since 2.14
+        return not importlib.util.find_spec("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
+    options = {"4over6": "nvfp4_use_4over6", "row-scaled": "row_scaled_nvfp4"}
+    return any(name in mutant and option not in NVFP4Quantizer.__annotations__ for name, option in options.items())
+
+
 def first_failure() -> str | None:
     """The name of the first check that fails."""
     checks = importlib.import_module("tests.simulator.checks.blocks")
@@ -97,10 +127,9 @@ def first_failure() -> str | None:
 
 if __name__ == "__main__":
     importlib.import_module("tests.simulator.checks.blocks")
-    grouped = importlib.util.find_spec("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
     for mutant in (None, *MUTANTS):
-        if mutant is not None and MUTANTS[mutant][0] == "grouped" and grouped is None:
-            continue  # TE before 2.14
+        if mutant is not None and absent(mutant):
+            continue
         if not (child := os.fork()):
             if mutant is not None:
                 edit(*MUTANTS[mutant])

@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +34,15 @@ _KNOWN = {
     "rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "dtype", "block_len", "force_pow_2_scales",
     "amax_epsilon", "block_scaling_dim", "with_rht", "with_post_rht_amax", "with_amax_reduction",
     "amax_reduction_group", "with_2d_quantization", "stochastic_rounding", "rht_matrix",
-    "rht_matrix_random_sign_mask_t", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode",
+    "rht_matrix_random_sign_mask_t", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode",
 }  # fmt: skip
-"""What is simulated of that which a quantizer may be told; the last two go with ``nvfp4_use_4over6``."""
+"""What is simulated of that which a quantizer may be told."""
+
+_EXCLUDED = {
+    "row_scaled_nvfp4": ("Row-scaled NVFP4", {"with_2d_quantization": "2D quantization"}),
+    "nvfp4_use_4over6": ("NVFP4 4over6", {}),
+}
+"""What the C++ does not combine with an option, besides RHT and stochastic rounding: what it calls both."""
 
 
 class Part(NamedTuple):
@@ -44,6 +51,7 @@ class Part(NamedTuple):
     - ``upright``: data lie as the tensor does though their blocks lie along columns (column-wise MXFP8)
     - ``swizzled``: scales lie in the order of a GEMM
     - ``height``: that of a block of block-scaled FP8
+    - ``limit``: the E4M3 scale that NVFP4's largest block has; 4over6 takes less
     """
 
     kind: str
@@ -55,6 +63,7 @@ class Part(NamedTuple):
     upright: bool
     swizzled: bool
     height: int
+    limit: float = formats.LARGEST_E4M3
 
     scale_inv = None
     """What a product is multiplied with besides: nothing."""
@@ -82,7 +91,7 @@ class Part(NamedTuple):
         codes, scale = self.lines(), self.scales()
         if self.kind == NV:
             assert self.amax is not None
-            values = formats.decode_nvfp4(codes, scale, self.amax, to)
+            values = formats.decode_nvfp4(codes, scale, self.amax, to, self.limit)
         elif self.kind == MX:
             assert self.dtype is not None
             values = formats.decode_mxfp8(codes, scale, self.dtype, to)
@@ -168,8 +177,10 @@ def match_usage(output: Any, quantizer: Any) -> None:
         for name, size, kind in fields_of(quantizer, shape, columnwise):
             if not wanted:
                 setattr(output, f"_{name}", None)
-            elif getattr(output, f"_{name}") is None:
+            elif (has := getattr(output, f"_{name}")) is None or (name.startswith("amax") and has.numel() != size[0]):
                 setattr(output, f"_{name}", torch.empty(size, dtype=kind))
+    for name, value in _marks(quantizer).items():
+        setattr(output, f"_{name}", value)
     output._with_gemm_swizzled_scales = _kernel_swizzles(quantizer, shape)
     if hasattr(output, "_fp8_dtype"):
         output._fp8_dtype = quantizer.dtype
@@ -191,7 +202,9 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor |
     elif not quantizer.with_rht:
         states = random_states(1) if quantizer.stochastic_rounding else None
         height = NV_BLOCK if quantizer.with_2d_quantization else 1
-        launch(cast_nv, writes, tensor, parts, height, None, states, noop)
+        if _marks(quantizer).get("row_scaled_nvfp4") and quantizer.columnwise_usage:
+            _refuse_columns_of_row_scaled(quantizer, tensor)
+        launch(cast_nv, writes, tensor, parts, height, None, states, noop, _error_of(quantizer))
     else:
         if tensor.dtype != torch.bfloat16:
             raise RuntimeError("RHT is only supported for bfloat16 input")
@@ -313,7 +326,21 @@ def _part(tensor: Any, columnwise: bool) -> Part:
         columnwise and kind == MX,
         kind != TILED and _is_swizzled(tensor),
         TILE if kind == TILED and tensor._is_2D_scaled else 1,
+        float(getattr(tensor, "_nvfp4_e4m3_max", formats.LARGEST_E4M3)),  # since TE 2.17
     )
+
+
+def _marks(quantizer: Any) -> dict[str, Any]:
+    """What a tensor says about its quantization: row scales since TE 2.16, 4over6 since 2.17."""
+    names = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
+    return {name: getattr(quantizer, name) for name in names if hasattr(quantizer, name)}
+
+
+def _error_of(quantizer: Any) -> formats.FourOverSix | None:
+    if not _marks(quantizer).get("nvfp4_use_4over6"):
+        return None
+    scaled = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1"
+    return formats.FourOverSix(quantizer.nvfp4_4over6_err_mode == "MSE", scaled)
 
 
 def fields_of(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tuple[str, list[int], torch.dtype]]:
@@ -341,7 +368,7 @@ def fields_of(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tu
     return [
         (f"{side}_data", data, torch.uint8),
         (f"{side}_scale_inv", scale, torch.uint8),
-        (f"amax_{side}", [1], torch.float32),
+        (f"amax_{side}", [lines if _marks(quantizer).get("row_scaled_nvfp4") else 1], torch.float32),
     ]
 
 
@@ -356,6 +383,7 @@ def _construct(
     fields = {**fields, "fp4_dtype" if kind == NV else "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if kind == TILED:
         fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+    fields.update(_marks(quantizer))
     if not internal:
         fields.update(shape=list(shape), dtype=dtype)
     elif "fake_dtype" in known:  # TE 2.14 and later
@@ -374,8 +402,26 @@ def refuse(quantizer: Any) -> None:
     for name in sorted(vars(quantizer).keys() - _KNOWN):
         if getattr(quantizer, name):
             raise NotImplementedError(f"simulator: {type(quantizer).__name__} with {name}")
+    for option, (called, excluded) in _EXCLUDED.items():
+        excluded = {"with_rht": "RHT", "stochastic_rounding": "stochastic rounding", **excluded}
+        for name in excluded if getattr(quantizer, option, False) else ():
+            if getattr(quantizer, name):
+                raise RuntimeError(f"{called} quantization does not support {excluded[name]}")
+    needing = _marks(quantizer).get("row_scaled_nvfp4"), _error_of(quantizer) and quantizer.with_2d_quantization
+    if any(needing) and not quantizer.rowwise_usage:
+        raise RuntimeError("Row-scaled NVFP4 and 2D blocks with NVFP4 4over6 require rowwise usage")
     if getattr(quantizer, "with_amax_reduction", False) and torch.distributed.is_initialized():
         raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
+
+
+def _refuse_columns_of_row_scaled(quantizer: Any, tensor: torch.Tensor) -> None:
+    """Since TE 2.19 there are scales of columns as well: column-wise parts, for the wgrad."""
+    if not _scales_columns():
+        raise RuntimeError("Row-scaled NVFP4 quantization does not support columnwise usage")
+    if tensor.dtype != torch.bfloat16 or any(size % 32 for size in (math.prod(tensor.shape[:-1]), tensor.shape[-1])):
+        raise RuntimeError("Row-scaled NVFP4 transpose quantization requires BF16 input and multiples of 32")
+    if quantizer.nvfp4_use_4over6:
+        raise NotImplementedError("simulator: column-wise parts of row-scaled NVFP4 with 4over6")
 
 
 def random_states(number: int) -> torch.Tensor:
@@ -404,6 +450,14 @@ def _swizzles_2d() -> bool:
     return hasattr(TransformerEngineBaseModule, "_enable_weight_preswizzle")
 
 
+@functools.cache
+def _scales_columns() -> bool:
+    """TE 2.19 and later."""
+    from transformer_engine.pytorch.cpp_extensions import gemm
+
+    return "transb" in inspect.signature(gemm._nvfp4_row_scaled_gemm_inputs).parameters
+
+
 def _sm_100_to_110() -> bool:
     return 100 <= sm_arch() <= 110
 
@@ -419,7 +473,8 @@ def _kernel_swizzles(quantizer: Any, shape: Sequence[int], in_split: bool = Fals
         return False
     if quantizer.with_rht:
         return rows % (128 if in_split else 64) == 0
-    return _swizzles_2d() and not in_split and quantizer.with_2d_quantization and rows % 128 == 0
+    fused = _swizzles_2d() and not in_split and quantizer.with_2d_quantization and not quantizer.nvfp4_use_4over6
+    return fused and rows % 128 == 0
 
 
 # The kernels.
@@ -484,8 +539,12 @@ def cast_nv(
     rht: torch.Tensor | None,
     states: torch.Tensor | None,
     noop: torch.Tensor | None,
+    error: formats.FourOverSix | None = None,
 ) -> None:
-    """``height`` is that of a block; ``rht``, a matrix, transforms the column-wise values; ``states`` seed rounding."""
+    """``height`` is that of a block; ``rht``, a matrix, transforms the column-wise values; ``states`` seed rounding.
+
+    ``error`` is what 4over6 compares; without it there is none.
+    """
     if skipped(noop) and rht is None:
         return
     rows = tensor.float().reshape(-1, tensor.shape[-1])
@@ -495,7 +554,8 @@ def cast_nv(
         if part.columnwise and rht is not None:
             values = (values.reshape(-1, NV_BLOCK) @ rht.float()).bfloat16().float().reshape(values.shape)
         assert part.amax is not None
-        part.amax.fill_(formats.largest(values, 0, 1))  # with RHT by a kernel that knows of no no-op flag
+        dims = (1,) if part.amax.numel() > 1 else (0, 1)
+        part.amax.copy_(formats.largest(values, *dims))  # with RHT by a kernel that knows of no no-op flag
         if skipped(noop):
             continue
         random = None
@@ -503,4 +563,4 @@ def cast_nv(
             if number < len(states):
                 generator.manual_seed(int(states[number, 0]))
             random = torch.rand(values.shape, generator=generator)
-        part.store(*formats.encode_nvfp4(values, part.amax, height, random))
+        part.store(*formats.encode_nvfp4(values, part.amax, height, random, part.limit, error))
