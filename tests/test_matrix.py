@@ -46,9 +46,16 @@ def not_there(module: str, why: object) -> bool:
     return any(text in str(why) for text in (*NOT_THERE, *(OTHER_KERNELS if on_gpu else ())))
 
 
-def run(gpu: str, fixes: str, part: str, *recipes: str) -> dict[tuple[str, ...], object]:
+ROW_SCALES = {"NVTE_NVFP4_ROW_SCALED_ACTIVATION": "1"}
+if MINOR < 19:
+    ROW_SCALES["NVTE_BACKWARD_OVERRIDE"] = "dequantized"  # they have no column-wise part for a wgrad
+FOUR_OVER_SIX = {"NVTE_NVFP4_4OVER6": "all"}
+"""What makes TE's recipe of NVFP4 ask for them."""
+
+
+def run(gpu: str, fixes: str, part: str, *recipes: str, **environment: str) -> dict[tuple[str, ...], object]:
     """What is wrong, or why it was skipped, by combination; None where nothing is."""
-    output = simulate("-m", "tests.matrix", part, *recipes, TE_SIMULATOR_GPU=gpu, TE_GRAPH_FIXES=fixes)
+    output = simulate("-m", "tests.matrix", part, *recipes, TE_SIMULATOR_GPU=gpu, TE_GRAPH_FIXES=fixes, **environment)
     lines = [json.loads(line) for line in output.splitlines()]
     assert [tuple(line["case"]) for line in lines] == combinations(part, recipes)
     found = {tuple(line["case"]): line.get("wrong", line.get("skipped")) for line in lines}
@@ -79,6 +86,21 @@ def test_cached_nvfp4_weights_on_rtx() -> None:
     assert {setting for _, _, setting in found["off"]} == {"cached"}
     assert all(found["off"].values())
     assert not any(found["nvfp4-weight-preswizzle"].values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(ROW_SCALES, marks=pytest.mark.skipif(MINOR < 16, reason="they come with 2.16")),
+        pytest.param(FOUR_OVER_SIX, marks=pytest.mark.skipif(MINOR < 17, reason="it comes with 2.17")),
+    ],
+    ids=["row-scales", "4over6"],
+)
+def test_nvfp4_with(options: dict[str, str]) -> None:
+    found = run("blackwell", "on", "5/24", "nvfp4", NVTE_NVFP4_DISABLE_RHT="1", **options)
+    assert found == dict.fromkeys(found)
+    refused = run("blackwell", "on", "1/60", "nvfp4", **options)
+    assert all("quantization does not support RHT" in str(why) for why in refused.values())  # the options are in use
 
 
 @pytest.mark.slow

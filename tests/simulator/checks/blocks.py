@@ -254,6 +254,9 @@ def check_what_row_scales_and_4over6_do_not_go_with_is_refused() -> None:
         for excluded in ("with_rht", "stochastic_rounding"):
             with pytest.raises(RuntimeError, match="quantization does not support"):
                 tex.quantize(gpu(32, 32), NVFP4Quantizer(**options | {excluded: True}))
+        if "with_2d_quantization" in options:
+            with pytest.raises(NotImplementedError, match="other than of BF16 in multiples of 32"):
+                tex.quantize(gpu(16, 32), NVFP4Quantizer(**options))
         if "row_scaled_nvfp4" in options:
             with pytest.raises(RuntimeError, match="Row-scaled NVFP4 quantization does not support 2D"):
                 tex.quantize(gpu(32, 32), NVFP4Quantizer(**options | {"with_2d_quantization": True}))

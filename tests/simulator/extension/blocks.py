@@ -202,8 +202,7 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor |
     elif not quantizer.with_rht:
         states = random_states(1) if quantizer.stochastic_rounding else None
         height = NV_BLOCK if quantizer.with_2d_quantization else 1
-        if _marks(quantizer).get("row_scaled_nvfp4") and quantizer.columnwise_usage:
-            _refuse_columns_of_row_scaled(quantizer, tensor)
+        _refuse_shapes(quantizer, tensor)
         launch(cast_nv, writes, tensor, parts, height, None, states, noop, _error_of(quantizer))
     else:
         if tensor.dtype != torch.bfloat16:
@@ -414,13 +413,19 @@ def refuse(quantizer: Any) -> None:
         raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
 
 
-def _refuse_columns_of_row_scaled(quantizer: Any, tensor: torch.Tensor) -> None:
-    """Since TE 2.19 there are scales of columns as well: column-wise parts, for the wgrad."""
+def _refuse_shapes(quantizer: Any, tensor: torch.Tensor) -> None:
+    """What row scales and 4over6 do not take: since TE 2.19 columns have scales too, for the wgrad."""
+    four, rows = (_marks(quantizer).get(name) for name in ("nvfp4_use_4over6", "row_scaled_nvfp4"))
+    even = tensor.dtype == torch.bfloat16 and not any(n % 32 for n in (math.prod(tensor.shape[:-1]), tensor.shape[-1]))
+    if four and quantizer.with_2d_quantization and not even:  # another kernel
+        raise NotImplementedError("simulator: 2D blocks of NVFP4 4over6 other than of BF16 in multiples of 32")
+    if not rows or not quantizer.columnwise_usage:
+        return
     if not _scales_columns():
         raise RuntimeError("Row-scaled NVFP4 quantization does not support columnwise usage")
-    if tensor.dtype != torch.bfloat16 or any(size % 32 for size in (math.prod(tensor.shape[:-1]), tensor.shape[-1])):
+    if not even:
         raise RuntimeError("Row-scaled NVFP4 transpose quantization requires BF16 input and multiples of 32")
-    if quantizer.nvfp4_use_4over6:
+    if four:
         raise NotImplementedError("simulator: column-wise parts of row-scaled NVFP4 with 4over6")
 
 
