@@ -51,7 +51,7 @@ class Part(NamedTuple):
     - ``upright``: data lie as the tensor does though their blocks lie along columns (column-wise MXFP8)
     - ``swizzled``: scales lie in the order of a GEMM
     - ``height``: that of a block of block-scaled FP8
-    - ``limit``: the E4M3 scale that NVFP4's largest block has; 4over6 takes less
+    - ``limit``: the E4M3 scale that NVFP4's largest block has; 4over6 may take less
     """
 
     kind: str
