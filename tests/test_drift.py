@@ -77,10 +77,8 @@ LACKS = (
 SINCE = {"nvfp4-weight-preswizzle": "2.12.0"}
 """The first version with the feature, where there are versions with it before the defect."""
 
-REPRESENTATIVE = ("2.12.0", VERSIONS[-1])
-"""Versions that between them have every defect."""
-LAYOUTS = [*REPRESENTATIVE, *(pytest.param(version, marks=pytest.mark.slow) for version in ("2.10.0", "2.15.0"))]
-"""With these, every layout of the source."""
+REPRESENTATIVE = ("2.10.0", "2.12.0", "2.15.0", VERSIONS[-1])
+"""Versions that between them have every defect and every layout of the source."""
 
 HIDES = {"delayed-wgrad-delivery": "backward-dw-hooks"}
 """A fix that, alone in a source, makes the other unrecognized. It requires the other: `diff` never gives it alone."""
@@ -209,7 +207,7 @@ def test_the_fixes_do_not_overlap_in_any_pair(version: str) -> None:
             assert changes(tree, {fix: replace(chosen[fix], rests_on=frozenset()) for fix in pair})
 
 
-@pytest.mark.parametrize("version", LAYOUTS)
+@pytest.mark.parametrize("version", REPRESENTATIVE)
 def test_a_fix_that_is_in_the_source_does_not_hide_another(version: str) -> None:
     tree, verdict_of = examined(version)
     everything = patched(tree, needed(version).values())
