@@ -110,8 +110,7 @@ def recomputed(options: dict[str, Any]) -> Any:
 
     from te_graph_fixes.verify import training
 
-    if not hasattr(te.graph, "_none_grad_context_wrapper"):
-        raise training.Skipped("TransformerEngine before 2.12 refuses to capture te.checkpoint")
+    training.require_recomputation()
 
     class Recomputed(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         def __init__(self) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .training import HIDDEN, TOKENS, Skipped, error, make_recipe
+from .training import HIDDEN, TOKENS, error, make_recipe, require_recomputation
 
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
 STEPS = 3
@@ -70,8 +69,7 @@ def recomputed_weights(recipe: str = "fp8-current") -> dict[str, Any]:
 
     The graph is captured without an order, then with one, after a replay of another graph that caches its weights.
     """
-    if not hasattr(graph, "_none_grad_context_wrapper"):
-        raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
+    require_recomputation()
     wanted, *found = (_train_recomputed(make_recipe(recipe), capture) for capture in (None, _alone, _after_cached))
     pairs = [(step, right) for steps in found for step, right in zip(steps, wanted, strict=True)]
     return {"errors": {"steps": [error(step, right) for step, right in pairs]}}

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .training import HIDDEN, TOKENS, Skipped, error, make_recipe
+from .training import HIDDEN, TOKENS, error, make_recipe, require_recomputation
 
 STEPS, MICROBATCHES, LEARNING_RATE = 3, 2, 0.1
 OPTIONS: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
@@ -255,8 +254,7 @@ class Recomputed(Block):
     """Two projections whose activations are recomputed in their backward."""
 
     def __init__(self) -> None:
-        if not hasattr(graph, "_none_grad_context_wrapper"):
-            raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
+        require_recomputation()
         super().__init__()
 
     def forward(self, x: torch.Tensor) -> Any:

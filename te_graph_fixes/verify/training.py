@@ -40,6 +40,12 @@ class Skipped(Exception):
     """This GPU or this TE lacks what a case needs."""
 
 
+def require_recomputation() -> None:
+    """Raise `Skipped` where this TE does not capture `te.checkpoint`."""
+    if not hasattr(te.graph, "_none_grad_context_wrapper"):
+        raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is trained. ``order`` is TE's ``_order``; None makes one graph for the microbatches of a step.
