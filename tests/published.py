@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fix import APPLICABLE, Verdict
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 
@@ -43,6 +43,11 @@ def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
     """One version, read once for all tests of a process, and the verdict of every fix on it."""
     tree = Source.at(source(version))
     return tree, verdicts(tree)
+
+
+def needed(version: str) -> dict[str, Verdict]:
+    """The verdicts of the fixes that apply to one version."""
+    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.verdict == APPLICABLE}
 
 
 def _fetch(version: str, folder: Path) -> None:

@@ -29,7 +29,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import ModuleSource, Source
 from te_graph_fixes.verdicts import Reading, verdicts
-from tests.published import VERSIONS, examined, source
+from tests.published import VERSIONS, examined, needed, source
 
 FIRST = {
     "backward-amax-reduction": "2.10.0",
@@ -96,10 +96,6 @@ def wanted(fix: str, version: str) -> str:
         lacks = fix in LACKS or position(version) < position(SINCE.get(fix, VERSIONS[0]))
         return NOT_APPLICABLE if lacks else NOT_NEEDED
     return APPLICABLE if position(version) <= position(LAST.get(fix, VERSIONS[-1])) else NOT_NEEDED
-
-
-def needed(version: str) -> dict[str, Verdict]:
-    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.verdict == APPLICABLE}
 
 
 def baked(tree: Source, chosen: Iterable[Verdict]) -> Source:

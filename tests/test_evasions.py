@@ -23,7 +23,7 @@ from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNI
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Edit, ModuleSource, Source
 from tests.evasions import DEFINITIONS, STATEMENTS, Place, first_line, places
-from tests.published import VERSIONS, examined
+from tests.published import VERSIONS, examined, needed
 from tests.replacements import MIXTURES, REPLACEMENTS
 from tests.test_drift import unset_names
 
@@ -37,8 +37,7 @@ SHARE = 6
 @functools.cache
 def published(version: str) -> tuple[Source, Mapping[str, Verdict]]:
     """A published TE, and the fixes that apply to it."""
-    tree, found = examined(version)
-    return tree, {fix_id: verdict for fix_id, verdict in found.items() if verdict.verdict == APPLICABLE}
+    return examined(version)[0], needed(version)
 
 
 def with_texts(tree: Source, texts: Mapping[str, str]) -> Source:

@@ -19,7 +19,7 @@ from te_graph_fixes.engine import patched
 from te_graph_fixes.fix import APPLICABLE, UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Edit, ModuleSource, Source
-from tests.published import examined
+from tests.published import examined, needed
 
 VERSIONS = ("2.12.0", "2.15.0", "2.20.2")
 QUICK = ("2.12.0", "2.20.2")
@@ -315,12 +315,7 @@ def check(fix_id: str, version: str, kind: str, seed: int) -> str:
     return APPLICABLE
 
 
-NEEDED = [
-    (fix_id, version)
-    for version in VERSIONS
-    for fix_id, verdict in examined(version)[1].items()
-    if verdict.verdict == APPLICABLE
-]
+NEEDED = [(fix_id, version) for version in VERSIONS for fix_id in needed(version)]
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)
