@@ -31,6 +31,10 @@ OTHERS = {
         *(TRANSPOSES, (*STEPS, "update", "eager-first", "first")),
         {"module": "LayerNormLinear", "recipe": "fp8-delayed", "fp8_params": True, "no_grad": True, "update": "load"},
     ),
+    "operation-by-forward": (
+        *(STATE, ("first", "update", "save", "bf16", "first", "update", "save", "other", "first", "save")),
+        {"module": "ops.Linear", "recipe": "fp8-current", "other": "fp8-delayed", "alone": True, "by_forward": True},
+    ),
     "shared-experts": (
         *(CACHED, SHARED),
         {"module": "GroupedLinear", "recipe": "fp8-delayed", "cache": True, "captures": ["infer", "train"]},
@@ -50,11 +54,13 @@ WITHOUT = {
     "inference-and-eager-training": ("eager-later", 0.9),
     "cached-after-other-recipe": ("other", 0.02),
     "checkpoint-after-bf16": None,
+    "forward-method-after-others": None,
     "ops-after-bf16": None,
     "ops-after-other-recipe": None,
     "master-mlp": ("first", 0.9),
     "master-ops": ("first", 0.9),
     "fp8-params-block-no-grad": ("first", 0.9),
+    "operation-by-forward": ("save", 0.9),
     "shared-experts": ("infer-later", 0.9),
     "shared-mlp": ("infer-later", 0.9),
 }

@@ -13,7 +13,13 @@ SPOILT = {
     "nested-autocast": ("nested-modules", "subclass-inside", "enabled-by-module", "bf16-inside"),
     "backward-amax-reduction": ("frozen-first", "self-distillation", "plain-torch-first", "graphed-teacher"),
     "rng-states-at-replay": ("other-rng-states",),
-    "fp8-state-at-replay": ("forward-method", "own-autocast", "checkpoint", "bf16-graph-used-eagerly-later"),
+    "fp8-state-at-replay": (
+        "forward-method",
+        "own-autocast",
+        "checkpoint",
+        "operations-in-bf16",
+        "bf16-graph-used-eagerly-later",
+    ),
 }
 """Programs that each fix is needed for."""
 

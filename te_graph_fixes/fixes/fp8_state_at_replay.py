@@ -12,7 +12,8 @@ Before a replay TE puts the FP8 state of those modules into the buffers of the a
 hooks have seen, with the recipe of the autocast around it. Now modules say in the capture what state they use, where
 eager ones put it into the buffers, and a replay does the same with it
 (`te_graph_fixes/provided/captured_fp8.py`, shipped beside the patched modules). What the warmup has left in the scales
-of modules with an autocast of their own is taken back.
+of modules with an autocast of their own is taken back. What an operation has given up in a capture without FP8 is not
+put back (``AssertionError``).
 
 ``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
 ``backward_dw``, as before TE 2.10.

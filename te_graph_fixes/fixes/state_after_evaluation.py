@@ -10,7 +10,8 @@ Modules note in each forward whether they run in FP8, and in which recipe; opera
 that does not fit. A replay runs none of this, and goes on with the tensors of the capture, which nobody need own any
 more. The graph now holds its recipe states, and does before its replay what a forward does to them
 (`te_graph_fixes/provided/recipe_states.py`). A module's new state is now among those that are updated: after another
-recipe its scales stayed at 1.0 for good, eagerly too.
+recipe its scales stayed at 1.0 for good, eagerly too. What runs by ``sub.forward(x)``, which TE's hooks do not see, is
+covered where the recipe is that of the capture.
 
 ``not-needed``: all of the changes below stand where they would be made.
 """

@@ -80,7 +80,9 @@ def end_capture() -> None:
 
 
 def has_other_state(module: torch.nn.Module) -> bool:
-    """Whether a module or operation holds the state of another recipe than delayed scaling."""
+    """Whether a module or operation holds the state of another recipe than delayed scaling, or an operation none."""
+    if getattr(module, "_fp8_metas", {}) is None:
+        return True
     metas = [getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()]
     return any(not hasattr(meta[key], "amax_history") for meta in metas if meta for key in KEYS if key in meta)
 

@@ -25,15 +25,18 @@ class RecipeStates:
         self._fusers: list[Any] = []
         for module in modules:
             found = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
-            if found:
+            if found and vars(module).get("fp8", True):
                 self._held[module] = found
             groups = getattr(module, "_module_groups", None) or ()
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
 
     def resume_alone(self, known: Collection[Any], manager: Any) -> None:
-        """`resume` the operations of a captured operation but the ``known`` ones, which TE has seen called."""
-        for module in self._held:
-            if self._is_operation and module not in known:
+        """`resume` what TE has not seen called, all but the ``known``, if the recipe is that of the capture.
+
+        Such are the operations of a captured operation, and what is run by ``module.forward(x)``.
+        """
+        for module, states in self._held.items():
+            if module not in known and (self._is_operation or states[0].recipe == manager.get_fp8_recipe()):
                 self.resume(module, manager)
 
     def resume(self, module: Any, manager: Any) -> None:
@@ -65,7 +68,9 @@ class _State:
 
     def __init__(self, module: Any, mode: str) -> None:
         self._module, self._attributes, self._mode = module, vars(module), mode
-        self._state: Any = _meta(self._attributes, mode)[STATES[mode]]
+        meta = _meta(self._attributes, mode)
+        self._state: Any = meta[STATES[mode]]
+        self.recipe: Any = meta["recipe"]
         self._quantizers = list(_quantizers(module, mode))
         self._delayed = "amax_history" in vars(self._state)
         if self._delayed:

@@ -168,6 +168,7 @@ _ALL = (
     _program("self-distillation", (REDUCTION,)),
     _program("plain-torch-first", (REDUCTION,)),
     _program("forward-method", (STATE,), quick=True),
+    _program("operations-in-bf16", (STATE,)),
     _program("own-autocast", (STATE,)),
     _program("own-autocast-of-another", (STATE,)),
     _program("checkpoint", (STATE,)),
@@ -226,6 +227,13 @@ _ALL = (
         "first update save bf16 first update save other first save",
         recipe="fp8-delayed",
         other="fp8-current",
+    ),
+    _events(
+        *("forward-method-after-others", (EVALUATION, STATE)),
+        "first update save bf16 first update save other first save",
+        recipe="fp8-delayed",
+        other="fp8-current",
+        by_forward=True,
     ),
     _events(
         *("ops-after-bf16", (EVALUATION,)),

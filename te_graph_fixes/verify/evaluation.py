@@ -40,6 +40,7 @@ class Program:
     - ``update``: how they are written: ``copy``, ``master`` (by TE's function for ZeRO) or ``load`` (a state dict)
     - ``cache``: quantized weights are cached between microbatches
     - ``alone``: an operation of `te.ops` is not in a `Sequential`
+    - ``by_forward``: it is in a module that calls its ``forward``
     - ``pipelined``: first and later microbatches have graphs of their own, captured with an ``_order``
     """
 
@@ -53,7 +54,19 @@ class Program:
     update: str = "copy"
     cache: bool = False
     alone: bool = False
+    by_forward: bool = False
     pipelined: bool = False
+
+
+class CallsForward(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+    """A module that calls ``forward`` of another, by which no forward hook runs."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return self.inner.forward(x, **marks)
 
 
 def compare(**options: Any) -> dict[str, Any]:
@@ -71,6 +84,8 @@ def run(program: Program, graphed: bool) -> dict[str, list[list[torch.Tensor]]]:
     FP8GlobalStateManager.reset()
     recipe = make_recipe(program.recipe)
     module = make_module(program, recipe, 1)
+    if program.by_forward:
+        module = CallsForward(module)
     eager = module.forward
     torch.manual_seed(2)
     inputs = torch.randn(len(program.events), TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")

@@ -327,6 +327,24 @@ def calibration(recipe: Any, graphed: bool) -> Any:
     return run, (block,)
 
 
+@program
+def operations_in_bf16(recipe: Any, graphed: bool) -> Any:
+    """Operations of `te.ops` that are captured without FP8: beside a module with it, and to calibrate."""
+    first, block, last = te.ops.Sequential(operation()), Block(), operation()
+    if graphed:
+        capture(first, block, recipe=recipe, enabled=(False, True))
+        capture(last, recipe=recipe, enabled=False, calibrating=True)
+
+    def run(x: torch.Tensor, _: bool) -> Any:
+        x = first(x)
+        with autocast(recipe):
+            x = block(x)
+        with te.autocast(enabled=False, calibrating=True, recipe=recipe):
+            return last(x)
+
+    return run, (first, block, last)
+
+
 class DropGrads(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
     """Nothing in the forward, a dropout that draws from a tracker in the backward."""
 

@@ -217,17 +217,18 @@ class Open(NamedTuple):
     affected: str = ""
 
 
-STEP, ELSEWHERE = ("step",), {"evaluate_in_bf16", "evaluate_in_other"}
 OPEN: dict[str, Open] = {
-    "TE learns of modules by their forward hooks, which `forward` passes by": Open(
-        Program(modules=("CallsForward",), recipe="current", events=("step", "evaluate_in_bf16", "step")),
-        lambda p: "CallsForward" not in p.modules or not ELSEWHERE & {*p.events},
-        "<2.16",
-    ),
-    "TE expects no FP8 state of operations that a calibration makes, or other FP8 callables": Open(
-        Program(modules=("operation",), recipe="delayed", calibrating=True, events=STEP),
+    "a capture makes FP8 state for operations in bf16, which look for it in their first forward only": Open(
+        Program(
+            modules=("nested_operations", "linear"),
+            recipe="delayed",
+            in_bf16=(0,),
+            together=True,
+            events=("step", "recapture"),
+        ),
         lambda p: (
-            not ((p.calibrating or (p.in_bf16 and (p.order or p.together))) and {*OPERATIONS, "nested"} & {*p.modules})
+            not ((p.calibrating or (p.in_bf16 and (p.order or p.together))) and {*OPERATIONS[1:]} & {*p.modules})
+            or not {"recapture", "switch_recipe", "freeze"} & {*p.events}
         ),
     ),
 }
