@@ -27,6 +27,10 @@ SHARED = tuple(CASES["inference-and-training"].options["events"])
 OTHERS = {
     "master-mlp": (TRANSPOSES, STEPS, {"module": "LayerNormMLP", "fp8_params": True, "update": "master"}),
     "master-ops": (TRANSPOSES, STEPS, {"module": "ops.Linear", "fp8_params": True, "update": "master"}),
+    "fp8-params-operation": (
+        *(STATE, ("first", "update", "bf16", "first", "update", "save", "first", "update", "save")),
+        {"module": "ops.Linear", "recipe": "fp8-delayed", "fp8_params": True, "alone": True},
+    ),
     "no-grad-load": (
         *(TRANSPOSES, (*STEPS, "update", "eager-first", "first")),
         {"module": "LayerNormLinear", "recipe": "fp8-delayed", "fp8_params": True, "no_grad": True, "update": "load"},

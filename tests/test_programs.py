@@ -12,7 +12,7 @@ from tests.child import simulate
 SPOILT = {
     "nested-autocast": ("nested-modules", "subclass-inside", "enabled-by-module", "bf16-inside"),
     "backward-amax-reduction": ("frozen-first", "self-distillation", "plain-torch-first", "graphed-teacher"),
-    "rng-states-at-replay": ("other-rng-states",),
+    "rng-states-at-replay": ("other-rng-states", "frozen-rng-states"),
     "fp8-state-at-replay": (
         "forward-method",
         "own-autocast",

@@ -72,6 +72,8 @@ class _State:
         self._state: Any = meta[STATES[mode]]
         self.recipe: Any = meta["recipe"]
         self._quantizers = list(_quantizers(module, mode))
+        parameters = module.parameters(recurse=False) if mode == "forward" else ()
+        self._of_parameters = [(each, each._quantizer) for each in parameters if hasattr(each, "update_quantizer")]
         self._delayed = "amax_history" in vars(self._state)
         if self._delayed:
             self._scale, self._history = self._state.scale, self._state.amax_history
@@ -105,6 +107,8 @@ class _State:
         self._state.scale, self._state.amax_history = self._scale, self._history
         meta[STATES[self._mode]] = self._state
         _quantizers(self._module, self._mode)[:] = self._quantizers
+        for parameter, quantizer in self._of_parameters:
+            parameter.update_quantizer(quantizer)
         if self._mode == "forward" or "fp8_meta" not in self._attributes:
             meta.pop(INDEX, None)
         for key, scales in buffers.global_scale_buffer.items():

@@ -22,10 +22,7 @@ def graph_maker() -> Callable[[], Any]:
     if not states or not graph_safe_rng_available():
         return plain
     trackers = (found for found in gc.get_objects() if issubclass(type(found), CudaRNGStatesTracker))
-    tracker = next((found for found in trackers if found.states_ is states), None)
-    if tracker is None:
-        return plain
-    tracked = _Tracked(tracker)
+    tracked = _Tracked(next((found for found in trackers if found.states_ is states), None))
 
     def make() -> _Graph:
         graph = _Graph()
@@ -36,18 +33,28 @@ def graph_maker() -> Callable[[], Any]:
 
 
 class _Tracked:
-    """The generators that a tracker has at a capture: those from which the graphs draw."""
+    """The generators that a tracker has at a capture: those from which the graphs draw.
 
-    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
-        self._tracker = weakref.ref(tracker)
-        self._captured = tracker.get_states()
+    ``gc.freeze()`` hides a tracker (None): then those count that any tracker got last, as they do for TE's capture.
+    """
+
+    def __init__(self, tracker: CudaRNGStatesTracker | None) -> None:
+        self._states = get_all_rng_states if tracker is None else _states_of(weakref.ref(tracker))
+        self._captured = dict(self._states())
 
     def replaced(self) -> list[tuple[torch.Generator, torch.Generator]]:
         """The generators that are not the tracker's any more, each with the one that it has instead."""
-        tracker = self._tracker()
-        now = tracker.get_states() if tracker else {}
+        now = self._states()
         pairs = [(captured, now.get(name, captured)) for name, captured in self._captured.items()]
         return [(captured, current) for captured, current in pairs if captured is not current]
+
+
+def _states_of(reference: Callable[[], CudaRNGStatesTracker | None]) -> Callable[[], dict[str, torch.Generator]]:
+    def states() -> dict[str, torch.Generator]:
+        tracker = reference()
+        return tracker.states_ if tracker else {}
+
+    return states
 
 
 class _Graph(torch.cuda.CUDAGraph):  # type: ignore[misc,unused-ignore]

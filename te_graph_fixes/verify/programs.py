@@ -6,6 +6,7 @@ wgrads and the scales of delayed scaling are compared, over several optimizer st
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -373,14 +374,20 @@ class Dropout(Block):
 
 
 @program
-def other_rng_states(recipe: Any, graphed: bool) -> Any:
-    """An RNG tracker is reset, and gets the states of another one, after a graph with dropout was captured."""
+def other_rng_states(recipe: Any, graphed: bool, frozen: bool = False) -> Any:
+    """An RNG tracker is reset, and gets the states of another one, after a graph with dropout was captured.
+
+    With ``frozen``, garbage collection did not look through older objects in the capture, as Megatron-Core has it.
+    """
     tracker, other = CudaRNGStatesTracker(), CudaRNGStatesTracker()
     other.add("experts", 3)
     tracker.add("experts", 1)
     block, begun = Dropout(tracker), []
     if graphed:
+        if frozen:
+            gc.freeze()
         capture(block, recipe=recipe)
+        gc.unfreeze()
 
     def run(x: torch.Tensor, first: bool) -> Any:
         begun.append(first)

@@ -11,16 +11,21 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 TE_LAYERS = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear", "subclassed")
+ATTENTION = ("attention", "transformer_layer")
 BLOCKS = (
     *("sequential", "nested", "Block", "ListBlock", "CallsForward", "WithNone", "Unused"),
-    *("KeptInBf16", "OwnAutocast", "Recomputed", "Named"),
+    *("KeptInBf16", "OwnAutocast", "Recomputed", "Named", "Structured", "Dropped", "CoreAttention"),
 )
+DRAWING = (*ATTENTION, "Dropped", "CoreAttention")
+"""What draws random numbers, from the tracker if there is one."""
+MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
+MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS)
 EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
     *("infer", "save", "load", "recapture", "switch_recipe", "freeze", "reset_fp8", "raise_in_autocast"),
-    *("failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing"),
+    *("reseed_tracker", "failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing", "misuse_keys"),
 )
 RECIPES = {"hopper": ("delayed", "current", "block"), "blackwell": ("delayed", "current", "mxfp8", "nvfp4")}
 
@@ -32,7 +37,10 @@ class Program:
     - ``modules``: the layers, in the order in which they run, each captured by itself or ``together``
     - ``order``: TE's ``_order``, else one microbatch after the other; ``layers_as_chunks``: each layer is a chunk of it
     - ``weights``: ``plain``, ``marked`` (modules mark first microbatches) or ``cached`` (and graphs cache weights)
-    - ``first``: what else runs first in the autocast; ``autocasts``: around all layers, each, or inside another
+    - ``first``: what else runs first in the autocast, or is a model of its own whose graph caches weights (``cached``)
+    - ``autocasts``: around all layers, each, or inside another
+    - ``tracker``: what drops out draws from an RNG tracker
+    - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
     - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
     - ``events``: what happens, in order
     """
@@ -70,6 +78,8 @@ class Program:
     drops_dummies: bool = False
     keeps_grads: bool = False
     late_reads: bool = False
+    tracker: bool = False
+    optimizer: str = ""
     events: tuple[str, ...] = ("step", "step")
 
     def __str__(self) -> str:
@@ -135,7 +145,24 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "marks belong to what passes them on": lambda p: (
         p.weights == "plain"
-        or (not {"Tied", *OPERATIONS} & {*p.modules} and p.first in ("", "eager", "frozen", "teacher"))
+        or (not {"Tied", *OPERATIONS} & {*p.modules} and p.first in ("", "eager", "frozen", "teacher", "cached"))
+    ),
+    "a tracker is for what draws from it": lambda p: (
+        {*DRAWING} & {*p.modules} if p.tracker else "reseed_tracker" not in p.events
+    ),
+    "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
+    "dicts are no samples in a tuple, and te.checkpoint takes tensors": lambda p: (
+        "Structured" not in p.modules or not (p.tuples or p.recompute)
+    ),
+    "only static inputs that are tensors are shared: TE asks each for its shape": lambda p: (
+        "Structured" not in p.modules or not p.reuse
+    ),
+    "keys are of a dict": lambda p: "misuse_keys" not in p.events or p.modules[0] == "Structured",
+    "FusedAdam takes FP8 weights in per-tensor scaling, with master weights": lambda p: (
+        not (p.fp8_params and "adam" in p.optimizer) or (p.optimizer != "adam" and p.recipe in ("delayed", "current"))
+    ),
+    "another model with cached weights is in FP8": lambda p: (
+        p.first != "cached" or (p.recipe != "bf16" and not p.calibrating)
     ),
     "what takes the grad drops it": lambda p: not (p.hooks == "takes" and p.keeps_grads),
     "dummies are those of fused wgrads": lambda p: p.fused or not p.drops_dummies,
@@ -151,12 +178,17 @@ RULES: dict[str, Callable[[Program], Any]] = {
         )
     ),
     "a graph for inference is of an ordinary layer": lambda p: (
-        bool(p.inference) == ("infer" in p.events) and not (p.inference and p.modules[0] in ("Named", "WithNone"))
+        bool(p.inference) == ("infer" in p.events)
+        and not (p.inference and p.modules[0] in ("Named", "WithNone", "Structured"))
     ),
     "what runs first needs one autocast": lambda p: not p.first or p.autocasts == "one",
     "what runs first for nothing needs input grads": lambda p: not p.first or p.input_grads,
     "the last layer has something to train": lambda p: (
         p.input_grads or (not p.frozen and p.modules[0] not in ("dropout", "Tied"))
+    ),
+    "experts take no calibration in eager training": lambda p: not (p.calibrating and "grouped_linear" in p.modules),
+    "the simulator casts no master weights to block scaling": lambda p: (
+        not (p.optimizer == "master weights" and p.fp8_params and p.recipe == "block")
     ),
     "there is such a layer": lambda p: max((*p.frozen, *p.in_bf16, *p.not_captured, 0)) < len(p.modules),
     "a pool is replayed in the order of its captures": lambda p: not p.own_pool or p.order or len(p.modules) == 1,
@@ -167,13 +199,22 @@ RULES: dict[str, Callable[[Program], Any]] = {
         p.input_grads or not (p.recompute or "Recomputed" in p.modules)
     ),
     "LayerNormMLP gives no dummy for one weight, whose hooks eager autograd calls with nothing": lambda p: (
-        not (p.hooks and p.fused and "layernorm_mlp" in p.modules and "bf16" not in (p.recipe,))
+        not (p.hooks and p.fused and {*MLPS} & {*p.modules} and "bf16" not in (p.recipe,))
+    ),
+    "the simulator's eager LayerNormMLP needs both halves of FP8 weights, and gets one without grad": lambda p: (
+        not (p.fp8_params and p.built_without_grad and {*MLPS} & {*p.modules})
+    ),
+    "a state dict of te.ops.Linear without bias cannot be loaded": lambda p: (
+        p.bias or not ({"save", "load"} <= {*p.events} and {*OPERATIONS} & {*p.modules})
+    ),
+    "chained operations quantize outputs, which they cannot in current scaling": lambda p: (
+        "operations" not in p.modules or "current" not in (p.recipe, p.other)
     ),
     "with quantized weights and no quantized compute backward_dw() fails in eager training too": lambda p: (
         not (p.delay and p.fp8_params and "KeptInBf16" in p.modules)
     ),
     "LayerNormMLP with weights cached in an evaluation in block scaling cannot train, eagerly either": lambda p: (
-        not (p.inference and p.weights == "cached" and p.recipe == "block" and p.modules[0] == "layernorm_mlp")
+        not (p.inference and p.weights == "cached" and p.recipe == "block" and p.modules[0] in MLPS)
     ),
     "torch's checkpoint, which runs what is not TE's, takes no keywords": lambda p: (
         not (p.recompute and p.weights == "cached" and {*OTHERS} & {*p.modules})
@@ -242,12 +283,32 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "microbatches": lambda r, p: r.randint(1, 3),
     "warmup": lambda r, p: r.choice((0, 1, 2, 11)),
     "inference": lambda r, p: r.choice(("first", "after")),
-    "first": lambda r, p: r.choice(("eager", "frozen", "plain", "teacher", "distillation")),
+    "first": lambda r, p: r.choice(("eager", "frozen", "plain", "teacher", "distillation", "cached")),
     "autocasts": lambda r, p: r.choice(("each", "nested")),
     "hooks": lambda r, p: r.choice(("adds", "takes", "doubles")),
     "input_grads": lambda r, p: False,
+    "optimizer": lambda r, p: r.choice(("adam", "adam of master weights", "master weights")),
 }
 """How a field is drawn; others are switched on."""
+COMPANIONS: tuple[tuple[str, ...], ...] = (
+    ("weights", "fused"),
+    ("grouped_linear", "weights", "fused"),
+    ("weights", "reset_fp8"),
+    ("weights", "evaluate_in_other"),
+    ("weights", "infer"),
+    ("delay", "wgrad_hooks"),
+    ("order", "delay", "fused"),
+    ("together", "delay"),
+    ("linear", "layernorm_linear", "order", "layers_as_chunks", "reuse", "late_reads"),
+    ("linear", "subclassed", "together"),
+    ("fp8_params", "built_without_grad", "optimizer"),
+    ("Dropped", "tracker", "reseed_tracker"),
+    ("transformer_layer", "tracker", "save", "load"),
+    ("operation", "evaluate_in_bf16", "save"),
+    ("Structured", "misuse_keys"),
+    ("Recomputed", "first"),
+)
+"""Modules, fields and events that show something in company only: half of the programs have such a group."""
 
 
 def broken_rule(program: Program) -> str | None:
@@ -259,31 +320,39 @@ def broken_rule(program: Program) -> str | None:
 def draw(seed: int, gpu: str = "hopper") -> Program:
     """The program of a seed, which keeps all rules."""
     r = random.Random(seed)
-    kinds = r.choices((TE_LAYERS, BLOCKS, OPERATIONS, OTHERS), (5, 4, 1, 1), k=r.choice((1, 1, 1, 2, 2, 3)))
-    program = Program(modules=tuple(map(r.choice, kinds)))
+    group = r.choice(COMPANIONS) if r.random() < 0.5 else ()
+    count = r.choice((1, 1, 1, 2, 2, 3, 4))
+    families = r.choices((TE_LAYERS, BLOCKS, ATTENTION, OPERATIONS, OTHERS), (5, 4, 1, 1, 1), k=count)
+    drawn = tuple(map(r.choice, families if r.random() < 0.5 else families[:1] * count))
+    named = tuple(each for each in group if each in MODULES)
+    program = Program(modules=named + drawn[len(named) :])
     if broken_rule(program):
-        program = Program()
+        program = Program(modules=named or ("linear",))
     recipes = RECIPES[gpu]
-    changes = [("recipe", r.choice(("bf16", *recipes, *recipes))), ("other", r.choice(("bf16", *recipes)))]
-    if r.random() < 0.4:
-        changes += [("delay", r.random() < 0.5), ("layers_as_chunks", r.random() < 0.3)]
-    if r.random() < 0.5:
+    changes = [{"recipe": r.choice(("bf16", *recipes, *recipes))}, {"other": r.choice(("bf16", *recipes))}]
+    delay = "delay" in group or r.random() < 0.2
+    changes.append({"delay": delay})
+    if "order" in group or r.random() < 0.5:
         chunks = r.choice([n for n in range(1, len(program.modules) + 1) if len(program.modules) % n == 0])
-        delayed = r.random() < 0.5
-        changes += [
-            ("order", draw_order(r, chunks, r.choice((1, 2, 2, 3, 4)), delayed and dict(changes).get("delay", False)))
-        ]
-    changes.append(("events", ("step", *r.choices(EVENTS, (6, *[1] * (len(EVENTS) - 1)), k=r.randint(0, 3)), "step")))
-    others = [each.name for each in fields(program) if each.name not in {"modules", "order", *dict(changes)}]
-    for name in r.sample(others, len(others)):
-        if r.random() < 0.2:
-            changes.append((name, CHOICES[name](r, program) if name in CHOICES else True))
-    for name, value in changes:
-        changed = replace(program, **{name: value})
-        if name == "inference" and "infer" not in program.events:
-            changed = replace(changed, events=(*program.events, "infer", "step"))
-        elif name == "events" and "infer" in value:
-            changed = replace(changed, inference=r.choice(("first", "after")))
+        order = draw_order(r, chunks, r.choice((1, 2, 2, 3, 4)), delay and r.random() < 0.5)
+        if "layers_as_chunks" in group or r.random() < 0.3:
+            changes.append({"order": order, "layers_as_chunks": True})
+        changes.append({"order": order})
+    known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay"}
+    names = [each.name for each in fields(program) if each.name not in known]
+    for name in sorted(r.sample(names, len(names)), key=lambda name: name not in group):
+        if name in group or r.random() < 0.2:
+            changes.append({name: CHOICES[name](r, program) if name in CHOICES else True})
+    events = [each for each in group if each in EVENTS]
+    events += r.choices(EVENTS, (6, *[1] * (len(EVENTS) - 1)), k=r.randint(0, 3))
+    for change in changes[:3] + [{"events": each} for each in events] + changes[3:]:
+        if name := change.get("events"):
+            change = {"events": (*program.events[:-1], name, "step")}
+            if name == "infer":
+                change["inference"] = program.inference or r.choice(("first", "after"))
+        elif "inference" in change:
+            change["events"] = (*program.events, "infer", "step")
+        changed = replace(program, **change)
         if not broken_rule(changed):
             program = changed
     return program

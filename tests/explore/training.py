@@ -13,13 +13,17 @@ import os
 import pickle
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils._pytree as pytree
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor.utils import cast_master_weights_to_fp8
 
 with contextlib.suppress(ImportError):
     import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off shows TE as it is
@@ -27,6 +31,7 @@ with contextlib.suppress(ImportError):
 from .programs import Program
 
 os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
+os.environ.update(NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0", NVTE_MASKED_SOFTMAX_FUSION="0")
 SIMULATED = torch.cuda.get_device_name().startswith("simulated")
 HIDDEN, TOKENS = (32, 64) if SIMULATED else (128, 256)  # block scaling on a GPU takes multiples of 128
 RATE = 0.1
@@ -39,6 +44,7 @@ RECIPES = {
     "nvfp4": recipes.NVFP4BlockScaling,
 }
 program = Program()
+tracker = CudaRNGStatesTracker()
 
 
 # Modules.
@@ -73,6 +79,40 @@ class Special(te.Linear):
 
 def subclassed() -> Any:
     return Special(HIDDEN, HIDDEN, **OPTIONS)
+
+
+class Sequences(torch.nn.Module):
+    """For attention the tokens are those of two sequences."""
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return super().forward(x.view(-1, 2, HIDDEN), **marks).view(x.shape)
+
+
+class Attention(Sequences, te.MultiheadAttention):
+    """Self-attention with dropout."""
+
+
+class Layer(Sequences, te.TransformerLayer):
+    """Self-attention and an MLP, with dropout behind each."""
+
+
+def attention() -> Any:
+    return Attention(HIDDEN, 2, attention_dropout=0.1, **options_of_attention())
+
+
+def transformer_layer() -> Any:
+    dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+    return Layer(HIDDEN, 2 * HIDDEN, 2, **dropout, **options_of_attention())
+
+
+def options_of_attention() -> dict[str, Any]:
+    given = {name: value for name, value in OPTIONS.items() if name != "delay_wgrad_compute"}
+    return {"fuse_qkv_params": True, "get_rng_state_tracker": the_tracker(), **given}
+
+
+def the_tracker() -> Any:
+    """What TE asks for its RNG tracker."""
+    return (lambda: tracker) if program.tracker else None
 
 
 def operation() -> Any:
@@ -171,7 +211,8 @@ class Recomputed(Block):
     """Recomputes its activations in its backward."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        return te.checkpoint(self.second, te.checkpoint(self.first, x))
+        options = {"get_rng_state_tracker": the_tracker()}
+        return te.checkpoint(self.second, te.checkpoint(self.first, x, **options), **options)
 
 
 class Named(Block):
@@ -179,6 +220,53 @@ class Named(Block):
 
     def forward(self, x: torch.Tensor, *, offset: torch.Tensor) -> Any:
         return super().forward(x + offset)
+
+
+class Structured(Block):
+    """Takes a dict."""
+
+    def forward(self, given: dict[str, torch.Tensor]) -> Any:
+        return super().forward(given["x"] + given["offset"])
+
+
+def fork() -> Any:
+    """Draws random numbers from the tracker, where there is one."""
+    return tracker.fork() if program.tracker else contextlib.nullcontext()
+
+
+class DropGrads(torch.autograd.Function):
+    """Dropout of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        with fork():
+            return torch.nn.functional.dropout(grad, 0.25)
+
+
+class Dropped(Block):
+    """Dropout between the projections, of what goes forward and of what comes back."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        with fork():
+            x = torch.nn.functional.dropout(x, 0.25, self.training)
+        return self.second(DropGrads.apply(x))
+
+
+class CoreAttention(Block):
+    """Attention between the projections, whose heads are halves of a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = te.DotProductAttention(2, HIDDEN // 2, attention_dropout=0.1, get_rng_state_tracker=the_tracker())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        heads = self.first(x).view(-1, 2, 2, HIDDEN // 2)
+        return self.second(self.core(heads, heads, heads).view(x.shape))
 
 
 class Tied(torch.nn.Module):
@@ -224,6 +312,8 @@ class Training:
     def __init__(self, graphed: bool) -> None:
         FP8GlobalStateManager.reset()
         torch.manual_seed(1)
+        if program.tracker:
+            seed_tracker(1)
         self.graphed = graphed
         self.recipe = program.recipe
         self.seen: dict[str, list[torch.Tensor | None]] = {}
@@ -237,8 +327,8 @@ class Training:
         ):
             self.layers = [globals()[kind]() for kind in program.modules]
             self.extra = None
-            if program.first in ("eager", "frozen", "teacher"):
-                self.extra = linear()
+            if program.first in ("eager", "frozen", "teacher", "cached"):
+                self.extra = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
             if program.first == "plain":
                 self.extra = torch_linear()
         if program.first in ("frozen", "teacher"):
@@ -259,6 +349,11 @@ class Training:
         self.parameters = list(dict.fromkeys(each for layer in self.layers for each in layer.parameters()))
         self.weights = {p for each in self.layers for p in fused(each)}
         self.before_capture = [{name: vars(layer).get(name) for name in GIVEN} for layer in self.layers]
+        if program.optimizer in ("adam", "adam of master weights"):
+            master = program.optimizer == "adam of master weights"
+            self.adam = te.optimizers.FusedAdam(self.parameters, master_weights=master, use_decoupled_grad=True)
+        elif program.optimizer == "master weights":
+            self.master = {each: each.detach().dequantize() for each in self.parameters}
         if graphed:
             self.capture()
 
@@ -266,7 +361,7 @@ class Training:
         """What a training framework gives to modules and parameters: marks, ``main_grad``, hooks."""
         if program.weights != "plain":
             for module in layer.modules():
-                if isinstance(module, TransformerEngineBaseModule):
+                if isinstance(module, TransformerEngineBaseModule) and not isinstance(module, te.DotProductAttention):
                     mark(module)
         if program.fused:
             for parameter in fused(layer):
@@ -308,6 +403,8 @@ class Training:
             self.graph(self.extra, (sample(),))
         elif program.first == "plain":
             self.graph(self.extra, (sample().requires_grad_(),))
+        elif program.first == "cached":
+            self.graph(self.extra, (sample().requires_grad_(),), cache_quantized_params=True)
         if program.order:
             self.capture_order()
         elif program.together:
@@ -348,6 +445,8 @@ class Training:
         leaf = sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
+        if program.modules[number] == "Structured":
+            return ({"x": leaf, "offset": sample()},), {}
         return (leaf,), {"offset": sample()} if program.modules[number] == "Named" else {}
 
     def capture_order(self) -> None:
@@ -424,17 +523,20 @@ class Training:
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
         """Run one layer."""
         options: dict[str, Any] = {}
+        given: Any = x
         if program.modules[number] == "Named":
             options["offset"] = x.detach() / 2
+        elif program.modules[number] == "Structured":
+            given = {"x": x, "offset": x.detach() / 2}
         if program.weights == "cached" and graphed and number not in program.not_captured:
             options["is_first_microbatch"] = microbatch == 0
         if number in program.in_bf16:
             with te.autocast(enabled=False):
-                out = call(x, **options)
+                out = call(given, **options)
         elif program.recompute:
-            out = te.checkpoint(call, x, **options)
+            out = te.checkpoint(call, given, get_rng_state_tracker=the_tracker(), **options)
         else:
-            out = call(x, **options)
+            out = call(given, **options)
         return out[0] if isinstance(out, tuple) else out
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
@@ -483,14 +585,19 @@ class Training:
                         x = self.layer(number, calls[number][microbatch], x, microbatch, graphed)
         return x + given if program.residual else x
 
-    def begin(self) -> None:
+    def begin(self, eager: bool = False) -> None:
         self.mark_first()
         for parameter in self.weights:
             parameter.main_grad.zero_()
+        if program.first == "cached":  # another model, before this one
+            extra = self.extra if self.graphed and not eager else self.extra_forward
+            for microbatch in range(2):
+                with autocast(self.recipe):
+                    self.see("outputs", extra(random(), is_first_microbatch=microbatch == 0))
 
     def run(self, rate: float = RATE, skip: bool = False, eager: bool = False) -> None:
         """A step of training; with ``skip`` its gradients are thrown away."""
-        self.begin()
+        self.begin(eager)
         counts: dict[float, int] = {}
         live: dict[tuple[int, int], Any] = {}
         late: list[torch.Tensor] = []
@@ -546,15 +653,32 @@ class Training:
                 grad = parameter.grad
             self.see("wgrads", grad)
             if grad is not None and not skip and parameter.requires_grad:
-                with torch.no_grad():
-                    value = parameter.dequantize() if hasattr(parameter, "dequantize") else parameter
-                    parameter.copy_(value - rate * grad)
+                self.change(parameter, grad, rate)
             if hasattr(parameter, "taken"):
                 parameter.taken.zero_()
             if program.keeps_grads and parameter not in self.weights and parameter.grad is not None:
                 parameter.grad.zero_()
             else:
                 parameter.grad = None
+        if program.optimizer in ("adam", "adam of master weights"):
+            self.adam.param_groups[0]["lr"] = rate
+            self.adam.step()
+            self.adam.zero_grad()
+
+    @torch.no_grad()
+    def change(self, parameter: Any, grad: torch.Tensor, rate: float) -> None:
+        """Change a parameter by its gradient, or let the optimizer do it."""
+        if program.optimizer in ("adam", "adam of master weights"):
+            parameter.decoupled_grad = grad.clone()
+        elif program.optimizer == "master weights":
+            self.master[parameter] -= rate * grad
+            if hasattr(parameter, "quantize_"):
+                with mock.patch("torch.distributed.all_reduce"):  # one rank
+                    cast_master_weights_to_fp8([parameter], [self.master[parameter].view(-1)], [0], None)
+            else:
+                parameter.copy_(self.master[parameter])
+        else:
+            parameter.copy_(parameter.dequantize() - rate * grad)
 
     def evaluation(self, recipe: str) -> None:
         """Run without gradients and without graphs."""
@@ -570,11 +694,13 @@ class Training:
 
     def state(self) -> None:
         """See all that later steps and a checkpoint depend on, and what the process is left with."""
-        self.see("parameters", *(each.dequantize() if program.fp8_params else each for each in self.parameters))
+        self.see("parameters", *(each.dequantize() for each in self.parameters))
         if self.recipe != "bf16":
             for layer in self.layers:
                 self.see("FP8 state", *fp8_state(layer))
         self.see("RNG state", torch.cuda.get_rng_state())
+        if program.tracker:
+            self.see("RNG state", *(each.get_state() for each in tracker.get_states().values()))
         modules = [module for layer in self.layers for module in layer.modules()]
         left = [
             *self.called,
@@ -583,11 +709,17 @@ class Training:
             f"FP8 {FP8GlobalStateManager.is_fp8_enabled()} {FP8GlobalStateManager.is_fp8_calibration()}",
             f"grad {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
             *(f"{type(each).__name__} {type(each).__call__ is torch.nn.Module.__call__}" for each in modules),
+            *(len(getattr(each, "_fp8_workspaces", ())) for each in modules if program.weights == "plain"),
             *(f"{each.training} {len(each._forward_hooks)} {len(each._forward_pre_hooks)}" for each in modules),
             *(f"{each.requires_grad} {len(each._backward_hooks or ())}" for each in self.parameters),
         ]
         self.called.clear()
-        self.see("left behind", torch.tensor(list("\n".join(left).encode())))
+        self.see("left behind", torch.tensor(list("\n".join(map(str, left)).encode())))
+
+
+def seed_tracker(seed: int) -> None:
+    tracker.reset()
+    tracker.add("model-parallel-rng", seed)
 
 
 GIVEN = ("forward", "backward_dw", "reset")
@@ -607,7 +739,7 @@ def mark(module: Any) -> None:
     forward = module.forward
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs, is_first_microbatch=module.is_first_microbatch)
+        out = forward(*args, **{**kwargs, "is_first_microbatch": module.is_first_microbatch})
         module.is_first_microbatch = False
         return out
 
@@ -617,7 +749,11 @@ def mark(module: Any) -> None:
 
 def delayed(layer: Any) -> list[Any]:
     """The modules that can delay their wgrads, in the order in which they run."""
-    return [module for module in layer.modules() if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks")]
+    return [
+        module
+        for module in layer.modules()
+        if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks") and [*module.parameters(recurse=False)]
+    ]
 
 
 def fused(layer: Any) -> list[Any]:
@@ -632,16 +768,18 @@ def fused(layer: Any) -> list[Any]:
 
 
 def fp8_state(layer: Any) -> list[torch.Tensor]:
-    """Scales and amax histories, in use and as a checkpoint holds them."""
+    """Scales and amax histories, in use and as a checkpoint holds them; not those of attention, which uses none."""
     found = []
     for module in layer.modules():
+        if isinstance(module, te.DotProductAttention):
+            continue
         for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
             for key in ("scaling_fwd", "scaling_bwd"):
                 state: Any = (fp8_meta or {}).get(key)
                 if hasattr(state, "amax_history"):
                     found += [state.scale, state.amax_history]
     for name, value in layer.state_dict().items():
-        if name.endswith("_extra_state") and value is not None:
+        if name.endswith("_extra_state") and value is not None and "core" not in name:
             found.append(torch.tensor([float(value.numel() > 0)]))
             held = pickle.loads(value.cpu().numpy().tobytes()) if value.numel() else {}
             for part in (held, *(held.get(mode, {}) for mode in ("forward", "backward"))):
@@ -693,11 +831,19 @@ def infer(t: Training) -> None:
 
 def save(t: Training) -> None:
     t.saved = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in t.layers]
+    if program.tracker:
+        t.saved_states = {name: each.clone_state() for name, each in tracker.get_states().items()}
 
 
 def load(t: Training) -> None:
     for layer, state in zip(t.layers, getattr(t, "saved", ()), strict=False):
         layer.load_state_dict(state)
+    if program.tracker and hasattr(t, "saved_states"):
+        tracker.set_states({name: each.clone_state() for name, each in t.saved_states.items()})
+
+
+def reseed_tracker(t: Training) -> None:
+    seed_tracker(int(t.event.split()[0]) + 2)
 
 
 def recapture(t: Training) -> None:
@@ -757,7 +903,11 @@ def misuse_keyword(t: Training) -> None:
 
 
 def misuse_shape(t: Training) -> None:
-    refused(t, lambda call, x, marks: call(x[: TOKENS // 2], **marks))
+    refused(t, lambda call, x, marks: call(pytree.tree_map(lambda each: each[: TOKENS // 2], x), **marks))
+
+
+def misuse_keys(t: Training) -> None:
+    refused(t, lambda call, x, marks: call(dict(reversed(x.items())), **marks))
 
 
 def misuse_missing(t: Training) -> None:
@@ -766,11 +916,14 @@ def misuse_missing(t: Training) -> None:
 
 def refused(t: Training, misuse: Any) -> None:
     """A graph must refuse what is not as its samples."""
-    x, marks = random(), {}
+    x: Any = random()
+    marks = {}
     if program.weights == "cached":
         marks["is_first_microbatch"] = True
     if program.modules[0] == "Named":
         marks["offset"] = random()
+    elif program.modules[0] == "Structured":
+        x = {"x": x, "offset": random()}
     if t.graphed:
         try:
             misuse(t.calls[0][0], x, marks)
@@ -782,6 +935,10 @@ def refused(t: Training, misuse: Any) -> None:
 # Comparison.
 
 
+OF_GRAPHS = "memory with graphs"
+"""What eager training has nothing to compare with: runs through graphs are compared by it, with and without a fix."""
+
+
 def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
     """Run the program: all that it computed, and what it left behind, by event."""
     t = Training(graphed)
@@ -791,6 +948,8 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
         globals()[event](t)
         t.state()
     if graphed:
+        if SIMULATED:
+            t.seen[OF_GRAPHS] = [torch.tensor([torch.cuda.memory_reserved(), torch.cuda.memory_allocated()])]
         t.release()
     t.event, seen = "released", t.seen
     if SIMULATED:
@@ -803,7 +962,7 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
 def differences(found: Any, wanted: Any) -> dict[str, float]:
     """Where two runs differ, with the largest error: the norm of the difference over the norm of what is wanted."""
     errors = {}
-    for name in {**wanted, **found}:
+    for name in sorted({*wanted, *found} - {OF_GRAPHS}):
         pairs = list(zip(found.get(name, ()), wanted.get(name, ()), strict=False))
         same = len(found.get(name, ())) == len(wanted.get(name, ()))
         if not same or not all(map(equal, *zip(*pairs, strict=True))) if pairs else not same:

@@ -28,6 +28,7 @@ from te_graph_fixes.verify.programs import (
     compare,
     linear,
     operation,
+    other_rng_states,
     program,
     random,
 )  # fmt: skip
@@ -51,6 +52,12 @@ def subclass_inside(recipe: Any, graphed: bool) -> Any:
             return block(first(x))
 
     return run, (first, block)
+
+
+@program
+def frozen_rng_states(recipe: Any, graphed: bool) -> Any:
+    """As `other_rng_states`, captured between `gc.freeze()` and `gc.unfreeze()`."""
+    return other_rng_states(recipe, graphed, frozen=True)
 
 
 @program
