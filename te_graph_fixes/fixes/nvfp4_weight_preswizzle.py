@@ -58,7 +58,8 @@ def examine(source: Source) -> Verdict:
         raise unrecognized("a base class that leaves optimize_for_gemm to layers", base.path, "it in its text")
     for file, name in MODULES.items():
         module = source.definition(f"transformer_engine.pytorch.module.{file}", name)
-        asked = re.findall(r"([\w.\[\]]*)\.optimize_for_gemm = ", module.module.text)
+        lines = "".join(line for line in module.module.lines if "optimize_for_gemm" in line)
+        asked = re.findall(r"([\w.\[\]]*)\.optimize_for_gemm = ", lines)
         known = [who for who in asked if "input_quantizer" in who or "grad_output_quantizer" in who]
         if not asked or len(known) != module.module.text.count("optimize_for_gemm"):
             wanted = "`optimize_for_gemm` set on quantizers of inputs and output grads alone"
