@@ -25,6 +25,18 @@ per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
 """
 """The number of a dgrad among the static buffers: chunk by chunk, microbatch by microbatch, layer by layer."""
 
+BACKWARD_CAPTURE = "ANY_CONTEXT(bwd_graph, pool=mempool)"
+
+WARMUP_TO_2_11 = """
+grad_inputs = torch.autograd.grad(
+    outputs=ANY_OUTPUTS,
+    inputs=tuple(i for i in static_input_surface if i.requires_grad),
+    grad_outputs=ANY_GRADS,
+    only_inputs=True,
+    allow_unused=allow_unused_input,
+)
+"""
+
 RETURNED = """
 ret = []
 for i in range(len(sample_args)):
@@ -49,6 +61,19 @@ def graph_capture(source: Source) -> Definition:
 def start_of_warmup(capture: Definition) -> Node:
     """The statement of a capture in front of which comes what it needs from its start."""
     return capture.one("visited_te_modules = ANY_EMPTY")
+
+
+def warmup_backward(capture: Definition) -> ast.stmt:
+    """The backward of warmup: a ``with`` statement, or, up to TE 2.11, an assignment that may be in one."""
+    contexts = [capture.statement_with(node) for node in capture.all("_none_grad_context_wrapper(inputs)")]
+    if not contexts:
+        grads = cast(ast.stmt, capture.one(WARMUP_TO_2_11))
+        return next((node for node in capture.nodes(ast.With) if node.body == [grads]), grads)
+    captures = [capture.statement_with(node) for node in capture.all(BACKWARD_CAPTURE)]
+    found = [node for node in contexts if node not in captures]
+    if len(found) != 1:
+        raise unrecognized("one backward of warmup", capture, f"{len(found)}")
+    return found[0]
 
 
 def graph_interface(source: Source) -> Definition:

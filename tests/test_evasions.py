@@ -186,6 +186,7 @@ NOT_QUITE = [
     (*("parameter-hooks", "2.12.0", GRAPH), r"\bgraph_callables\b", "functions"),
     (*("backward-amax-reduction", "2.12.0", GRAPH), r"\bfunc\b", "function"),
     (*("delayed-wgrad-delivery", "2.12.0", GRAPH), r"\bfunc\b", "function"),
+    (*("warmup-main-grads", "2.12.0", GRAPH), r"\bfunc\b", "function"),
     (*("delayed-wgrad-delivery", "2.20.2", BASE), r"for name in self.(weight_names|bias_names)", "for name in ()"),
     (
         *("warmup-reset", "2.20.2", GRAPH, r"(?=\n    graphed_callables = )"),

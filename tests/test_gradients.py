@@ -1,6 +1,6 @@
-"""``param-grad-lifetime``, ``fused-dummy-copies`` and ``parameter-hooks`` on the simulator: what parameters get.
+"""What parameters get: ``param-grad-lifetime``, ``fused-dummy-copies``, ``parameter-hooks``, ``warmup-main-grads``.
 
-The cases are those of ``te-graph-fixes verify``.
+On the simulator; the cases are those of ``te-graph-fixes verify``.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from tests.child import on_simulator
 
-CASES = ("tied-weight", "fused-mlps", "parameter-hooks")
 NEEDED = {fix for fix in CATALOGUE if CATALOGUE[fix].verdict(Source.installed()).verdict == "applicable"}
 FIXES = {
     "tied-weight": {"param-grad-lifetime"},
     "fused-mlps": {"param-grad-lifetime", "fused-dummy-copies"},
     "parameter-hooks": {"parameter-hooks"},
+    "main-grads-at-capture": {"warmup-main-grads"},
 }
 
 
 @functools.cache
 def run(setting: str) -> dict[str, Any]:
     """What the cases measure in a child process on the simulator."""
-    done = on_simulator("-m", "te_graph_fixes.verify.child", *CASES, TE_GRAPH_FIXES=setting)
+    done = on_simulator("-m", "te_graph_fixes.verify.child", *FIXES, TE_GRAPH_FIXES=setting)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line["case"]: line for line in lines}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIXES)
 def test_parameters_get_the_gradients_of_eager(case: str) -> None:
     found = run("on")[case]
     assert found.get("error") == 0.0, found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIXES)
 def test_without_the_fix_they_do_not(case: str) -> None:
     if not FIXES[case] & NEEDED:
         pytest.skip("this TE has the corrected code")

@@ -21,26 +21,13 @@ from __future__ import annotations
 import ast
 import textwrap
 from functools import partial
-from typing import cast
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import Changes, require_names, start_of_warmup
-from ..source import Definition, Edit, Source, unrecognized
+from ..shapes import BACKWARD_CAPTURE, Changes, graph_capture, require_names, start_of_warmup, warmup_backward
+from ..source import Definition, Edit, Source
 
 IMPORT = "from ._te_parameter_hooks import hooks_put_aside"
-
-CAPTURE = "ANY_CONTEXT(bwd_graph, pool=mempool)"
-
-WARMUP_TO_2_11 = """
-grad_inputs = torch.autograd.grad(
-    outputs=ANY_OUTPUTS,
-    inputs=tuple(i for i in static_input_surface if i.requires_grad),
-    grad_outputs=ANY_GRADS,
-    only_inputs=True,
-    allow_unused=allow_unused_input,
-)
-"""
 
 PUT_ASIDE = "hooks_put_aside({})"
 
@@ -48,12 +35,12 @@ BACKWARDS = ("torch.autograd.backward", "torch.autograd.grad")
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
+    capture = graph_capture(source)
     capture.exactly(3, *BACKWARDS)
     capture.exactly(2, "graph_callables[ANY] = func")
     require_names(capture, "per_callable_bwd_idx", "static_input_surface")
-    backwards = {_warmup(capture): "func"}
-    layer, callable_ = (capture.statement_with(node) for node in capture.exactly(2, CAPTURE))
+    backwards = {warmup_backward(capture): "func"}
+    layer, callable_ = (capture.statement_with(node) for node in capture.exactly(2, BACKWARD_CAPTURE))
     backwards[layer] = "graph_callables[per_callable_bwd_idx]"
     numbered = capture.has("reversed(range(len(per_callable_static_input_surfaces)))")
     require_names(capture, *["bwd_idx"] * numbered)
@@ -71,19 +58,6 @@ def examine(source: Source) -> Verdict:
         "hooks of parameters are put aside in warmup and capture",
         new_module(source, "parameter_hooks"),
     )
-
-
-def _warmup(capture: Definition) -> ast.stmt:
-    """The backward of warmup: a ``with`` statement, or, up to TE 2.11, an assignment that may be in one."""
-    contexts = [capture.statement_with(node) for node in capture.all("_none_grad_context_wrapper(inputs)")]
-    if not contexts:
-        grads = cast(ast.stmt, capture.one(WARMUP_TO_2_11))
-        return next((node for node in capture.nodes(ast.With) if node.body == [grads]), grads)
-    captures = [capture.statement_with(node) for node in capture.all(CAPTURE)]
-    found = [node for node in contexts if node not in captures]
-    if len(found) != 1:
-        raise unrecognized("one backward of warmup", capture, f"{len(found)}")
-    return found[0]
 
 
 def _is_corrected(node: ast.stmt, text: str) -> bool:

@@ -61,7 +61,7 @@ KNOWN_CALLS = {
     *("func", "modules", "register_forward_hook", "backward_dw", "need_backward_dw", "take_grads", "visit_waiting"),
     *("_none_grad_context_wrapper", "_run_capture_time_hooks", "_run_warmup_backward", "_run_warmup_forward"),
     *("pre_warmup_hook", "post_warmup_hook", "any", "getattr", "is_fp8_enabled", "fp8_graph_capturing"),
-    *("hooks_put_aside", "own_skip_flag"),
+    *("hooks_put_aside", "own_skip_flag", "parameters", "clone", "copy_"),
 }
 """What the warmup of TE 2.5 to 2.20 calls, as it is and as corrected."""
 

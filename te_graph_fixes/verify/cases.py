@@ -72,7 +72,7 @@ ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-
 RNG_STATES, NO_WARMUP = "rng-states-at-replay", "capture-without-warmup"
 UNREACHED, BUFFERS = "unreached-wgrads", "static-buffer-reuse"
 MEMORY, EXPERTS = "wgrad-memory-reuse", "grouped-linear-amax-reduction"
-RECOMPUTE = "recompute-in-graphs"
+RECOMPUTE, MAIN_GRADS = "recompute-in-graphs", "warmup-main-grads"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
@@ -253,6 +253,7 @@ _ALL = (
     Case("recomputed-weights", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights"),
     Case("recomputed-weights-mxfp8", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights", {"recipe": "mxfp8"}),
     Case("recomputed-weights-nvfp4", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights", {"recipe": "nvfp4"}),
+    Case("main-grads-at-capture", (MAIN_GRADS,), "gradients:main_grads_at_capture", quick=True),
     Case("tied-weight", (PARAM_GRADS,), "gradients:tied_weight", quick=True),
     Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
     Case("parameter-hooks", (PARAMETER_HOOKS, PARAM_GRADS), "gradients:parameter_hooks", quick=True),
