@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from .checking import VARIABLE, Options
 from .settings import EXPECT, Settings
 
 USAGE = """\
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         Settings.read()
+        Options.parse(os.environ.get(VARIABLE, ""))
     except ValueError as error:
         if list(arguments) == ["--print-env"]:
             print("false")  # so that `eval` fails too
@@ -45,15 +47,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     option, _, value = (arguments[0] if arguments else "").partition("=")
     if option in ("--check", "--check-strict"):
-        from .checking import VARIABLE, Options
-
-        strict = ",strict" if option == "--check-strict" else ""
+        os.environ[VARIABLE] = (value or "on") + (",strict" if option == "--check-strict" else "")
         try:
-            Options.parse(value or "on")
+            wanted = Options.parse(os.environ[VARIABLE])
         except ValueError as error:
             return _fail(BAD_USAGE, str(error))
-        os.environ[VARIABLE] = (value or "on") + strict
+        if wanted is None:
+            return _fail(BAD_USAGE, f"{arguments[0]} checks nothing: leave it out, or ask for 1 step or more")
         arguments = arguments[1:]
+        if arguments and arguments[0].isdecimal():
+            return _fail(BAD_USAGE, f"no program is called {arguments[0]}; write {option}={arguments[0]} for the steps")
     command = list(arguments[1:] if arguments and arguments[0] == "--" else arguments)
     if not command or not command[0] or (command[0].startswith("-") and arguments[0] != "--"):
         return _fail(BAD_USAGE, f"no command, or an unknown option\n{USAGE.rstrip()}")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.check_breakage import DEFECTS, edits
 from tests.child import on_simulator, python, simulate
 
 ROOT = Path(__file__).parent.parent
+PATIENCE = 60
+"""Seconds that rank 0 waits for the others at its end."""
 PROGRAM = "tests/check_training.py"
 PIPELINED = (1, 2, -2, 1, 2, -2, -1, -1)
 CORRECT: list[dict[str, Any]] = [
@@ -109,6 +112,27 @@ def test_layers_take_turns() -> None:
 
 def test_a_job_that_ends_early_is_reported() -> None:
     assert lines(loop(steps=1, TE_GRAPH_FIXES_CHECK="2"))[-1].startswith("1 steps, 4 callables, ")
+
+
+def test_a_job_that_fails_is_reported() -> None:
+    program = textwrap.dedent(LOOP).replace("STEPS", "4").replace("BEFORE", "") + "    if step: raise SystemError\n"
+    done = on_simulator("-c", program.replace('print("trained")', ""), TE_GRAPH_FIXES_CHECK="3")
+    assert done.returncode == 1
+    assert "SystemError" in done.stderr
+    assert lines(done)[-1].startswith("2 steps, 4 callables, ")
+
+
+def test_a_job_without_graphs_is_told_why_nothing_is_compared() -> None:
+    done = on_simulator("-c", "import te_graph_fixes, transformer_engine.pytorch", TE_GRAPH_FIXES_CHECK="2")
+    assert lines(done)[-1].endswith("as no graph of TransformerEngine's make_graphed_callables has been replayed")
+
+
+def test_graphs_that_come_after_the_steps() -> None:
+    again = "for _ in range(2): te.make_graphed_callables(te.Linear(32, 32, **options), (sample(),))\n"
+    program = textwrap.dedent(LOOP).replace("STEPS", "4").replace("BEFORE", "") + again
+    done = on_simulator("-c", program, TE_GRAPH_FIXES_CHECK="2")
+    assert lines(done)[-2].endswith(" tensors compared: all equal"), done.stderr
+    assert "what is graphed from now on is not compared" in lines(done)[-1]
 
 
 def test_te_imported_first() -> None:
@@ -285,9 +309,29 @@ def test_run_hands_the_options_on() -> None:
     for option, wanted in (("--check", "on"), ("--check=3,layers=2", "3,layers=2"), ("--check-strict=1", "1,strict")):
         done = python("-m", "te_graph_fixes", "run", option, sys.executable, "-c", code)
         assert done.stdout.strip() == wanted, done.stderr
-    done = python("-m", "te_graph_fixes", "run", "--check=x", sys.executable, "-c", code)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--check=x"], "valid: on, off, N"),
+        (["--check-strict=0"], "steps must be 1 or more"),
+        (["--check=0"], "--check=0 checks nothing: leave it out"),
+        (["--check=off"], "--check=off checks nothing: leave it out"),
+        (["--check", "3"], "write --check=3 for the steps"),
+    ],
+)
+def test_run_says_what_is_wrong_with_the_options(options: list[str], said: str) -> None:
+    done = python("-m", "te_graph_fixes", "run", *options, sys.executable, "-c", "print('started')")
     assert done.returncode == 2
-    assert "valid: on, off, N" in done.stderr
+    assert done.stdout == ""
+    assert said in done.stderr
+
+
+def test_run_reads_the_variable_before_it_starts_anything() -> None:
+    done = python("-m", "te_graph_fixes", "run", sys.executable, "-c", "print()", TE_GRAPH_FIXES_CHECK="two")
+    assert done.returncode == 1
+    assert done.stderr.startswith("te-graph-fixes run: 'two' is not understood by TE_GRAPH_FIXES_CHECK")
 
 
 def test_nothing_is_imported_where_it_is_off() -> None:
@@ -370,6 +414,35 @@ def test_one_report_for_all_ranks(tmp_path: Path) -> None:
     sent = [line for line in lines(done) if "is being sent and overwritten by" in line]
     assert "rank 0, step 1, callable 2 (Linear), backward: gradient of input 0" in sent[0]
     assert sent[0].endswith("looks like grad-input-lifetime")
+
+
+FAILING = """
+from tests.simulator import install; install()
+import time, torch, te_graph_fixes
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+
+dist.init_process_group("gloo")
+options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+graphed = te.make_graphed_callables(te.Linear(32, 32, **options), (x,))
+graphed(x).sum().backward()
+if dist.get_rank() == 0:
+    raise SystemError
+time.sleep(100)
+"""
+
+
+def test_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(FAILING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
+    start = time.monotonic()
+    done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
+    assert time.monotonic() - start < PATIENCE - 10
+    assert "SystemError" in done.stderr
+    assert "rank 0: 1 steps, 1 callables, " in done.stderr
+    assert "there is no report for all ranks: some have sent none" in done.stderr
 
 
 @pytest.mark.slow

@@ -39,7 +39,8 @@ class Options:
             return None
         words = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", text.lower().replace(" ", ""))
         if words is None:
-            raise ValueError(f"{VARIABLE}={text!r} is not understood; valid: on, off, N, N,layers=K, N,strict")
+            valid = f"{VARIABLE} and `run --check=`; valid: on, off, N, N,layers=K, N,strict"
+            raise ValueError(f"{text!r} is not understood by {valid}")
         steps, layers, strict = words.groups()
         return cls(STEPS if steps in (None, "on") else int(steps), int(layers or 0), bool(strict))
 

@@ -75,6 +75,7 @@ class Check:
     def make(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``original`` makes of its arguments, each callable compared."""
         if self.findings.finished:
+            self.findings.say_once("what is graphed from now on is not compared: the steps to be checked are over")
             return original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         modules = given["modules"] if isinstance(given["modules"], tuple) else (given["modules"],)

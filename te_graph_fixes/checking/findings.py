@@ -134,6 +134,10 @@ class Findings:
             if self._new(module, reason):
                 say(f"rank {rank()}, callable {index} ({module}) is not compared, nor are others like it: {reason}")
 
+    def say_once(self, text: str) -> None:
+        if self._new(text):
+            say(f"rank {rank()}: {text}")
+
     def step_over(self) -> None:
         """Read what has been compared so far. A strict check ends the process here."""
         if torch.distributed.is_initialized():
@@ -210,13 +214,13 @@ class Findings:
 
     def _end(self) -> None:
         """At the end of the process, which may have had fewer steps than were to be checked."""
-        self._until = time.monotonic() + PATIENCE
+        self._until = time.monotonic() + (0 if hasattr(sys, "last_value") else PATIENCE)  # an exception ends the job
         try:
             self.finish()
         except Exception as error:
             say(f"the last comparisons could not be read: {type(error).__name__}: {error}")
         if self._reporter is not None:
-            self._reporter.join(2 * PATIENCE)
+            self._reporter.join(2 * PATIENCE)  # it ends by itself, unless the store hangs
 
 
 def _sentence(totals: Sequence[Counter[str]]) -> str:
@@ -228,5 +232,7 @@ def _sentence(totals: Sequence[Counter[str]]) -> str:
         text += f", on rank {', '.join(str(i) for i, each in enumerate(totals) if each['different'])}" if where else ""
     else:
         text += "all equal" if total["tensors"] else "there was nothing to compare"
+        if not total["tensors"] and not total["left out"]:
+            text += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
     text += f", but for {total['noisy']:,} that eager itself does not reproduce" if total["noisy"] else ""
     return text + (f"; {total['left out']:,} callables are left out" if total["left out"] else "")
