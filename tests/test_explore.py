@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from te_graph_fixes.source import Source
 from tests.child import python, simulate
-from tests.explore.programs import OPEN, Program, broken_rule, draw, shrink
+from tests.explore.programs import FOUND, OPEN, Program, broken_rule, draw, shrink
 from tests.explore.scripts import script
 
 SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))
@@ -49,7 +49,7 @@ def examples() -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         explore("--open", "--no-shrink", "--results", f"{folder}/found")
         lines = [json.loads(line) for line in Path(folder, "found").read_text().splitlines()[1:]]
-    return {list(OPEN)[line["seed"] - SEED]: line["verdict"] for line in lines}
+    return {[*OPEN, *FOUND][line["seed"] - SEED]: line["verdict"] for line in lines}
 
 
 def still_open(why: str) -> list[pytest.MarkDecorator]:
@@ -60,6 +60,11 @@ def still_open(why: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("why", [pytest.param(why, marks=still_open(why)) for why in OPEN])
 def test_what_is_open(why: str) -> None:
     assert broken_rule(OPEN[why].example) == why
+    assert examples()[why] == "equal"
+
+
+@pytest.mark.parametrize("why", FOUND)
+def test_what_was_found(why: str) -> None:
     assert examples()[why] == "equal"
 
 

@@ -33,10 +33,13 @@ class RecipeStates:
     def resume_alone(self, known: Collection[Any], manager: Any) -> None:
         """`resume` what TE has not seen called, all but the ``known``, if the recipe is that of the capture.
 
-        Such are the operations of a captured operation, and what is run by ``module.forward(x)``.
+        Such are the operations of a captured operation, and what is run by ``module.forward(x)``. Attention is among
+        them, which TE's replay leaves out where it is not in FP8.
         """
         for module, states in self._held.items():
-            if module not in known and (self._is_operation or states[0].recipe == manager.get_fp8_recipe()):
+            if (module not in known or hasattr(module, "unfused_attention")) and (
+                self._is_operation or states[0].recipe == manager.get_fp8_recipe()
+            ):
                 self.resume(module, manager)
 
     def resume(self, module: Any, manager: Any) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .programs import OPEN, Program, draw, shrink
+from .programs import FOUND, OPEN, Program, draw, shrink
 from .scripts import script
 
 REFUSED = {
@@ -249,7 +249,7 @@ def noted(path: str) -> list[dict[str, Any]]:
 
 def find(options: argparse.Namespace) -> int:
     """Run programs with the fixes that the environment asks for; write a script for each finding."""
-    examples = [each.example for each in OPEN.values()] if options.open else []
+    examples = [*(each.example for each in OPEN.values()), *FOUND.values()] if options.open else []
 
     def work(numbers: Iterable[int]) -> None:
         server = Server(options.switch, options.disable)
@@ -284,7 +284,7 @@ def search(options: argparse.Namespace) -> int:
 
     Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
     program finds a defect if its fix alone is left out and the graph differs; where other fixes require that fix, it
-    must be right without these.
+    must be right without these. What the results hold already is not looked for again, so a search can be done in parts.
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.source import Source
@@ -302,9 +302,11 @@ def search(options: argparse.Namespace) -> int:
         edits = [(fix_id, number) for fix_id in needed for number, _ in enumerate(needed[fix_id].edits)]
         edits = random.Random(options.seed).sample(edits, min(options.breakages, len(edits)))
         targets = [{"fix": fix_id, "edit": number} for fix_id, number in edits]
+    done = noted(options.results)[1:]
+    targets = [target for target in targets if not any(target.items() <= line.items() for line in done)]
     end = time.monotonic() + options.seconds
 
-    def look(target: dict[str, Any]) -> dict[str, Any]:
+    def look(target: dict[str, Any]) -> dict[str, Any] | None:
         fix_id = target["fix"]
         others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not options.breakages]
         try:
@@ -315,7 +317,9 @@ def search(options: argparse.Namespace) -> int:
         tried = 0
         try:
             for seed, wanted in equal:
-                if time.monotonic() > end or seed >= options.seed + options.programs:
+                if time.monotonic() > end:
+                    return None
+                if seed >= options.seed + options.programs:
                     break
                 program, tried = draw(seed, options.gpu), seed - equal[0][0] + 1
                 found = servers[0](program, wanted)
@@ -330,7 +334,8 @@ def search(options: argparse.Namespace) -> int:
 
     def work(numbers: Iterable[int]) -> None:
         for number in numbers:
-            note(options, targets[number] | look(targets[number]))
+            if found := look(targets[number]):
+                note(options, targets[number] | found)
 
     in_jobs(options, len(targets), work)
     lines = noted(options.results)[1:]
@@ -352,7 +357,7 @@ def main() -> int:
     parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
-    parser.add_argument("--open", action="store_true", help="run the examples of what is open instead")
+    parser.add_argument("--open", action="store_true", help="run the examples of what is open, or was found, instead")
     parser.add_argument("--equal", help="for the next two: results with all fixes, of the same TE and device")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
     parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")
@@ -375,7 +380,8 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         if not options.results:
             options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name
-        note(options, options.where, say=False)
+        if not Path(options.results).exists() or not noted(options.results):
+            note(options, options.where, say=False)
         return search(options) if options.defects or options.breakages else find(options)
 
 

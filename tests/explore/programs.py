@@ -275,6 +275,19 @@ OPEN: dict[str, Open] = {
 }
 """What was found and is not corrected (docs/survey.md), by its cause: such programs are not drawn."""
 
+FOUND = {
+    "an RNG tracker made before gc.freeze(), which the explorer calls": Program(
+        modules=("Dropped",), tracker=True, events=("step", "reseed_tracker", "step")
+    ),
+    "an operation's FP8 weight after an evaluation in bf16": Program(
+        modules=("operation",), recipe="delayed", fp8_params=True, events=("step", "evaluate_in_bf16", "step")
+    ),
+    "attention that is not in FP8 after an evaluation in another recipe": Program(
+        modules=("CoreAttention",), recipe="delayed", other="current", events=("step", "evaluate_in_other", "step")
+    ),
+}
+"""What drawn programs have found in this package, corrected since."""
+
 CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "weights": lambda r, p: r.choice(("marked", "cached")),
     "frozen": lambda r, p: (r.randrange(len(p.modules)),),

@@ -587,8 +587,6 @@ class Training:
 
     def begin(self, eager: bool = False) -> None:
         self.mark_first()
-        for parameter in self.weights:
-            parameter.main_grad.zero_()
         if program.first == "cached":  # another model, before this one
             extra = self.extra if self.graphed and not eager else self.extra_forward
             for microbatch in range(2):
@@ -660,6 +658,8 @@ class Training:
                 parameter.grad.zero_()
             else:
                 parameter.grad = None
+            if parameter in self.weights:
+                parameter.main_grad.zero_()  # and not before a step: a capture must leave nothing there
         if program.optimizer in ("adam", "adam of master weights"):
             self.adam.param_groups[0]["lr"] = rate
             self.adam.step()
@@ -768,18 +768,16 @@ def fused(layer: Any) -> list[Any]:
 
 
 def fp8_state(layer: Any) -> list[torch.Tensor]:
-    """Scales and amax histories, in use and as a checkpoint holds them; not those of attention, which uses none."""
+    """Scales and amax histories, in use and as a checkpoint holds them."""
     found = []
     for module in layer.modules():
-        if isinstance(module, te.DotProductAttention):
-            continue
         for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
             for key in ("scaling_fwd", "scaling_bwd"):
                 state: Any = (fp8_meta or {}).get(key)
                 if hasattr(state, "amax_history"):
                     found += [state.scale, state.amax_history]
     for name, value in layer.state_dict().items():
-        if name.endswith("_extra_state") and value is not None and "core" not in name:
+        if name.endswith("_extra_state") and value is not None:
             found.append(torch.tensor([float(value.numel() > 0)]))
             held = pickle.loads(value.cpu().numpy().tobytes()) if value.numel() else {}
             for part in (held, *(held.get(mode, {}) for mode in ("forward", "backward"))):
