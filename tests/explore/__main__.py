@@ -284,7 +284,7 @@ def search(options: argparse.Namespace) -> int:
 
     Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
     program finds a defect if its fix alone is left out and the graph differs; where other fixes require that fix, it
-    must be right without these. What the results hold already is not looked for again, so a search can be done in parts.
+    must be right without these. What the results hold is not looked for again.
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.source import Source
