@@ -20,13 +20,13 @@ from ..source import Source
 
 KEEP = """
 main_grads = [
-    (parameter, torch.clone(parameter.main_grad))
+    (parameter.main_grad, torch.clone(parameter.main_grad))
     for parameter in func.parameters()
     if getattr(parameter, "main_grad", None) is not None
 ]
 """
 
-PUT_BACK = "for parameter, main_grad in main_grads: parameter.main_grad.copy_(main_grad)"
+PUT_BACK = "for main_grad, kept in main_grads: main_grad.copy_(kept)"
 
 
 def examine(source: Source) -> Verdict:

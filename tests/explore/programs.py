@@ -279,6 +279,9 @@ FOUND = {
     "an RNG tracker made before gc.freeze(), which the explorer calls": Program(
         modules=("Dropped",), tracker=True, events=("step", "reseed_tracker", "step")
     ),
+    "a frozen expert in FP8, which eager training leaves without its main_grad": Program(
+        modules=("grouped_linear",), recipe="delayed", fused=True, fp8_params=True, events=("step", "freeze", "step")
+    ),
     "an operation's FP8 weight after an evaluation in bf16": Program(
         modules=("operation",), recipe="delayed", fp8_params=True, events=("step", "evaluate_in_bf16", "step")
     ),
