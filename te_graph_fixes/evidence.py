@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from .source import Definition, ModuleSource, Source, unrecognized
 
@@ -131,6 +131,43 @@ def _require_alive(function: Definition) -> None:
             dead += body[1:] if any(map(_jumps, body[:-1])) else []
     if dead:
         raise unrecognized("code that runs", function, f"some that does not: `{ast.unparse(dead[0])[:80]}`")
+
+
+def undone(function: Definition) -> Iterator[ast.Name]:
+    """The variables that are set, and then, with no use between, set again, deleted or emptied, whatever comes between.
+
+    Those too that are set where the function imports them.
+    """
+    set_by: dict[int, tuple[list[Any], Any]] = {}
+    for kind in (ast.Assign, ast.AugAssign, ast.Delete, ast.Expr):
+        for body, place in function.module.places(function.node, kind):
+            node: Any = body[place]
+            if isinstance(node, ast.Expr):
+                targets = [cast(Any, node.value).func.value] if _last(node.value) == "clear" else []
+            else:
+                targets = getattr(node, "targets", None) or [node.target]
+            for target in targets:
+                for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    set_by[id(each)] = body, node
+    imported = {each.asname or each.name for each in function.nodes(ast.alias)}
+    last: dict[str, Any] = {}
+    for name in function.nodes(ast.Name):
+        body, statement = set_by.get(id(name), ([], None))
+        before = last.get(name.id)
+        if statement is None:
+            if before is None or name.lineno > before.end_lineno:
+                last.pop(name.id, None)
+            continue
+        undoes = not isinstance(statement, ast.AugAssign) and name.id != "_"
+        if isinstance(statement, ast.Assign):
+            undoes = undoes and all(_root(each) != name.id for each in ast.walk(statement.value))
+        if undoes and before is not None and (not isinstance(statement, ast.Delete) or before in body):
+            undoes = before.lineno >= body[0].lineno
+        else:
+            undoes = undoes and name.id in imported
+        if undoes:
+            yield name
+        last[name.id] = None if isinstance(statement, ast.Delete) else statement
 
 
 def _at_import(body: Iterable[ast.AST], inside_classes: bool = False) -> Iterator[Any]:

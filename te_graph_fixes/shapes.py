@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
+from .evidence import undone
 from .fix import Verdict, applicable, not_needed
-from .source import Definition, Edit, Node, Run, Source, UnrecognizedError, unrecognized
+from .source import Definition, Edit, ModuleSource, Node, Run, Source, UnrecognizedError, unrecognized
 
 MODULES = {
     "linear": "Linear",
@@ -143,12 +147,15 @@ class Changes:
     """The changes of one correction, each of which has been made in a source, or is to be made.
 
     It has been made where its text stands in all its places and nowhere else, and is to be made where its text is
-    nowhere. Anything else is an `UnrecognizedError`, and so is a correction that is made in part.
+    nowhere. Anything else is an `UnrecognizedError`, and so is a correction that is made in part, or that other text
+    may undo: see `require_own`. ``known`` are the variables that it sets and TE sets too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *known: str) -> None:
         self._made: list[bool] = []
         self._edits: list[Edit] = []
+        self._texts: list[tuple[Definition, str, bool]] = []
+        self._known = known
 
     def verdict(self, wrong: str, right: str, new_modules: Mapping[str, str] | None = None) -> Verdict:
         """``not-needed`` because of what is ``right`` where all are made, ``applicable`` where none is."""
@@ -157,6 +164,7 @@ class Changes:
         if not all(self._made) or new_modules:
             made = f"{sum(self._made)} of {len(self._made)} changes"
             raise UnrecognizedError(f"looked for all of a correction or none, found a mixture: {made}")
+        require_own(self._texts, self._known)
         return not_needed(right)
 
     def add(self, made: bool, edits: Callable[[], Iterable[Edit]]) -> None:
@@ -164,12 +172,18 @@ class Changes:
         self._made.append(made)
         self._edits += [] if made else edits()
 
+    def text(self, place: Definition, text: str, count: int = 1, brings: bool = True) -> None:
+        """What stands ``count`` times in ``place`` where a change is made: see `require_own`. `add` has to be told."""
+        self._texts += [(place, text, brings)] * count
+
     def before(self, place: Definition, anchors: Sequence[Node], text: str) -> None:
         """Statements in front of each of the statements ``anchors``; others may stand between."""
+        self.text(place, text, len(anchors))
         self.add(_stands(place, text, anchors, 1), lambda: [place.insert_before(node, text) for node in anchors])
 
     def after(self, place: Definition, anchors: Sequence[Node], text: str) -> None:
         """Statements behind each of the statements ``anchors``; others may stand between."""
+        self.text(place, text, len(anchors))
         self.add(_stands(place, text, anchors, -1), lambda: [place.insert_after(node, text) for node in anchors])
 
     def first(self, function: Definition, text: str) -> None:
@@ -177,6 +191,7 @@ class Changes:
         found = [getattr(node, "body", [node])[0] if isinstance(node, Run) else node for node in function.all(text)]
         if len(found) > 1 or not all(node in function.node.body for node in found):
             raise unrecognized(f"`{text}` at the start or nowhere", function, "it elsewhere")
+        self.text(function, text)
         self.add(bool(found), lambda: [function.insert_at_start(text)])
 
     def replace(self, place: Definition, old: str, new: str, count: int = 1) -> None:
@@ -187,6 +202,7 @@ class Changes:
         if sorted((len(made), len(left))) != [0, count]:
             found = f"{len(left)} and {len(made)}"
             raise unrecognized(f"{count} of `{' '.join(old.split())}` or `{' '.join(new.split())}`", place, found)
+        self.text(place, new, count, brings=False)
         self.add(bool(made), lambda: [place.replace(node, new) for node in left])
 
     def enter(self, place: Definition, context: str, text: str, count: int = 1) -> None:
@@ -195,6 +211,7 @@ class Changes:
         entered = [text in map(ast.unparse, place.statement_with(node).items) for node in contexts]
         if any(entered) != all(entered):
             raise unrecognized(f"`with {text}, {context}` everywhere or nowhere", place, "it in some places")
+        self.text(place, text, count)
         self.add(all(entered), lambda: [place.enter_before(node, text) for node in contexts])
 
     def graph_argument(self, capture: Definition, value: str, name: str) -> None:
@@ -215,7 +232,57 @@ class Changes:
                 start, _ = capture.module.span(node)
                 yield Edit(capture.module.name, start, start, f"{text},\n{' ' * node.col_offset}")
 
+        self.text(capture, f"lambda {name}: {value}")
         self.add(all(made), edits)
+
+
+def require_own(texts: Iterable[tuple[Definition, str, bool]], known: Iterable[str] = ()) -> None:
+    """Raise `UnrecognizedError` where other text undoes, or names and so may undo, what a correction's ``texts`` bring.
+
+    Variables and functions may not be named elsewhere in the function, nor attributes in the module. A text stands in
+    a definition, and brings what it sets or not; what is ``known`` is TE's.
+    """
+    named: dict[tuple[ModuleSource, ast.AST], Counter[str]] = {}
+    brought: set[str] = set()
+    functions: dict[Any, ModuleSource] = {}
+    for place, text, brings in texts:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(text))))
+        for node in nodes:
+            scope = place.module.tree if isinstance(node, ast.Attribute) else _outermost(place)
+            named.setdefault((place.module, scope), Counter())[_name(node)] += 1
+        if brings:
+            targets = [part for node in nodes if isinstance(node, ast.Assign) for part in map(ast.walk, node.targets)]
+            stored = (node for node in chain(*targets) if not isinstance(getattr(node, "ctx", None), ast.Load))
+            others = (node for node in nodes if isinstance(node, (ast.alias, ast.FunctionDef)))
+            lambdas = (arg for node in nodes if isinstance(node, ast.Lambda) for arg in node.args.args)
+            brought |= set(map(_name, chain(stored, others, lambdas)))
+        functions[_outermost(place)] = place.module
+    for function, module in functions.items():
+        definition = Definition(module, function.name, function)
+        if variable := next(undone(definition), None):
+            raise unrecognized("text whose effect stays", definition, f"another value for {variable.id}")
+    for (module, scope), wanted in named.items():
+        found = Counter(_name(nodes[at]) for kind in _NAMED for nodes, at in module.places(scope, kind))
+        other = [name for name in sorted(brought & wanted.keys() - {"", *known}) if found[name] != wanted[name]]
+        if other:
+            raise unrecognized(f"{other[0]} in the correction alone", module.path, "it elsewhere too")
+
+
+_NAMED = {ast.Name: "id", ast.arg: "arg", ast.alias: "name", ast.FunctionDef: "name", ast.Attribute: "attr"}
+
+
+def _name(node: Any) -> str:
+    """The name that a node is, sets or defines, that of an attribute with a dot, or ""."""
+    name = getattr(node, "asname", None) or getattr(node, _NAMED.get(type(node), ""), "")
+    return f".{name}" if isinstance(node, ast.Attribute) else str(name)
+
+
+def _outermost(place: Definition) -> Any:
+    """The function or method of the module's or a class's level that ``place`` is in, or is."""
+    parts = place.qualname.split(".")
+    names = (".".join(parts[:number]) for number in range(1, len(parts) + 1))
+    found = (place.module.definitions[name] for name in names if name in place.module.definitions)
+    return next((node for node in found if isinstance(node, ast.FunctionDef)), place.node)
 
 
 def _stands(place: Definition, text: str, anchors: Sequence[Node], side: int) -> bool:

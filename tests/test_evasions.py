@@ -143,6 +143,41 @@ def test_a_part_of_a_correction_is_not_said_to_be_all(version: str, fix_id: str)
         assert found.verdict in (APPLICABLE, UNRECOGNIZED), f"without {left_out}: {found.verdict}"
 
 
+UNDONE = ("{name} = None", "{name}.clear()", "del {name}")
+
+
+def undone(version: str, fix_id: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The corrected source where a statement behind one of the edits takes back what that sets."""
+    tree, needed = published(version)
+    for edit in needed[fix_id].edits:
+        if not edit.text.endswith("\n"):
+            continue
+        body = ast.parse(textwrap.dedent(edit.text)).body
+        names = [ast.unparse(each.targets[0]) for each in body if isinstance(each, ast.Assign)]
+        indent = edit.text[: len(edit.text) - len(edit.text.lstrip(" "))]
+        for name, text in itertools.product(names, UNDONE):
+            its = replace(edit, text=f"{edit.text}{indent}{text.format(name=name)}\n")
+            inside = [its if each is edit else each for each in needed[fix_id].edits if each.module == edit.module]
+            made = _apply(tree.module(edit.module).text, sorted(inside, key=lambda each: (each.start, each.end)))
+            if is_python({edit.module: made}, surely=True):
+                yield text.format(name=name), {edit.module: made}
+
+
+UNDONE_FIXES = (
+    *("backward-amax-reduction", "cached-weight-lifetime", "fp8-weight-transposes"),
+    *("recompute-in-graphs", "replay-arguments", "state-after-evaluation", "static-buffer-reuse", "wgrad-memory-reuse"),
+)
+
+
+@pytest.mark.parametrize("version", FEW)
+@pytest.mark.parametrize("fix_id", UNDONE_FIXES)
+def test_what_is_taken_back_is_not_said_to_be_well(version: str, fix_id: str) -> None:
+    tree, _ = corrected(version, fix_id)
+    said = {text: CATALOGUE[fix_id].verdict(with_texts(tree, texts)) for text, texts in undone(version, fix_id)}
+    assert said
+    assert not [text for text, found in said.items() if found.verdict not in (APPLICABLE, UNRECOGNIZED)]
+
+
 @functools.cache
 def corrected(version: str, fix_id: str) -> tuple[Source, Verdict]:
     """A published TE with the correction of a fix in it, and what the fix says of that."""
@@ -248,6 +283,35 @@ def test_a_defect_elsewhere_is_not_said_to_be_well(
     after, more = re.subn(second, other, after)
     assert (count, more) == (1, 1)
     assert CATALOGUE[fix_id].verdict(with_texts(tree, {module: after})).verdict == UNRECOGNIZED
+
+
+RESETS = {
+    "transformer_engine.pytorch.quantization": (r"(?=\n    @classmethod\n    def is_fp8_enabled)", "@classmethod"),
+    BASE: (r"(?=\n    def prepare_forward\()", ""),
+}
+
+
+@pytest.mark.parametrize("module", RESETS)
+def test_a_reset_by_a_method_of_another_module_is_not_said_to_be_well(module: str) -> None:
+    tree, _ = published("2.20.2")
+    place, decorator = RESETS[module]
+    method = (
+        f"\n    {decorator}\n    def begin_anew(self, m=None):\n        setattr(m, 'is_first' + '_microbatch', True)\n"
+    )
+    called = "\n    [m.begin_anew(m) for func in forward_funcs for m in func.modules()]"
+    texts = {
+        module: re.sub(place, method, tree.module(module).text),
+        GRAPH: re.sub(r"(?=\n    graphed_callables = )", called, tree.module(GRAPH).text),
+    }
+    assert CATALOGUE["warmup-reset"].verdict(with_texts(tree, {module: texts[module]})).verdict == NOT_NEEDED
+    assert CATALOGUE["warmup-reset"].verdict(with_texts(tree, texts)).verdict == UNRECOGNIZED
+
+
+def test_a_third_reduction_of_amaxes_is_not_said_to_be_well() -> None:
+    tree, verdict = corrected("2.20.2", "grouped-linear-amax-reduction")
+    assert verdict.verdict == NOT_NEEDED
+    text = tree.module(EXPERTS).text.replace("_backward_grouped_tensor", "_backward_of_grouped_tensors")
+    assert CATALOGUE[verdict.fix].verdict(with_texts(tree, {EXPERTS: text})).verdict == UNRECOGNIZED
 
 
 def test_a_name_that_another_fix_brings_proves_nothing() -> None:

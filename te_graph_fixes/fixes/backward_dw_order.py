@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
-from ..shapes import BACKWARD_INDEX, behind, digest, graph_capture, lacks_delayed_wgrads
+from ..shapes import BACKWARD_INDEX, behind, digest, graph_capture, lacks_delayed_wgrads, require_own
 from ..source import Definition, Edit, Run, Source, unrecognized
 
 MAKE_PLAN = """
@@ -188,6 +188,8 @@ def _corrected(source: Source, capture: Definition) -> Verdict:
         capture.exactly(0, pattern)
     capture.exactly(0, BACKWARD_INDEX, within=capture.one(PLANNED_LAYERS))
     capture.one("static_grad_outputs_keys in static_grad_outputs_dict", within=capture.one(PLANNED_LAYERS))
+    capture.exactly(1, "_order_plan = ANY")
+    require_own([(capture, "", True)])
     return not_needed("captures follow a plan made from the order")
 
 

@@ -93,7 +93,7 @@ def examine(source: Source) -> Verdict:
     fuser.one("recipe = FP8GlobalStateManager.get_fp8_recipe()")
     hook = capture.inner("hook_fn")
     hook.require_parameters("module", "func_idx")
-    changes = Changes()
+    changes = Changes("graphed")
     changes.after(prepare, [prepare.one(REGISTER)], USE)
     changes.after(fuser, [fuser.one(PREPARE_OPERATIONS)], USE_OF_OPERATIONS)
     changes.before(capture, [start_of_warmup(capture)], BEGIN)

@@ -17,7 +17,7 @@ import ast
 
 from ..fix import Fix, Verdict
 from ..shapes import Changes
-from ..source import Source
+from ..source import Source, unrecognized
 
 REDUCES = """
 if {}:
@@ -33,6 +33,9 @@ def examine(source: Source) -> Verdict:
     other = module.find("_GroupedLinear._backward_grouped_tensor")
     backwards = [module.definition("_GroupedLinear.backward"), *([other] if other else [])]
     imported = IMPORT in (ast.unparse(node) for node in module.tree.body if isinstance(node, ast.ImportFrom))
+    reductions = module.text.count("reduce_and_update_fp8_tensors")
+    if reductions != len(backwards):
+        raise unrecognized(f"{len(backwards)} reductions of amaxes", module.path, str(reductions))
     changes = Changes()
     for backward in backwards:
         reduction = backward.one(REDUCES.format(ALWAYS), REDUCES.format(OUTSIDE))

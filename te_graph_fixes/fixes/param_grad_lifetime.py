@@ -22,7 +22,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..provided import new_module
-from ..shapes import behind, start_of_warmup
+from ..shapes import behind, require_own, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 from .delayed_wgrad_delivery import COPY_BIASES, NO_COPY
 from .fused_dummy_copies import CHOICE, COPIED, NO_DUMMY, OPTION, has_sharing, share_edits
@@ -78,6 +78,7 @@ def examine(source: Source) -> Verdict:
             start_of_warmup(capture)
             if not has_sharing(capture):
                 raise unrecognized("dummies that are shared", capture)
+            require_own([(capture, "", True)])
         else:
             slots = capture.inner("_returned_param_grad_clone_slots")
             slots.one(COPIED)

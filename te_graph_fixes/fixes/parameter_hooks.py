@@ -52,6 +52,7 @@ def examine(source: Source) -> Verdict:
     changes.before(capture, [start_of_warmup(capture)], IMPORT + "\n")
     for node, held in backwards.items():
         text = PUT_ASIDE.format(held)
+        changes.text(capture, text)
         changes.add(_is_corrected(node, text), partial(_put_aside, capture, node, text))
     return changes.verdict(
         "hooks of parameters run in the backwards of warmup and capture",

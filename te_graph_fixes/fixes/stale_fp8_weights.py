@@ -70,7 +70,7 @@ def examine(source: Source) -> Verdict:
     state = _state(source)
     graph.definition("is_graph_capturing")
     capture.require_parameters("cache_quantized_params")
-    changes = Changes()
+    changes = Changes("state", "is_first_microbatch", ".skip_fp8_weight_update_tensor")
     changes.before(capture, [start_of_warmup(capture)], OWN_FLAG.format(state=state))
     for context, count in CONTEXTS.items():
         changes.enter(capture, context, "own_skip_flag()", count)

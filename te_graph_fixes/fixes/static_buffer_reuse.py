@@ -58,7 +58,7 @@ def examine(source: Source) -> Verdict:
         return not_applicable("static buffers are not reused")
     capture = graph_capture(source)
     require_names(capture, "sample_args", "sample_kwargs", "static_grad_outputs", "static_outputs")
-    changes = Changes()
+    changes = Changes("static_grad_outputs")
     changes.after(capture, [cast(Run, capture.one(REUSE)).body[0]], KEEP)
     changes.before(capture, [capture.one(GRAD_OUTPUTS)], PLACE)
     return changes.verdict(

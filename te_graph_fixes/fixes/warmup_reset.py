@@ -12,7 +12,7 @@ hence the requirement.
 
 ``not-needed``: all that warmup calls or sets is known; nothing in the module names the attribute but the check of a
 replay's arguments, and what puts it back after a failure; and nothing there sets attributes by other names, or is a
-function of another of TE's modules that might.
+function or method of another of TE's modules that might.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import re
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..shapes import graph_capture, graph_interface
+from ..shapes import MODULES, graph_capture, graph_interface
 from ..source import Definition, ModuleSource, Run, Source, unrecognized
 
 NAME = "is_first_microbatch"
@@ -65,6 +65,37 @@ KNOWN_CALLS = {
 }
 """What the warmup of TE 2.5 to 2.20 calls, as it is and as corrected."""
 
+KNOWN_METHODS = {
+    *(
+        "_load_fp8_metas",
+        "_save_fp8_metas",
+        "_trigger_wgrad_accumulation_and_reduce_hooks",
+        "apply",
+        "buffers",
+        "clone",
+    ),
+    *(
+        "add_fp8_tensors_to_global_buffer",
+        "adjust_amax_history_length",
+        "copy_",
+        "data_ptr",
+        "detach",
+        "fill_",
+        "get_fp8_group",
+    ),
+    *("get_fp8_meta_tensors", "get_fp8_recipe", "is_first_fp8_module", "items", "keys", "num_quantizers", "parameters"),
+    *("reduce_and_update_fp8_tensors", "reset", "reset_fp8_meta_tensors", "reset_recipe_state", "values"),
+    *("set_skip_fp8_weight_update_tensor", "CUDAGraph", "current_device", "current_stream", "disable", "enable"),
+    *("ensure_not_reset", "get_rng_state", "get_state", "graph", "is_autocast_cache_enabled", "is_autocast_enabled"),
+    *("assign_inputs", "clear", "extend", "grad_output", "index", "refresh", "replay", "resume", "resume_alone"),
+    *("isenabled", "release_static_state", "set_rng_state", "set_state", "wait_event", "wait_stream", "warn"),
+}
+"""What else the module calls."""
+
+PACKAGE = "transformer_engine.pytorch."
+USED = ("module.base", "quantization", "ops.fuser")
+"""The modules with the classes that it uses."""
+
 KNOWN_FUNCTIONS = {
     *("autocast", "fp8_autocast", "get_default_fp8_recipe", "dist_group_type"),
     *("get_all_rng_states", "graph_safe_rng_available", "make_weak_ref"),
@@ -98,6 +129,7 @@ def examine(source: Source) -> Verdict:
     if _names_it(capture.module.tree) != sum(map(_names_it, known)):
         raise unrecognized(f"{NAME} among a replay's arguments only", capture.module.path, "it elsewhere too")
     _require_within_reach(capture.module)
+    _require_elsewhere(source, capture.module)
     return not_needed("warmup leaves is_first_microbatch alone")
 
 
@@ -122,12 +154,23 @@ def _require_within_reach(module: ModuleSource) -> None:
         for where, names in re.findall(IMPORT, module.text, re.MULTILINE)
         if not where.startswith("._te_")
         for name in re.findall(r"\w+", re.sub("#.*", "", names))
-        if name[0].islower()
+        if name[0].islower() or f"{name}(" in module.text
     }
     found = [word for word, known in REACH.items() if module.text.count(word) != sum(map(module.text.count, known))]
     found += functions - KNOWN_FUNCTIONS
     if found:
         raise unrecognized("a module that sets what it names", module.path, ", ".join(found))
+
+
+def _require_elsewhere(source: Source, module: ModuleSource) -> None:
+    """Raise `UnrecognizedError` for a method of TE's other modules that is not known, or may set the attribute."""
+    unknown = set(re.findall(r"\.(\w+)\(", module.text)) - KNOWN_CALLS - KNOWN_METHODS
+    for name in (*USED, *(f"module.{name}" for name in MODULES)):
+        other = source.find(PACKAGE + name)
+        found = NAME if other and name in USED and NAME in other.text else ""
+        found = found or next((each for each in unknown if other and f"def {each}(" in other.text), "")
+        if found:
+            raise unrecognized(f"a module that uses what is known of {PACKAGE}{name}", module.path, found)
 
 
 def _names_it(root: ast.AST) -> int:

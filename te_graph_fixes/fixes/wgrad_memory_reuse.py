@@ -52,6 +52,7 @@ def examine(source: Source) -> Verdict:
     wgrad = cast(ast.If, capture.one(DEFERRED if deferred else WGRAD, within=dgrads))
     changes = Changes()
     changes.before(capture, [dgrads], BEGIN)
+    changes.text(capture, f"{DEFER}: ...")
     changes.add(deferred, lambda: [_defer(capture, wgrad)])
     changes.after(capture, [wgrad], NOTE)
     changes.after(capture, [dgrads], END)
