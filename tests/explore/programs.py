@@ -161,6 +161,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "FusedAdam takes FP8 weights in per-tensor scaling, with master weights": lambda p: (
         not (p.fp8_params and "adam" in p.optimizer) or (p.optimizer != "adam" and p.recipe in ("delayed", "current"))
     ),
+    "FusedAdam of an operation in current scaling is not the same twice after an evaluation in bf16, eagerly": lambda p: (
+        not (p.fp8_params and "adam" in p.optimizer and p.recipe == "current" and {*OPERATIONS} & {*p.modules})
+    ),
     "another model with cached weights is in FP8": lambda p: (
         p.first != "cached" or (p.recipe != "bf16" and not p.calibrating)
     ),
@@ -270,6 +273,13 @@ OPEN: dict[str, Open] = {
         lambda p: (
             not ((p.calibrating or (p.in_bf16 and (p.order or p.together))) and {*OPERATIONS[1:]} & {*p.modules})
             or not {"recapture", "switch_recipe", "freeze"} & {*p.events}
+        ),
+    ),
+    "behind an eager module a graph sets the skip flag for first microbatches only": Open(
+        Program(modules=("linear", "linear"), recipe="delayed", weights="cached", not_captured=(0,), events=("step",)),
+        lambda p: (
+            not (p.weights == "cached" and p.not_captured and "delayed" in (p.recipe, p.other))
+            or p.not_captured[0] == len(p.modules) - 1
         ),
     ),
 }
