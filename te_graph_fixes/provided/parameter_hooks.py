@@ -31,6 +31,8 @@ def hooks_put_aside(owner: torch.nn.Module | Callable[..., Any] | Sequence[Any])
 
 
 def _has_hooks(tensor: Any) -> bool:
+    if torch.is_inference_mode_enabled():
+        return False  # no backward is recorded there
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 

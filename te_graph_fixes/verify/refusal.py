@@ -50,6 +50,8 @@ def misused_arguments() -> dict[str, Any]:
         "other order of keys": lambda: graphed(x, others={"b": b, "a": a}),
         "missing key": lambda: graphed(x, others={"a": a}),
         "other shape": lambda: graphed(x[:1], others=others),
+        "gradient": lambda: graphed(x.clone().requires_grad_(), others=others),
+        "backward of a forward": lambda: _forward_alone(x).sum().backward(),
     }
     taken = {name: float(not _refuses(misuse)) for name, misuse in misuses.items()}
     wrong = not torch.equal(graphed(x, others=others, is_first_microbatch=True), linear_of(module, x, others))
@@ -61,11 +63,16 @@ def linear_of(module: Named, x: torch.Tensor, others: dict[str, torch.Tensor]) -
     return type(module).forward(module, x, others=others)
 
 
+def _forward_alone(x: torch.Tensor) -> Any:
+    """The output of a graph without a backward."""
+    with torch.no_grad():
+        graphed = te.make_graphed_callables(linear(), (x.clone().requires_grad_(),), allow_unused_input=True)
+    return graphed(x.clone().requires_grad_())
+
+
 def _refuses(call: Callable[[], Any]) -> bool:
     try:
         call()
-    except (TypeError, ValueError) as refusal:
+    except (TypeError, ValueError, RuntimeError) as refusal:
         return "captured for" in str(refusal)
-    except RuntimeError:
-        pass  # of an operation that happens to fail
     return False
