@@ -45,3 +45,20 @@ def test_without_the_fix_they_do_not(case: str) -> None:
     found = run("off")[case]
     assert found["outcome"] == "measured", found
     assert found["error"] > 0.5
+
+
+def test_modules_in_training_are_captured_in_inference_mode() -> None:
+    done = on_simulator(
+        "-c",
+        """
+import te_graph_fixes, torch
+import transformer_engine.pytorch as te
+layer = te.Linear(32, 32, device="cuda")
+with torch.inference_mode():
+    sample, x = torch.randn(2, 32, 32, device="cuda")
+    wanted = layer(x)
+    graphed = te.make_graphed_callables(layer, (sample.requires_grad_(),), allow_unused_input=True)
+    print(torch.equal(graphed(x), wanted))
+""",
+    )
+    assert done.stdout == "True\n", done.stderr

@@ -53,10 +53,10 @@ if sample_specs is not None and sample_specs != (args_spec, kwargs_spec):
         f"This graph was captured for arguments in the structure {sample_specs}; "
         f"it was given {(args_spec, kwargs_spec)}. The keys of dicts must come in the same order"
     )
-grads = [getattr(arg, "requires_grad", False) for arg in (*flatten_user_args, *flatten_user_kwargs)]
-if is_training and torch.is_grad_enabled() and any(map(bool.__gt__, grads, sample_grads)):
+given_grads = [getattr(arg, "requires_grad", False) for arg in (*flatten_user_args, *flatten_user_kwargs)]
+if is_training and torch.is_grad_enabled() and any(map(bool.__gt__, given_grads, sample_grads)):
     raise ValueError(
-        f"This graph was captured for samples whose requires_grad is {sample_grads}; it was given {grads}. "
+        f"This graph was captured for samples whose requires_grad is {sample_grads}; it was given {given_grads}. "
         "An input gets its gradient from a graph only if its sample had requires_grad=True"
     )
 """

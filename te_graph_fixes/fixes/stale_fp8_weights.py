@@ -10,8 +10,8 @@ quantized again. It happens
    behind, and without the graph's skip flag False means that weights are never quantized. It now means what it means
    for wgrads: quantize, and accumulate. Before TE 2.14 it needs `warmup-reset` to show;
 2. to a capture that does not cache weights, after one that does: it reads the skip flag of the other;
-3. where another FP8 module runs before the graph in the same autocast: the graph does not set the skip flag, so it
-   still has the value that a later microbatch has given it elsewhere. The first microbatch now always sets it.
+3. where another FP8 module runs before the graph in the same autocast: the graph does not set the skip flag, which
+   still has the value of another graph or microbatch. Every graph that caches weights sets it now.
 
 ``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: there is neither
 quantization.py nor ``cache_quantized_params``, as before TE 2.9.
@@ -59,7 +59,7 @@ CONTEXTS = {
 
 SET_FLAG = "ctx.is_first_module and skip_fp8_weight_update is not None"
 
-ALWAYS_SET_FLAG = "skip_fp8_weight_update is not None and (ctx.is_first_module or not skip_fp8_weight_update)"
+ALWAYS_SET_FLAG = "isinstance(skip_fp8_weight_update, bool)"
 
 
 def examine(source: Source) -> Verdict:

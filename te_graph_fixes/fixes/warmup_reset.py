@@ -66,29 +66,15 @@ KNOWN_CALLS = {
 """What the warmup of TE 2.5 to 2.20 calls, as it is and as corrected."""
 
 KNOWN_METHODS = {
-    *(
-        "_load_fp8_metas",
-        "_save_fp8_metas",
-        "_trigger_wgrad_accumulation_and_reduce_hooks",
-        "apply",
-        "buffers",
-        "clone",
-    ),
-    *(
-        "add_fp8_tensors_to_global_buffer",
-        "adjust_amax_history_length",
-        "copy_",
-        "data_ptr",
-        "detach",
-        "fill_",
-        "get_fp8_group",
-    ),
-    *("get_fp8_meta_tensors", "get_fp8_recipe", "is_first_fp8_module", "items", "keys", "num_quantizers", "parameters"),
-    *("reduce_and_update_fp8_tensors", "reset", "reset_fp8_meta_tensors", "reset_recipe_state", "values"),
-    *("set_skip_fp8_weight_update_tensor", "CUDAGraph", "current_device", "current_stream", "disable", "enable"),
-    *("ensure_not_reset", "get_rng_state", "get_state", "graph", "is_autocast_cache_enabled", "is_autocast_enabled"),
-    *("assign_inputs", "clear", "extend", "grad_output", "index", "refresh", "replay", "resume", "resume_alone"),
-    *("isenabled", "release_static_state", "set_rng_state", "set_state", "wait_event", "wait_stream", "warn"),
+    *("CUDAGraph", "_load_fp8_metas", "_save_fp8_metas", "_trigger_wgrad_accumulation_and_reduce_hooks"),
+    *("add_fp8_tensors_to_global_buffer", "adjust_amax_history_length", "apply", "assign_inputs", "buffers", "clear"),
+    *("clone", "copy_", "current_device", "current_stream", "data_ptr", "detach", "disable", "enable"),
+    *("ensure_not_reset", "extend", "fill_", "get_fp8_group", "get_fp8_meta_tensors", "get_fp8_recipe"),
+    *("get_rng_state", "get_state", "grad_output", "graph", "index", "is_autocast_cache_enabled"),
+    *("is_autocast_enabled", "is_first_fp8_module", "isenabled", "items", "keys", "num_quantizers", "parameters"),
+    *("reduce_and_update_fp8_tensors", "refresh", "release_static_state", "replay", "reset"),
+    *("reset_fp8_meta_tensors", "reset_recipe_state", "resume", "resume_alone", "set_rng_state"),
+    *("set_skip_fp8_weight_update_tensor", "set_state", "values", "wait_event", "wait_stream", "warn"),
 }
 """What else the module calls."""
 
