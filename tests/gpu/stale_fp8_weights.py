@@ -7,8 +7,8 @@
 of a module that does not, after another module was captured with cached weights. ``not-first``: a capture with cached
 weights, replayed after an eager FP8 module in the same autocast, while another graph serves a later microbatch.
 ``recompute``, ``recompute-after-cached``: as ``uncached`` and ``after-cached``, within ``te.checkpoint`` (which TE 2.10
-and 2.11 cannot capture). The eager modules quantize their weights for every microbatch, as the graphs in these settings
-have to.
+and 2.11 cannot capture). Eager modules are told of first microbatches where graphs are, and else quantize their weights
+for every microbatch, as those graphs have to.
 Without arguments it runs every case. Runs on the simulator as well.
 """
 
@@ -104,7 +104,7 @@ def train(kind: str, recipe_name: str, setting: str, graphed: bool) -> list[torc
                     run_other(batches[step, 0], is_first_microbatch=microbatch == 0)
         for microbatch in range(MICROBATCHES):
             x = batches[step, microbatch].clone().requires_grad_()
-            first = {"is_first_microbatch": microbatch == 0} if setting == "not-first" and graphed else {}
+            first = {"is_first_microbatch": microbatch == 0} if setting == "not-first" else {}
             with te.autocast(enabled=True, recipe=recipe):
                 if setting == "not-first":
                     eager(x.detach())
