@@ -275,6 +275,20 @@ OPEN: dict[str, Open] = {
             or not {"recapture", "switch_recipe", "freeze"} & {*p.events}
         ),
     ),
+    "a first capture for inference makes FP8 state for operations, which have none for gradients then": Open(
+        Program(
+            modules=("nested_operations",),
+            recipe="delayed",
+            not_captured=(0,),
+            inference="after",
+            events=("step", "infer"),
+        ),
+        lambda p: (
+            not (p.inference and "delayed" in (p.recipe, p.other))
+            or not {p.modules[number] for number in p.not_captured} & {*OPERATIONS[1:]}
+        ),
+        affected=">=2.20",
+    ),
 }
 """What was found and is not corrected (docs/survey.md), by its cause: such programs are not drawn."""
 
