@@ -16,6 +16,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from .gradients import CallsForward
 from .training import FIRST, HIDDEN, TOKENS, error, make_recipe
 
 EVENTS = {
@@ -56,17 +57,6 @@ class Program:
     alone: bool = False
     by_forward: bool = False
     pipelined: bool = False
-
-
-class CallsForward(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-    """A module that calls ``forward`` of another, by which no forward hook runs."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
-        return self.inner.forward(x, **marks)
 
 
 def compare(**options: Any) -> dict[str, Any]:

@@ -41,15 +41,15 @@ class Recomputed(torch.nn.Module):  # type: ignore[misc,unused-ignore]
 
 
 class CallsForward(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-    """Calls the ``forward`` of its layers, not the layers."""
+    """Calls the ``forward`` of its layers, not the layers, so that no forward hook runs."""
 
     def __init__(self, *layers: torch.nn.Module) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **marks: bool) -> torch.Tensor:
         for layer in self.layers:
-            x = layer.forward(x)
+            x = layer.forward(x, **marks)
         return x
 
 
