@@ -68,10 +68,10 @@ KNOWN_CALLS = {
 KNOWN_METHODS = {
     *("CUDAGraph", "_load_fp8_metas", "_save_fp8_metas", "_trigger_wgrad_accumulation_and_reduce_hooks"),
     *("add_fp8_tensors_to_global_buffer", "adjust_amax_history_length", "apply", "assign_inputs", "buffers", "clear"),
-    *("clone", "copy_", "current_device", "current_stream", "data_ptr", "detach", "disable", "enable"),
+    *("current_device", "current_stream", "data_ptr", "detach", "disable", "enable"),
     *("ensure_not_reset", "extend", "fill_", "get_fp8_group", "get_fp8_meta_tensors", "get_fp8_recipe"),
     *("get_rng_state", "get_state", "grad_output", "graph", "index", "is_autocast_cache_enabled"),
-    *("is_autocast_enabled", "is_first_fp8_module", "isenabled", "items", "keys", "num_quantizers", "parameters"),
+    *("is_autocast_enabled", "is_first_fp8_module", "isenabled", "items", "keys", "num_quantizers"),
     *("reduce_and_update_fp8_tensors", "refresh", "release_static_state", "replay", "reset"),
     *("reset_fp8_meta_tensors", "reset_recipe_state", "resume", "resume_alone", "set_rng_state"),
     *("set_skip_fp8_weight_update_tensor", "set_state", "values", "wait_event", "wait_stream", "warn"),
