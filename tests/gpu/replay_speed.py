@@ -5,7 +5,8 @@
 Both are captured in this process, and their replays take turns: ``ratio`` is the median of the rounds, with the tenth
 of them that is least, and most. ``gpu`` is what the GPU takes where the host is ahead of it, as in training of large
 layers; ``host`` is what the host takes to start it all. Without bias no gradient needs to be copied; ``delayed``
-replays `backward_dw` as well.
+replays `backward_dw` as well; ``fp8`` is a later microbatch in delayed scaling, whose weights are cached, behind a
+small eager module in the same autocast.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ ROUNDS, REPLAYS = 60, 10
 AHEAD = 40_000_000
 """Cycles that the GPU waits (about 20 ms), while the host starts the replays."""
 LAYERS = [
-    ("Linear", False, False),
-    ("Linear", False, True),
-    ("GroupedLinear", False, False),
-    ("GroupedLinear", False, True),
-    ("LayerNormLinear", False, False),
-    ("LayerNormLinear", True, False),
-    ("LayerNormLinear", True, True),
-    ("LayerNormMLP", True, False),
+    ("Linear", False, False, False),
+    ("Linear", False, True, False),
+    ("Linear", False, False, True),
+    ("GroupedLinear", False, False, False),
+    ("GroupedLinear", False, True, False),
+    ("LayerNormLinear", False, False, False),
+    ("LayerNormLinear", True, False, False),
+    ("LayerNormLinear", True, True, False),
+    ("LayerNormMLP", True, False, False),
+    ("LayerNormMLP", True, False, True),
 ]
-"""Kind, bias, delayed."""
+"""Kind, bias, delayed, fp8."""
 
 
-def captured(kind: str, bias: bool, delayed: bool) -> Callable[[], None]:
+def captured(kind: str, bias: bool, delayed: bool, fp8: bool) -> Callable[[], None]:
     """What replays one microbatch of a new layer."""
     sizes = (8, HIDDEN, HIDDEN) if kind == "GroupedLinear" else (HIDDEN, HIDDEN)
     options: dict[str, Any] = {"bias": bias, "delay_wgrad_compute": delayed, "fuse_wgrad_accumulation": True}
@@ -50,11 +53,20 @@ def captured(kind: str, bias: bool, delayed: bool) -> Callable[[], None]:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
-    run = te.make_graphed_callables(module, (x,), allow_unused_input=True)
-    output_grad = torch.randn_like(x)
+    cached = {"enabled": True, "cache_quantized_params": True} if fp8 else {}
+    run = te.make_graphed_callables(module, (x,), allow_unused_input=True, **cached)
+    in_front = te.Linear(16, 16, params_dtype=torch.bfloat16, device="cuda")
+    small, output_grad = torch.randn(16, 16, dtype=torch.bfloat16, device="cuda"), torch.randn_like(x)
+
+    def forward() -> torch.Tensor:
+        if not fp8:
+            return run(x)
+        with te.autocast(enabled=True):
+            in_front(small)
+            return run(x, is_first_microbatch=False)
 
     def replay() -> None:
-        run(x).backward(output_grad)
+        forward().backward(output_grad)
         if delayed:
             run.backward_dw()
         for parameter in (x, *module.parameters()):
@@ -103,6 +115,6 @@ def compare(*layer: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for kind, bias, delayed in LAYERS:
-        about = {"te": te_graph_fixes.report().te_version, "layer": kind, "bias": bias, "delayed": delayed}
-        print(json.dumps({**about, **compare(kind, bias, delayed)}), flush=True)
+    for layer in LAYERS:
+        named = dict(zip(("layer", "bias", "delayed", "fp8"), layer, strict=True))
+        print(json.dumps({"te": te_graph_fixes.report().te_version, **named, **compare(*layer)}), flush=True)
