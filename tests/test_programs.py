@@ -19,6 +19,7 @@ SPOILT = {
         "checkpoint",
         "operations-in-bf16",
         "bf16-graph-used-eagerly-later",
+        "eager-before-replay",
     ),
 }
 """Programs that each fix is needed for."""

@@ -12,8 +12,9 @@ Before a replay TE puts the FP8 state of those modules into the buffers of the a
 hooks have seen, with the recipe of the autocast around it. Now modules say in the capture what state they use, where
 eager ones put it into the buffers, and a replay does the same with it
 (`te_graph_fixes/provided/captured_fp8.py`, shipped beside the patched modules). What the warmup has left in the scales
-of modules with an autocast of their own is taken back. What an operation has given up in a capture without FP8 is not
-put back (``AssertionError``).
+of modules with an autocast of their own is taken back. Operations get no state for a capture in which they run without
+FP8, where they would keep it, and what they have given up there is not put back (``AssertionError``). What they have
+from a capture goes into the buffers in their next eager forward, if no replay comes before.
 
 ``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
 ``backward_dw``, as before TE 2.10.
@@ -73,14 +74,16 @@ RETURNED = "ret = []"
 END = "end_capture()"
 WITH_STATE = "graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])"
 
+WITHOUT_STATE = " and not has_other_state(m)"
+WITHOUT_SAVED = " and module_tensors is not None" + WITHOUT_STATE
+
 KEPT = {
-    "save_fp8_tensors": ("TransformerEngineBaseModule",),
-    "restore_fp8_tensors": ("TransformerEngineBaseModule", "BasicOperation"),
+    "save_fp8_tensors": {"TransformerEngineBaseModule": WITHOUT_STATE, "BasicOperation": WITHOUT_STATE},
+    "restore_fp8_tensors": {"TransformerEngineBaseModule": WITHOUT_STATE, "BasicOperation": WITHOUT_SAVED},
 }
-"""What saves and restores the state of delayed scaling around a capture, and whose it takes for that."""
+"""What saves and restores the state of delayed scaling around a capture, whose it takes for that, and when."""
 
 IMPORT_STATE = "from ._te_captured_fp8 import has_other_state"
-WITHOUT_STATE = " and not has_other_state(m)"
 
 
 def examine(source: Source) -> Verdict:
@@ -104,9 +107,9 @@ def examine(source: Source) -> Verdict:
     changes.after(capture, [_autograd_function(capture)], WITH_STATE)
     for name, kinds in KEPT.items():
         changes.first(module.definition(name), IMPORT_STATE + "\n")
-        for kind in kinds:
+        for kind, condition in kinds.items():
             test = f"isinstance(m, {kind})"
-            changes.replace(module.definition(name), test, test + WITHOUT_STATE)
+            changes.replace(module.definition(name), test, test + condition)
     return changes.verdict(
         "replays leave out what eager forwards do with FP8 state",
         "replays do with FP8 state what eager forwards do",

@@ -50,8 +50,13 @@ def begin_graph() -> UsedState:
 
 
 def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
-    """Say, in a forward, that it uses this state of delayed scaling. It is nothing to eager forwards."""
+    """Say, in a forward, that it uses this state of delayed scaling.
+
+    An eager forward of an operation puts it into the buffers: TE does so where it makes the state, and not in a capture.
+    """
     if not is_graph_capturing():
+        if not of_module:
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(fp8_meta)
         return
     if not torch.cuda.is_current_stream_capturing():
         if id(fp8_meta) not in _before:

@@ -330,8 +330,9 @@ def calibration(recipe: Any, graphed: bool) -> Any:
 
 @program
 def operations_in_bf16(recipe: Any, graphed: bool) -> Any:
-    """Operations of `te.ops` that are captured without FP8: beside a module with it, and to calibrate."""
+    """Operations of `te.ops` that are captured without FP8: after a forward, beside a module with FP8; to calibrate."""
     first, block, last = te.ops.Sequential(operation()), Block(), operation()
+    first(random())
     if graphed:
         capture(first, block, recipe=recipe, enabled=(False, True))
         capture(last, recipe=recipe, enabled=False, calibrating=True)

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.graph import set_capture_end
 
 import te_graph_fixes
 from te_graph_fixes.verify.programs import (
+    MICROBATCHES,
     OPTIONS,
     PROGRAMS,
     Block,
@@ -112,6 +113,22 @@ def bf16_graph_used_eagerly_later(recipe: Any, graphed: bool) -> Any:
             x = forward(x)
         with autocast(recipe):
             return forward(x)
+
+    return run, (block,)
+
+
+@program
+def eager_before_replay(recipe: Any, graphed: bool) -> Any:
+    """An operation runs eagerly after its capture, for a step, before its first replay."""
+    block, seen = te.ops.Sequential(operation()), []
+    forward = block.forward
+    if graphed:
+        capture(block, recipe=recipe)
+
+    def run(x: torch.Tensor, _: bool) -> Any:
+        seen.append(x)
+        with autocast(recipe):
+            return (block if len(seen) > MICROBATCHES else forward)(x)
 
     return run, (block,)
 
