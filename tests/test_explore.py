@@ -34,13 +34,26 @@ def test_programs_are_as_without_graphs() -> None:
 
 def test_a_breakage_is_found_by_what_is_right_without_it(tmp_path: Path) -> None:
     equal, found = tmp_path / "equal", tmp_path / "found"
-    assert explore("--programs", "4", "--no-fork", "--jobs", "2", "--results", str(equal))[0] == 0
-    assert [json.loads(line).get("verdict") for line in equal.read_text().splitlines()] == [None, *["equal"] * 4]
-    explore("--seed", "0", "--programs", "4", "--equal", str(equal), "--breakages", "6", "--results", str(found))
+    assert explore("--programs", "6", "--no-fork", "--jobs", "2", "--results", str(equal))[0] == 0
+    assert [json.loads(line).get("verdict") for line in equal.read_text().splitlines()] == [None, *["equal"] * 6]
+    explore(
+        "--seed",
+        "0",
+        "--programs",
+        "6",
+        "--equal",
+        str(equal),
+        "--breakages",
+        "12",
+        "--jobs",
+        "2",
+        "--results",
+        str(found),
+    )
     lines = [json.loads(line) for line in found.read_text().splitlines()][1:]
-    assert len(lines) == 6
-    assert {line["programs"] for line in lines if "programs" in line} & {1, 2, 3, 4}
-    assert {line.get("not in programs", 4) for line in lines} == {4}
+    assert len(lines) == 12
+    assert {line["programs"] for line in lines if "programs" in line} & {1, 2, 3, 4, 5, 6}
+    assert {line.get("not in programs", 6) for line in lines} == {6}
 
 
 @functools.cache

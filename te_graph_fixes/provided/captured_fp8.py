@@ -52,7 +52,7 @@ def begin_graph() -> UsedState:
 def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
     """Say, in a forward, that it uses this state of delayed scaling.
 
-    An eager forward of an operation puts it into the buffers: TE does so where it makes the state, and not in a capture.
+    An eager forward of an operation puts it into the buffers: TE does so where it makes the state, but not in captures.
     """
     if not is_graph_capturing():
         if not of_module:

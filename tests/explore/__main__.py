@@ -55,7 +55,8 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
         found = training.train(True)
     except Exception as error:
         why = said(error)
-        return {"verdict": "refused" if any(re.search(each, why) for each in REFUSED) else "crash", "why": why}
+        refused = wanted is None and any(re.search(each, why) for each in REFUSED)
+        return {"verdict": "refused" if refused else "crash", "why": why}
     given = digest(found)
     if wanted is not None:
         return {"verdict": "equal" if given == wanted else "wrong", "digest": given}
