@@ -66,6 +66,5 @@ def check(steps: int = STEPS, *, layers: int = 0, strict: bool = False) -> None:
 
 def check_as_asked(environ: Mapping[str, str] = os.environ) -> None:
     """Start the check that the environment asks for, if it does."""
-    options = Options.parse(environ.get(VARIABLE, ""))
-    if options is not None:
-        check(options.steps, layers=options.layers, strict=options.strict)
+    if (options := Options.parse(environ.get(VARIABLE, ""))) is not None:
+        check(**vars(options))

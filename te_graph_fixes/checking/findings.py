@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import math
 import os
@@ -35,6 +36,7 @@ NOISE = 8
 eager runs differ by. It is named in any case, with both numbers."""
 PATIENCE = 60
 """Seconds that rank 0 waits for the other ranks at the end of its process."""
+_numbers = itertools.count()  # the same on all ranks
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 
 
@@ -95,37 +97,33 @@ class Place:
 class Findings:
     """The comparisons of this process. ``totals`` counts them for the report."""
 
-    _made = 0
-
     def __init__(self, strict: bool) -> None:
         self.totals: Counter[str] = Counter()
         self.mismatches: list[Place] = []
         self.finished = False
         self._strict = strict
-        self._pending: list[tuple[Place, torch.Tensor | bool]] = []
+        self._pending: list[tuple[Place, torch.Tensor | bool, torch.Tensor | float]] = []
         self._noise: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self._said: set[tuple[object, ...]] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
-        self._reporter: threading.Thread | None = None
+        self._name = f"te_graph_fixes/check {next(_numbers)}"
+        self._reporter = threading.Thread(target=self._report, daemon=True)
         self._until = math.inf
-        Findings._made += 1  # the same on all ranks
-        self._name = f"te_graph_fixes/check {self._made}"
         atexit.register(self._end)
 
-    def compare(self, place: Place, found: Any, eager: Any) -> None:
-        """Compare a tensor of the graph with that of eager; without a symptom in ``place``, two of eager."""
+    def compare(self, place: Place, found: Any, eager: Any, again: Any) -> None:
+        """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
         if found is not None and eager is not None:
-            self.add(place, measure(found, eager))
-        elif found is not eager and place.symptom:
+            self.add(place, measure(found, eager), measure(again, eager))
+        elif found is not eager:
             self.add(replace(place, text="is missing" if found is None else "is not expected"), True)
 
-    def add(self, place: Place, error: torch.Tensor | bool) -> None:
-        """How much a graph differs; or, where ``place`` says what is wrong, whether it is."""
-        self._pending.append((place, error))
-        if place.symptom:
-            self.totals["callables"] += self._new("callable", place.callable)
-            self.totals["steps"] = max(self.totals["steps"], place.step)
-            self.totals["tensors"] += 1
+    def add(self, place: Place, error: torch.Tensor | bool, noise: torch.Tensor | float = 0.0) -> None:
+        """How much a graph differs, and eager from itself; or, where ``place`` says what is wrong, whether it is."""
+        self._pending.append((place, error, noise))
+        self.totals["callables"] += self._new("callable", place.callable)
+        self.totals["steps"] = max(self.totals["steps"], place.step)
+        self.totals["tensors"] += 1
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         """The callable ``index`` is not compared."""
@@ -143,13 +141,11 @@ class Findings:
         if torch.distributed.is_initialized():
             store = torch.distributed.distributed_c10d._get_default_store()
             self._job = store, rank(), torch.distributed.get_world_size()
-        pending, self._pending = [(place, float(error)) for place, error in self._pending], []
-        for place, error in pending:
-            if not place.symptom:
-                self._noise[place.key] = max(self._noise[place.key], error)
-        for place, error in pending:
-            if place.symptom:
-                self._judge(place, error)
+        pending, self._pending = [(place, float(error), float(noise)) for place, error, noise in self._pending], []
+        for place, _, noise in pending:
+            self._noise[place.key] = max(self._noise[place.key], noise)
+        for place, error, _ in pending:
+            self._judge(place, error)
         if self._strict and self.totals["different"]:
             say(f"rank {rank()} ends with status {DIFFERENT}: {_sentence([self.totals])}")
             sys.stdout.flush()
@@ -157,33 +153,25 @@ class Findings:
 
     def finish(self) -> None:
         """The check is over: rank 0 reports for the job, once all ranks are here."""
-        if self.finished:
-            return
-        self.finished = True
-        self.step_over()
-        if self._job[2] > 1 and self._until == math.inf:
-            self._reporter = threading.Thread(target=self._report, args=self._job, daemon=True)
-            self._reporter.start()
-        else:
-            self._report(*self._job)
+        if not self.finished:
+            self.finished = True
+            self.step_over()
+            waits = self._job[2] > 1 and self._until == math.inf
+            (self._reporter.start if waits else self._reporter.run)()
 
     def _judge(self, place: Place, error: float) -> None:
         noise = self._noise[place.key]
-        place = replace(place, text=place.text or f"is off by {error:.3g} of its norm")
-        if noise:
-            self.totals["noisy"] += 1
-            text = f"{place.text}, where two eager runs differ by {noise:.3g}"
-            if self._new(*place.key):
-                say(f"{replace(place, text='is not reproducible')}: the graph's {text}")
-            place = replace(place, text=text)
-        if error > NOISE * noise:
-            self.totals["different"] += 1
-            if self._new(*place.key, place.symptom):
-                looks = {f"{fp8}{place.symptom}" for fp8 in ("", "fp8 " * place.fp8)}
-                looks |= {f"{look} of {kind}" for look in looks for kind in place.kinds}
-                hints = tuple(fix.id for fix in self._open if looks & set(fix.looks_like))
-                self.mismatches.append(replace(place, looks_like=hints))
-                say(str(self.mismatches[-1]))
+        different = error > NOISE * noise
+        self.totals += Counter(noisy=int(noise > 0), different=int(different))
+        if (different or noise) and self._new(*place.key, place.symptom, different):
+            text = place.text or f"is off by {error:.3g} of its norm"
+            text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
+            looks = {f"{fp8}{place.symptom}" for fp8 in ("", "fp8 " * place.fp8)}
+            looks |= {f"{look} of {kind}" for look in looks for kind in place.kinds}
+            hints = tuple(fix.id for fix in self._open if looks & set(fix.looks_like)) if different else ()
+            place = replace(place, text=text, looks_like=hints)
+            say(str(place))
+            self.mismatches += [place] if different else []
 
     def _new(self, *key: object) -> bool:
         new = key not in self._said
@@ -197,8 +185,9 @@ class Findings:
         needed = [fix for fix in CATALOGUE.values() if found[fix.id].verdict == APPLICABLE]
         return [fix for fix in needed if applied[fix.id].status != "applied"]
 
-    def _report(self, store: Any, number: int, size: int) -> None:
+    def _report(self) -> None:
         """Hand the totals to rank 0, which reports. A collective could lock up: ranks end at different times."""
+        store, number, size = self._job
         keys = [f"{self._name}/{each}" for each in range(size)]
         try:
             store.set(keys[number], json.dumps(self.totals))
@@ -219,7 +208,7 @@ class Findings:
             self.finish()
         except Exception as error:
             say(f"the last comparisons could not be read: {type(error).__name__}: {error}")
-        if self._reporter is not None:
+        if self._reporter.is_alive():
             self._reporter.join(2 * PATIENCE)  # it ends by itself, unless the store hangs
 
 

@@ -7,16 +7,15 @@ is being sent, from the send until the wait for it. Order decides, not time: a s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 import wrapt
+from torch.distributed import distributed_c10d
 
 from .findings import Findings, Place
-
-SYMPTOMS = {"grad-overwritten": "is in use", "sent-overwritten": "is being sent"}
 
 
 class Lifetimes:
@@ -28,43 +27,37 @@ class Lifetimes:
         self._grads: dict[torch.Tensor, tuple[int, Place]] = {}
         self._sent: list[tuple[Place, torch.Tensor]] = []  # by sends that have no handle: the batch goes on
         self._sends: list[tuple[weakref.ref[Any], Any, list[tuple[Place, torch.Tensor]]]] = []
-        self._before: dict[Place, torch.Tensor] = {}
-        wrappers: dict[str, Any] = {"Work.wait": self._wait}
-        wrappers |= dict.fromkeys(("ProcessGroup.send", "ProcessGroup._end_coalescing"), self._send)
-        for name, wrapper in wrappers.items():
-            wrapt.wrap_function_wrapper(torch.distributed.distributed_c10d, name, wrapper)
-        self._wrapped = list(wrappers)
+        self._before: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
+        self._undo = ExitStack()
+        for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
+            self._undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
+            wrapt.wrap_function_wrapper(distributed_c10d, name, self._wait if name == "Work.wait" else self._send)
 
     def stop(self) -> None:
         """Watch nothing any more."""
-        for name in self._wrapped:
-            owner, attribute, wrapper = wrapt.resolve_path(torch.distributed.distributed_c10d, name)
-            setattr(owner, attribute, wrapper.__wrapped__)  # type: ignore[attr-defined]
-        self._returned, self._grads, self._sends, self._wrapped = {}, {}, [], []
+        self._undo.close()
+        self._returned, self._grads, self._sends = {}, {}, []
 
     def returned(self, tensor: torch.Tensor, place: Place, parameter: torch.Tensor | None = None) -> None:
         """A graph has returned a tensor, which is in its memory, as the ``.grad`` of ``parameter`` may be now."""
         if parameter is None:
             self._returned[tensor.data_ptr()] = place
         else:
-            self._grads[parameter] = tensor.data_ptr(), replace(place, symptom="grad-overwritten")
+            self._grads[parameter] = tensor.data_ptr(), replace(place, symptom="grad-overwritten", text="is in use")
 
     def before_replay(self) -> None:
         """What the program itself writes before this is no defect."""
-        self._before = {place: _checksum(tensor) for place, tensor in self._in_use()}
-
-    def after_replay(self, by: str) -> None:
-        for place, tensor in self._in_use():
-            if place in self._before:
-                text = f"{SYMPTOMS[place.symptom]} and overwritten by {by}"
-                self._findings.add(replace(place, text=text), _checksum(tensor) != self._before[place])
-
-    def _in_use(self) -> Iterator[tuple[Place, torch.Tensor]]:
+        used = [each for work, _, sent in self._sends if work() is not None for each in sent]
         for parameter, (address, place) in self._grads.items():
             if parameter.grad is not None and parameter.grad.data_ptr() == address:
-                yield place, parameter.grad
-        for work, _, sent in self._sends:
-            yield from sent if work() is not None else ()
+                used.append((place, parameter.grad))
+        self._before = [(place, tensor, _checksum(tensor)) for place, tensor in used]
+
+    def after_replay(self, by: str) -> None:
+        before, self._before = self._before, []
+        for place, tensor, checksum in before:
+            overwritten = replace(place, text=f"{place.text} and overwritten by {by}")
+            self._findings.add(overwritten, _checksum(tensor) != checksum)
 
     def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
         """Send tensors; or end a batch, all of which has one handle."""
@@ -72,7 +65,7 @@ class Lifetimes:
         for tensor in args[0] if isinstance(args[0], list) else ():
             place = self._returned.get(tensor.data_ptr())
             if place is not None:
-                self._sent.append((replace(place, symptom="sent-overwritten"), tensor))
+                self._sent.append((replace(place, symptom="sent-overwritten", text="is being sent"), tensor))
         if work is not None:
             self._sends.append((weakref.ref(work), (group, args[1:2]), self._sent))
             self._sent = []
