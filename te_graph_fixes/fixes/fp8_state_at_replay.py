@@ -6,7 +6,9 @@ Symptom: modules of a graph never get new scales (0.20 to 2.16 in all that follo
 
 1. are run by ``sub.forward(x)``, or are a `te.ops.Linear` or another fused operation that is captured by itself;
 2. run in a ``te.autocast`` of their own; inside an outer one of another recipe it is an ``AttributeError``;
-3. are recomputed by ``te.checkpoint`` around the graph: the second forward uses the scales that came after the first.
+3. are recomputed by ``te.checkpoint`` around the graph: the second forward uses the scales that came after the first;
+4. are attention in FP8 in current scaling, which TE scales with delay in part;
+5. are in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 
 Before a replay TE puts the FP8 state of those modules into the buffers of the amax reduction which the warmup's forward
 hooks have seen, with the recipe of the autocast around it. Now modules say in the capture what state they use, where

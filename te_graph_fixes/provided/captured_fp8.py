@@ -25,10 +25,11 @@ KEYS = ("scaling_fwd", "scaling_bwd")
 class UsedState:
     """The state that one graph uses: in the autocast of the capture, in autocasts of the modules' own, in modules.
 
+    In the autocast of the capture there is a recipe with it where it is not that autocast's: attention chooses its own.
     Modules, unlike operations of `te.ops`, keep a copy for a recomputation.
     """
 
-    in_capture: list[dict[str, Any]] = field(default_factory=list)
+    in_capture: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
     autocasts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     of_modules: list[dict[str, Any]] = field(default_factory=list)
 
@@ -67,7 +68,8 @@ def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
             )
         return
     if FP8GlobalStateManager.get_autocast_state()[-1]:
-        _used.in_capture.append(fp8_meta)
+        recipe = fp8_meta["recipe"]
+        _used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
     else:
         recipe, group = FP8GlobalStateManager.get_fp8_recipe(), FP8GlobalStateManager.get_fp8_group()
         _used.autocasts[FP8GlobalStateManager.get_unique_autocast_key(recipe, group)] = recipe, group
@@ -100,8 +102,8 @@ def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[...
     def replay(*args: Any, **kwargs: Any) -> Any:
         manager = FP8GlobalStateManager
         if manager.is_fp8_enabled():
-            for fp8_meta in used.in_capture:
-                fp8_meta["recipe"], fp8_meta["fp8_group"] = manager.get_fp8_recipe(), manager.get_fp8_group()
+            for fp8_meta, own in used.in_capture:
+                fp8_meta["recipe"], fp8_meta["fp8_group"] = own or manager.get_fp8_recipe(), manager.get_fp8_group()
                 manager.add_fp8_tensors_to_global_buffer(fp8_meta)
         with ExitStack() as stack:
             for recipe, group in used.autocasts.values():

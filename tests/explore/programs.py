@@ -39,6 +39,7 @@ class Program:
     - ``weights``: ``plain``, ``marked`` (modules mark first microbatches) or ``cached`` (and graphs cache weights)
     - ``first``: what else runs first in the autocast, or is a model of its own whose graph caches weights (``cached``)
     - ``autocasts``: around all layers, each, or inside another
+    - ``fp8_attention``: attention is in FP8 too, in torch operations that round as FP8 does
     - ``tracker``: what drops out draws from an RNG tracker
     - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
     - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
@@ -51,6 +52,7 @@ class Program:
     bias: bool = False
     fused: bool = False
     fp8_params: bool = False
+    fp8_attention: bool = False
     built_without_grad: bool = False
     weights: str = "plain"
     frozen: tuple[int, ...] = ()
@@ -149,6 +151,17 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "a tracker is for what draws from it": lambda p: (
         {*DRAWING} & {*p.modules} if p.tracker else "reseed_tracker" not in p.events
+    ),
+    "attention in FP8 is in per-tensor scaling, and eager training cannot change its recipe": lambda p: (
+        not p.fp8_attention
+        or (
+            {*ATTENTION, "CoreAttention"} & {*p.modules}
+            and p.recipe in ("delayed", "current")
+            and not (p.calibrating or {"evaluate_in_other", "switch_recipe"} & {*p.events})
+        )
+    ),
+    "the simulator captures no FP8 tensors, which projections give to attention in delayed scaling": lambda p: (
+        not (p.fp8_attention and p.recipe == "delayed" and {*ATTENTION} & {*p.modules})
     ),
     "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
     "dicts are no samples in a tuple, and te.checkpoint takes tensors": lambda p: (
@@ -280,6 +293,9 @@ FOUND = {
     "attention that is not in FP8 after an evaluation in another recipe": Program(
         modules=("CoreAttention",), recipe="delayed", other="current", events=("step", "evaluate_in_other", "step")
     ),
+    "the delayed scales of attention in FP8 in current scaling, which nobody updated": Program(
+        modules=("CoreAttention",), recipe="current", fp8_attention=True
+    ),
     "FP8 state for operations in bf16, which a second capture left with them": Program(
         modules=("nested_operations", "linear"),
         recipe="delayed",
@@ -328,6 +344,7 @@ COMPANIONS: tuple[tuple[str, ...], ...] = (
     ("fp8_params", "built_without_grad", "optimizer"),
     ("Dropped", "tracker", "reseed_tracker"),
     ("transformer_layer", "tracker", "save", "load"),
+    ("CoreAttention", "fp8_attention", "recipe current"),
     ("operation", "evaluate_in_bf16", "save"),
     ("nested_operations", "recipe delayed", "eager_step"),
     ("nested_operations", "recipe delayed", "infer", "not_captured"),

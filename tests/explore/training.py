@@ -32,6 +32,7 @@ from .programs import Program
 
 os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
 os.environ.update(NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0", NVTE_MASKED_SOFTMAX_FUSION="0")
+os.environ.update(NVTE_UnfusedDPA_Emulate_FP8="1")
 SIMULATED = torch.cuda.get_device_name().startswith("simulated")
 HIDDEN, TOKENS = (32, 64) if SIMULATED else (128, 256)  # block scaling on a GPU takes multiples of 128
 RATE = 0.1
@@ -293,7 +294,10 @@ def autocast(name: str) -> Any:
 def make_recipe(name: str) -> Any:
     if program.calibrating:
         return recipes.DelayedScaling(amax_history_len=3)
-    return None if name == "bf16" else RECIPES[name]()
+    if name == "bf16":
+        return None
+    attention = {"fp8_dpa": True} if program.fp8_attention and name in ("delayed", "current") else {}
+    return RECIPES[name](**attention)
 
 
 def random(scale: float = 1.0) -> torch.Tensor:
