@@ -154,10 +154,7 @@ class Checked:
         self._delayed: Run | None = None
 
     def function(self) -> Any:
-        """It as a function, with all attributes that the callable has.
-
-        Functions both: programs copy modules, and not what belongs to a function.
-        """
+        """It as a function, with all its attributes: programs copy modules, and not what belongs to a function."""
 
         @functools.wraps(self._replay)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,7 @@ class Twin:
     def __init__(self, module: Module, enabled: bool, recipe: Any) -> None:
         self.module, self.enabled, self._recipe = module, enabled, recipe or get_default_fp8_recipe()
         self.parameters: dict[str, Any] = dict(module.named_parameters())
-        self.kinds = frozenset(type(each).__name__ for each in module.modules())
+        self.kinds = frozenset(kind.__name__ for each in module.modules() for kind in type(each).__mro__)
         self.step = 0
         self.refusal = ""
         self.own: dict[Module, Values] = {}
