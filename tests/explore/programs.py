@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 TE_LAYERS = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear", "subclassed")
 ATTENTION = ("attention", "transformer_layer")
 BLOCKS = (
-    *("sequential", "nested", "Block", "ListBlock", "CallsForward", "WithNone", "Unused"),
+    *("sequential", "nested", "Block", "ListBlock", "CallsForward", "WithNone", "Signed", "SignsFirst", "Unused"),
     *("KeptInBf16", "OwnAutocast", "Recomputed", "Named", "Structured", "Dropped", "CoreAttention"),
 )
 DRAWING = (*ATTENTION, "Dropped", "CoreAttention")
@@ -26,6 +26,7 @@ EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
     *("infer", "save", "load", "recapture", "switch_recipe", "freeze", "reset_fp8", "raise_in_autocast"),
     *("reseed_tracker", "failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing", "misuse_keys"),
+    "misuse_backward",
 )
 RECIPES = {"hopper": ("delayed", "current", "block"), "blackwell": ("delayed", "current", "mxfp8", "nvfp4")}
 
@@ -195,7 +196,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "a graph for inference is of an ordinary layer": lambda p: (
         bool(p.inference) == ("infer" in p.events)
-        and not (p.inference and p.modules[0] in ("Named", "WithNone", "Structured"))
+        and not (p.inference and p.modules[0] in ("Named", "WithNone", "Signed", "SignsFirst", "Structured"))
     ),
     "what runs first needs one autocast": lambda p: not p.first or p.autocasts == "one",
     "what runs first for nothing needs input grads": lambda p: not p.first or p.input_grads,
@@ -333,6 +334,9 @@ COMPANIONS: tuple[tuple[str, ...], ...] = (
     ("recipe current", "weights cached", "reset_fp8"),
     ("weights cached", "evaluate_in_other"),
     ("weights cached", "infer"),
+    ("weights cached", "infer", "step", "step", "infer"),
+    ("recipe delayed", "switch_recipe", "switch_recipe"),
+    ("Signed", "SignsFirst", "order", "layers_as_chunks", "reuse"),
     ("ListBlock", "delay", "wgrad_hooks"),
     ("order", "delay", "fused"),
     ("together", "delay"),

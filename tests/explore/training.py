@@ -11,6 +11,7 @@ import gc
 import math
 import os
 import pickle
+import re
 import sys
 from typing import Any
 from unittest import mock
@@ -181,6 +182,21 @@ class WithNone(Block):
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
+
+
+class Signed(Block):
+    """A second output is the signs of the first, which need no gradient."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return out, out.detach().sign()
+
+
+class SignsFirst(Signed):
+    """The signs come before what they are of."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)[::-1]
 
 
 class Unused(Block):
@@ -541,7 +557,7 @@ class Training:
             out = te.checkpoint(call, given, get_rng_state_tracker=the_tracker(), **options)
         else:
             out = call(given, **options)
-        return out[0] if isinstance(out, tuple) else out
+        return out[program.modules[number] == "SignsFirst"] if isinstance(out, tuple) else out
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
         """What runs first in the autocast."""
@@ -821,12 +837,18 @@ def evaluate_in_other(t: Training) -> None:
 
 
 def infer(t: Training) -> None:
-    """Run the first layer without gradients, through its graph for inference."""
-    t.mark_first()
+    """Run the first layer without gradients, through its graph for inference.
+
+    With the weights that the last step has cached, where there were only steps since another one.
+    """
+    before = " ".join(program.events[: int(t.event.split()[0])])
+    first = program.weights != "cached" or not re.search(r"infer( step)+$", before)
+    if first:
+        t.mark_first()
     call = t.infer if t.graphed else t.forwards[0]
     t.layers[0].eval()
     with torch.no_grad(), autocast(t.recipe if t.fp8(0) else "bf16"):
-        marks = {"is_first_microbatch": True} if program.weights == "cached" and t.graphed else {}
+        marks = {"is_first_microbatch": first} if program.weights == "cached" and t.graphed else {}
         t.see("outputs", call(random(), **marks))
     t.layers[0].train()
 
@@ -857,7 +879,8 @@ def recapture(t: Training) -> None:
 
 
 def switch_recipe(t: Training) -> None:
-    t.recipe = program.other
+    """To the other recipe, and back the next time."""
+    t.recipe = program.other if t.recipe == program.recipe else program.recipe
     recapture(t)
 
 
@@ -892,12 +915,13 @@ class Failing(Block):
 
 
 def failed_capture(t: Training) -> None:
-    """A capture of another layer fails."""
+    """Captures of another layer fail: in its forward, and since it is said to be two."""
     layer, sample = Failing(), random().requires_grad_()
     t.prepare(-1, layer)
-    with contextlib.suppress(ZeroDivisionError):
-        if t.graphed:
-            t.graph(layer, (sample,), num_warmup_iters=2)
+    for options in {"num_warmup_iters": 2}, {"enabled": (True, True)}:
+        with contextlib.suppress(ZeroDivisionError, AssertionError, ValueError):
+            if t.graphed:
+                t.graph(layer, (sample,), **options)
 
 
 def misuse_keyword(t: Training) -> None:
@@ -916,6 +940,18 @@ def misuse_missing(t: Training) -> None:
     refused(t, lambda call, x, marks: call(**marks))
 
 
+def misuse_backward(t: Training) -> None:
+    """A backward of a graph that was captured without gradients."""
+    layer, sample = torch_linear(), random().requires_grad_()
+
+    def backward(*_: Any) -> None:
+        with torch.no_grad():
+            graphed = te.make_graphed_callables(layer, (sample,), allow_unused_input=True)
+        graphed(sample).sum().backward()
+
+    refused(t, backward)
+
+
 def refused(t: Training, misuse: Any) -> None:
     """A graph must refuse what is not as its samples."""
     x: Any = random()
@@ -929,8 +965,9 @@ def refused(t: Training, misuse: Any) -> None:
     if t.graphed:
         try:
             misuse(t.calls[0][0], x, marks)
-        except (TypeError, ValueError):
-            return
+        except (TypeError, ValueError, RuntimeError) as error:
+            if "captured for" in str(error):
+                return
         t.see("taken", torch.ones(1))
 
 
