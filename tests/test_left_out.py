@@ -16,19 +16,15 @@ from te_graph_fixes.source import Edit, Source
 from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify.cases import EXPERTS, PRESWIZZLE
 from tests.child import on_simulator
+from tests.left_out import is_done_before
 
 SOURCE = Source.installed()
 GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
 """What is simulated where Hopper does not run all that a fix edits."""
-DONE_BEFORE = {"backward-dw-order": ("is_training", "need_bwd_dw_graph[per_callable_bwd_idx]")}
-"""Checks of TransformerEngine's that a fix deletes, by what they name: its plan has made them before the captures."""
 
 
 def marks(fix_id: str, edit: Edit) -> list[pytest.MarkDecorator]:
-    deleted = "" if edit.text else "".join(SOURCE.module(edit.module).text[edit.start : edit.end].split())
-    if any(name in deleted for name in DONE_BEFORE.get(fix_id, ())):
-        return [pytest.mark.xfail(reason="a check that can no longer fail")]
-    return []
+    return [pytest.mark.xfail(reason="a check that can no longer fail")] * is_done_before(SOURCE, fix_id, edit)
 
 
 EDITS = [

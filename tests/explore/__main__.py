@@ -289,6 +289,7 @@ def search(options: argparse.Namespace) -> int:
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.source import Source
+    from tests.left_out import is_done_before
 
     source = Source.installed()
     needed = {
@@ -300,7 +301,12 @@ def search(options: argparse.Namespace) -> int:
     equal = sorted((line["seed"], line["digest"]) for line in lines if line["verdict"] == "equal")
     targets: list[dict[str, Any]] = [{"fix": fix_id} for fix_id in needed]
     if options.breakages:
-        edits = [(fix_id, number) for fix_id in needed for number, _ in enumerate(needed[fix_id].edits)]
+        edits = [
+            (fix_id, number)
+            for fix_id in needed
+            for number, edit in enumerate(needed[fix_id].edits)
+            if not is_done_before(source, fix_id, edit)
+        ]
         edits = random.Random(options.seed).sample(edits, min(options.breakages, len(edits)))
         targets = [{"fix": fix_id, "edit": number} for fix_id, number in edits]
     done = noted(options.results)[1:]
