@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ from .engine import EngineError, patched
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
 from .settings import Settings, fix_ids
-from .source import TE, Source, TENotFoundError, split_lines
+from .source import TE, Source, TENotFoundError
 from .verdicts import Reading, expected
 
 NO_TE = 2
@@ -142,7 +143,8 @@ def _path(source: Source, module: str) -> str:
 def _unified(path: str, before: str, after: str, newline: str) -> Iterator[str]:
     """A unified diff that `patch -p1` accepts, last lines without a line break included."""
     old = f"a/{path}" if before else "/dev/null"
-    diff = difflib.unified_diff(split_lines(before), split_lines(after), old, f"b/{path}")
+    was, is_now = (io.StringIO(text).readlines() for text in (before, after))
+    diff = difflib.unified_diff(was, is_now, old, f"b/{path}")
     yield from itertools.islice(diff, 2)
     for line in diff:
         if not line.endswith("\n"):

@@ -8,29 +8,30 @@ wrapper that another tool has put around it, before or after us, is left alone.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import inspect
+import io
 import itertools
 import linecache
 import sys
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 from .fix import Verdict
-from .source import DEFINITIONS, Edit, ModuleSource, Source, split_lines
+from .source import DEFINITIONS, Edit, ModuleSource, Source
 
 
 class EngineError(Exception):
     """The edits of the fixes cannot be put together, or what they give cannot be put in place."""
 
 
-def patched(source: Source, verdicts: Iterable[Verdict]) -> dict[str, tuple[str, str]]:
+def patched(source: Source, verdicts: Collection[Verdict]) -> dict[str, tuple[str, str]]:
     """The text (before, after) of every module that the applicable ``verdicts`` change or add ("" before)."""
-    verdicts = list(verdicts)
     texts: dict[str, tuple[str, str]] = {}
     for verdict in verdicts:
         for name, text in verdict.new_modules.items():
@@ -53,16 +54,15 @@ def _edits(verdicts: Iterable[Verdict]) -> dict[str, list[Edit]]:
     return {name: sorted(found, key=lambda edit: (edit.start, edit.end)) for name, found in edits.items()}
 
 
-def _apply(text: str, edits: Iterable[Edit], start: int = 0) -> str:
+def _apply(text: str, edits: Sequence[Edit], start: int = 0) -> str:
     """``text``, which begins at character ``start`` of its module, with the edits made, which are in order."""
-    pieces = []
-    position = start
-    for edit in edits:
-        if edit.start < position:
-            raise EngineError(f"two fixes edit the same text of {edit.module} at character {edit.start}")
-        pieces += [text[position - start : edit.start - start], edit.text]
-        position = edit.end
-    return "".join([*pieces, text[position - start :]])
+    following = start + len(text)
+    for edit in reversed(edits):
+        if edit.end > following:
+            raise EngineError(f"two fixes edit the same text of {edit.module} at character {following}")
+        text = text[: edit.start - start] + edit.text + text[edit.end - start :]
+        following = edit.start
+    return text
 
 
 @dataclass(frozen=True)
@@ -97,53 +97,44 @@ def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
 
 
 def _module_changes(module: ModuleSource, edits: list[Edit], names: set[str]) -> Iterator[Change]:
-    """The functions of a module that the edits change or add, and those of ``names``, compiled together."""
-    edited: dict[str, ast.FunctionDef] = {}
-    its: dict[str, tuple[Edit, ...]] = {}
-    for (qualname, start, end), group in itertools.groupby(edits, lambda edit: _function(module, edit)):
-        found, owner = tuple(group), qualname.rpartition(".")[0]
-        line = _apply(module.text[:start], [edit for edit in edits if edit.end <= start]).count("\n") + 1
-        first, *added = _functions(module, owner, _apply(module.text[start:end], found, start), line)
-        edited |= {qualname: first} | {f"{owner}.{node.name}": node for node in added}
-        its |= dict.fromkeys(edited.keys() - its.keys(), found)
+    """The functions of a module that the edits change or add, and those of ``names``."""
+    edited = _edited(module, edits)
     known = {name: module.definitions.get(name) for name in sorted(names | edited.keys())}
-    old = {name: node for name, node in known.items() if isinstance(node, ast.FunctionDef)}
-    before, after = _compiled(module, old), _compiled(module, edited)
+    old_codes = _codes(module, {name: node for name, node in known.items() if isinstance(node, ast.FunctionDef)})
+    new_codes = _codes(module, {name: node for name, (node, _) in edited.items()})
     for name in [name for name, node in known.items() if not isinstance(node, ast.ClassDef)]:
-        code, new = _inside(before, name), _inside(after, name)
-        if code and new:
-            if code.co_freevars != new.co_freevars:
-                raise EngineError(f"the edits change the free variables of {name} in {module.path}")
-            yield Change(module.name, name, code, new, its[name], *_growth(module, old[name], edited[name]))
-        elif new:
-            block = _inside(_compiled(module, {name: edited[name]}), name.rpartition(".")[0])
-            yield Change(module.name, name, None, _inside(block, edited[name].name), its[name], block=block)
+        (_, before), (block, after) = (codes.get(name, (None, None)) for codes in (old_codes, new_codes))
+        new, its = edited.get(name, (None, ()))
+        if after is None:
+            yield Change(module.name, name, before, before)
+        elif before is None:
+            yield Change(module.name, name, None, after, its, block=block)
+        elif before.co_freevars != after.co_freevars:
+            raise EngineError(f"the edits change the free variables of {name} in {module.path}")
         else:
-            yield Change(module.name, name, code, code)
+            yield Change(module.name, name, before, after, its, *_growth(module, known[name], new))
 
 
-def _function(module: ModuleSource, edit: Edit) -> tuple[str, int, int]:
-    """The function that an edit is in, or right behind: its qualified name, and where its lines start and end."""
+def _edited(module: ModuleSource, edits: list[Edit]) -> dict[str, tuple[ast.FunctionDef, tuple[Edit, ...]]]:
+    """The functions that the edits leave where there are edits, by qualified name, each with those; see `changes`."""
+    edited: dict[str, tuple[ast.FunctionDef, tuple[Edit, ...]]] = {}
     for qualname, node in module.definitions.items():
-        start = module.line_start([*node.decorator_list, node][0].lineno)
-        end = module.line_start(cast(int, node.end_lineno) + 1)
-        if isinstance(node, ast.FunctionDef) and start < edit.start and edit.end <= end:
-            return qualname, start, end
-    raise EngineError(f"a fix changes text of {module.path} that is not in a function, nor adds one to a class")
-
-
-def _functions(module: ModuleSource, owner: str, text: str, line: int) -> list[ast.FunctionDef]:
-    """The functions in a piece of text that begins at ``line``; `EngineError` if there is anything else."""
-    above = "\n" * (line - 2) + f"class {owner}:\n" if owner else "\n" * (line - 1)
-    try:
-        tree = ast.parse(above + text, module.path)
-    except SyntaxError as error:
-        raise EngineError(f"the edits do not leave Python text in {module.path}: {error}") from error
-    body = cast(ast.ClassDef, tree.body[0]).body if owner else tree.body
-    found = [node for node in body if isinstance(node, ast.FunctionDef)]
-    if len(found) != len(body) or len(tree.body) != 1:
-        raise EngineError(f"the edits leave something other than functions in {module.path}")
-    return found
+        start = module.starts[[*node.decorator_list, node][0].lineno]
+        end = module.starts[cast(int, node.end_lineno) + 1]
+        its = tuple(edit for edit in edits if start < edit.start and edit.end <= end)
+        if its and isinstance(node, ast.FunctionDef):
+            owner, dot, _ = qualname.rpartition(".")
+            lines = _apply(module.text[:start], [edit for edit in edits if edit.end <= start]).count("\n")
+            above = "\n" * (lines - 1) + f"class {owner}:\n" if owner else "\n" * lines
+            tree = ast.parse(above + _apply(module.text[start:end], its, start), module.path)
+            body = cast(ast.ClassDef, tree.body[0]).body if owner else tree.body
+            found = {f"{owner}{dot}{each.name}": (each, its) for each in body if isinstance(each, ast.FunctionDef)}
+            if qualname not in found or len(found) != len(body) or len(tree.body) != 1:
+                raise EngineError(f"the edits leave something other than functions in {module.path}")
+            edited |= found
+    if set(edits) != {edit for _, its in edited.values() for edit in its}:
+        raise EngineError(f"a fix changes text of {module.path} that is not in a function, nor adds one to a class")
+    return edited
 
 
 def _growth(module: ModuleSource, old: Any, new: Any) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -151,45 +142,38 @@ def _growth(module: ModuleSource, old: Any, new: Any) -> tuple[tuple[object, ...
 
     Raises `EngineError` unless these are constants, and all else of the two heads is the same.
     """
-    rest = copy.copy(new.args)
-    known = {parameter.arg for parameter in old.args.kwonlyargs}
-    keywords = list(zip(rest.kwonlyargs, rest.kw_defaults, strict=True))
-    by_position = rest.defaults[len(old.args.defaults) :]
-    by_keyword = {each.arg: default for each, default in keywords if default and each.arg not in known}
-    rest.args = rest.args[: len(rest.args) - len(by_position)]
-    rest.defaults = rest.defaults[: len(old.args.defaults)]
-    rest.kwonlyargs = [each for each in rest.kwonlyargs if each.arg not in by_keyword]
-    rest.kw_defaults = [default for each, default in keywords if each.arg not in by_keyword]
+    rest, known = copy.deepcopy(new.args), [each.arg for each in old.args.kwonlyargs]
+    by_position, by_keyword = rest.defaults[len(old.args.defaults) :], dict[str, Any]()
+    del rest.args[len(rest.args) - len(by_position) :], rest.defaults[len(old.args.defaults) :]
+    for place, parameter in reversed([*enumerate(rest.kwonlyargs)]):
+        if parameter.arg not in known:
+            by_keyword[rest.kwonlyargs.pop(place).arg] = rest.kw_defaults.pop(place)
     kept, had = ([*map(ast.dump, head)] for head in ((rest, *new.decorator_list), (old.args, *old.decorator_list)))
     are_constant = all(isinstance(value, ast.Constant) for value in (*by_position, *by_keyword.values()))
-    if kept != had or new.name != old.name or not are_constant:
+    if kept != had or not are_constant:
         raise EngineError(f"the edits do more to the head of {new.name} in {module.path} than add parameters")
     return tuple(each.value for each in by_position), {name: each.value for name, each in by_keyword.items()}
 
 
-def _compiled(module: ModuleSource, functions: Mapping[str, ast.FunctionDef]) -> CodeType:
-    """The code of a module with no definitions but the ``functions``, by qualified name, and the classes around them.
+def _codes(module: ModuleSource, functions: Mapping[str, ast.FunctionDef]) -> dict[str, tuple[CodeType, CodeType]]:
+    """The code of each function as in its module, behind that of what it is in: a class with it alone, or the module.
 
-    What is no definition stays: how a call compiles depends on what the module imports.
+    What is no definition stays in the module: how a call compiles depends on what is imported.
     """
-    tree = ast.Module([each for each in module.tree.body if not isinstance(each, DEFINITIONS)], [])
-    bodies = {"": tree.body}
+    body: list[ast.stmt] = [each for each in module.tree.body if not isinstance(each, DEFINITIONS)]
     for qualname, node in functions.items():
-        owner = qualname.rpartition(".")[0]
-        if owner not in bodies:
+        if owner := qualname.rpartition(".")[0]:
             holder = copy.copy(cast(ast.ClassDef, module.definitions[owner]))
-            holder.body = bodies[owner] = []
-            tree.body.append(holder)
-        bodies[owner].append(node)
-    return compile(tree, _path(module.name), "exec", dont_inherit=True)
-
-
-def _inside(code: CodeType | None, qualname: str) -> CodeType | None:
-    """The code of a function or class, by its qualified name, in that of the module; None where there is none."""
-    for name in qualname.split(".")[-2:]:
-        consts = code.co_consts if code else ()
-        code = next((each for each in reversed(consts) if isinstance(each, CodeType) and each.co_name == name), None)
-    return code
+            holder.body = [node]
+        body.append(holder if owner else node)
+    code = compile(ast.Module(body, []), _path(module.name), "exec", dont_inherit=True)
+    found = {}
+    for block in (code, *code.co_consts):
+        for each in block.co_consts if isinstance(block, CodeType) else ():
+            if isinstance(each, CodeType):
+                found[block.co_name, each.co_name] = block, each
+    places = {qualname: f"{code.co_name}.{qualname}".split(".")[-2:] for qualname in functions}
+    return {qualname: found[owner, name] for qualname, (owner, name) in places.items()}
 
 
 def _path(module: str) -> str:
@@ -199,18 +183,11 @@ def _path(module: str) -> str:
 
 def live_function(change: Change) -> Any:
     """What stands under the name of the function, seen through wrappers as far as TE's own; None if nothing does."""
-
-    def is_own(found: Any) -> bool:
-        return type(found) is FunctionType and found.__code__ in (change.before, change.after)
-
-    try:
+    found, own = None, (change.before, change.after)
+    with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # it is absent, or wrapped in a circle
         found = vars(_scope(change)).get(change.qualname.rpartition(".")[2])
-    except (KeyError, AttributeError, TypeError):
-        return None
-    try:
-        return inspect.unwrap(found, stop=is_own)
-    except ValueError:  # wrappers in a circle
-        return found
+        found = inspect.unwrap(found, stop=lambda each: type(each) is FunctionType and each.__code__ in own)
+    return found
 
 
 def _is_live(change: Change, code: CodeType | None) -> bool:
@@ -238,8 +215,8 @@ class Installation:
         self._verdicts = verdicts
         self._changes = changes(source, verdicts)
         self._texts = patched(source, verdicts.values())
-        self._corrected: list[tuple[FunctionType, dict[str, Any], dict[str, Any]]] = []  # each with what it had and got
-        self._modules: dict[str, ModuleType] = {}
+        self._set: list[tuple[FunctionType, str, Any, Any]] = []  # attributes: what each was, and what it became
+        self._added: list[tuple[Any, str, Any]] = []
 
     def install(self, earlier: Iterable[FunctionType] = ()) -> None:
         """Put every change in place, or none: on any error what was done is taken back and the error is raised.
@@ -249,9 +226,9 @@ class Installation:
         try:
             for name, (before, text) in self._texts.items():
                 path = _path(name)
-                linecache.cache[path] = (len(text), None, split_lines(text), path)
+                linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
                 if not before:
-                    self._add(name, text)
+                    self._add_module(name, text)
             for change in self._changes:
                 if change.edits:
                     self._install(change, earlier)
@@ -259,11 +236,16 @@ class Installation:
             self.revert()
             raise
 
-    def _add(self, name: str, text: str) -> None:
-        module = self._modules[name] = sys.modules[name] = ModuleType(name)
+    def _add(self, owner: Any, name: str, value: Any) -> None:
+        setattr(owner, name, value)
+        self._added.append((owner, name, value))
+
+    def _add_module(self, name: str, text: str) -> None:
+        module = ModuleType(name)
         module.__package__, _, child = name.rpartition(".")
+        self._add(sys.modules[module.__package__], child, module)
+        sys.modules[name] = module
         exec(compile(text, _path(name), "exec", dont_inherit=True), vars(module))
-        setattr(sys.modules[module.__package__], child, module)
 
     def _install(self, change: Change, earlier: Iterable[FunctionType]) -> None:
         if change.block:
@@ -272,23 +254,20 @@ class Installation:
             if "__classcell__" in made:
                 made["__classcell__"].cell_contents = scope
             name = change.qualname.rpartition(".")[2]
-            setattr(scope, name, made[name])
+            self._add(scope, name, made[name])
         elif not _is_live(change, change.before):
             raise EngineError(f"{change.qualname} of {change.module} was replaced while it was being corrected")
         else:
             own = [each for each in earlier if each.__module__ == change.module]
             for function in {live_function(change), *(each for each in own if each.__code__ == change.before)}:
-                self._correct(function, change)
-
-    def _correct(self, function: FunctionType, change: Change) -> None:
-        gets: dict[str, Any] = {"__code__": change.after}
-        if change.defaults:
-            gets["__defaults__"] = (*(function.__defaults__ or ()), *change.defaults)
-        if change.kwdefaults:
-            gets["__kwdefaults__"] = {**change.kwdefaults, **(function.__kwdefaults__ or {})}
-        self._corrected.append((function, {name: getattr(function, name) for name in gets}, gets))
-        for name, value in gets.items():
-            setattr(function, name, value)
+                gets: dict[str, Any] = {"__code__": change.after}
+                if change.defaults:
+                    gets["__defaults__"] = (*(function.__defaults__ or ()), *change.defaults)
+                if change.kwdefaults:
+                    gets["__kwdefaults__"] = {**change.kwdefaults, **(function.__kwdefaults__ or {})}
+                for name, value in gets.items():
+                    self._set.append((function, name, getattr(function, name), value))
+                    setattr(function, name, value)
 
     def replaced(self) -> dict[str, str]:
         """The fixes whose functions are not loaded as the source has them, each with what was found."""
@@ -301,12 +280,12 @@ class Installation:
             if not _is_live(change, change.before)
         }
 
-    def is_live(self, fix_id: str | None = None) -> bool:
-        """Whether what was put in place, or found to be as it should be, is what runs: for one fix, or for all."""
-        fixes = self._verdicts if fix_id is None else [fix_id]
-        modules = [name for fix in fixes for name in self._verdicts[fix].new_modules]
-        return all(_is_live(change, change.after) for fix in fixes for change in self._of(fix)) and all(
-            name in self._modules and sys.modules.get(name) is self._modules[name] for name in modules
+    def is_live(self, *fixes: str) -> bool:
+        """Whether what was put in place, or found to be as it should be, is what runs: for these fixes, or for all."""
+        fixes = fixes or tuple(self._verdicts)
+        modules = [sys.modules.get(name) for fix in fixes for name in self._verdicts[fix].new_modules]
+        return all(module in [value for _, _, value in self._added] for module in modules) and all(
+            _is_live(change, change.after) for fix in fixes for change in self._of(fix)
         )
 
     def _of(self, fix: str) -> list[Change]:
@@ -314,22 +293,14 @@ class Installation:
         rests_on, edits = self._verdicts[fix].rests_on, set(self._verdicts[fix].edits)
         return [each for each in self._changes if (each.module, each.qualname) in rests_on or edits & set(each.edits)]
 
-    def revert(self) -> list[FunctionType]:
+    def revert(self) -> set[FunctionType]:
         """Take back what is still ours, each function the very objects that it had; returns the functions."""
-        for function, had, got in self._corrected:
-            for name, value in got.items():
-                if getattr(function, name) is value:
-                    setattr(function, name, had[name])
-        for change in self._changes:
-            if change.block and _is_live(change, change.after):
-                delattr(_scope(change), change.qualname.rpartition(".")[2])
-        for name, module in self._modules.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-                parent, _, child = name.rpartition(".")
-                if vars(sys.modules.get(parent, module)).get(child) is module:
-                    delattr(sys.modules[parent], child)
-        for name in self._texts:
-            linecache.cache.pop(_path(name), None)
-        self._modules.clear()
-        return [function for function, _, _ in self._corrected]
+        for function, name, had, value in self._set:
+            if getattr(function, name) is value:
+                setattr(function, name, had)
+        for owner, name, value in self._added:
+            if vars(owner).get(name) is value:
+                delattr(owner, name)
+            if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
+                del sys.modules[value.__name__]
+        return {function for function, *_ in self._set}

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -105,10 +105,10 @@ def lacks_parameter(function: Definition, name: str) -> bool:
 
 
 def require_names(place: Definition, *names: str) -> None:
-    """Raise `UnrecognizedError` unless ``place`` sets all variables ``names``, which the text of an edit reads."""
-    for name in names:
+    """Raise `UnrecognizedError` unless ``place`` takes or sets all ``names``, which the text of an edit reads."""
+    for name in sorted(set(names) - place.parameters):
         if all(isinstance(node.ctx, ast.Load) for node in place.nodes(ast.Name, name)):
-            raise unrecognized(f"a variable {name}", place)
+            raise unrecognized(f"a parameter or variable {name}", place)
 
 
 def lacks_quantization(source: Source) -> bool:
@@ -135,6 +135,12 @@ def _plain(node: Any) -> object:
         fields = (getattr(node, name, None) for name in node._fields if name not in ("ctx", "kind", "type_comment"))
         return type(node).__name__, *map(_plain, fields)
     return list(map(_plain, node)) if isinstance(node, list) else node
+
+
+def ahead(place: Definition, node: Any, text: str) -> Edit:
+    """Put ``text`` right ahead of ``node``, on its line."""
+    start, _ = place.module.span(node)
+    return Edit(place.module.name, start, start, text)
 
 
 def behind(place: Definition, node: Any, text: str) -> Edit:
@@ -208,11 +214,12 @@ class Changes:
     def enter(self, place: Definition, context: str, text: str, count: int = 1) -> None:
         """A context manager in front of each of ``count`` that are entered."""
         contexts = place.exactly(count, context)
-        entered = [text in map(ast.unparse, place.statement_with(node).items) for node in contexts]
+        statements = [place.statement_with(node) for node in contexts]
+        entered = [text in map(ast.unparse, node.items) for node in statements]
         if any(entered) != all(entered):
             raise unrecognized(f"`with {text}, {context}` everywhere or nowhere", place, "it in some places")
         self.text(place, text, count)
-        self.add(all(entered), lambda: [place.enter_before(node, text) for node in contexts])
+        self.add(all(entered), lambda: [ahead(place, node.items[0].context_expr, f"{text}, ") for node in statements])
 
     def graph_argument(self, capture: Definition, value: str, name: str) -> None:
         """One more argument of what makes the autograd function of graph ``i``, before the forward's graph."""
@@ -226,14 +233,9 @@ class Changes:
         made = [wanted in map(ast.unparse, given[0]), name in [each.arg for each in function.args.args]]
         if any(made) != all(made):
             raise unrecognized(f"{name} as an argument and as a parameter, or neither", capture, "one of them")
-
-        def edits() -> Iterator[Edit]:
-            for node, text in ((graphs[0], value), (parameters[0], name)):
-                start, _ = capture.module.span(node)
-                yield Edit(capture.module.name, start, start, f"{text},\n{' ' * node.col_offset}")
-
+        texts: list[tuple[ast.expr | ast.arg, str]] = [(graphs[0], value), (parameters[0], name)]
         self.text(capture, f"lambda {name}: {value}")
-        self.add(all(made), edits)
+        self.add(all(made), lambda: [ahead(capture, n, f"{text},\n{' ' * n.col_offset}") for n, text in texts])
 
 
 def require_own(texts: Iterable[tuple[Definition, str, bool]], known: Iterable[str] = ()) -> None:

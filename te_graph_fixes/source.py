@@ -16,11 +16,12 @@ import os
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, TypeAlias, TypeVar, cast
 
 TE = "transformer_engine"
@@ -85,26 +86,21 @@ class Source:
     @classmethod
     def installed(cls) -> Source:
         """The TE that ``import transformer_engine`` would find; raises `TENotFoundError`."""
-        try:
+        with contextlib.suppress(ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
-        except (ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
-            spec = None
-        if spec is None or not spec.submodule_search_locations:
-            found = f"in sys.modules is a stand-in ({type(sys.modules.get(TE)).__name__}) without files"
-            raise TENotFoundError(f"{TE} {found if TE in sys.modules else 'is not installed in this interpreter'}")
-        location = next(iter(spec.submodule_search_locations))
-        return cls(location, _version(os.path.dirname(location)))
+            for location in (spec and spec.submodule_search_locations) or ():
+                return cls(location, _version(os.path.dirname(location)))
+        found = f"in sys.modules is a stand-in ({type(sys.modules.get(TE)).__name__}) without files"
+        raise TENotFoundError(f"{TE} {found if TE in sys.modules else 'is not installed in this interpreter'}")
 
     @classmethod
     def at(cls, folder: str | Path) -> Source:
         """The TE in ``folder``: a site-packages folder, a checkout, or the package folder itself."""
-        if not str(folder):
-            raise TENotFoundError(f"looked for {TE} in a folder without a name")
         root = Path(os.path.abspath(folder))
-        package = root if root.name == TE and (root / "__init__.py").is_file() else root / TE
-        if not (package / "__init__.py").is_file():
-            raise TENotFoundError(f"no {TE} package in {root}: expected {root / TE}/__init__.py")
-        return cls(str(package), _version(str(package.parent)))
+        for package in (root, root / TE) if str(folder) else ():
+            if package.name == TE and (package / "__init__.py").is_file():
+                return cls(str(package), _version(str(package.parent)))
+        raise TENotFoundError(f"no {TE} package in {str(folder)!r}: expected {root / TE}/__init__.py")
 
     def find(self, name: str) -> ModuleSource | None:
         """The source of module ``name``, or None where this TE has no such module."""
@@ -165,11 +161,6 @@ def _version(folder: str) -> str | None:
     return None
 
 
-def split_lines(text: str) -> list[str]:
-    """The lines, with their line breaks, as Python counts them."""
-    return list(io.StringIO(text))
-
-
 @dataclass(frozen=True)
 class ModuleSource:
     """The text of one module, as Python reads it, and its syntax tree.
@@ -194,11 +185,13 @@ class ModuleSource:
 
     @cached_property
     def lines(self) -> list[str]:
-        return split_lines(self.text)
+        """The lines, with their line breaks, as Python counts them."""
+        return io.StringIO(self.text).readlines()
 
     @cached_property
-    def _line_starts(self) -> list[int]:
-        return [0, *accumulate(map(len, self.lines))]
+    def starts(self) -> list[int]:
+        """The character offset at which each line starts, by its number, and last that of the text's end."""
+        return [0, 0, *accumulate(map(len, self.lines))]
 
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
@@ -225,58 +218,36 @@ class ModuleSource:
             raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
         return found
 
-    def places(self, root: ast.AST, kind: type[ast.AST], head: str = "") -> list[_Place]:
-        """Where nodes of a type, and with that `_head`, are below ``root``: each as a list and the place in it."""
+    def places(self, root: ast.AST, kind: type[ast.AST], name: str = "") -> list[_Place]:
+        """Where nodes of a type, with ``name`` those that begin with it, are below ``root``: list, and place in it."""
+        if root not in self.notes:
+            self.notes[root] = _index(root)
         if (root, kind) not in self.notes:
             heads = self.notes[root, kind] = defaultdict[str, list[_Place]](list)
-            for nodes, place in self._index(root)[kind]:
-                heads[_head(nodes[place])].append((nodes, place))
-        found: dict[str, list[_Place]] = self.notes[root, kind]
-        return found[head] if head else list(chain.from_iterable(found.values()))
-
-    def _index(self, root: ast.AST) -> dict[type, list[_Place]]:
-        if root not in self.notes:
-            found = self.notes[root] = defaultdict(list)
-            pending: list[list[Any]] = [[root]]
-            for nodes in pending:
-                for place, node in enumerate(nodes):
-                    found[type(node)].append((nodes, place))
-                    for part in getattr(node, "_fields", ()):
-                        value = getattr(node, part, None)
-                        if isinstance(value, list) or getattr(value, "_fields", None):
-                            pending.append(value if isinstance(value, list) else [value])
-            del found[type(root)][0]  # the root itself
-        return cast("dict[type, list[_Place]]", self.notes[root])
-
-    def offset(self, line: int, column: int) -> int:
-        """The character offset of a syntax tree position (1-based line, UTF-8 byte column)."""
-        text = self.lines[line - 1]
-        return self.line_start(line) + (column if text.isascii() else len(text.encode()[:column].decode()))
-
-    def line_start(self, line: int) -> int:
-        """The character offset at which 1-based ``line`` begins."""
-        return self._line_starts[line - 1]
+            for nodes, place in self.notes[root][kind]:
+                for head in {"", _head(nodes[place])}:
+                    heads[head].append((nodes, place))
+        return cast("list[_Place]", self.notes[root, kind][name])
 
     def span(self, node: Any) -> _Span:
-        """The character offsets at which ``node`` starts and ends."""
-        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
+        """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
+        (first, column), (last, end_column) = _span(node)
+        start, end = self.lines[first - 1].encode()[:column], self.lines[last - 1].encode()[:end_column]
+        return self.starts[first] + len(start.decode()), self.starts[last] + len(end.decode())
 
 
 class Match(dict[str, Node]):
     """What a pattern matched: the ``node``, and by name what stands where the pattern has ``ANY_NAME``."""
 
-    def __init__(self, node: Node, names: Mapping[str, Node]) -> None:
-        super().__init__(names)
-        self.node = node
+    node: Node
 
 
 class Run(ast.stmt):
     """Consecutive statements as one node."""
 
     def __init__(self, body: Sequence[ast.stmt]) -> None:
-        first, last = body[0], body[-1]
-        super().__init__(lineno=first.lineno, col_offset=first.col_offset)
-        self.end_lineno, self.end_col_offset = last.end_lineno, last.end_col_offset
+        ast.copy_location(self, body[0])
+        self.end_lineno, self.end_col_offset = body[-1].end_lineno, body[-1].end_col_offset
         self.body = list(body)
 
 
@@ -307,10 +278,12 @@ class Definition:
         head = _head(wanted[0])
         found: dict[object, Match] = {}
         for nodes, place in self.module.places(self.node, type(wanted[0]), "" if head.startswith("ANY") else head):
-            for names, length in _match_run(wanted, nodes[place:], {}):
-                run = nodes[place : place + length]
-                match = Match(run[0] if len(run) == 1 else Run(run), names)
-                if within is None or _is_inside(match.node, within):
+            for names, rest in _match_run(wanted, nodes[place:], {}):
+                run = nodes[place : len(nodes) - len(rest)]
+                match = Match(names)
+                match.node = run[0] if len(run) == 1 else Run(run)
+                (start, end), (first, last) = _span(match.node), _span(within or match.node)
+                if first <= start and end <= last:
                     found[tuple(map(_span, (match.node, *names.values())))] = match
         return sorted(found.values(), key=lambda match: _span(match.node))
 
@@ -349,11 +322,6 @@ class Definition:
         arguments = cast(ast.FunctionDef, self.node).args
         return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
 
-    def require_parameters(self, *names: str) -> None:
-        """Raise `UnrecognizedError` unless this function has the parameters ``names``."""
-        if missing := set(names) - self.parameters:
-            raise unrecognized(f"parameters {sorted(missing)}", self)
-
     def statement_with(self, context: Node) -> ast.With:
         """The ``with`` statement that enters ``context``; raises `UnrecognizedError` where there is none."""
         for statement in self.nodes(ast.With):
@@ -368,8 +336,7 @@ class Definition:
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
-        functions, classes = self.nodes(ast.FunctionDef, name), self.nodes(ast.ClassDef, name)
-        found: list[ast.FunctionDef | ast.ClassDef] = [*functions, *classes]
+        found: list[Any] = [*self.nodes(ast.FunctionDef, name), *self.nodes(ast.ClassDef, name)]
         if len(found) != 1:
             raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
         return Definition(self.module, f"{self.qualname}.{name}", found[0])
@@ -391,18 +358,12 @@ class Definition:
 
     def insert_at_start(self, text: str) -> Edit:
         """Put the statements ``text`` before the first one of this function, below its docstring."""
-        body = self.node.body
-        return self.insert_before(body[0 if ast.get_docstring(self.node) is None else 1], text)
+        return self.insert_before(self.node.body[ast.get_docstring(self.node) is not None], text)
 
     def insert_after(self, node: Node, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own after the statement ``node``."""
         _, end = self._whole_lines(node)
         return Edit(self.module.name, end, end, self._indented(node, text) + "\n")
-
-    def enter_before(self, context: Node, text: str) -> Edit:
-        """Let the ``with`` statement that enters ``context`` enter the context manager ``text`` first."""
-        start, _ = self.module.span(self.statement_with(context).items[0].context_expr)
-        return Edit(self.module.name, start, start, f"{text}, ")
 
     def delete(self, node: Node) -> Edit:
         """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
@@ -410,17 +371,14 @@ class Definition:
         first = node.lineno
         while self.module.lines[first - 2].strip().startswith("#"):
             first -= 1
-        return Edit(self.module.name, self.module.line_start(first), end, "")
+        return Edit(self.module.name, self.module.starts[first], end, "")
 
     def _whole_lines(self, node: Node) -> tuple[int, int]:
         """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
-        start, end = self.module.span(node)
-        first = self.module.line_start(node.lineno)
-        last = self.module.line_start(cast(int, node.end_lineno) + 1)
-        after = self.module.text[end:last].strip()
-        if self.module.text[first:start].strip() or (after and not after.startswith("#")):
-            found = self.module.text[first:last].strip()
-            raise unrecognized("a statement on lines of its own", self, f"`{found}`")
+        text, (start, end) = self.module.text, self.module.span(node)
+        first, last = self.module.starts[node.lineno], self.module.starts[cast(int, node.end_lineno) + 1]
+        if text[first:start].strip() or text[end:last].partition("#")[0].strip():
+            raise unrecognized("a statement on lines of its own", self, f"`{text[first:last].strip()}`")
         return first, last
 
     def _indented(self, node: Node, text: str) -> str:
@@ -433,9 +391,27 @@ def _span(node: Any) -> tuple[_Span, _Span]:
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
-def _is_inside(node: ast.AST, outer: ast.AST) -> bool:
-    (start, end), (first, last) = _span(node), _span(outer)
-    return first <= start and end <= last
+def _index(root: ast.AST) -> dict[type, list[_Place]]:
+    """Where the nodes below ``root`` are, by type."""
+    found = defaultdict[type, list[_Place]](list)
+    pending: list[list[Any]] = [[root]]
+    for nodes in pending:
+        for place, node in enumerate(nodes):
+            found[type(node)].append((nodes, place))
+            for part in getattr(node, "_fields", ()):
+                value = getattr(node, part, None)
+                if isinstance(value, list) or getattr(value, "_fields", None):
+                    pending.append(value if isinstance(value, list) else [value])
+    del found[type(root)][0]
+    return found
+
+
+def _head(node: Any) -> str:
+    """The name that a node begins with, "" where it begins otherwise: most nodes differ in it."""
+    while isinstance(node, (ast.AST, list)):
+        first = node[:1] if isinstance(node, list) else [getattr(node, part) for part in node._fields[:1]]
+        node = first[0] if first else None
+    return node if isinstance(node, str) else ""
 
 
 @cache
@@ -444,55 +420,38 @@ def _parse_pattern(pattern: str) -> list[ast.AST]:
     return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else list(body)
 
 
-def _head(node: Any) -> str:
-    """The name that a node begins with, "" where it begins otherwise: most nodes differ in it."""
-    while not isinstance(node, str):
-        if isinstance(node, ast.AST) and node._fields:
-            node = getattr(node, node._fields[0], None)
-        elif isinstance(node, list) and node:
-            node = node[0]
-        else:
-            return ""
-    return node
-
-
-def _is_dots(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is Ellipsis
-
-
-def _match_run(wanted: Sequence[Any], found: Sequence[Any], names: _Names) -> list[tuple[_Names, int]]:
-    """Each way in which ``found`` can begin with ``wanted``: the names bound then, and the length of what matched."""
-    if not wanted:
-        return [(names, 0)]
-    if isinstance(wanted[0], ast.Expr) and _is_dots(wanted[0].value):
-        ways = [(names, length) for length in range(len(found) + 1)]
-    elif isinstance(wanted[0], ast.AnnAssign) and _is_dots(wanted[0].annotation):
-        name = ast.unparse(wanted[0].target)
-        ways = [({**names, name: Run(found[:length])}, length) for length in range(1, len(found) + 1)]
-    else:
-        ways = [(bound, 1) for bound in _match(wanted[0], found[0], names)] if found else []
-    return [
-        (bound, length + more)
-        for known, length in ways
-        for bound, more in _match_run(wanted[1:], found[length:], known)
-    ]
+def _match_run(wanted: list[Any], found: list[Any], names: _Names) -> Iterator[tuple[_Names, list[Any]]]:
+    """Each way in which ``found`` can begin with ``wanted``: the names bound then, and what is left of ``found``."""
+    rest = wanted[1:]
+    match wanted[:1]:
+        case []:
+            yield names, found
+        case [ast.Expr(ast.Constant(EllipsisType()))]:
+            for length in range(len(found) + 1):
+                yield from _match_run(rest, found[length:], names)
+        case [ast.AnnAssign(ast.Name(name), ast.Constant(EllipsisType()))]:
+            for length in range(1, len(found) + 1):
+                yield from _match_run(rest, found[length:], {**names, name: Run(found[:length])})
+        case [first] if found:
+            for bound in _match(first, found[0], names):
+                yield from _match_run(rest, found[1:], bound)
 
 
 def _match(wanted: Any, found: Any, names: _Names) -> Sequence[_Names]:
     """Each way in which ``found`` matches, as the names bound before and by it."""
     if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
-        known = names.get(wanted.id, found)
         if not isinstance(found, ast.expr) or isinstance(found, ast.Starred):
             return ()
+        known = names.get(wanted.id, found)
         same = known is found or ast.unparse(known) == ast.unparse(found)
         return (names if wanted.id == "ANY" else {wanted.id: found, **names},) if same else ()
     if type(wanted) is not type(found):
         return ()
     if isinstance(wanted, list):
-        return [bound for bound, length in _match_run(wanted, found, names) if length == len(found)]
-    if not isinstance(wanted, ast.AST):
-        return (names,) if wanted == found else ()
+        return [bound for bound, rest in _match_run(wanted, found, names) if not rest]
     ways: Sequence[_Names] = (names,)
+    if not isinstance(wanted, ast.AST):
+        return ways if wanted == found else ()
     for part in reversed(wanted._fields):  # the first is mostly the `_head`, which is the same
         if ways and part not in _NO_SYNTAX:
             ours, theirs = getattr(wanted, part, None), getattr(found, part, None)

@@ -50,7 +50,7 @@ def first_line(node: ast.stmt) -> int:
 
 def replaced(module: ModuleSource, node: ast.stmt, text: str) -> str:
     """The module's text with other text on the lines of a statement, indented as that is."""
-    start, end = module.line_start(first_line(node)), module.line_start((node.end_lineno or 0) + 1)
+    start, end = module.starts[first_line(node)], module.starts[(node.end_lineno or 0) + 1]
     return module.text[:start] + textwrap.indent(text, " " * node.col_offset) + "\n" + module.text[end:]
 
 
@@ -72,7 +72,7 @@ def places(module: ModuleSource, offset: int) -> Iterator[Place]:
 
     def visit(body: list[ast.stmt], owners: tuple[Definition, ...]) -> None:
         for index, node in enumerate(body):
-            if module.line_start(first_line(node)) <= offset < module.line_start((node.end_lineno or 0) + 1):
+            if module.starts[first_line(node)] <= offset < module.starts[(node.end_lineno or 0) + 1]:
                 if owners:
                     found.append(Place(module, body, index, owners))
                 inner = (*owners, node) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else owners
@@ -587,8 +587,8 @@ def into_rest(place: Place) -> Texts:
     if function is None:
         return None
     call = "rest()\n" + text_of(last) if ends else "rest()"
-    start = place.module.line_start(first_line(rest[0]))
-    end = place.module.line_start((last.end_lineno or 0) + 1)
+    start = place.module.starts[first_line(rest[0])]
+    end = place.module.starts[(last.end_lineno or 0) + 1]
     text = textwrap.indent(f"{function}\n{call}\n", " " * rest[0].col_offset)
     return {place.module.name: place.module.text[:start] + text + place.module.text[end:]}
 

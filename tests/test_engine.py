@@ -420,7 +420,7 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
 @pytest.mark.parametrize("text", ["X = 1", "def added(): pass", "class B: pass"])
 def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
     package = standin("class A:\n    def run(self):\n        return 1\n")
-    with pytest.raises(EngineError, match=r"do not leave Python text|something other than functions"):
+    with pytest.raises(EngineError, match="something other than functions"):
         changes(package.source, {"fix": package.add("A", text)})
 
 

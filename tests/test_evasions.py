@@ -71,7 +71,7 @@ def read(version: str, fix_id: str) -> tuple[Place, ...]:
         module = tree.find(name)
         known = module.find(qualname) if module else None
         if module and known:
-            for place in places(module, module.line_start(known.node.body[-1].lineno)):
+            for place in places(module, module.starts[known.node.body[-1].lineno]):
                 found.setdefault((name, ".".join(owner.name for owner in place.owners)), place)
     return tuple(found.values())
 
@@ -355,8 +355,8 @@ def mixtures(version: str, fix_id: str) -> Iterator[tuple[str, dict[str, str]]]:
         place = next(iter(places(module, edit.start)), None)
         if place is None or isinstance(place.statement, (ast.FunctionDef, ast.ClassDef)):
             continue
-        start = module.line_start(first_line(place.statement))
-        end = module.line_start(place.statement.end_lineno + 1)
+        start = module.starts[first_line(place.statement)]
+        end = module.starts[place.statement.end_lineno + 1]
         its = [each for each in inside if start <= each.start and each.end <= end]
         old, new = module.text[start:end], _apply(module.text[start:end], its, start)
         if not new.strip() or any(each.start < end and start < each.end for each in inside if each not in its):

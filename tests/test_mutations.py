@@ -50,8 +50,7 @@ class Function:
         return self.module.definitions[self.qualname]
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        start = self.module.offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
-        return start, self.module.offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+        return self.module.span(node)
 
     def pick(self, nodes: Sequence[ast.AST], rng: random.Random) -> ast.AST | None:
         """One of the nodes, rather near an edit than far from it."""
@@ -248,7 +247,7 @@ def functions(tree: Source, edits: Sequence[Edit]) -> list[Function]:
         module = tree.module(edit.module)
         for qualname, node in module.definitions.items():
             if isinstance(node, ast.FunctionDef):
-                start, end = module.line_start(node.lineno), module.line_start((node.end_lineno or 0) + 1)
+                start, end = module.starts[node.lineno], module.starts[(node.end_lineno or 0) + 1]
                 if start <= edit.start <= edit.end <= end:
                     found.setdefault((edit.module, qualname), []).append(edit.start)
     return [Function(tree.module(module), name, tuple(starts)) for (module, name), starts in found.items()]
@@ -293,7 +292,7 @@ def check(fix_id: str, version: str, kind: str, seed: int) -> str:
     if found.verdict == UNRECOGNIZED:
         return UNRECOGNIZED
     start = (*mutation.spans, *mutation.whole)[0][0]
-    where = f"{kind} at line {bisect.bisect(module._line_starts, start)} of {module.path}"
+    where = f"{kind} at line {bisect.bisect(module.starts, start) - 1} of {module.path}"
     assert found.verdict == APPLICABLE, f"{where}: {found.verdict}: {found.reason}"
 
     after = {name: new for name, (_, new) in patched(mutated(tree, module, text), [found]).items()}

@@ -53,7 +53,7 @@ def examine(source: Source) -> Verdict:
     forward, functionalized = factory.inner("Graphed").inner("forward"), factory.inner("functionalized")
     flag = _flag(source)
     hook = capture.inner("hook_fn")
-    hook.require_parameters("module", "func_idx")
+    require_names(hook, "module", "func_idx")
     require_names(capture, "func")
     replays = [match for match in functionalized.matches("out = ANY_CALL") if _is_replay(match["ANY_CALL"])]
     if len(replays) != 1:

@@ -24,8 +24,8 @@ from typing import Any, cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
-from ..shapes import BACKWARD_INDEX, behind, digest, graph_capture, lacks_delayed_wgrads, require_own
-from ..source import Definition, Edit, Run, Source, unrecognized
+from ..shapes import BACKWARD_INDEX, behind, digest, graph_capture, lacks_delayed_wgrads, require_names, require_own
+from ..source import Definition, Edit, Node, Run, Source, unrecognized
 
 MAKE_PLAN = """
 from ._te_graph_order import make_plan
@@ -128,7 +128,7 @@ NO_GRAPH = " if not is_wgrad else contextlib.nullcontext()"
 NO_GRADS = " if not is_wgrad else ()"
 PLANNED_LAYERS = "for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph): ..."
 CORRECTED = (
-    MAKE_PLAN,
+    *(MAKE_PLAN, "_order_plan = ANY"),
     GRAD_OUTPUTS.replace("ANY_KEYS\n", f"ANY_KEYS\n{CHOOSE_BUFFER}\n"),
     "reuse_fwd_idx = ANY_SAMPLE",
     "for c_id in () if _order_plan.delayed else _order: ...",
@@ -153,7 +153,7 @@ def examine(source: Source) -> Verdict:
     for name in ("_tree_flatten", "_tree_unflatten"):
         if f"as {name}\n" not in capture.module.text:
             raise unrecognized(f"an import of {name}", capture.module.path)
-    capture.require_parameters("callables", "sample_args", "sample_kwargs", "_reuse_graph_input_output_buffers")
+    require_names(capture, "callables", "sample_args", "sample_kwargs", "_reuse_graph_input_output_buffers")
     loop = cast(ast.For, capture.one(CAPTURE))
     layers = cast(ast.For, capture.one("for l_no in list(reversed(range(ANY))): ...", within=loop))
     number = cast(ast.Assign, capture.one(BACKWARD_INDEX, within=layers)).value
@@ -188,7 +188,6 @@ def _corrected(source: Source, capture: Definition) -> Verdict:
         capture.exactly(0, pattern)
     capture.exactly(0, BACKWARD_INDEX, within=capture.one(PLANNED_LAYERS))
     capture.one("static_grad_outputs_keys in static_grad_outputs_dict", within=capture.one(PLANNED_LAYERS))
-    capture.exactly(1, "_order_plan = ANY")
     require_own([(capture, "", True)])
     return not_needed("captures follow a plan made from the order")
 
@@ -212,17 +211,17 @@ def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
 
 def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edit]:
     """For TE 2.10: orders hold whole numbers, and each wgrad is captured with its dgrad."""
-    dgrad = cast(Run, capture.one(DGRAD_2_10, within=layers)).body
+    dgrad = capture.one(DGRAD_2_10, within=layers)
+    keys = cast(Run, capture.one(GRAD_OUTPUTS, within=dgrad)).body[0]
     graph = capture.one(CAPTURE_2_10, within=layers)
     grads = capture.match("grad_inputs = ANY_GRADS", within=capture.statement_with(graph))["ANY_GRADS"]
-    choose = capture.insert_after(cast(Run, capture.one(GRAD_OUTPUTS, within=dgrad[-1])).body[0], CHOOSE_BUFFER)
     numbers = "num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches"
     return [
         capture.replace(capture.one(NUMBER_OF_MICROBATCHES), MAKE_PLAN.strip("\n") + "\n" + numbers),
         capture.replace(loop.target, "i, c_id"),
         capture.replace(loop.iter, "enumerate(_order)"),
         capture.replace(cast(Any, loop.body[-1]).orelse[0].value, "_order_plan.entries[i].chunk"),
-        _only_dgrad(capture, dgrad, choose),
+        _only_dgrad(capture, dgrad, keys),
         behind(capture, graph, NO_GRAPH),
         behind(capture, grads, NO_GRADS),
         capture.replace(cast(ast.If, capture.one(WGRAD_2_10, within=layers)).test, "is_wgrad"),
@@ -230,15 +229,12 @@ def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edi
     ]
 
 
-def _only_dgrad(capture: Definition, statements: list[ast.stmt], *inner: Edit) -> Edit:
-    """Put ``statements``, with the ``inner`` insertions made in them, under the condition that this is not a wgrad."""
-    module = capture.module
-    start, end = module.line_start(statements[0].lineno), module.line_start(cast(int, statements[-1].end_lineno) + 1)
-    text = module.text[start:end]
-    for edit in inner:
-        text = text[: edit.start - start] + edit.text + text[edit.end - start :]
-    indent = " " * statements[0].col_offset
-    return Edit(module.name, start, end, f"{indent}if not is_wgrad:\n" + textwrap.indent(text, "    "))
+def _only_dgrad(capture: Definition, dgrad: Node, keys: Node) -> Edit:
+    """Put the ``dgrad``, its buffer chosen behind ``keys``, under the condition that this is not a wgrad."""
+    (start, _), (_, end) = map(capture.module.span, (dgrad, keys))
+    text, indent = capture.text(dgrad), " " * dgrad.col_offset
+    text = f"{indent}{text[: end - start]}\n{' ' * keys.col_offset}{CHOOSE_BUFFER}{text[end - start :]}"
+    return capture.replace(dgrad, "if not is_wgrad:\n" + textwrap.indent(textwrap.dedent(text), "    "))
 
 
 FIX = Fix(

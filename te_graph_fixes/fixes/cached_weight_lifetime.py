@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import Changes
+from ..shapes import Changes, require_names
 from ..source import Source
 from .fp8_weight_transposes import CAPTURED, COPY_INPUTS, GRAPH, replay
 
@@ -35,7 +35,7 @@ REFRESH = "fwd_graph.cached_weights.refresh(skip_fp8_weight_update)"
 def examine(source: Source) -> Verdict:
     capture = source.definition(GRAPH, "_make_graphed_callables")
     forward = replay(capture)
-    forward.require_parameters("skip_fp8_weight_update")
+    require_names(forward, "skip_fp8_weight_update")
     base = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule")
     base.one("self._fp8_workspaces.clear()")
     changes = Changes()

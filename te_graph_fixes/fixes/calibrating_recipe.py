@@ -15,7 +15,7 @@ neither quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import Changes, lacks_quantization
+from ..shapes import Changes, lacks_quantization, require_names
 from ..source import Source
 
 CHOICE = """
@@ -32,7 +32,7 @@ def examine(source: Source) -> Verdict:
     public = module.definition("make_graphed_callables")
     if lacks_quantization(source):
         return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
-    public.require_parameters("calibrating", "recipe", "enabled")
+    require_names(public, "calibrating", "recipe", "enabled")
     public.one("if calibrating is None: calibrating = False")
     public.one(CHOICE)
     changes = Changes()

@@ -21,6 +21,7 @@ import ast
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
+from ..shapes import require_names
 from ..source import Definition, Edit, Source, unrecognized
 
 CAPTURE = """
@@ -172,7 +173,7 @@ def _public(public: Definition) -> list[Edit]:
     call = cast(ast.Assign, public.one("graphed_callables = ANY"))
     if public.has(CAPTURE_LATER + SAFE_CALL):
         return []
-    public.require_parameters("modules")
+    require_names(public, "modules")
     if not isinstance(call.value, ast.Call) or ast.unparse(call.value.func) != "_make_graphed_callables":
         raise unrecognized("a call of _make_graphed_callables", public, "another")
     public.one("saved_fp8_tensors = ANY")

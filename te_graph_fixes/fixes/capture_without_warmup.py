@@ -15,7 +15,7 @@ get gradients. Without a warmup nothing is known, and taken to be none. One iter
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import Changes, graph_capture, lacks_delayed_wgrads
+from ..shapes import Changes, graph_capture, lacks_delayed_wgrads, require_names
 from ..source import Source
 
 LEARNS = "visited_te_modules = {}"
@@ -26,7 +26,7 @@ def examine(source: Source) -> Verdict:
     if lacks_delayed_wgrads(source):
         return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
     capture = graph_capture(source)
-    capture.require_parameters("num_warmup_iters")
+    require_names(capture, "num_warmup_iters")
     capture.one(LEARNS)
     capture.one(*(f"for ANY_ITERATION in {iterations}: ..." for iterations in (NONE, ONE)))
     changes = Changes()

@@ -136,7 +136,7 @@ def _graph(source: Source, capture: Definition) -> list[Edit]:
         edits.append(capture.replace(call, TAKE.format(index=capture.text(match["ANY_INDEX"]))))
     if "skip_backward_post_hook" in capture.text(capture.node):  # TE copies the parameter grads of a dgrad
         slots = capture.inner("_returned_param_grad_clone_slots")
-        capture.require_parameters("callables")
+        require_names(capture, "callables")
         edits += [capture.insert_before(slots.node, BIASES), slots.replace(slots.one(NO_COPY), COPY_BIASES)]
     if _names_outputs(capture):
         edits.append(capture.replace(capture.one(WARMUP_END), FORGET_OUTPUTS))
@@ -155,7 +155,7 @@ def _attributes(source: Source, capture: Definition) -> list[Edit]:
     """Deliver after the replay, and let the static gradients go with the graphs."""
     factory = capture.inner("make_graphed_attribute_functions")
     factory.one("return backward_dw, reset")
-    factory.require_parameters("graph_idx")
+    require_names(factory, "graph_idx")
     replay, reset = factory.inner("backward_dw"), factory.inner("reset")
     call = replay.one("bwd_dw_graphs[graph_idx].replay()", "bwd_dw_graph.replay()")
     edits = [
@@ -193,7 +193,7 @@ def _at_start(function: Definition, text: str) -> Edit:
     first = function.node.body[0]
     if first.lineno == function.node.lineno:
         raise unrecognized("a function on lines of its own", function, "it on one line")
-    start = function.module.line_start(function.node.lineno + 1)
+    start = function.module.starts[function.node.lineno + 1]
     return Edit(function.module.name, start, start, " " * first.col_offset + text + "\n")
 
 

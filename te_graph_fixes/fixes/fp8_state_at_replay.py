@@ -28,7 +28,7 @@ import ast
 
 from ..fix import Fix, Verdict, not_applicable
 from ..provided import new_module
-from ..shapes import Changes, lacks_delayed_wgrads, start_of_warmup
+from ..shapes import Changes, lacks_delayed_wgrads, require_names, start_of_warmup
 from ..source import Definition, Source, unrecognized
 
 REGISTER = """
@@ -97,7 +97,7 @@ def examine(source: Source) -> Verdict:
     fuser = source.definition("transformer_engine.pytorch.ops.fuser", "OperationFuser.__call__")
     fuser.one("recipe = FP8GlobalStateManager.get_fp8_recipe()")
     hook = capture.inner("hook_fn")
-    hook.require_parameters("module", "func_idx")
+    require_names(hook, "module", "func_idx")
     changes = Changes("graphed")
     changes.after(prepare, [prepare.one(REGISTER)], USE)
     changes.after(fuser, [fuser.one(PREPARE_OPERATIONS)], USE_OF_OPERATIONS)

@@ -22,7 +22,7 @@ import ast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import new_module
-from ..shapes import behind, lacks_parameter, require_names, start_of_warmup
+from ..shapes import ahead, behind, lacks_parameter, require_names, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 
 NO_OPTION_OF_TE = "copied_grads = ANY"  # by param-grad-lifetime, which brings the option to TE before 2.19
@@ -61,7 +61,7 @@ def examine(source: Source) -> Verdict:
     public, capture = module.definition("make_graphed_callables"), module.definition("_make_graphed_callables")
     if lacks_parameter(public, OPTION) or (capture.has(NO_OPTION_OF_TE) and SLOTS not in module.text):
         return not_applicable("TE before 2.19 copies no parameter grads")
-    public.require_parameters(OPTION)
+    require_names(public, OPTION)
     slots = capture.inner(SLOTS)
     slots.one(COPIED)
     if has_sharing(capture):
@@ -88,11 +88,11 @@ def has_sharing(capture: Definition) -> bool:
 
 def share_edits(capture: Definition) -> list[Edit]:
     """Edits that find the dummies of each captured backward, and put TE's shared ones in their places."""
-    contexts = capture.exactly(2, CAPTURE)
+    backwards = [capture.statement_with(context) for context in capture.exactly(2, CAPTURE)]
     require_names(capture, "is_training")
     return [
         capture.insert_before(start_of_warmup(capture), IMPORT + "\n"),
-        *(capture.enter_before(context, DUMMIES) for context in contexts),
+        *(ahead(capture, backward.items[0].context_expr, f"{DUMMIES}, ") for backward in backwards),
         *(capture.insert_after(grads, SHARE) for grads in capture.exactly(2, GRADS)),
     ]
 

@@ -22,7 +22,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import plan_module
-from ..shapes import BACKWARD_INDEX, graph_capture, graph_interface, lacks_parameter
+from ..shapes import BACKWARD_INDEX, graph_capture, graph_interface, lacks_parameter, require_names
 from ..source import Definition, Node, Source, unrecognized
 
 START = "previous_chunk_last_callable_bwd_idx = None"
@@ -99,7 +99,7 @@ def examine(source: Source) -> Verdict:
         capture.one(PLANNED_RELEASE, within=loop)
         capture.exactly(0, RELEASE)
         return not_needed("grad inputs are held until their last reader")
-    capture.require_parameters("_reuse_graph_input_output_buffers")
+    require_names(capture, "_reuse_graph_input_output_buffers")
     loop = _loop(capture)
     capture.one(USER_ARGS)
     if not capture.has(PLANNED_INDEX, within=loop):

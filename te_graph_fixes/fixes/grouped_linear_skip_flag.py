@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 
 from ..fix import Fix, Verdict, applicable, not_needed
-from ..shapes import Changes
+from ..shapes import Changes, require_names
 from ..source import Definition, Source, unrecognized
 
 SLOT = "skip_fp8_weight_update"
@@ -67,7 +67,7 @@ def examine(source: Source) -> Verdict:
         return not_needed(f"GroupedLinear passes {SLOT} on")
     if not (isinstance(value, ast.Constant) and value.value is None) or forward.has(SLOT):
         raise unrecognized(f"a literal None in the slot {SLOT}", forward, f"`{forward.text(value)}`")
-    forward.require_parameters("is_first_microbatch")
+    require_names(forward, "is_first_microbatch")
     return applicable(
         f"GroupedLinear passes None as {SLOT}",
         [

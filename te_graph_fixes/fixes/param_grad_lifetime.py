@@ -22,7 +22,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
 from ..provided import new_module
-from ..shapes import behind, require_own, start_of_warmup
+from ..shapes import behind, require_names, require_own, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 from .delayed_wgrad_delivery import COPY_BIASES, NO_COPY
 from .fused_dummy_copies import CHOICE, COPIED, NO_DUMMY, OPTION, has_sharing, share_edits
@@ -68,7 +68,7 @@ def examine(source: Source) -> Verdict:
     public, capture = module.definition("make_graphed_callables"), module.definition("_make_graphed_callables")
     call = _capture_call(public)
     factory = capture.inner("make_graphed_autograd_function")
-    factory.require_parameters("len_user_args", "static_input_surface", "static_grad_inputs")
+    require_names(factory, "len_user_args", "static_input_surface", "static_grad_inputs")
     graphed = factory.inner("Graphed")
     if OPTION in module.text:
         _require_option(public, capture, call)
@@ -88,7 +88,7 @@ def examine(source: Source) -> Verdict:
             for pattern in SLOTS:
                 capture.one(pattern)
             capture.exactly(2, "_returned_param_grad_clone_slots(ANY, ANY)")
-            factory.require_parameters("returned_param_grad_clone_slots")
+            require_names(factory, "returned_param_grad_clone_slots")
         return not_needed("parameter grads are returned as copies")
     if capture.has("ANY_GRAD.clone()"):
         raise unrecognized("no clone()", capture, "one")

@@ -24,7 +24,7 @@ from functools import partial
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import BACKWARD_CAPTURE, Changes, graph_capture, require_names, start_of_warmup, warmup_backward
+from ..shapes import BACKWARD_CAPTURE, Changes, ahead, graph_capture, require_names, start_of_warmup, warmup_backward
 from ..source import Definition, Edit, Source
 
 IMPORT = "from ._te_parameter_hooks import hooks_put_aside"
@@ -67,7 +67,7 @@ def _is_corrected(node: ast.stmt, text: str) -> bool:
 
 def _put_aside(capture: Definition, node: ast.stmt, text: str) -> list[Edit]:
     if isinstance(node, ast.With):
-        return [capture.enter_before(node.items[0].context_expr, text)]
+        return [ahead(capture, node.items[0].context_expr, f"{text}, ")]
     lines = textwrap.dedent(" " * node.col_offset + capture.text(node))
     return [capture.replace(node, f"with {text}:\n{textwrap.indent(lines, '    ')}")]
 

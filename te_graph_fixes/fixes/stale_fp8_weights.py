@@ -20,7 +20,7 @@ quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import MODULES, Changes, lacks_quantization, start_of_warmup
+from ..shapes import MODULES, Changes, lacks_quantization, require_names, start_of_warmup
 from ..source import Source, unrecognized
 
 GRAD_MODE = "ANY_FLAG = torch.is_grad_enabled()"
@@ -69,7 +69,7 @@ def examine(source: Source) -> Verdict:
         return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
     state = _state(source)
     graph.definition("is_graph_capturing")
-    capture.require_parameters("cache_quantized_params")
+    require_names(capture, "cache_quantized_params")
     changes = Changes("state", "is_first_microbatch", ".skip_fp8_weight_update_tensor")
     changes.before(capture, [start_of_warmup(capture)], OWN_FLAG.format(state=state))
     for context, count in CONTEXTS.items():
@@ -77,7 +77,7 @@ def examine(source: Source) -> Verdict:
     changes.replace(capture, SET_FLAG, ALWAYS_SET_FLAG)
     for module, name in MODULES.items():
         forward = source.definition(f"transformer_engine.pytorch.module.{module}", f"{name}.forward")
-        forward.require_parameters("is_first_microbatch")
+        require_names(forward, "is_first_microbatch")
         if forward.has(GRAD_MODE):
             changes.before(forward, [forward.one(GRAD_MODE)], QUANTIZE.format(state=state))
         else:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import Changes
+from ..shapes import Changes, require_names
 from ..source import Source
 from .fp8_weight_transposes import GRAPH
 
@@ -61,7 +61,7 @@ self.fp8_meta.pop(FP8GlobalStateManager.get_buffer_info(), None)
 def examine(source: Source) -> Verdict:
     capture = source.definition(GRAPH, "_make_graphed_callables")
     factory = capture.inner("make_graphed_forward")
-    factory.require_parameters("func", "graphed")
+    require_names(factory, "func", "graphed")
     forward = factory.inner("new_fwd")
     loop = forward.one(LOOP)
     known = forward.text(forward.match(KNOWN, within=loop)["ANY_KNOWN"])
