@@ -6,7 +6,8 @@ A finder watches TE and the modules that the fixes change. What then happens:
     TE is about to be executed, or one of the
       watched modules is about to be reloaded     TE is read: its source, the verdicts, what is chosen of them
     the last module that changes was executed     what is chosen is installed in one step, or nothing is
-    deactivate(), activate(), a strict refusal    what was installed is taken back
+    a reload, deactivate(), activate(), a strict
+      refusal                                     what was installed is taken back
 """
 
 from __future__ import annotations
@@ -48,14 +49,25 @@ class _Activation:
         self._settings: Settings | None = None
         self._early: Reading | None = None  # for the first time that TE is to be read
         self._reading: Reading | None = None
-        self._settled: Reading | None = None  # what is chosen of it is installed, unless there is a
-        self._failure = ""
+        self._failure: str | None = None  # "": what is chosen of it is installed; None: it is not yet to be
         self._reverted: frozenset[str] = frozenset()
         self._earlier: WeakSet[FunctionType] = WeakSet()
         self._captured = Captured()
 
-    def activate(self, settings: Settings) -> None:
-        early = None
+    def activate(
+        self, only: Iterable[str] | None = None, disable: Iterable[str] | None = None, strict: bool | None = None
+    ) -> None:
+        """Apply the fixes now if TransformerEngine (TE) is imported, else as it is imported.
+
+        TE's graphs keep what they were captured with: capture them afterwards. Graphs of this process that were
+        captured before are counted in a warning (in strict mode, an error).
+
+        ``only`` (fix ids), ``disable`` (fix ids) and ``strict`` replace what ``TE_GRAPH_FIXES``,
+        ``TE_GRAPH_FIXES_DISABLE`` and ``TE_GRAPH_FIXES_STRICT`` say. Calling it again starts over with the new
+        settings. Raises ValueError for an unknown id or value and for a fix that is named without one that it requires,
+        and in strict mode `FixNotAppliedError` where a needed fix cannot be applied; TE is then as it was.
+        """
+        settings, early = Settings.read(only, disable, strict), None
         if settings.only:
             from .verdicts import Reading
 
@@ -72,6 +84,7 @@ class _Activation:
             self.after(PACKAGE if loaded(PACKAGE) else "")  # not yet loaded: it is TE that is importing us
 
     def deactivate(self) -> None:
+        """Take every fix back and stop watching for TransformerEngine. What others have wrapped or replaced stays."""
         with self._lock:
             self._reverted |= self._applied
             self._stop()
@@ -92,6 +105,7 @@ class _Activation:
         reading = Reading.installed(settings, self._early)
         with self._lock:
             if self._settings is settings:
+                self._take_back()
                 self._reading, self._early = reading, None
         self._object(mismatch(reading, os.environ.get(EXPECT, "")), settings.strict)
         if settings.strict and not loaded(PACKAGE):
@@ -101,29 +115,28 @@ class _Activation:
         """``name`` has been executed: install what is chosen, if all that it changes has been."""
         with self._lock:
             reading, settings = self._reading, self._settings
-            if reading is None or settings is None or reading is self._settled or self._waits(reading, name):
+            if reading is None or settings is None or self._failure is not None or self._waits(reading, name):
                 return
-            self._take_back()
             try:
                 reading.require_live()
                 self._captured.note(frozenset())
                 reading.installation.install(self._earlier)
+                self._failure = ""
             except Exception as error:
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
-            self._settled = reading
         self._complain(settings)
         announce(self.report(), settings.verbose)
 
     @property
     def _applied(self) -> Set[str]:
-        return self._settled.to_apply.keys() if self._settled and not self._failure else set()
+        return self._reading.to_apply.keys() if self._reading and self._failure == "" else set()
 
     def _take_back(self) -> None:
-        if self._settled and not self._failure:
+        if self._reading and self._failure == "":
             self._captured.note(frozenset(self._applied))
-            self._earlier.update(self._settled.installation.revert())
-        self._settled, self._failure = None, ""
+            self._earlier.update(self._reading.installation.revert())
+        self._failure = None
 
     def _stop(self) -> None:
         if self._finder in sys.meta_path:
@@ -145,12 +158,13 @@ class _Activation:
         if text and strict:
             with self._lock:
                 self._take_back()
-                self._settled, self._failure = self._reading, "nothing was changed: strict mode has raised an error"
+                self._failure = "nothing was changed: strict mode has raised an error"
             raise FixNotAppliedError(text)
         if text:
             warn(text)
 
     def report(self) -> Report:
+        """The status of every fix, read from the live objects."""
         from .fixes import CATALOGUE
         from .source import Source, TENotFoundError
 
@@ -175,24 +189,20 @@ class _Activation:
             return "disabled", "te_graph_fixes is not active"
         if reading is None and not self._settings.wants(fix_id):
             return "disabled", "left out by the settings"
-        if reading is None:
-            return self._unsettled(absent)
-        word, reason = reading.chosen[fix_id].verdict, reading.reason(fix_id)
-        if word in ("disabled", "unrecognized") or reading is not self._settled:
-            return self._unsettled("") if word == "applicable" else (word, reason)
+        word, reason = (reading.chosen[fix_id].verdict, reading.reason(fix_id)) if reading else ("applicable", "")
+        if word in ("disabled", "unrecognized") or (word != "applicable" and self._failure != ""):
+            return word, reason
+        if reading is None or self._failure is None:
+            past = "failed", f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
+            return past if loaded(PACKAGE) else ("pending", absent or "TransformerEngine is not imported yet")
         live = not self._failure and reading.installation.is_live(fix_id)
         if word != "applicable":
             replaced = "unrecognized", "somebody has replaced a function that its source has as it should be"
-            return (word, reason) if live or self._failure else replaced
+            return (word, reason) if live else replaced
         if not live:
             return "failed", self._failure or "somebody has replaced what it had put in place"
         early = self._captured.without({fix_id})
         return "applied", f"{reason}; {early} graphs that were captured before are without it" if early else reason
-
-    def _unsettled(self, absent: str) -> tuple[str, str]:
-        if loaded(PACKAGE):
-            return "failed", f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
-        return "pending", absent or "TransformerEngine is not imported yet"
 
     def _waits(self, reading: Reading, executed: str) -> bool:
         """Whether there is more to be executed; where nothing is to be changed, all of TE is waited for."""
@@ -202,29 +212,4 @@ class _Activation:
 
 
 _activation = _Activation()
-
-
-def activate(
-    only: Iterable[str] | None = None, disable: Iterable[str] | None = None, strict: bool | None = None
-) -> None:
-    """Apply the fixes now if TransformerEngine (TE) is imported, else as it is imported.
-
-    TE's graphs keep what they were captured with: capture them afterwards. Graphs of this process that were captured
-    before are counted in a warning (in strict mode, an error).
-
-    ``only`` (fix ids), ``disable`` (fix ids) and ``strict`` replace what ``TE_GRAPH_FIXES``,
-    ``TE_GRAPH_FIXES_DISABLE`` and ``TE_GRAPH_FIXES_STRICT`` say. Calling it again starts over with the new settings.
-    Raises ValueError for an unknown id or value and for a fix that is named without one that it requires, and in strict
-    mode `FixNotAppliedError` where a needed fix cannot be applied; TE is then as it was.
-    """
-    _activation.activate(Settings.read(only, disable, strict))
-
-
-def deactivate() -> None:
-    """Take every fix back and stop watching for TransformerEngine. What others have wrapped or replaced stays."""
-    _activation.deactivate()
-
-
-def report() -> Report:
-    """The status of every fix, read from the live objects."""
-    return _activation.report()
+activate, deactivate, report = _activation.activate, _activation.deactivate, _activation.report
