@@ -91,14 +91,22 @@ def test_what_is_wrong_without_a_fix_is_found(tmp_path: Path) -> None:
     assert len([*tmp_path.iterdir()]) == len(lines) - 1
 
 
-def test_a_script_shows_the_defect(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(bias=True, delay=True, events=("step",)),
+        Program(modules=("Parallel",), recipe="delayed", hooks="adds", ranks=True, events=("step",)),
+    ],
+    ids=["one process", "two ranks"],
+)
+def test_a_script_shows_the_defect(program: Program, tmp_path: Path) -> None:
     path = tmp_path / "found.py"
-    path.write_text(script(Program(bias=True, delay=True, events=("step",))))
+    path.write_text(script(program))
     assert "program." not in path.read_text()
     assert not simulate(path)
     status = python("-m", "tests.simulator", path, TE_GRAPH_FIXES="off")
     assert status.returncode == 1
-    assert "0 step: wgrads" in status.stdout
+    assert ("rank 1: " if program.ranks else "") + "0 step: " in status.stdout
 
 
 def test_a_program_follows_from_its_seed_and_keeps_the_rules() -> None:

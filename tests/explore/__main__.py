@@ -36,13 +36,30 @@ REFUSED = {
 """Messages of documented refusals: no finding."""
 
 FINDINGS = ("wrong", "crash")
+VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 
 def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
-    """Run a program in this process: its verdict. ``wanted`` is the digest of what a graph gave elsewhere."""
+    """Run a program in this process, or in two ranks: its verdict. ``wanted`` is the digest of a graph elsewhere."""
     from . import training
 
     training.program = program
+    if not program.ranks:
+        return judge_rank(program, wanted)
+    training.connect()
+    signal.alarm(Server.limit)  # which a fork does not have of itself
+    rank, found = training.dist.get_rank(), [{}, {}]
+    training.dist.all_gather_object(found, judge_rank(program, wanted and wanted.split()[rank]))
+    if rank:
+        os._exit(0)
+    worst = max(found, key=lambda each: VERDICTS.index(each["verdict"]))
+    return worst | {"digest": " ".join(each.get("digest", "") for each in found)}
+
+
+def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
+    """The verdict of what this process runs."""
+    from . import training
+
     eager: Any = {}
     if wanted is None:
         try:
@@ -255,7 +272,7 @@ def find(options: argparse.Namespace) -> int:
     def work(numbers: Iterable[int]) -> None:
         server = Server(options.switch, options.disable)
         for seed in (options.seed + number for number in numbers):
-            small = program = examples[seed - options.seed] if examples else draw(seed, options.gpu)
+            small = program = examples[seed - options.seed] if examples else draw(seed, options.gpu, options.ranks)
             verdict = server(program)
             found = verdict["verdict"] in FINDINGS
             if found and options.shrink:
@@ -328,7 +345,7 @@ def search(options: argparse.Namespace) -> int:
                     return None
                 if seed >= options.seed + options.programs:
                     break
-                program, tried = draw(seed, options.gpu), seed - equal[0][0] + 1
+                program, tried = draw(seed, options.gpu, options.ranks), seed - equal[0][0] + 1
                 found = servers[0](program, wanted)
                 if found["verdict"] in FINDINGS and not any(
                     each(program, wanted)["verdict"] in FINDINGS for each in servers[1:]
@@ -382,7 +399,7 @@ def main() -> int:
 
         install()
         import transformer_engine.pytorch  # noqa: F401
-    Server.forks = simulated and not options.no_fork
+    Server.forks = options.ranks = simulated and not options.no_fork
     Server.limit = options.limit
     with contextlib.ExitStack() as stack:
         if not options.results:

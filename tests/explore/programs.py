@@ -21,7 +21,8 @@ DRAWING = (*ATTENTION, "Dropped", "CoreAttention")
 MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
-MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS)
+OF_RANKS = ("Parallel",)
+MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS)
 EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
     *("infer", "save", "load", "recapture", "switch_recipe", "freeze", "reset_fp8", "raise_in_autocast"),
@@ -44,6 +45,7 @@ class Program:
     - ``tracker``: what drops out draws from an RNG tracker
     - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
     - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
+    - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
     - ``events``: what happens, in order
     """
 
@@ -83,6 +85,7 @@ class Program:
     late_reads: bool = False
     tracker: bool = False
     optimizer: str = ""
+    ranks: bool = False
     events: tuple[str, ...] = ("step", "step")
 
     def __str__(self) -> str:
@@ -163,6 +166,12 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "the simulator captures no FP8 tensors, which projections give to attention in delayed scaling": lambda p: (
         not (p.fp8_attention and p.recipe == "delayed" and {*ATTENTION} & {*p.modules})
+    ),
+    "what ranks share or reduce needs ranks": lambda p: (
+        p.ranks or not (p.hooks == "reduces" or {*OF_RANKS} & {*p.modules})
+    ),
+    "the simulator quantizes in current scaling without the other ranks": lambda p: (
+        "current" not in (p.recipe, p.other) or not {*OF_RANKS} & {*p.modules}
     ),
     "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
     "dicts are no samples in a tuple, and te.checkpoint takes tensors": lambda p: (
@@ -366,8 +375,8 @@ def broken_rule(program: Program) -> str | None:
     return next((why for why, holds in rules.items() if not holds(program)), None)
 
 
-def draw(seed: int, gpu: str = "hopper") -> Program:
-    """The program of a seed, which keeps all rules."""
+def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
+    """The program of a seed, which keeps all rules; without ``ranks``, the same program in one process."""
     r = random.Random(seed)
     group = r.choice(COMPANIONS) if r.random() < 0.5 else ()
     wanted = dict(each.partition(" ")[::2] for each in group)
@@ -389,7 +398,7 @@ def draw(seed: int, gpu: str = "hopper") -> Program:
         if "layers_as_chunks" in group or r.random() < 0.3:
             changes.append({"order": order, "layers_as_chunks": True})
         changes.append({"order": order})
-    known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay"}
+    known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay", "ranks"}
     names = [each.name for each in fields(program) if each.name not in known]
     for name in sorted(r.sample(names, len(names)), key=lambda name: name not in wanted):
         if name in wanted or r.random() < 0.2:
@@ -408,6 +417,9 @@ def draw(seed: int, gpu: str = "hopper") -> Program:
         changed = replace(program, **change)
         if not broken_rule(changed):
             program = changed
+    shared = r.choice(({}, {"hooks": "reduces"}, {"modules": (*OF_RANKS, *program.modules[1:])}))
+    if ranks and r.random() < 0.05 and not broken_rule(changed := replace(program, ranks=True, **shared)):
+        program = changed
     return program
 
 

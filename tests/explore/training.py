@@ -7,16 +7,19 @@ every decision here reads a field of ``program``, and modules and events are fun
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import math
 import os
 import pickle
 import re
 import sys
+import tempfile
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
@@ -286,6 +289,19 @@ class CoreAttention(Block):
         return self.second(self.core(heads, heads, heads).view(x.shape))
 
 
+class Parallel(torch.nn.Module):
+    """Two projections that the ranks share, as tensor parallel with sequence parallel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = {**OPTIONS, "tp_group": everybody(), "tp_size": 2, "sequence_parallel": True}
+        self.first = te.LayerNormLinear(HIDDEN, HIDDEN, parallel_mode="column", **shared)
+        self.second = te.Linear(HIDDEN, HIDDEN, parallel_mode="row", **shared)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x))
+
+
 class Tied(torch.nn.Module):
     """A plain product with the first weight of the first layer."""
 
@@ -298,13 +314,29 @@ class Tied(torch.nn.Module):
 # Training.
 
 
+def connect() -> None:
+    """Become one of two ranks: those of torchrun, or, on the simulator, this process and a fork of it."""
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("nccl")
+    else:
+        store = dist.FileStore(tempfile.mktemp(), 2)
+        rank = int(not os.fork())
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+
+
+def everybody() -> Any:
+    """The group of the ranks, if there are any."""
+    return dist.group.WORLD if program.ranks else None
+
+
 def autocast(name: str) -> Any:
     """The autocast of a recipe, by its name."""
     if name == "bf16":
         return te.autocast(enabled=False)
     if program.calibrating:
-        return te.autocast(enabled=False, calibrating=True, recipe=make_recipe(name))
-    return te.autocast(enabled=True, recipe=make_recipe(name))
+        return te.autocast(enabled=False, calibrating=True, recipe=make_recipe(name), amax_reduction_group=everybody())
+    return te.autocast(enabled=True, recipe=make_recipe(name), amax_reduction_group=everybody())
 
 
 def make_recipe(name: str) -> Any:
@@ -402,7 +434,9 @@ class Training:
 
         def hook(each: torch.Tensor) -> Any:
             self.called.append(f"hook {number}")
-            if program.hooks == "takes":
+            if program.hooks == "reduces":
+                dist.all_reduce(parameter.grad)
+            elif program.hooks == "takes":
                 parameter.taken.add_(parameter.grad)  # on the stream of a capture: nothing may be freed here
                 parameter.grad = None
             return each * 2 if program.hooks == "doubles" else None
@@ -455,6 +489,7 @@ class Training:
                 "allow_unused_input": True,
                 "enabled": self.recipe != "bf16" and not program.calibrating,
                 "recipe": make_recipe(self.recipe),
+                "amax_reduction_group": everybody(),
                 "cache_quantized_params": program.weights == "cached",
                 **options,
             },
@@ -982,7 +1017,7 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
     """Run the program: all that it computed, and what it left behind, by event."""
     t = Training(graphed)
     for number, event in enumerate(program.events):
-        torch.manual_seed(number + 2)
+        torch.manual_seed(number + 2 + (100 * dist.get_rank() if program.ranks else 0))
         t.event = f"{number} {event}"
         globals()[event](t)
         t.state()
@@ -1026,9 +1061,15 @@ def error(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
 
 
 if __name__ == "__main__":
+    if program.ranks:
+        connect()
     eager = train(graphed=False)
     assert not differences(train(graphed=False), eager), "eager training differs from itself"
     found = differences(train(graphed=True), eager)
+    if program.ranks:
+        of_ranks: list[Any] = [{}, {}]
+        dist.all_gather_object(of_ranks, found)
+        found = {f"rank {rank}: {name}": size for rank in (0, 1) for name, size in of_ranks[rank].items()}
     for name, size in found.items():
         print(f"{name}: {size:.3g}")
     sys.exit("graphs and eager differ" if found else 0)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -225,7 +226,8 @@ class Capture(TorchDispatchMode):
         written = list(_written(func, args, kwargs))
         for tensor in written:
             self._keep(tensor)
-        result = func(*args, **kwargs)
+        run = functools.partial(_collective, func) if func.namespace == "c10d" else func
+        result = run(*args, **kwargs)
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         moved: dict[int, torch.UntypedStorage] = {}
         fresh: list[tuple[torch.Tensor, int]] = []
@@ -246,7 +248,7 @@ class Capture(TorchDispatchMode):
         values, spec = torch.utils._pytree.tree_flatten(result)
         result = torch.utils._pytree.tree_unflatten([place(pair) for pair in enumerate(values)], spec)
         if func.overloadpacket not in _ALLOCATIONS and (fresh or written):
-            again = functools.partial(_again, func, *_aliases((args, kwargs)), fresh)
+            again = functools.partial(_again, run, *_aliases((args, kwargs)), fresh)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 again = functools.partial(_drawing, generators.active(), again)
             self.operations.append(again)
@@ -320,8 +322,18 @@ class _plain_execution:
             context.__exit__(*error)
 
 
+def _collective(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run a collective, which is over when this returns: to wait for its work again does nothing."""
+    values, spec = torch.utils._pytree.tree_flatten(func(*args, **kwargs))
+    for position, work in enumerate(values):
+        if isinstance(work, torch.ScriptObject):
+            work.wait()  # type: ignore[attr-defined]
+            values[position] = torch.distributed.Work.boxed(FakeWork())
+    return torch.utils._pytree.tree_unflatten(values, spec)
+
+
 def _again(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], fresh: list[tuple[torch.Tensor, int]]
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fresh: list[tuple[torch.Tensor, int]]
 ) -> None:
     values = torch.utils._pytree.tree_leaves(func(*args, **kwargs))
     for target, position in fresh:
@@ -339,7 +351,9 @@ def _aliases(values: Any) -> Any:
 
 
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
-    """The tensors among the arguments that the operation writes into, by its schema."""
+    """The tensors among the arguments that the operation writes into, by its schema, which collectives leave open."""
+    if func.namespace == "c10d":
+        yield from (one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
