@@ -345,7 +345,7 @@ def search(options: argparse.Namespace) -> int:
                     return None
                 if seed >= options.seed + options.programs:
                     break
-                program, tried = draw(seed, options.gpu, options.ranks), seed - equal[0][0] + 1
+                program, tried = draw(seed, options.gpu, " " in wanted), seed - equal[0][0] + 1
                 found = servers[0](program, wanted)
                 if found["verdict"] in FINDINGS and not any(
                     each(program, wanted)["verdict"] in FINDINGS for each in servers[1:]
