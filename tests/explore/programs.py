@@ -168,7 +168,15 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (p.fp8_attention and p.recipe == "delayed" and {*ATTENTION} & {*p.modules})
     ),
     "what ranks share or reduce needs ranks": lambda p: (
-        p.ranks or not (p.hooks == "reduces" or {*OF_RANKS} & {*p.modules})
+        p.ranks or not (p.hooks in ("reduces", "ddp") or {*OF_RANKS} & {*p.modules})
+    ),
+    "DDP reduces in the backward of its forward, once, what that gives to every parameter": lambda p: (
+        p.hooks != "ddp"
+        or not (
+            (p.order or p.delay or p.fused or p.frozen or runs_twice(p) or p.keeps_grads or not p.input_grads)
+            or {"Unused", "Tied", "dropout", *OF_RANKS} & {*p.modules}
+            or {"eager_step", "freeze", "raise_in_autocast"} & {*p.events}
+        )
     ),
     "the simulator quantizes in current scaling without the other ranks": lambda p: (
         "current" not in (p.recipe, p.other) or not {*OF_RANKS} & {*p.modules}
@@ -417,7 +425,9 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
         changed = replace(program, **change)
         if not broken_rule(changed):
             program = changed
-    shared = r.choice(({}, {"hooks": "reduces"}, {"modules": (*OF_RANKS, *program.modules[1:])}))
+    alone = dict.fromkeys(("layers_as_chunks", "reuse", "tuples", "late_reads", "delay", "wgrad_hooks", "fused"), False)
+    ddp = {"hooks": "ddp", "order": (), "frozen": (), **alone}
+    shared = r.choice(({}, {"hooks": "reduces"}, ddp, {"modules": (*OF_RANKS, *program.modules[1:])}))
     if ranks and r.random() < 0.05 and not broken_rule(changed := replace(program, ranks=True, **shared)):
         program = changed
     return program

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 import transformer_engine.pytorch as te
+from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.graph import is_graph_capturing
@@ -408,6 +409,8 @@ class Training:
             self.master = {each: each.detach().dequantize() for each in self.parameters}
         if graphed:
             self.capture()
+        if program.hooks == "ddp":
+            self.reducing = list(map(DistributedDataParallel, self.layers))
 
     def prepare(self, number: int, layer: Any) -> None:
         """What a training framework gives to modules and parameters: marks, ``main_grad``, hooks."""
@@ -419,7 +422,7 @@ class Training:
             for parameter in fused(layer):
                 parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
                 parameter.grad_added_to_main_grad = False
-        if program.hooks:
+        if program.hooks and program.hooks != "ddp":
             for parameter in layer.parameters():
                 if parameter.requires_grad:
                     self.hook(number, parameter)
@@ -579,6 +582,8 @@ class Training:
         """Run one layer."""
         options: dict[str, Any] = {}
         given: Any = x
+        if program.hooks == "ddp" and call is self.layers[number]:
+            call = self.reducing[number]
         if program.modules[number] == "Named":
             options["offset"] = x.detach() / 2
         elif program.modules[number] == "Structured":
