@@ -10,7 +10,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, cast
 
 from .source import Definition, ModuleSource, Source, unrecognized
@@ -51,8 +51,7 @@ class _Evidence:
     """What is known of one module, each fact found once."""
 
     def __init__(self, module: ModuleSource) -> None:
-        self.module, self._alive = module, set[str]()
-        self._bound = cache(self._count_bound)
+        self.module, self._alive, self._counts = module, set[str](), dict[str, Counter[str]]()
 
     @classmethod
     def of(cls, module: ModuleSource) -> _Evidence:
@@ -84,10 +83,12 @@ class _Evidence:
             _require_alive(Definition(self.module, qualname, node))
         self._alive.add(qualname)
 
-    def _count_bound(self, owner: str) -> Counter[str]:
+    def _bound(self, owner: str) -> Counter[str]:
         """How often each name is set where the module, or a class, is defined."""
-        holder = self.module.definitions.get(owner, self.module.tree)
-        return Counter(map(_binds, _at_import(holder.body)))
+        if owner not in self._counts:
+            holder = self.module.definitions.get(owner, self.module.tree)
+            self._counts[owner] = Counter(map(_binds, _at_import(holder.body)))
+        return self._counts[owner]
 
     @cached_property
     def _given(self) -> set[str]:
