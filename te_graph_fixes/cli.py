@@ -126,6 +126,8 @@ def _diff(options: argparse.Namespace) -> int:
         verdict = reading.chosen[fix_id]
         if verdict.verdict == UNRECOGNIZED or (names and verdict.verdict != APPLICABLE):
             print(f"te-graph-fixes: {fix_id} is {verdict.verdict}: {verdict.reason}", file=sys.stderr)
+    if not (names or reading.to_apply):
+        print("te-graph-fixes: no changes: `te-graph-fixes status` says why", file=sys.stderr)
     for name, (before, after) in sorted(patched(reading.source, reading.to_apply.values()).items()):
         newline = reading.source.module(name).newline if before else "\n"
         sys.stdout.writelines(_unified(_path(reading.source, name), before, after, newline))

@@ -268,6 +268,12 @@ def test_diff_of_a_fix_that_is_not_needed_is_empty_and_says_why(capsys: pytest.C
     assert err == "te-graph-fixes: warmup-reset is not-needed: warmup leaves is_first_microbatch alone\n"
 
 
+def test_a_diff_without_changes_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "off")
+    expected = (0, "", "te-graph-fixes: no changes: `te-graph-fixes status` says why\n")
+    assert run(capsys, "diff", "--source", source("2.12.0")) == expected
+
+
 def test_diff_of_an_unknown_fix(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "wormup-reset")
     assert (status, out) == (1, "")
