@@ -301,8 +301,8 @@ def search(options: argparse.Namespace) -> int:
     """How many programs it takes to find each defect of the catalogue, or each edit of a fix that is left out.
 
     Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
-    program finds a defect if its fix alone is left out and the graph differs; where other fixes require that fix, it
-    must be right without these. What the results hold is not looked for again.
+    program finds a defect if its fix alone is left out and the graph differs, and does not where only the fixes that
+    require that fix are left out, or none. What the results hold is not looked for again.
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.source import Source
@@ -335,7 +335,7 @@ def search(options: argparse.Namespace) -> int:
         others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not options.breakages]
         try:
             servers = [Server(**({"breakage": (fix_id, target["edit"])} if options.breakages else {"disable": fix_id}))]
-            servers += [Server(disable=",".join(others))] * bool(others)
+            servers.append(Server(disable=",".join(others)))
         except ValueError as error:
             return {"refused": str(error)}
         tried = 0
@@ -347,9 +347,7 @@ def search(options: argparse.Namespace) -> int:
                     break
                 program, tried = draw(seed, options.gpu, " " in wanted), seed - equal[0][0] + 1
                 found = servers[0](program, wanted)
-                if found["verdict"] in FINDINGS and not any(
-                    each(program, wanted)["verdict"] in FINDINGS for each in servers[1:]
-                ):
+                if found["verdict"] in FINDINGS and servers[1](program, wanted)["verdict"] not in FINDINGS:
                     return {"programs": tried, "why": found.get("why", found["verdict"]), "program": str(program)}
             return {"not in programs": tried}
         finally:
