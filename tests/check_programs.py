@@ -358,8 +358,8 @@ def main(names: list[str]) -> None:
         without = values(name)
         te_graph_fixes.check(2)
         checked = values(name)
-        before_the_end = callables._check is not None and callables._check.findings.finished
-        found = callables.finish()
+        before_the_end = callables.current[0].findings.finished
+        found = callables.current[0].finish()
         both = isinstance(without, list) and isinstance(checked, list)
         line = {
             "name": name,

@@ -45,7 +45,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     without = values(setup)
     te_graph_fixes.check(2)
     checked = values(setup)
-    found = callables.finish()
+    found = callables.current[0].finish()
     return {
         "same": len(without) == len(checked) and all(map(alike, without, checked)),
         "found": [str(each) for each in found.mismatches],

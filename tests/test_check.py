@@ -46,22 +46,27 @@ def test_correct_graphs_are_equal_and_train_as_without_the_check() -> None:
         assert line["steps"] == 2
 
 
+EARLIER_GRAD = {"module": "LayerNormMLP", "fused": False, "bias": True, "reuse": True, "mark_first": False}
+"""A replay overwrites a ``.grad`` that an earlier microbatch than the last has left in graph memory."""
+
+
 def test_each_defect_is_named() -> None:
     found = verdicts(Source.installed())
-    needed = [fix for fix in DEFECTS if found[fix].verdict == "applicable"]
-    for fix, line in zip(needed, trainings("--without", "all", *(DEFECTS[fix] for fix in needed)), strict=True):
+    cases = [*DEFECTS.items(), ("param-grad-lifetime", json.dumps(EARLIER_GRAD | {"order": (1, -1) * 3}))]
+    needed = {case: fix for fix, case in cases if found[fix].verdict == "applicable"}
+    for fix, line in zip(needed.values(), trainings("--without", "all", *needed), strict=True):
         assert fix in line["hints"], (fix, line)
         assert line["same"], fix
 
 
 def test_what_defects_look_like_is_in_the_words_of_the_check() -> None:
     from_file = (ROOT / "te_graph_fixes" / "checking" / "callables.py").read_text()
-    from_file += (ROOT / "te_graph_fixes" / "checking" / "lifetimes.py").read_text()
+    from_file += (ROOT / "te_graph_fixes" / "checking" / "findings.py").read_text()
     document = (ROOT / "docs" / "check.md").read_text()
     for fix in CATALOGUE.values():
         for look in fix.looks_like:
             word = look.partition(" of ")[0].removeprefix("fp8 ")
-            assert f'"{word}"' in from_file, look
+            assert f'"{word.removeprefix("delayed-")}"' in from_file, look
             assert f"`{word}`" in document, look
 
 
@@ -441,7 +446,7 @@ def test_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
     done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
     assert time.monotonic() - start < PATIENCE - 10
     assert "SystemError" in done.stderr
-    assert "rank 0: 1 steps, 1 callables, " in done.stderr
+    assert "rank 0, 1 steps, 1 callables, " in done.stderr
     assert "there is no report for all ranks: some have sent none" in done.stderr
 
 

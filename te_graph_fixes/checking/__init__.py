@@ -1,30 +1,26 @@
 """Graph against eager in a job of your own: `check`, ``te-graph-fixes run --check`` and ``TE_GRAPH_FIXES_CHECK``.
 
-`callables` wraps what `make_graphed_callables` gives, `twin` runs a module eagerly beside its graphs, `lifetimes`
-watches graph memory that is in use, `findings` reports. None of them is imported unless a check is asked for.
+`callables` wraps what `make_graphed_callables` gives, `twin` runs a module eagerly beside its graphs, `findings`
+compares, watches graph memory that is in use, and reports. None of them is imported unless a check is asked for.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..finder import PACKAGE
 
 VARIABLE = "TE_GRAPH_FIXES_CHECK"
-STEPS = 2
-"""One step cannot show that a graph computes with old weights."""
-DIFFERENT = 86
-"""The exit status of a process that a strict check has ended."""
+DIFFERENT = 86  # the exit status of a process that a strict check has ended
 
 
 @dataclass(frozen=True)
 class Options:
     """Every module is checked in ``steps`` steps, ``layers`` modules at a time (0: all at once)."""
 
-    steps: int = STEPS
+    steps: int = 2  # one cannot show that a graph computes with old weights
     layers: int = 0
     strict: bool = False
 
@@ -35,36 +31,34 @@ class Options:
     @classmethod
     def parse(cls, text: str) -> Options | None:
         """``N``, ``N,layers=K``, ``N,strict``, ``on``; None for ``off``; ValueError for anything else."""
-        if text.strip().lower() in ("", "0", "off"):
+        text = text.lower().replace(" ", "")
+        if text in ("", "0", "off"):
             return None
-        words = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", text.lower().replace(" ", ""))
+        words = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", text)
         if words is None:
-            valid = f"{VARIABLE} and `run --check=`; valid: on, off, N, N,layers=K, N,strict"
-            raise ValueError(f"{text!r} is not understood by {valid}")
+            raise ValueError(f"{text!r} is not understood by {VARIABLE}; valid: on, off, N, N,layers=K, N,strict")
         steps, layers, strict = words.groups()
-        return cls(STEPS if steps in (None, "on") else int(steps), int(layers or 0), bool(strict))
+        return cls(cls.steps if steps in (None, "on") else int(steps), int(layers or 0), bool(strict))
 
 
-def check(steps: int = STEPS, *, layers: int = 0, strict: bool = False) -> None:
+def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) -> None:
     """Compare graphs with eager in the first ``steps`` training steps of what is graphed from now on, and report it.
 
     With ``layers``, that many modules are checked at a time, each in ``steps`` steps, which takes less memory. With
-    ``strict`` the process ends with status 86 after a step that has a mismatch. Training goes on as it would without:
-    parameters, gradients, FP8 state, random states and hooks are left alone. docs/check.md says what is seen, what is
-    not, and what it costs. ValueError for numbers that make no sense.
+    ``strict`` the process ends with status 86 after a step that has a mismatch. Training goes on as it would without.
+    docs/check.md says what is seen, what is not, and what it costs. ValueError for numbers that make no sense.
     """
     options = Options(steps, layers, strict)
     from wrapt import when_imported
 
+    @when_imported(PACKAGE)
     def start(_: object) -> None:
         from .callables import start
 
         start(options)
 
-    when_imported(PACKAGE)(start)
 
-
-def check_as_asked(environ: Mapping[str, str] = os.environ) -> None:
+def check_as_asked() -> None:
     """Start the check that the environment asks for, if it does."""
-    if (options := Options.parse(environ.get(VARIABLE, ""))) is not None:
+    if (options := Options.parse(os.environ.get(VARIABLE, ""))) is not None:
         check(**vars(options))

@@ -16,11 +16,14 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import wrapt
+from torch.distributed import distributed_c10d
 
 from ..activation import report
 from ..fix import APPLICABLE, Fix
@@ -29,15 +32,12 @@ from ..source import Source
 from ..verdicts import verdicts
 from . import DIFFERENT
 
-CHUNK = 1 << 22
-"""Elements that are compared at a time; some 32 bytes of memory for each."""
-NOISE = 8
-"""What eager does not reproduce is a mismatch only where graph and eager differ by more than so many times what two
-eager runs differ by. It is named in any case, with both numbers."""
-PATIENCE = 60
-"""Seconds that rank 0 waits for the other ranks at the end of its process."""
-_numbers = itertools.count()  # the same on all ranks
+CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory for each
+NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
+PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
+IN_USE = {"grad-overwritten": "is in use", "sent-overwritten": "is being sent"}
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
+_numbers = itertools.count()  # the same on all ranks
 
 
 def measure(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -47,49 +47,37 @@ def measure(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     if found.shape != wanted.shape:
         return total[0] + math.inf
     for a, b in zip(*(each.detach().reshape(-1).split(CHUNK) for each in tensors), strict=True):
-        unequal = ((a != b) & ~(a.isnan() & b.isnan())).sum()
+        unequal = (a != b) & ~(a.isnan() & b.isnan())
         a, b = a.double(), b.double()
-        total += torch.stack((unequal.double(), (a - b).square().sum(), b.square().sum()))
+        total += torch.stack((unequal.sum(), (a - b).square().sum(), b.square().sum()))
     unequal, difference, norm = total
-    error = (difference / norm).sqrt()
-    return torch.where(unequal > 0, torch.where(error > 0, error, math.inf), 0.0)
+    return torch.where(unequal > 0, (difference / norm).sqrt().nan_to_num(math.inf, math.inf), 0.0)
 
 
-def rank() -> int:
-    """The number of this process in the job."""
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
-def say(text: str) -> None:
-    print(f"te-graph-fixes check: {text}", file=sys.stderr, flush=True)
+def say(text: str, of_rank: bool = True) -> None:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", "0"))
+    print(f"te-graph-fixes check: {f'rank {rank}, ' * of_rank}{text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor that is compared. ``kinds`` are the classes in the module; ``symptom`` is what a difference looks like.
+    """A tensor that is compared, equal to those of its kind; ``symptom`` is what a difference looks like.
 
-    Of a mismatch, ``text`` says what was found, and ``looks_like`` are fixes of the catalogue that this
-    TransformerEngine needs and that are not applied.
+    Of a mismatch, ``text`` says what was found, and ``looks_like`` are the fixes that could help.
     """
 
-    callable: int
     module: str
-    kinds: frozenset[str]
-    fp8: bool
-    step: int
     when: str
     tensor: str
-    symptom: str = ""
-    text: str = ""
-    looks_like: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """The same for all callables of a kind."""
-        return self.module, self.when, self.tensor
+    symptom: str
+    callable: int = field(compare=False)
+    step: int = field(compare=False)
+    kinds: frozenset[str] = field(compare=False)
+    text: str = field(default="", compare=False)
+    looks_like: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        where = f"rank {rank()}, step {self.step}, callable {self.callable} ({self.module}), {self.when}"
+        where = f"step {self.step}, callable {self.callable} ({self.module}), {self.when}"
         hint = f"; looks like {' or '.join(self.looks_like)}" if self.looks_like else ""
         return f"{where}: {self.tensor} {self.text}{hint}"
 
@@ -103,13 +91,11 @@ class Findings:
         self.finished = False
         self._strict = strict
         self._pending: list[tuple[Place, torch.Tensor | bool, torch.Tensor | float]] = []
-        self._noise: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        self._said: set[tuple[object, ...]] = set()
+        self._noise: defaultdict[Place, float] = defaultdict(float)
+        self._said: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
         self._name = f"te_graph_fixes/check {next(_numbers)}"
-        self._reporter = threading.Thread(target=self._report, daemon=True)
-        self._until = math.inf
-        atexit.register(self._end)
+        atexit.register(self.finish)
 
     def compare(self, place: Place, found: Any, eager: Any, again: Any) -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
@@ -121,59 +107,44 @@ class Findings:
     def add(self, place: Place, error: torch.Tensor | bool, noise: torch.Tensor | float = 0.0) -> None:
         """How much a graph differs, and eager from itself; or, where ``place`` says what is wrong, whether it is."""
         self._pending.append((place, error, noise))
-        self.totals["callables"] += self._new("callable", place.callable)
+        self.totals["callables"] += self.new(place.callable)
         self.totals["steps"] = max(self.totals["steps"], place.step)
         self.totals["tensors"] += 1
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         """The callable ``index`` is not compared."""
-        if self._new("left out", index):
-            self.totals["left out"] += 1
-            if self._new(module, reason):
-                say(f"rank {rank()}, callable {index} ({module}) is not compared, nor are others like it: {reason}")
-
-    def say_once(self, text: str) -> None:
-        if self._new(text):
-            say(f"rank {rank()}: {text}")
+        self.totals["left out"] += self.new(("left out", index))
+        if self.new((module, reason)):
+            say(f"callable {index} ({module}) is not compared, nor are others like it: {reason}")
 
     def step_over(self) -> None:
         """Read what has been compared so far. A strict check ends the process here."""
         if torch.distributed.is_initialized():
-            store = torch.distributed.distributed_c10d._get_default_store()
-            self._job = store, rank(), torch.distributed.get_world_size()
+            store = distributed_c10d._get_default_store()
+            self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
         pending, self._pending = [(place, float(error), float(noise)) for place, error, noise in self._pending], []
         for place, _, noise in pending:
-            self._noise[place.key] = max(self._noise[place.key], noise)
+            self._noise[place] = max(self._noise[place], noise)
         for place, error, _ in pending:
-            self._judge(place, error)
+            noise = self._noise[place]
+            different = error > NOISE * noise
+            self.totals += Counter(noisy=int(noise > 0), different=int(different))
+            if (different or noise) and self.new((place, different)):
+                text = place.text or f"is off by {error:.3g} of its norm"
+                text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
+                looks = {place.symptom, *(f"{place.symptom} of {kind}" for kind in place.kinds)}
+                looks |= {f"fp8 {look}" for look in looks if "fp8" in place.kinds}
+                hints = tuple(fix.id for fix in self._open if looks & set(fix.looks_like)) if different else ()
+                place = replace(place, text=text, looks_like=hints)
+                say(str(place))
+                self.mismatches += [place] if different else []
         if self._strict and self.totals["different"]:
-            say(f"rank {rank()} ends with status {DIFFERENT}: {_sentence([self.totals])}")
+            say(f"which ends with status {DIFFERENT}: {_sentence([self.totals])}")
             sys.stdout.flush()
             os._exit(DIFFERENT)
 
-    def finish(self) -> None:
-        """The check is over: rank 0 reports for the job, once all ranks are here."""
-        if not self.finished:
-            self.finished = True
-            self.step_over()
-            waits = self._job[2] > 1 and self._until == math.inf
-            (self._reporter.start if waits else self._reporter.run)()
-
-    def _judge(self, place: Place, error: float) -> None:
-        noise = self._noise[place.key]
-        different = error > NOISE * noise
-        self.totals += Counter(noisy=int(noise > 0), different=int(different))
-        if (different or noise) and self._new(*place.key, place.symptom, different):
-            text = place.text or f"is off by {error:.3g} of its norm"
-            text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
-            looks = {f"{fp8}{place.symptom}" for fp8 in ("", "fp8 " * place.fp8)}
-            looks |= {f"{look} of {kind}" for look in looks for kind in place.kinds}
-            hints = tuple(fix.id for fix in self._open if looks & set(fix.looks_like)) if different else ()
-            place = replace(place, text=text, looks_like=hints)
-            say(str(place))
-            self.mismatches += [place] if different else []
-
-    def _new(self, *key: object) -> bool:
+    def new(self, key: object) -> bool:
+        """Whether this is asked for the first time."""
         new = key not in self._said
         self._said.add(key)
         return new
@@ -185,43 +156,106 @@ class Findings:
         needed = [fix for fix in CATALOGUE.values() if found[fix.id].verdict == APPLICABLE]
         return [fix for fix in needed if applied[fix.id].status != "applied"]
 
+    def finish(self) -> None:
+        """The check is over: rank 0 reports for the job, once all ranks are here."""
+        if not self.finished:
+            self.finished = True
+            self.step_over()
+            waits = self._job[2] > 1 and threading.main_thread().is_alive()
+            (threading.Thread(target=self._report).start if waits else self._report)()
+
     def _report(self) -> None:
         """Hand the totals to rank 0, which reports. A collective could lock up: ranks end at different times."""
         store, number, size = self._job
-        keys = [f"{self._name}/{each}" for each in range(size)]
+        keys, patience = [f"{self._name}/{each}" for each in range(size)], float(PATIENCE)
         try:
             store.set(keys[number], json.dumps(self.totals))
             while number == 0 and not store.check(keys):
-                if time.monotonic() > self._until:
+                if not threading.main_thread().is_alive():
+                    patience -= PATIENCE if hasattr(sys, "last_value") else 0.2  # an exception ends the job
+                if patience <= 0:
                     raise TimeoutError("some have sent none")
                 time.sleep(0.2)
             if number == 0:
-                say(f"it does not see {UNSEEN} (docs/check.md)")
-                say(_sentence([Counter(json.loads(store.get(key))) for key in keys]))
+                say(f"it does not see {UNSEEN} (docs/check.md)", of_rank=False)
+                say(_sentence([Counter(json.loads(store.get(key))) for key in keys]), of_rank=False)
         except Exception as error:  # the process that holds the store has ended, for one
-            say(f"rank {number}: {_sentence([self.totals])}; there is no report for all ranks: {error}")
-
-    def _end(self) -> None:
-        """At the end of the process, which may have had fewer steps than were to be checked."""
-        self._until = time.monotonic() + (0 if hasattr(sys, "last_value") else PATIENCE)  # an exception ends the job
-        try:
-            self.finish()
-        except Exception as error:
-            say(f"the last comparisons could not be read: {type(error).__name__}: {error}")
-        if self._reporter.is_alive():
-            self._reporter.join(2 * PATIENCE)  # it ends by itself, unless the store hangs
+            say(f"{_sentence([self.totals])}; there is no report for all ranks: {error}")
 
 
-def _sentence(totals: Sequence[Counter[str]]) -> str:
-    total, where = sum(totals, Counter[str]()), f" on {len(totals)} ranks" if len(totals) > 1 else ""
-    steps = max(each["steps"] for each in totals)
-    text = f"{steps} steps, {total['callables']:,} callables, {total['tensors']:,} tensors compared{where}: "
-    if total["different"]:
-        text += f"{total['different']:,} differ"
-        text += f", on rank {', '.join(str(i) for i, each in enumerate(totals) if each['different'])}" if where else ""
+class Lifetimes:
+    """Tensors in graph memory that are in use, and whether a replay writes into them meanwhile.
+
+    In use is what somebody surely reads: the ``.grad`` of a parameter that has taken over the memory of a graph, and
+    what is being sent, from the send until the wait for it. Order decides, not time: a send that happens to be over
+    counts. Sends are seen in the process group, as torch compares `isend` by identity.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self.returned: dict[int, tuple[Place, torch.Tensor | None]] = {}
+        """By address, what graphs have returned in their memory; the ``.grad`` of a parameter may lie there now."""
+        self._sent: list[tuple[Place, torch.Tensor]] = []  # by sends that have no handle: the batch goes on
+        self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Place, torch.Tensor]]]] = WeakKeyDictionary()
+        self._before: list[tuple[str, Place, torch.Tensor, torch.Tensor]] = []
+        self._undo = ExitStack()
+        for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
+            self._undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
+            wrapt.wrap_function_wrapper(distributed_c10d, name, self._wait if name == "Work.wait" else self._send)
+
+    def stop(self) -> None:
+        self._undo.close()
+        self.returned.clear()
+        self._sends.clear()
+
+    def before_replay(self) -> None:
+        """What the program itself writes before this is no defect."""
+        used = [("sent-overwritten", *each) for _, sent in self._sends.values() for each in sent]
+        for address, (place, parameter) in self.returned.items():
+            if (grad := getattr(parameter, "grad", None)) is not None and grad.data_ptr() == address:
+                used.append(("grad-overwritten", place, grad))
+        self._before = [(*each, each[2].sum(dtype=torch.float64)) for each in used]
+
+    def after_replay(self, by: str) -> None:
+        for symptom, place, tensor, total in self._before:
+            place = replace(place, symptom=symptom, text=f"{IN_USE[symptom]} and overwritten by {by}")
+            self._findings.add(place, measure(tensor.sum(dtype=torch.float64), total))
+        self._before = []
+
+    def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
+        """Send tensors; or end a batch, all of which has one handle."""
+        work = send(*args, **kwargs)
+        for tensor in args[0] if isinstance(args[0], list) else ():
+            if found := self.returned.get(tensor.data_ptr()):
+                self._sent.append((found[0], tensor.detach()))
+        if work is not None:
+            self._sends[work], self._sent = ((group, args[1:2]), self._sent), []
+        return work
+
+    def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
+        """Wait for a send, and with it for the earlier ones to the same rank: they go in order."""
+        result = wait(*args, **kwargs)
+        to, _ = self._sends.get(work, (None, ()))
+        for each in list(self._sends) if to else ():
+            if self._sends[each][0] == to:
+                del self._sends[each]
+            if each is work:
+                break
+        return result
+
+
+def _sentence(totals: list[Counter[str]]) -> str:
+    total, where = sum(totals, Counter[str]()), f" on {len(totals)} ranks" * (len(totals) > 1)
+    ranks = ", ".join(str(i) for i, each in enumerate(totals) if each["different"])
+    text = f"{max(each['steps'] for each in totals)} steps, {total['callables']:,} callables, "
+    text += f"{total['tensors']:,} tensors compared{where}: "
+    if ranks:
+        text += f"{total['different']:,} differ" + f", on rank {ranks}" * bool(where)
+    elif total["tensors"]:
+        text += "all equal"
     else:
-        text += "all equal" if total["tensors"] else "there was nothing to compare"
-        if not total["tensors"] and not total["left out"]:
+        text += "there was nothing to compare"
+        if not total["left out"]:
             text += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
-    text += f", but for {total['noisy']:,} that eager itself does not reproduce" if total["noisy"] else ""
-    return text + (f"; {total['left out']:,} callables are left out" if total["left out"] else "")
+    text += f", but for {total['noisy']:,} that eager itself does not reproduce" * bool(total["noisy"])
+    return text + f"; {total['left out']:,} callables are left out" * bool(total["left out"])

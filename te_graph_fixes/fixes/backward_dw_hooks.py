@@ -99,5 +99,5 @@ FIX = Fix(
     ),
     affected=">=2.10,<2.13",
     examine=examine,
-    looks_like=("wgrad-hook-missing",),
+    looks_like=("delayed-hooks",),
 )

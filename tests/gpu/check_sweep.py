@@ -121,7 +121,7 @@ def compare(name: str, work: Callable[[], list[torch.Tensor]], totals: dict[str,
     except Skipped:
         totals["skipped"] += 1
         return
-    findings = callables.finish()
+    findings = callables.current[0].finish()
     both = isinstance(without, list) and isinstance(checked, list)
     same = without == checked if not both else all(map(same_bits, without, checked))
     totals["trainings"] += 1
