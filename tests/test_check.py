@@ -447,7 +447,7 @@ def test_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
     assert time.monotonic() - start < PATIENCE - 10
     assert "SystemError" in done.stderr
     assert "rank 0, 1 steps, 1 callables, " in done.stderr
-    assert "there is no report for all ranks: some have sent none" in done.stderr
+    assert "there is no report for all ranks: " in done.stderr
 
 
 @pytest.mark.slow

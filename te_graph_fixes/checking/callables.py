@@ -23,8 +23,7 @@ from .twin import FIRST, Run, Twin, Values, named_outputs
 SYMPTOMS = {"output": "output", "largest": "amax", "gradient": "dgrad", ".grad": "wgrad", "main_grad": "main-grad"}
 SYMPTOMS |= {"call": "hooks"}
 """By the first word of a tensor's name what a difference looks like; after `backward_dw` it is ``delayed-``."""
-current: list[Check] = []
-"""The check of this process, the last one; none before the first."""
+current: list[Check] = []  # the check of this process, the last one
 
 
 @functools.wraps(graph.make_graphed_callables)
@@ -107,7 +106,7 @@ class Check:
     def finish(self) -> Findings:
         """Report, let go of everything, and give what has been found."""
         self._hook.remove()
-        self.lifetimes.stop()
+        self.lifetimes.undo.close()
         self.findings.finish()
         for twin in self._twins:
             twin.own.clear()

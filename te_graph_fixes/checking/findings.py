@@ -18,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -167,16 +168,14 @@ class Findings:
     def _report(self) -> None:
         """Hand the totals to rank 0, which reports. A collective could lock up: ranks end at different times."""
         store, number, size = self._job
-        keys, patience = [f"{self._name}/{each}" for each in range(size)], float(PATIENCE)
+        keys = [f"{self._name}/{each}" for each in range(size)]
         try:
             store.set(keys[number], json.dumps(self.totals))
-            while number == 0 and not store.check(keys):
-                if not threading.main_thread().is_alive():
-                    patience -= PATIENCE if hasattr(sys, "last_value") else 0.2  # an exception ends the job
-                if patience <= 0:
-                    raise TimeoutError("some have sent none")
+            while number == 0 and threading.main_thread().is_alive() and not store.check(keys):
                 time.sleep(0.2)
             if number == 0:
+                ended = hasattr(sys, "last_value")  # by an exception
+                store.wait(keys, timedelta(seconds=0.01 if ended else PATIENCE))
                 say(f"it does not see {UNSEEN} (docs/check.md)", of_rank=False)
                 say(_sentence([Counter(json.loads(store.get(key))) for key in keys]), of_rank=False)
         except Exception as error:  # the process that holds the store has ended, for one
@@ -198,15 +197,10 @@ class Lifetimes:
         self._sent: list[tuple[Place, torch.Tensor]] = []  # by sends that have no handle: the batch goes on
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Place, torch.Tensor]]]] = WeakKeyDictionary()
         self._before: list[tuple[str, Place, torch.Tensor, torch.Tensor]] = []
-        self._undo = ExitStack()
+        self.undo = ExitStack()
         for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
-            self._undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
+            self.undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
             wrapt.wrap_function_wrapper(distributed_c10d, name, self._wait if name == "Work.wait" else self._send)
-
-    def stop(self) -> None:
-        self._undo.close()
-        self.returned.clear()
-        self._sends.clear()
 
     def before_replay(self) -> None:
         """What the program itself writes before this is no defect."""

@@ -24,8 +24,7 @@ from transformer_engine.pytorch.ops.op import BasicOperation
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
 FIRST = "is_first_microbatch"
-REPLACED = ("forward", "backward_dw", "reset")
-"""What TE puts into the dictionary of a module that it graphs without an order."""
+REPLACED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without an order
 Values = dict[str, Any]
 """Tensors by names for people: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
 State = tuple[list[tuple[torch.Generator, torch.Tensor]], dict[str, tuple[torch.Tensor, torch.Tensor]]]
