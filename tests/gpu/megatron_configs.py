@@ -96,12 +96,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "more-tokens": {**ROUTER, "mtp_num_layers": 1},
     "reduce": {**DENSE, "reduce": True},
     "reduce-late": {**ROUTER, **SHARED, "reduce": True, "late": True},
+    "evaluate": {**DENSE, "between": "evaluate"},
+    "evaluate-late": {**ROUTER, **SHARED, "between": "evaluate", "late": True},
+    "recapture": {"between": "recapture"},
+    "recapture-router": {**ROUTER, **SHARED, "between": "recapture", "late": True},
+    "optimizer": {**DENSE, "optimizer": True},
+    "optimizer-late": {**ROUTER, **SHARED, "optimizer": True, "late": True},
+    "optimizer-fp8-params": {"optimizer": True, "fp8_param": True, "late": True},
 }
 PAIRS: dict[str, dict[str, Any]] = {
     "tensor-parallel": {**DENSE, **TENSOR},
     "tensor-parallel-late": {**ROUTER, **SHARED, **TENSOR, "late": True},
     "expert-parallel": {**ROUTER, "expert_model_parallel_size": 2},
     "data-parallel": {**ROUTER, **SHARED, "reduce": True},
+    "data-parallel-optimizer": {**ROUTER, **SHARED, "optimizer": True, "late": True},
     "overlap": OVERLAP,
     "overlap-shared": {**OVERLAP, **SHARED},
     "overlap-delayed": {**OVERLAP, "delay_wgrad_compute": True},
@@ -110,7 +118,11 @@ PAIRS: dict[str, dict[str, Any]] = {
     "overlap-delayed-router": {**OVERLAP, **SHARED, "cuda_graph_scope": "moe_router", "delay_wgrad_compute": True},
     "overlap-delayed-preprocess": {**OVERLAP, **SHARED, **PREPROCESS, "delay_wgrad_compute": True},
 }
-"""Those of two ranks. ``late``, ``latent`` and ``reduce`` are ours, the rest are options of Megatron's config."""
+"""Those of two ranks.
+
+Ours are ``late``, ``latent``, ``reduce`` (gradients, while others are computed), ``optimizer`` (Megatron's distributed
+one, which gathers parameters in hooks of the forward) and what is done ``between`` steps. The rest is Megatron's.
+"""
 
 
 def start(changed: dict[str, Any]) -> None:
@@ -134,7 +146,16 @@ def start(changed: dict[str, Any]) -> None:
 class Job:
     """A model in training; ``late`` graphs are captured after the first step."""
 
-    def __init__(self, recipe: str, graphs: bool, late: bool = False, reduce: bool = False, **changed: Any) -> None:
+    def __init__(
+        self,
+        recipe: str,
+        graphs: bool,
+        late: bool = False,
+        reduce: bool = False,
+        optimizer: bool = False,
+        between: str = "",
+        **changed: Any,
+    ) -> None:
         import torch
         from megatron.core import tensor_parallel
         from megatron.core.distributed import (
@@ -144,27 +165,33 @@ class Job:
         )
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
         FP8GlobalStateManager.reset()
         tensor_parallel.model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
         torch.manual_seed(1)
-        self.graphs, self.late = graphs, late
+        self.graphs, self.late, self.between = graphs, late, between
         self.config = config(recipe, graphs, **changed)
         layers = get_gpt_decoder_block_spec(self.config, use_transformer_engine=True)
         ahead = get_gpt_mtp_block_spec(self.config, layers, True) if self.config.mtp_num_layers else None
         embedding = {"position_embedding_type": "rope", "mtp_block_spec": ahead}
         self.gpt = GPTModel(self.config, layers, moe.VOCABULARY, moe.TOKENS, **embedding).cuda().bfloat16()
+        settings = {"overlap_grad_reduce": reduce or optimizer, "fp8_param_gather": "fp8_param" in changed}
+        settings |= dict.fromkeys(("use_distributed_optimizer", "overlap_param_gather"), optimizer)
         # As Megatron's training loop does: gradients that accumulate on the default stream cannot be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=reduce)
-            self.model = DistributedDataParallel(self.config, settings, self.gpt)
+            distributed = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **settings)
+            self.model = DistributedDataParallel(self.config, distributed, self.gpt)
         torch.cuda.current_stream().wait_stream(stream)
-        if reduce:
+        self.optimizer = None
+        if optimizer:
+            adam = OptimizerConfig(lr=moe.LEARNING_RATE, bf16=True, use_distributed_optimizer=True)
+            self.optimizer = get_megatron_optimizer(adam, [self.model], use_gloo_process_groups=False)
+        if reduce or optimizer:
             self.config.no_sync_func = self.model.no_sync
-            self.config.grad_sync_func = None
             self.config.finalize_model_grads_func = finalize_model_grads
         if graphs and not late:
             self.capture()
@@ -172,28 +199,54 @@ class Job:
     def capture(self) -> None:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        TECudaGraphHelper([self.model], self.config, moe.TOKENS, 1, []).create_cudagraphs()
+        optimizers = [self.optimizer] if self.optimizer else []
+        self.helper = TECudaGraphHelper([self.model], self.config, moe.TOKENS, 1, optimizers)
+        if self.optimizer:
+            self.model.disable_forward_pre_hook(param_sync=False)
+        self.helper.create_cudagraphs()
+        if self.optimizer:
+            self.model.enable_forward_pre_hook()
+            self.helper.cuda_graph_set_manual_hooks()
 
     def train(self) -> dict[str, list[Any]]:
         """The losses and gradients of each step, and what the model holds at the end."""
         found: dict[str, list[Any]] = {}
         for number in range(moe.STEPS + self.late):
-            losses = self.step(number)
-            found[f"losses of step {number}"] = losses
+            found[f"losses of step {number}"] = self.step(number)
             for name, parameter in self.gpt.named_parameters():
                 found.setdefault(f"main_grad of {name}", []).append(parameter.main_grad.clone())
-            moe.update(self.gpt)
+            if self.optimizer:
+                self.optimizer.step()
+            else:
+                moe.update(self.gpt)
             if self.graphs and self.late and not number:
                 self.capture()
+            if self.graphs and self.between == "recapture" and number == 1:
+                self.helper.delete_cuda_graphs()
+                self.capture()
+            if self.between == "evaluate":
+                found[f"losses of evaluation {number}"] = self.evaluate(number)
+        if self.optimizer:
+            self.model.disable_forward_pre_hook()
         for name, value in self.gpt.state_dict(keep_vars=True).items():
             found[name] = values(value)
         return found
 
-    def step(self, number: int) -> list[float]:
+    def evaluate(self, number: int) -> list[float]:
+        import torch
+
+        self.model.eval()
+        with torch.no_grad():
+            losses = self.step(100 + number, forward_only=True)
+        self.model.train()
+        return losses
+
+    def step(self, number: int, forward_only: bool = False) -> list[float]:
         import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.model.zero_grad_buffer()
+        if not forward_only:
+            self.model.zero_grad_buffer()
         found = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=moe.batches(number),
@@ -201,7 +254,7 @@ class Job:
             num_microbatches=moe.MICROBATCHES,
             seq_length=moe.TOKENS,
             micro_batch_size=1,
-            forward_only=False,
+            forward_only=forward_only,
         )
         torch.cuda.synchronize()
         return [float(microbatch["loss"]) for microbatch in found]
@@ -245,7 +298,7 @@ def values(value: Any) -> list[Any]:
     if not isinstance(value, torch.Tensor):
         return []
     if value.dtype != torch.uint8:
-        return [value.detach().clone()]
+        return [value.detach().float().clone()]
     state = pickle.loads(value.cpu().numpy().tobytes()) if value.numel() else {}
     return [each for _, each in sorted(state.items()) if isinstance(each, torch.Tensor)]
 
