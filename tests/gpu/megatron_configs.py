@@ -358,7 +358,8 @@ def main() -> None:
     found = {"te": report.te_version, "megatron": version("megatron-core"), "config": name, "recipe": recipe}
     if os.environ["RANK"] == "0":
         print(json.dumps({**found, "applied": applied, **result}), flush=True)
-    os._exit(0)  # a group of processes does not end while graphs hold its collectives
+    if os.environ["WORLD_SIZE"] != "1":
+        os._exit(0)  # a group of processes does not end while graphs hold its collectives
 
 
 if __name__ == "__main__":
