@@ -101,16 +101,10 @@ class Findings:
     def compare(self, place: Place, found: Any, eager: Any, again: Any) -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
         if found is not None and eager is not None:
-            self.add(place, measure(found, eager), measure(again, eager))
+            self._pending.append((place, measure(found, eager), measure(again, eager)))
         elif found is not eager:
-            self.add(replace(place, text="is missing" if found is None else "is not expected"), True)
-
-    def add(self, place: Place, error: torch.Tensor | bool, noise: torch.Tensor | float = 0.0) -> None:
-        """How much a graph differs, and eager from itself; or, where ``place`` says what is wrong, whether it is."""
-        self._pending.append((place, error, noise))
-        self.totals["callables"] += self.new(place.callable)
-        self.totals["steps"] = max(self.totals["steps"], place.step)
-        self.totals["tensors"] += 1
+            place = replace(place, text="is missing" if found is None else "is not expected")
+            self._pending.append((place, True, 0.0))
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         """The callable ``index`` is not compared."""
@@ -126,10 +120,12 @@ class Findings:
         pending, self._pending = [(place, float(error), float(noise)) for place, error, noise in self._pending], []
         for place, _, noise in pending:
             self._noise[place] = max(self._noise[place], noise)
+            self.totals["steps"] = max(self.totals["steps"], place.step)
         for place, error, _ in pending:
             noise = self._noise[place]
             different = error > NOISE * noise
-            self.totals += Counter(noisy=int(noise > 0), different=int(different))
+            new = self.new(place.callable)
+            self.totals += Counter(tensors=1, callables=int(new), noisy=int(noise > 0), different=int(different))
             if (different or noise) and self.new((place, different)):
                 text = place.text or f"is off by {error:.3g} of its norm"
                 text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
@@ -213,7 +209,7 @@ class Lifetimes:
     def after_replay(self, by: str) -> None:
         for symptom, place, tensor, total in self._before:
             place = replace(place, symptom=symptom, text=f"{IN_USE[symptom]} and overwritten by {by}")
-            self._findings.add(place, measure(tensor.sum(dtype=torch.float64), total))
+            self._findings.compare(place, tensor.sum(dtype=torch.float64), total, total)
         self._before = []
 
     def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
