@@ -62,10 +62,7 @@ def say(text: str, of_rank: bool = True) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor that is compared, equal to those of its kind; ``symptom`` is what a difference looks like.
-
-    Of a mismatch, ``text`` says what was found, and ``looks_like`` are the fixes that could help.
-    """
+    """A tensor that is compared, equal to those of its kind. A mismatch has a text, and fixes that could help."""
 
     module: str
     when: str
@@ -107,7 +104,6 @@ class Findings:
             self._pending.append((place, True, 0.0))
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
-        """The callable ``index`` is not compared."""
         self.totals["left out"] += self.new(("left out", index))
         if self.new((module, reason)):
             say(f"callable {index} ({module}) is not compared, nor are others like it: {reason}")
@@ -182,8 +178,8 @@ class Lifetimes:
     """Tensors in graph memory that are in use, and whether a replay writes into them meanwhile.
 
     In use is what somebody surely reads: the ``.grad`` of a parameter that has taken over the memory of a graph, and
-    what is being sent, from the send until the wait for it. Order decides, not time: a send that happens to be over
-    counts. Sends are seen in the process group, as torch compares `isend` by identity.
+    what is being sent, until the program waits for it. Sends are seen in the process group, as torch compares `isend`
+    by identity.
     """
 
     def __init__(self, findings: Findings) -> None:

@@ -64,12 +64,10 @@ class Twin:
         for each in module.modules():
             present = vars(each)
             own = {name: copy.copy(value) for name, value in present.items() if name in REPLACED or "_hooks" in name}
-            own |= {name: None for name in ("_fp8_metas", "_quantizers") if name in present}
             if meta := present.get("fp8_meta"):
                 own["fp8_meta"] = {name: meta[name] for name in ("fp8_checkpoint", "fp8_group")}
                 own["quantizers"] = {key: type(value)() for key, value in present["quantizers"].items()}
                 own |= {"_fp8_workspaces": {}, "fp8_initialized": False, "fp8_meta_tensors_initialized": False}
-                own["wgrad_accumulation_and_reduce_hooks"] = []
             self.own[each] = own
             if any(value is True and name.startswith("ub_") for name, value in present.items()):
                 self.refusal = "it overlaps communication in buffers (userbuffers) that its graphs use as well"
@@ -145,10 +143,11 @@ class Twin:
         merged = {name: value for name, value in vars(each).items() if name not in REPLACED}
         merged |= {name: copy.copy(value) for name, value in merged.items() if type(value) in (list, dict, set)}
         merged |= self.own[each]
-        # Where `te.ops.Sequential` keeps parameters; where a layer of Megatron-Core has graphs, which it would replay.
-        changed: Values = {"_module_groups": None, "cuda_graphs": [], "_buffers": _copied(run.buffers[each])}
+        changed: Values = dict.fromkeys(("_module_groups", "_fp8_metas", "_quantizers"))  # of `te.ops`
+        changed |= {"cuda_graphs": [], "wgrad_accumulation_and_reduce_hooks": [], FIRST: run.first}
         changed["_parameters"] = {name: p if p is None else aliases[p] for name, p in each._parameters.items()}
-        merged |= {name: value for name, value in (changed | {FIRST: run.first}).items() if name in merged}
+        changed["_buffers"] = _copied(run.buffers[each])
+        merged |= {name: value for name, value in changed.items() if name in merged}
         if store := copy.copy(merged.get("wgrad_store")):
             merged["wgrad_store"], store.context = store, queue.Queue()
         return merged
