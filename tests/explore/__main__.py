@@ -113,7 +113,7 @@ class Server:
     limit = 120
     """Seconds that one program may take."""
 
-    def __init__(self, switch: str = "on", disable: str = "", breakage: tuple[str, int] | None = None) -> None:
+    def __init__(self, switch: str = "on", disable: str = "", breakage: tuple[str, str, int] | None = None) -> None:
         self._setting = switch, disable, breakage
         self._start()
 
@@ -198,14 +198,14 @@ class Server:
         self._answers.close()
 
 
-def activate(switch: str, disable: str, breakage: tuple[str, int] | None) -> None:
+def activate(switch: str, disable: str, breakage: tuple[str, str, int] | None) -> None:
     """Apply the fixes in this process, and import TE."""
     import te_graph_fixes
-    from tests.left_out import leave_out
+    from tests.left_out import leave_out, turn_round
 
     if switch != "off":
         if breakage:
-            leave_out(*breakage)
+            {"edit": leave_out, "condition": turn_round}[breakage[0]](*breakage[1:])
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
         te_graph_fixes.activate()
@@ -298,7 +298,7 @@ def find(options: argparse.Namespace) -> int:
 
 
 def search(options: argparse.Namespace) -> int:
-    """How many programs it takes to find each defect of the catalogue, or each edit of a fix that is left out.
+    """How many programs it takes to find each defect of the catalogue, or each breakage of a fix.
 
     Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
     program finds a defect if its fix alone is left out and the graph differs, and does not where only the fixes that
@@ -306,7 +306,7 @@ def search(options: argparse.Namespace) -> int:
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.source import Source
-    from tests.left_out import is_done_before
+    from tests.left_out import conditions, is_done_before
 
     source = Source.installed()
     needed = {
@@ -317,24 +317,24 @@ def search(options: argparse.Namespace) -> int:
         raise SystemExit(f"{options.equal} is of {first}, this is {options.where}")
     equal = sorted((line["seed"], line["digest"]) for line in lines if line["verdict"] == "equal")
     targets: list[dict[str, Any]] = [{"fix": fix_id} for fix_id in needed]
-    if options.breakages:
-        edits = [
-            (fix_id, number)
-            for fix_id in needed
-            for number, edit in enumerate(needed[fix_id].edits)
-            if not is_done_before(source, fix_id, edit)
-        ]
-        edits = random.Random(options.seed).sample(edits, min(options.breakages, len(edits)))
-        targets = [{"fix": fix_id, "edit": number} for fix_id, number in edits]
+    kind, broken = ("condition", options.turned) if options.turned else ("edit", options.breakages)
+    if broken:
+        places = {  # what several fixes bring is broken once
+            (each if kind == "condition" else (fix_id, number)): {"fix": fix_id, kind: number}
+            for fix_id, verdict in needed.items()
+            for number, each in enumerate(conditions(source, verdict) if kind == "condition" else verdict.edits)
+            if kind == "condition" or not is_done_before(source, fix_id, each)
+        }
+        targets = random.Random(options.seed).sample([*places.values()], min(broken, len(places)))
     done = noted(options.results)[1:]
     targets = [target for target in targets if not any(target.items() <= line.items() for line in done)]
     end = time.monotonic() + options.seconds
 
     def look(target: dict[str, Any]) -> dict[str, Any] | None:
         fix_id = target["fix"]
-        others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not options.breakages]
+        others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not broken]
         try:
-            servers = [Server(**({"breakage": (fix_id, target["edit"])} if options.breakages else {"disable": fix_id}))]
+            servers = [Server(breakage=(kind, fix_id, target[kind])) if broken else Server(disable=fix_id)]
             servers.append(Server(disable=",".join(others)))
         except ValueError as error:
             return {"refused": str(error)}
@@ -383,6 +383,7 @@ def main() -> int:
     parser.add_argument("--equal", help="for the next two: results with all fixes, of the same TE and device")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
     parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")
+    parser.add_argument("--turned", type=int, metavar="N", help="turn single conditions of fixes round, N at random")
     options = parser.parse_args()
     os.environ["TE_GRAPH_FIXES"] = "off"  # each server says for itself
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")
@@ -404,7 +405,7 @@ def main() -> int:
             options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name
         if not Path(options.results).exists() or not noted(options.results):
             note(options, options.where, say=False)
-        return search(options) if options.defects or options.breakages else find(options)
+        return (search if options.defects or options.breakages or options.turned else find)(options)
 
 
 if __name__ == "__main__":

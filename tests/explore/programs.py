@@ -29,7 +29,11 @@ EVENTS = (
     *("reseed_tracker", "failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing", "misuse_keys"),
     "misuse_backward",
 )
-RECIPES = {"hopper": ("delayed", "current", "block"), "blackwell": ("delayed", "current", "mxfp8", "nvfp4")}
+RECIPES = {
+    "hopper": ("delayed", "current", "block"),
+    "blackwell": ("delayed", "current", "mxfp8", "nvfp4"),
+    "blackwell-rtx": ("delayed", "current", "nvfp4", "block"),
+}
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,8 @@ RULES: dict[str, Callable[[Program], Any]] = {
             or {"eager_step", "freeze", "raise_in_autocast"} & {*p.events}
         )
     ),
-    "the simulator quantizes in current scaling without the other ranks": lambda p: (
-        "current" not in (p.recipe, p.other) or not {*OF_RANKS} & {*p.modules}
+    "the simulator scales currently without the other ranks, and gathers nothing in blocks": lambda p: (
+        not {"current", "mxfp8", "nvfp4"} & {p.recipe, p.other} or not {*OF_RANKS} & {*p.modules}
     ),
     "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
     "dicts are no samples in a tuple, and te.checkpoint takes tensors": lambda p: (
@@ -241,8 +245,8 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a state dict of te.ops.Linear without bias cannot be loaded": lambda p: (
         p.bias or not ({"save", "load"} <= {*p.events} and {*OPERATIONS} & {*p.modules})
     ),
-    "chained operations quantize outputs, which they cannot in current scaling": lambda p: (
-        "operations" not in p.modules or "current" not in (p.recipe, p.other)
+    "chained operations quantize outputs, which they cannot in current scaling and NVFP4": lambda p: (
+        "operations" not in p.modules or not {"current", "nvfp4"} & {p.recipe, p.other}
     ),
     "with quantized weights and no quantized compute backward_dw() fails in eager training too": lambda p: (
         not (p.delay and p.fp8_params and "KeptInBf16" in p.modules)
