@@ -22,13 +22,15 @@ MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
 OF_RANKS = ("Parallel",)
-MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS)
+RARE_MODULES = ("Adapted", "Routed", "normed")
+MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS, *RARE_MODULES)
 EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
     *("infer", "save", "load", "recapture", "switch_recipe", "freeze", "reset_fp8", "raise_in_autocast"),
     *("reseed_tracker", "failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing", "misuse_keys"),
     "misuse_backward",
 )
+RARE_EVENTS = ("evaluate_average", "unfreeze")
 RECIPES = {
     "hopper": ("delayed", "current", "block"),
     "blackwell": ("delayed", "current", "mxfp8", "nvfp4"),
@@ -49,6 +51,9 @@ class Program:
     - ``tracker``: what drops out draws from an RNG tracker
     - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
     - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
+    - ``inside``: only the first projection of a layer is captured, where it has one
+    - ``strided``: inputs and output grads are not contiguous; ``in_place``: what the residual is added
+    - ``offload``: what autograd saves is copied; ``late_hooks``: parameters get their hooks after the capture
     - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
     - ``events``: what happens, in order
     """
@@ -90,6 +95,11 @@ class Program:
     tracker: bool = False
     optimizer: str = ""
     ranks: bool = False
+    inside: bool = False
+    strided: bool = False
+    in_place: bool = False
+    offload: bool = False
+    late_hooks: bool = False
     events: tuple[str, ...] = ("step", "step")
 
     def __str__(self) -> str:
@@ -182,8 +192,8 @@ RULES: dict[str, Callable[[Program], Any]] = {
             or {"eager_step", "freeze", "raise_in_autocast"} & {*p.events}
         )
     ),
-    "the simulator scales currently without the other ranks, and gathers nothing in blocks": lambda p: (
-        not {"current", "mxfp8", "nvfp4"} & {p.recipe, p.other} or not {*OF_RANKS} & {*p.modules}
+    "gloo gathers no two tensors at once, as those with blocks are": lambda p: (
+        not {"mxfp8", "nvfp4"} & {p.recipe, p.other} or not {*OF_RANKS} & {*p.modules}
     ),
     "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
     "dicts are no samples in a tuple, and te.checkpoint takes tensors": lambda p: (
@@ -281,6 +291,29 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "te.checkpoint takes an operation for a module of torch, and eager training recomputes it in bf16": lambda p: (
         not (p.recompute and {*OPERATIONS} & {*p.modules})
     ),
+    "what is captured inside of a layer is called as others are": lambda p: (
+        not p.inside
+        or not (
+            (p.order or p.together or p.delay or p.inference or p.recompute or p.in_bf16 or p.weights != "plain")
+            or {"Named", "Structured", "Recomputed", "KeptInBf16", "Unused"} & {*p.modules}
+            or any(each.startswith("misuse") for each in p.events)
+        )
+    ),
+    "hooks come late if there are any": lambda p: not p.late_hooks or p.hooks not in ("", "ddp"),
+    "a frozen projection has no wgrad to delay, and stays frozen": lambda p: (
+        "Adapted" not in p.modules or not (p.delay or "unfreeze" in p.events)
+    ),
+    "a norm makes a weight anew for each forward, to which no wgrad can be delivered later": lambda p: (
+        "normed" not in p.modules or not (p.fused or p.fp8_params or p.delay)
+    ),
+    "gradients of three uses are summed in another order where two of them are in a graph": lambda p: (
+        not (p.residual or p.in_place) or not {"Adapted", "Routed"} & {*p.modules}
+    ),
+    "dropout draws in the order of memory, which of a static input is its sample's": lambda p: (
+        not p.strided or "dropout" not in p.modules
+    ),
+    "nothing can be added to a view that TE gives": lambda p: not p.in_place or p.modules[-1] not in TE_LAYERS[1:4],
+    "what is trained again was frozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
     "a misuse is of a graph": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
@@ -381,6 +414,23 @@ COMPANIONS: tuple[tuple[str, ...], ...] = (
 """Modules, events, fields (some with a value) that show something in company only, for half of the programs."""
 
 
+RARE: tuple[tuple[str, ...], ...] = (
+    *(
+        ("Adapted",),
+        ("Adapted", "fp8_params"),
+        ("Adapted", "hooks adds"),
+        ("Routed",),
+        ("Routed", "delay"),
+        ("normed",),
+    ),
+    *(("Block", "inside"), ("CoreAttention", "inside"), ("Adapted", "inside")),
+    *(("strided",), ("in_place",), ("in_place", "reuse"), ("offload",), ("hooks adds", "late_hooks")),
+    *(("evaluate_average",), ("weights cached", "evaluate_average"), ("freeze", "unfreeze")),
+)
+RARE_FIELDS = ("inside", "strided", "in_place", "offload", "late_hooks")
+"""Of one in seven programs, and drawn last, so that whatever is added here leaves the others as they are."""
+
+
 def broken_rule(program: Program) -> str | None:
     """The reason why a program is not run."""
     rules = RULES | {why: each.without for why, each in OPEN.items()}
@@ -410,7 +460,7 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
         if "layers_as_chunks" in group or r.random() < 0.3:
             changes.append({"order": order, "layers_as_chunks": True})
         changes.append({"order": order})
-    known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay", "ranks"}
+    known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay", "ranks", *RARE_FIELDS}
     names = [each.name for each in fields(program) if each.name not in known]
     for name in sorted(r.sample(names, len(names)), key=lambda name: name not in wanted):
         if name in wanted or r.random() < 0.2:
@@ -434,6 +484,14 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
     shared = r.choice(({}, {"hooks": "reduces"}, ddp, {"modules": (*OF_RANKS, *program.modules[1:])}))
     if ranks and r.random() < 0.05 and not broken_rule(changed := replace(program, ranks=True, **shared)):
         program = changed
+    for name, _, value in (each.partition(" ") for each in (r.choice(RARE) if r.random() < 1 / 7 else ())):
+        change = {name: value or True}
+        if name in MODULES:
+            change = {"modules": (name, *program.modules[1:])}
+        elif name in (*EVENTS, *RARE_EVENTS):
+            change = {"events": (*program.events, name, "step")}
+        if not broken_rule(changed := replace(program, **change)):
+            program = changed
     return program
 
 

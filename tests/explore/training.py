@@ -56,16 +56,14 @@ tracker = CudaRNGStatesTracker()
 # Modules.
 
 
-def linear() -> Any:
-    return te.Linear(HIDDEN, HIDDEN, **OPTIONS)
+def made(kind: Any, *sizes: int) -> Any:
+    """What makes a module with the program's options."""
+    return lambda: kind(*sizes, **OPTIONS)
 
 
-def layernorm_linear() -> Any:
-    return te.LayerNormLinear(HIDDEN, HIDDEN, **OPTIONS)
-
-
-def layernorm_mlp() -> Any:
-    return te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **OPTIONS)
+linear = made(te.Linear, HIDDEN, HIDDEN)
+layernorm_linear = made(te.LayerNormLinear, HIDDEN, HIDDEN)
+layernorm_mlp = made(te.LayerNormMLP, HIDDEN, 2 * HIDDEN)
 
 
 class Experts(te.GroupedLinear):
@@ -75,23 +73,19 @@ class Experts(te.GroupedLinear):
         return super().forward(x, [TOKENS // 2] * 2, **marks)
 
 
-def grouped_linear() -> Any:
-    return Experts(2, HIDDEN, HIDDEN, **OPTIONS)
-
-
 class Special(te.Linear):
     """A subclass, as Megatron-Core's MoE layer is one of its dense layer."""
 
 
-def subclassed() -> Any:
-    return Special(HIDDEN, HIDDEN, **OPTIONS)
+grouped_linear = made(Experts, 2, HIDDEN, HIDDEN)
+subclassed = made(Special, HIDDEN, HIDDEN)
 
 
 class Sequences(torch.nn.Module):
     """For attention the tokens are those of two sequences."""
 
     def forward(self, x: torch.Tensor, **marks: bool) -> Any:
-        return super().forward(x.view(-1, 2, HIDDEN), **marks).view(x.shape)
+        return super().forward(x.reshape(-1, 2, HIDDEN), **marks).view(x.shape)
 
 
 class Attention(Sequences, te.MultiheadAttention):
@@ -228,6 +222,44 @@ class OwnAutocast(Block):
             return self.second(x)
 
 
+class Adapted(Block):
+    """Frozen projections with an adapter beside the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapter = torch_linear()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x) + self.adapter(x))
+
+
+class AuxiliaryLoss(torch.autograd.Function):
+    """Adds the gradients of a loss to those of an output, as Megatron-Core does for the balance of experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, torch.ones((), device=grad.device)
+
+
+class Routed(Block):
+    """Gates by the larger half of the scores, with a loss of their own."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores = self.first(x).float().softmax(-1)
+        least = scores.topk(HIDDEN // 2).values[..., -1:]
+        gates = (scores * (scores >= least)).to(x.dtype)
+        return AuxiliaryLoss.apply(self.second(x) * gates, scores.square().sum())
+
+
+def normed() -> Any:
+    return torch.nn.utils.parametrizations.weight_norm(linear())
+
+
 class Recomputed(Block):
     """Recomputes its activations in its backward."""
 
@@ -349,6 +381,11 @@ def make_recipe(name: str) -> Any:
     return RECIPES[name](**attention)
 
 
+def kept_elsewhere() -> Any:
+    """What autograd saves is copied, as where activations are offloaded."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept)
+
+
 def random(scale: float = 1.0) -> torch.Tensor:
     """Values for one microbatch."""
     return scale * torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -401,7 +438,8 @@ class Training:
         self.calls: list[list[Any]] = [[layer] * self.microbatches for layer in self.layers]
         self.parameters = list(dict.fromkeys(each for layer in self.layers for each in layer.parameters()))
         self.weights = {p for each in self.layers for p in fused(each)}
-        self.before_capture = [{name: vars(layer).get(name) for name in GIVEN} for layer in self.layers]
+        modules = [module for layer in self.layers for module in layer.modules()]
+        self.before_capture = {module: {name: vars(module).get(name) for name in GIVEN} for module in modules}
         if program.optimizer in ("adam", "adam of master weights"):
             master = program.optimizer == "adam of master weights"
             self.adam = te.optimizers.FusedAdam(self.parameters, master_weights=master, use_decoupled_grad=True)
@@ -409,6 +447,8 @@ class Training:
             self.master = {each: each.detach().dequantize() for each in self.parameters}
         if graphed:
             self.capture()
+        for number, layer in enumerate(self.layers if program.late_hooks else ()):
+            self.hook_parameters(number, layer)
         if program.hooks == "ddp":
             self.reducing = list(map(DistributedDataParallel, self.layers))
 
@@ -422,15 +462,18 @@ class Training:
             for parameter in fused(layer):
                 parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
                 parameter.grad_added_to_main_grad = False
-        if program.hooks and program.hooks != "ddp":
-            for parameter in layer.parameters():
-                if parameter.requires_grad:
-                    self.hook(number, parameter)
+        if not program.late_hooks:
+            self.hook_parameters(number, layer)
         if program.wgrad_hooks and self.graphed:
             for place, module in enumerate(delayed(layer)):
                 module.register_wgrad_accumulation_and_reduce_hooks(
                     lambda place=place: self.called.append(f"wgrad {number} {place}")
                 )
+
+    def hook_parameters(self, number: int, layer: Any) -> None:
+        for parameter in layer.parameters() if program.hooks not in ("", "ddp") else ():
+            if parameter.requires_grad:
+                self.hook(number, parameter)
 
     def hook(self, number: int, parameter: Any) -> None:
         """A hook on a parameter; its calls are noted by layer, for a layer's own order is autograd's affair."""
@@ -472,7 +515,8 @@ class Training:
             for number, layer in enumerate(self.layers):
                 if number not in program.not_captured:
                     samples, named = self.samples(number)
-                    self.graph(layer, samples, sample_kwargs=named, enabled=self.fp8(number))
+                    part = getattr(layer, "first", layer) if program.inside else layer
+                    self.graph(part, samples, sample_kwargs=named, enabled=self.fp8(number))
         if program.inference == "after":
             self.capture_inference()
 
@@ -551,12 +595,12 @@ class Training:
 
     def release(self) -> None:
         """Reset the graphs, and give the modules back what they had."""
-        graphs = {id(each): each for calls in self.calls for each in calls}.values()
-        for graph in [*graphs, self.extra]:
+        runs = {id(each): each for calls in self.calls for each in calls}.values()
+        for graph in [*runs, *self.before_capture, self.extra]:
             if "reset" in getattr(graph, "__dict__", ()):
                 graph.reset()
-        for layer, before in zip(self.layers, self.before_capture, strict=True):
-            give_back(layer, before)
+        for module, before in self.before_capture.items():
+            give_back(module, before)
         if self.extra is not None:
             give_back(self.extra, {})
         if program.inference:
@@ -629,20 +673,14 @@ class Training:
         given = x
         if program.sets_flag:
             FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(microbatch > 0)
-        if program.autocasts == "one":
-            with autocast(self.recipe):
-                x = self.before(x, microbatch, calls, graphed)
-                for number in layers:
-                    x = self.layer(number, calls[number][microbatch], x, microbatch, graphed)
-        elif program.autocasts == "each":
+        outer = {"one": self.recipe, "nested": program.other}.get(program.autocasts)
+        with autocast(outer) if outer else contextlib.nullcontext():
+            x = self.before(x, microbatch, calls, graphed)
             for number in layers:
-                with autocast(self.recipe):
+                with autocast(self.recipe) if program.autocasts != "one" else contextlib.nullcontext():
                     x = self.layer(number, calls[number][microbatch], x, microbatch, graphed)
-        else:
-            with autocast(program.other):
-                for number in layers:
-                    with autocast(self.recipe):
-                        x = self.layer(number, calls[number][microbatch], x, microbatch, graphed)
+        if program.in_place:
+            return x.add_(given)
         return x + given if program.residual else x
 
     def begin(self, eager: bool = False) -> None:
@@ -664,12 +702,15 @@ class Training:
             counts[entry] = microbatch + 1
             layers = range(chunk * self.per_chunk, (chunk + 1) * self.per_chunk)
             if entry > 0:
-                x = random(len(self.seen) / 4 + 1)
+                x, output_grad = random(len(self.seen) / 4 + 1), random(0.01)
+                if program.strided:
+                    x, output_grad = (each.t().contiguous().t() for each in (x, output_grad))
                 if program.input_grads:
                     x.requires_grad_()
-                out = self.forward(x, chunk, microbatch, eager)
+                with kept_elsewhere() if program.offload else contextlib.nullcontext():
+                    out = self.forward(x, chunk, microbatch, eager)
                 self.see("outputs", out)
-                live[chunk, microbatch] = x, out, random(0.01)
+                live[chunk, microbatch] = x, out, output_grad
             elif entry % 1 == 0:
                 x, out, output_grad = live.pop((chunk, microbatch))
                 out.backward(output_grad)
@@ -876,6 +917,17 @@ def evaluate_in_other(t: Training) -> None:
     t.evaluation(program.other)
 
 
+@torch.no_grad()
+def evaluate_average(t: Training) -> None:
+    """With other weights, those and back, as with an average of them."""
+    kept = [each.detach().clone() for each in t.parameters]
+    for each in t.parameters:
+        each.copy_(each.dequantize() / 2)
+    t.evaluation(t.recipe)
+    for each, weight in zip(t.parameters, kept, strict=True):
+        each.copy_(weight)
+
+
 def infer(t: Training) -> None:
     """Run the first layer without gradients, through its graph for inference.
 
@@ -927,6 +979,12 @@ def switch_recipe(t: Training) -> None:
 def freeze(t: Training) -> None:
     t.layers[-1].requires_grad_(False)
     t.weights -= {*t.layers[-1].parameters()}
+    recapture(t)
+
+
+def unfreeze(t: Training) -> None:
+    t.layers[-1].requires_grad_(True)
+    t.weights |= {*fused(t.layers[-1])}
     recapture(t)
 
 

@@ -62,16 +62,16 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.T
             tensor, quantizer.scale, quantizer.amax, rowwise, columnwise, scale_inv, noop, dtype,
         )  # fmt: skip
         return output
-    if quantizer.with_amax_reduction and torch.distributed.is_initialized():
-        raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
     amax = getattr(quantizer, "amax", None)
     scale = getattr(quantizer, "scale", None)
     amax = torch.empty(1, dtype=torch.float32) if amax is None else amax
     scale = torch.empty(1, dtype=torch.float32) if scale is None else scale
     options = (getattr(quantizer, "use_existing_amax", False), quantizer.amax_epsilon, quantizer.force_pow_2_scales)
+    reduces = quantizer.with_amax_reduction and torch.distributed.is_initialized()
+    group = quantizer.amax_reduction_group if reduces else None
     launch(
         cast_current, [*results, amax, scale],
-        tensor, scale, amax, rowwise, columnwise, scale_inv, noop, dtype, options,
+        tensor, scale, amax, rowwise, columnwise, scale_inv, noop, dtype, options, group,
     )  # fmt: skip
     return output
 
@@ -296,6 +296,7 @@ def cast_current(
     noop: torch.Tensor | None,
     dtype: torch.dtype,
     options: tuple[bool, float, bool],
+    group: Any = None,
 ) -> None:
     if skipped(noop):
         return
@@ -303,6 +304,8 @@ def cast_current(
     values = tensor.float()
     if not use_existing_amax:
         amax.fill_(_largest_magnitude(values))
+    if group is not None:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
     _scale_of(amax, scale, torch.finfo(dtype).max, power_of_two, epsilon)
     _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
 
