@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import math
 import os
@@ -97,17 +98,16 @@ class Layer(Sequences, te.TransformerLayer):
 
 
 def attention() -> Any:
-    return Attention(HIDDEN, 2, attention_dropout=0.1, **options_of_attention())
+    return Attention(HIDDEN, 2, **options_of_attention())
 
 
 def transformer_layer() -> Any:
-    dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-    return Layer(HIDDEN, 2 * HIDDEN, 2, **dropout, **options_of_attention())
+    return Layer(HIDDEN, 2 * HIDDEN, 2, hidden_dropout=0.1, **options_of_attention())
 
 
 def options_of_attention() -> dict[str, Any]:
     given = {name: value for name, value in OPTIONS.items() if name != "delay_wgrad_compute"}
-    return {"fuse_qkv_params": True, "get_rng_state_tracker": the_tracker(), **given}
+    return {"attention_dropout": 0.1, "fuse_qkv_params": True, "get_rng_state_tracker": the_tracker(), **given}
 
 
 def the_tracker() -> Any:
@@ -396,6 +396,13 @@ def sample() -> torch.Tensor:
     return torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
 
 
+def arguments(number: int, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+    """Positional and keyword arguments of a layer."""
+    if program.modules[number] == "Structured":
+        return ({"x": x, "offset": offset},), {}
+    return (x,), {"offset": offset} if program.modules[number] == "Named" else {}
+
+
 class Training:
     """The layers of a program, what runs them, and what has been seen so far."""
 
@@ -499,12 +506,9 @@ class Training:
         """Make the graphs."""
         if program.inference == "first":
             self.capture_inference()
-        if program.first == "frozen" or program.first == "teacher":
-            self.graph(self.extra, (sample(),))
-        elif program.first == "plain":
-            self.graph(self.extra, (sample().requires_grad_(),))
-        elif program.first == "cached":
-            self.graph(self.extra, (sample().requires_grad_(),), cache_quantized_params=True)
+        if program.first in ("frozen", "teacher", "plain", "cached"):
+            leaf = sample().requires_grad_(program.first in ("plain", "cached"))
+            self.graph(self.extra, (leaf,), cache_quantized_params="cached" in (program.first, program.weights))
         if program.order:
             self.capture_order()
         elif program.together:
@@ -543,13 +547,11 @@ class Training:
         )
 
     def samples(self, number: int) -> tuple[Any, Any]:
-        """Positional and keyword arguments of a layer's sample."""
+        """The `arguments` to capture a layer with."""
         leaf = sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
-        if program.modules[number] == "Structured":
-            return ({"x": leaf, "offset": sample()},), {}
-        return (leaf,), {"offset": sample()} if program.modules[number] == "Named" else {}
+        return arguments(number, leaf, sample())
 
     def capture_order(self) -> None:
         """Graphs of every chunk and microbatch."""
@@ -624,23 +626,16 @@ class Training:
 
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
         """Run one layer."""
-        options: dict[str, Any] = {}
-        given: Any = x
+        given, options = arguments(number, x, x.detach() / 2)
         if program.hooks == "ddp" and call is self.layers[number]:
             call = self.reducing[number]
-        if program.modules[number] == "Named":
-            options["offset"] = x.detach() / 2
-        elif program.modules[number] == "Structured":
-            given = {"x": x, "offset": x.detach() / 2}
         if program.weights == "cached" and graphed and number not in program.not_captured:
             options["is_first_microbatch"] = microbatch == 0
-        if number in program.in_bf16:
-            with te.autocast(enabled=False):
-                out = call(given, **options)
-        elif program.recompute:
-            out = te.checkpoint(call, given, get_rng_state_tracker=the_tracker(), **options)
-        else:
-            out = call(given, **options)
+        in_bf16 = number in program.in_bf16
+        if program.recompute and not in_bf16:
+            call = functools.partial(te.checkpoint, call, get_rng_state_tracker=the_tracker())
+        with te.autocast(enabled=False) if in_bf16 else contextlib.nullcontext():
+            out = call(*given, **options)
         return out[program.modules[number] == "SignsFirst"] if isinstance(out, tuple) else out
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
@@ -781,12 +776,12 @@ class Training:
         else:
             parameter.copy_(parameter.dequantize() - rate * grad)
 
-    def evaluation(self, recipe: str) -> None:
-        """Run without gradients and without graphs."""
+    def evaluation(self, recipe: str = "") -> None:
+        """Run without gradients and without graphs, in the recipe of training or another one."""
         self.mark_first()
         for layer in self.layers:
             layer.eval()
-        kept, self.recipe = self.recipe, recipe
+        kept, self.recipe = self.recipe, recipe or self.recipe
         with torch.no_grad():
             self.see("outputs", self.forward(random(), 0, 0, eager=True))
         self.recipe = kept
@@ -889,28 +884,12 @@ def fp8_state(layer: Any) -> list[torch.Tensor]:
 # Events.
 
 
-def step(t: Training) -> None:
-    t.run()
-
-
-def step_at_rate_0(t: Training) -> None:
-    t.run(rate=0.0)
-
-
-def skipped_step(t: Training) -> None:
-    t.run(skip=True)
-
-
-def eager_step(t: Training) -> None:
-    t.run(eager=True)
-
-
-def evaluate(t: Training) -> None:
-    t.evaluation(t.recipe)
-
-
-def evaluate_in_bf16(t: Training) -> None:
-    t.evaluation("bf16")
+step = Training.run
+step_at_rate_0 = functools.partial(step, rate=0.0)
+skipped_step = functools.partial(step, skip=True)
+eager_step = functools.partial(step, eager=True)
+evaluate = Training.evaluation
+evaluate_in_bf16 = functools.partial(evaluate, recipe="bf16")
 
 
 def evaluate_in_other(t: Training) -> None:
@@ -923,7 +902,7 @@ def evaluate_average(t: Training) -> None:
     kept = [each.detach().clone() for each in t.parameters]
     for each in t.parameters:
         each.copy_(each.dequantize() / 2)
-    t.evaluation(t.recipe)
+    t.evaluation()
     for each, weight in zip(t.parameters, kept, strict=True):
         each.copy_(weight)
 
@@ -1022,20 +1001,29 @@ def failed_capture(t: Training) -> None:
                 t.graph(layer, (sample,), **options)
 
 
-def misuse_keyword(t: Training) -> None:
-    refused(t, lambda call, x, marks: call(inp=x, **marks))
+def refused(t: Training, misuse: Any) -> None:
+    """A graph must refuse what is not as its samples."""
+    (x,), marks = t.samples(0)
+    if program.weights == "cached":
+        marks["is_first_microbatch"] = True
+    if t.graphed:
+        try:
+            misuse(t.calls[0][0], x, marks)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if "captured for" in str(error):
+                return
+        t.see("taken", torch.ones(1))
 
 
-def misuse_shape(t: Training) -> None:
-    refused(t, lambda call, x, marks: call(pytree.tree_map(lambda each: each[: TOKENS // 2], x), **marks))
+def misusing(misuse: Any) -> Any:
+    """The event of a call that gets a graph, its input and its keyword arguments."""
+    return lambda t: refused(t, misuse)
 
 
-def misuse_keys(t: Training) -> None:
-    refused(t, lambda call, x, marks: call(dict(reversed(x.items())), **marks))
-
-
-def misuse_missing(t: Training) -> None:
-    refused(t, lambda call, x, marks: call(**marks))
+misuse_keyword = misusing(lambda call, x, marks: call(inp=x, **marks))
+misuse_shape = misusing(lambda call, x, marks: call(pytree.tree_map(lambda each: each[: TOKENS // 2], x), **marks))
+misuse_keys = misusing(lambda call, x, marks: call(dict(reversed(x.items())), **marks))
+misuse_missing = misusing(lambda call, x, marks: call(**marks))
 
 
 def misuse_backward(t: Training) -> None:
@@ -1048,25 +1036,6 @@ def misuse_backward(t: Training) -> None:
         graphed(sample).sum().backward()
 
     refused(t, backward)
-
-
-def refused(t: Training, misuse: Any) -> None:
-    """A graph must refuse what is not as its samples."""
-    x: Any = random()
-    marks = {}
-    if program.weights == "cached":
-        marks["is_first_microbatch"] = True
-    if program.modules[0] == "Named":
-        marks["offset"] = random()
-    elif program.modules[0] == "Structured":
-        x = {"x": x, "offset": random()}
-    if t.graphed:
-        try:
-            misuse(t.calls[0][0], x, marks)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if "captured for" in str(error):
-                return
-        t.see("taken", torch.ones(1))
 
 
 # Comparison.
