@@ -30,7 +30,7 @@ EVENTS = (
     *("reseed_tracker", "failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing", "misuse_keys"),
     "misuse_backward",
 )
-RARE_EVENTS = ("evaluate_average", "unfreeze")
+RARE_EVENTS = ("evaluate_average", "evaluate_in_inference_mode", "unfreeze")
 RECIPES = {
     "hopper": ("delayed", "current", "block"),
     "blackwell": ("delayed", "current", "mxfp8", "nvfp4"),
@@ -47,12 +47,14 @@ class Program:
     - ``weights``: ``plain``, ``marked`` (modules mark first microbatches) or ``cached`` (and graphs cache weights)
     - ``first``: what else runs first in the autocast, or is a model of its own whose graph caches weights (``cached``)
     - ``autocasts``: around all layers, each, or inside another
-    - ``fp8_attention``: attention is in FP8 too, in torch operations that round as FP8 does
+    - ``fp8_attention``: attention is in FP8 too, in torch operations that round as it does, with ``fp8_mha`` its inputs
     - ``tracker``: what drops out draws from an RNG tracker
     - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
     - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
     - ``inside``: only the first projection of a layer is captured, where it has one
     - ``strided``: inputs and output grads are not contiguous; ``in_place``: what the residual is added
+    - ``same_input``: one tensor, that of the capture if there is one, gets the values of every microbatch
+    - ``backward_twice``: each backward is run again; ``module_hooks``: layers have hooks, registered after the capture
     - ``offload``: what autograd saves is copied; ``late_hooks``: parameters get their hooks after the capture
     - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
     - ``events``: what happens, in order
@@ -100,6 +102,10 @@ class Program:
     in_place: bool = False
     offload: bool = False
     late_hooks: bool = False
+    fp8_mha: bool = False
+    backward_twice: bool = False
+    same_input: bool = False
+    module_hooks: bool = False
     events: tuple[str, ...] = ("step", "step")
 
     def __str__(self) -> str:
@@ -299,6 +305,13 @@ RULES: dict[str, Callable[[Program], Any]] = {
             or any(each.startswith("misuse") for each in p.events)
         )
     ),
+    "the simulator captures FP8 inputs of attention in current scaling only": lambda p: (
+        not p.fp8_mha or (p.fp8_attention and p.recipe == "current" and {*ATTENTION} & {*p.modules})
+    ),
+    "an input with new values is read no more": lambda p: (
+        not p.same_input or not (p.order or p.not_captured or p.late_reads or p.strided or p.recompute or p.in_place)
+    ),
+    "an order gives no modules, which have hooks": lambda p: not (p.module_hooks and p.order),
     "hooks come late if there are any": lambda p: not p.late_hooks or p.hooks not in ("", "ddp"),
     "a frozen projection has no wgrad to delay, and stays frozen": lambda p: (
         "Adapted" not in p.modules or not (p.delay or "unfreeze" in p.events)
@@ -426,8 +439,24 @@ RARE: tuple[tuple[str, ...], ...] = (
     *(("Block", "inside"), ("CoreAttention", "inside"), ("Adapted", "inside")),
     *(("strided",), ("in_place",), ("in_place", "reuse"), ("offload",), ("hooks adds", "late_hooks")),
     *(("evaluate_average",), ("weights cached", "evaluate_average"), ("freeze", "unfreeze")),
+    *(("evaluate_in_inference_mode",), ("evaluate_in_inference_mode", "weights cached"), ("backward_twice",)),
+    *(
+        ("same_input",),
+        ("module_hooks",),
+        ("attention", "recipe current", "fp8_attention", "fp8_mha"),
+    ),
 )
-RARE_FIELDS = ("inside", "strided", "in_place", "offload", "late_hooks")
+RARE_FIELDS = (
+    "inside",
+    "strided",
+    "in_place",
+    "offload",
+    "late_hooks",
+    "fp8_mha",
+    "backward_twice",
+    "same_input",
+    "module_hooks",
+)
 """Of one in seven programs, and drawn last, so that whatever is added here leaves the others as they are."""
 
 

@@ -377,7 +377,8 @@ def make_recipe(name: str) -> Any:
         return recipes.DelayedScaling(amax_history_len=3)
     if name == "bf16":
         return None
-    attention = {"fp8_dpa": True} if program.fp8_attention and name in ("delayed", "current") else {}
+    in_fp8 = program.fp8_attention and name in ("delayed", "current")
+    attention = {"fp8_dpa": True, "fp8_mha": program.fp8_mha} if in_fp8 else {}
     return RECIPES[name](**attention)
 
 
@@ -456,6 +457,9 @@ class Training:
             self.capture()
         for number, layer in enumerate(self.layers if program.late_hooks else ()):
             self.hook_parameters(number, layer)
+        for layer in self.layers if program.module_hooks else ():
+            layer.register_forward_hook(lambda *_: self.called.append("module, forward"))
+            layer.register_full_backward_hook(lambda *_: self.called.append("module, backward"))
         if program.hooks == "ddp":
             self.reducing = list(map(DistributedDataParallel, self.layers))
 
@@ -551,6 +555,7 @@ class Training:
         leaf = sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
+        self.first_sample = getattr(self, "first_sample", leaf)
         return arguments(number, leaf, sample())
 
     def capture_order(self) -> None:
@@ -700,6 +705,8 @@ class Training:
                 x, output_grad = random(len(self.seen) / 4 + 1), random(0.01)
                 if program.strided:
                     x, output_grad = (each.t().contiguous().t() for each in (x, output_grad))
+                if program.same_input:
+                    x = self.first_sample.detach().copy_(x)
                 if program.input_grads:
                     x.requires_grad_()
                 with kept_elsewhere() if program.offload else contextlib.nullcontext():
@@ -708,6 +715,8 @@ class Training:
                 live[chunk, microbatch] = x, out, output_grad
             elif entry % 1 == 0:
                 x, out, output_grad = live.pop((chunk, microbatch))
+                if program.backward_twice:
+                    out.backward(output_grad, retain_graph=True)
                 out.backward(output_grad)
                 if program.late_reads:
                     self.see("dgrads", *late)
@@ -776,13 +785,13 @@ class Training:
         else:
             parameter.copy_(parameter.dequantize() - rate * grad)
 
-    def evaluation(self, recipe: str = "") -> None:
+    def evaluation(self, recipe: str = "", mode: Any = torch.no_grad) -> None:
         """Run without gradients and without graphs, in the recipe of training or another one."""
         self.mark_first()
         for layer in self.layers:
             layer.eval()
         kept, self.recipe = self.recipe, recipe or self.recipe
-        with torch.no_grad():
+        with mode():
             self.see("outputs", self.forward(random(), 0, 0, eager=True))
         self.recipe = kept
         for layer in self.layers:
@@ -890,6 +899,7 @@ skipped_step = functools.partial(step, skip=True)
 eager_step = functools.partial(step, eager=True)
 evaluate = Training.evaluation
 evaluate_in_bf16 = functools.partial(evaluate, recipe="bf16")
+evaluate_in_inference_mode = functools.partial(evaluate, mode=torch.inference_mode)
 
 
 def evaluate_in_other(t: Training) -> None:
