@@ -149,6 +149,18 @@ def behind(place: Definition, node: Any, text: str) -> Edit:
     return Edit(place.module.name, end, end, text)
 
 
+def skip_flag_state(source: Source) -> str:
+    """What holds the skip flag while the program runs."""
+    quantization = source.module("transformer_engine.pytorch.quantization")
+    manager = quantization.definition("FP8GlobalStateManager")
+    if manager.has("quantization_state = FP8GlobalState()"):
+        quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
+        return "FP8GlobalStateManager.quantization_state"
+    if any(node in manager.node.body for node in manager.all("skip_fp8_weight_update_tensor = None")):
+        return "FP8GlobalStateManager"
+    raise unrecognized("skip_fp8_weight_update_tensor = None", manager)
+
+
 class Changes:
     """The changes of one correction, each of which has been made in a source, or is to be made.
 

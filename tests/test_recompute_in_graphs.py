@@ -11,7 +11,7 @@ from te_graph_fixes.source import Source
 from tests.child import simulate
 
 FIX = "recompute-in-graphs"
-CASES = ("recompute-behind-another", "recompute-in-an-autocast")
+CASES = ("recompute-behind-another", "recompute-in-an-autocast", "recompute-after-another")
 
 pytestmark = pytest.mark.skipif(
     "_none_grad_context_wrapper" not in Source.installed().module("transformer_engine.pytorch.graph").text,
@@ -26,10 +26,12 @@ def measure(setting: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("setting", [FIX, "on"])
 def test_replays_update_scales_as_recomputations_do(setting: str) -> None:
-    assert [line["error"] for line in measure(setting)] == [0.0, 0.0]
+    assert [line["error"] for line in measure(setting)] == [0.0, 0.0, 0.0]
 
 
 def test_without_the_fix_scales_stay_as_they_were() -> None:
-    for line in measure("off"):
+    *lines, after_another = measure("off")
+    for line in lines:
         assert min(line["measures"]["errors"]["scales"]) > 1
         assert max(line["measures"]["errors"]["wgrads"]) > 0.1
+    assert max(after_another["measures"]["errors"]["wgrads"]) > 0.01

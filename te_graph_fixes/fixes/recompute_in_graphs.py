@@ -4,11 +4,13 @@ Upstream: open, TE 2.10 to main
 
 Symptom: `te.checkpoint` in a captured module, delayed scaling, behind a module in the same autocast that has no
 backward, or in an autocast inside another that is off: scales of the backward or of the forward stay as they were, in
-the second case all of them (outputs and gradients off by 2.7 on the simulator).
+the second case all of them (outputs and gradients off by 2.7 on the simulator). Weights cached, and another graph's
+first microbatch between forward and backward: the recomputation quantizes its weights (gradients off by 0.08).
 
 A recomputation has an autocast of its own, and updates the scales of the forward as it leaves it; the first module in
 it updates those of the backward. The former is captured, with the modules that happen to be registered then; the latter
-is left to whichever graph is the first of an autocast. Both are now done after each replay of such a backward.
+is left to whichever graph is the first of an autocast. Both are now done after each replay of such a backward, and
+before it the skip flag, which all graphs share, is that of its own forward.
 
 ``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
 ``backward_dw``, as before TE 2.10.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import ast
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import Changes, graph_capture, lacks_delayed_wgrads, start_of_warmup
+from ..shapes import Changes, graph_capture, lacks_delayed_wgrads, skip_flag_state, start_of_warmup
 from ..source import Definition, Source, unrecognized
 
 UPDATE = "cls.reduce_and_update_fp8_tensors(forward=True)"
@@ -38,6 +40,13 @@ if FP8GlobalStateManager.update_in_capture:
     recomputing_graphs.add(bwd_graph)
 """
 
+KEEP = "ctx.skips_update = skip_fp8_weight_update"
+SET_FLAG = """
+if recomputes and isinstance(ctx.skips_update, bool):
+    # Another graph may have set the flag since the forward.
+    {state}.skip_fp8_weight_update_tensor.fill_(ctx.skips_update)
+"""
+
 RECOMPUTES = "bwd_graphs[i] in recomputing_graphs"
 FIRST = "if ctx.is_first_module: FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)"
 FIRST_OR_RECOMPUTED = """
@@ -54,7 +63,9 @@ def examine(source: Source) -> Verdict:
     manager = "FP8GlobalStateManager.autocast_exit"
     leave = source.definition("transformer_engine.pytorch.quantization", manager)
     capture = graph_capture(source)
-    backward = capture.inner("make_graphed_autograd_function").inner("Graphed").inner("backward")
+    forward, backward = map(
+        capture.inner("make_graphed_autograd_function").inner("Graphed").inner, ("forward", "backward")
+    )
     captures = _captures(capture)
     changes = Changes()
     changes.before(leave, [leave.one(UPDATE)], LEAVE_OUT)
@@ -62,6 +73,8 @@ def examine(source: Source) -> Verdict:
     changes.before(capture, captures, BEFORE)
     changes.after(capture, captures, AFTER)
     changes.graph_argument(capture, RECOMPUTES, "recomputes")
+    changes.first(forward, KEEP)
+    changes.first(backward, SET_FLAG.format(state=skip_flag_state(source)))
     changes.replace(backward, FIRST, FIRST_OR_RECOMPUTED)
     return changes.verdict(
         "a recomputation's update of scales is captured or left out", "a replay updates scales as a recomputation does"

@@ -20,8 +20,8 @@ quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 from __future__ import annotations
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import MODULES, Changes, lacks_quantization, require_names, start_of_warmup
-from ..source import Source, unrecognized
+from ..shapes import MODULES, Changes, lacks_quantization, require_names, skip_flag_state, start_of_warmup
+from ..source import Source
 
 GRAD_MODE = "ANY_FLAG = torch.is_grad_enabled()"
 
@@ -67,7 +67,7 @@ def examine(source: Source) -> Verdict:
     capture = graph.definition("_make_graphed_callables")
     if lacks_quantization(source):
         return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
-    state = _state(source)
+    state = skip_flag_state(source)
     graph.definition("is_graph_capturing")
     require_names(capture, "cache_quantized_params")
     changes = Changes("state", "is_first_microbatch", ".skip_fp8_weight_update_tensor")
@@ -86,18 +86,6 @@ def examine(source: Source) -> Verdict:
         "graphs without a skip flag of their own never quantize their weights again",
         "graphs quantize their weights whenever these are new",
     )
-
-
-def _state(source: Source) -> str:
-    """What holds the skip flag while the program runs."""
-    quantization = source.module("transformer_engine.pytorch.quantization")
-    manager = quantization.definition("FP8GlobalStateManager")
-    if manager.has("quantization_state = FP8GlobalState()"):
-        quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
-        return "FP8GlobalStateManager.quantization_state"
-    if any(node in manager.node.body for node in manager.all("skip_fp8_weight_update_tensor = None")):
-        return "FP8GlobalStateManager"
-    raise unrecognized("skip_fp8_weight_update_tensor = None", manager)
 
 
 FIX = Fix(

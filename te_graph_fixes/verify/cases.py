@@ -174,6 +174,7 @@ _ALL = (
     _program("checkpoint", (STATE,)),
     _program("recompute-behind-another", (RECOMPUTE,), quick=True),
     _program("recompute-in-an-autocast", (RECOMPUTE,)),
+    _program("recompute-after-another", (RECOMPUTE,)),
     _program("reset-between-steps", (RESET,), recipe="fp8-current", quick=True),
     _program("calibration", (CALIBRATING,), quick=True),
     _program("other-rng-states", (RNG_STATES,), quick=True),

@@ -278,6 +278,32 @@ def recompute_behind_another(recipe: Any, graphed: bool) -> Any:
     return run, (block, last)
 
 
+class RecomputedCached(Recomputed):
+    """The same with cached weights."""
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        marks = {"is_first_microbatch": is_first_microbatch}
+        return te.checkpoint(self.second, te.checkpoint(self.first, x, **marks), **marks)
+
+
+@program
+def recompute_after_another(recipe: Any, graphed: bool) -> Any:
+    """`te.checkpoint` in a graph with cached weights; before its backward another graph has its first microbatch."""
+    block, other = RecomputedCached(), linear()
+    if graphed:
+        for each in (block, other):
+            capture(each, recipe=recipe, cache_quantized_params=True)
+
+    def run(x: torch.Tensor, first: bool) -> Any:
+        with autocast(recipe):
+            out = block(x, is_first_microbatch=first)
+        with autocast(recipe):
+            other(x.detach(), is_first_microbatch=True)
+        return out
+
+    return run, (block,)
+
+
 @program
 def recompute_in_an_autocast(recipe: Any, graphed: bool) -> Any:
     """`te.checkpoint` in a graph, in the first microbatch, in an autocast inside another that is off."""
