@@ -22,7 +22,7 @@ MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
 OF_RANKS = ("Parallel",)
-RARE_MODULES = ("Adapted", "Routed", "normed")
+RARE_MODULES = ("Adapted", "Routed", "normed", "Wide")
 MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS, *RARE_MODULES)
 EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
@@ -54,7 +54,7 @@ class Program:
     - ``inside``: only the first projection of a layer is captured, where it has one
     - ``strided``: inputs and output grads are not contiguous; ``in_place``: what the residual is added
     - ``same_input``: one tensor, that of the capture if there is one, gets the values of every microbatch
-    - ``backward_twice``: each backward is run again; ``module_hooks``: layers have hooks, registered after the capture
+    - ``module_hooks``: layers have hooks, registered after the capture
     - ``offload``: what autograd saves is copied; ``late_hooks``: parameters get their hooks after the capture
     - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
     - ``events``: what happens, in order
@@ -103,7 +103,6 @@ class Program:
     offload: bool = False
     late_hooks: bool = False
     fp8_mha: bool = False
-    backward_twice: bool = False
     same_input: bool = False
     module_hooks: bool = False
     events: tuple[str, ...] = ("step", "step")
@@ -325,6 +324,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "dropout draws in the order of memory, which of a static input is its sample's": lambda p: (
         not p.strided or "dropout" not in p.modules
     ),
+    "eager training takes a copied transpose of an FP8 weight for the one that is made later": lambda p: (
+        not (p.offload and p.fp8_params)
+    ),
     "nothing can be added to a view that TE gives": lambda p: not p.in_place or p.modules[-1] not in TE_LAYERS[1:4],
     "what is trained again was frozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
     "a misuse is of a graph": lambda p: (
@@ -346,6 +348,13 @@ OPEN: dict[str, Open] = {}
 """What was found and is not corrected (docs/survey.md), by its cause: such programs are not drawn."""
 
 FOUND = {
+    "the skip flag of a recomputation, after the first microbatch of another graph": Program(
+        modules=("linear", "Recomputed"),
+        recipe="delayed",
+        weights="cached",
+        order=(2, 2, -2, 1, -2, -1, 1, -1),
+        events=("step",),
+    ),
     "the skip flag of a graph behind an eager module": Program(
         modules=("linear", "linear"), recipe="delayed", weights="cached", not_captured=(0,), events=("step",)
     ),
@@ -435,11 +444,12 @@ RARE: tuple[tuple[str, ...], ...] = (
         ("Routed",),
         ("Routed", "delay"),
         ("normed",),
+        ("Wide", "bias"),
     ),
     *(("Block", "inside"), ("CoreAttention", "inside"), ("Adapted", "inside")),
     *(("strided",), ("in_place",), ("in_place", "reuse"), ("offload",), ("hooks adds", "late_hooks")),
     *(("evaluate_average",), ("weights cached", "evaluate_average"), ("freeze", "unfreeze")),
-    *(("evaluate_in_inference_mode",), ("evaluate_in_inference_mode", "weights cached"), ("backward_twice",)),
+    *(("evaluate_in_inference_mode",), ("evaluate_in_inference_mode", "weights cached")),
     *(
         ("same_input",),
         ("module_hooks",),
@@ -453,7 +463,6 @@ RARE_FIELDS = (
     "offload",
     "late_hooks",
     "fp8_mha",
-    "backward_twice",
     "same_input",
     "module_hooks",
 )

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import itertools
 import math
 import os
 import pickle
@@ -152,6 +153,14 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(torch.relu(self.first(x)))
+
+
+class Wide(torch.nn.Sequential):
+    """Biases whose gradients are copied together: those of a multiple of 256 bytes."""
+
+    def __init__(self) -> None:
+        sizes = (HIDDEN, 128, 128, HIDDEN)
+        super().__init__(*(te.Linear(*each, **OPTIONS) for each in itertools.pairwise(sizes)))
 
 
 class ListBlock(torch.nn.Module):
@@ -453,6 +462,7 @@ class Training:
             self.adam = te.optimizers.FusedAdam(self.parameters, master_weights=master, use_decoupled_grad=True)
         elif program.optimizer == "master weights":
             self.master = {each: each.detach().dequantize() for each in self.parameters}
+        self.input = sample()
         if graphed:
             self.capture()
         for number, layer in enumerate(self.layers if program.late_hooks else ()):
@@ -552,10 +562,9 @@ class Training:
 
     def samples(self, number: int) -> tuple[Any, Any]:
         """The `arguments` to capture a layer with."""
-        leaf = sample()
+        leaf = self.input if program.same_input and not number else sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
-        self.first_sample = getattr(self, "first_sample", leaf)
         return arguments(number, leaf, sample())
 
     def capture_order(self) -> None:
@@ -706,7 +715,7 @@ class Training:
                 if program.strided:
                     x, output_grad = (each.t().contiguous().t() for each in (x, output_grad))
                 if program.same_input:
-                    x = self.first_sample.detach().copy_(x)
+                    x = self.input.detach().copy_(x)
                 if program.input_grads:
                     x.requires_grad_()
                 with kept_elsewhere() if program.offload else contextlib.nullcontext():
@@ -715,8 +724,6 @@ class Training:
                 live[chunk, microbatch] = x, out, output_grad
             elif entry % 1 == 0:
                 x, out, output_grad = live.pop((chunk, microbatch))
-                if program.backward_twice:
-                    out.backward(output_grad, retain_graph=True)
                 out.backward(output_grad)
                 if program.late_reads:
                     self.see("dgrads", *late)
