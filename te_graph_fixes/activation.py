@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from types import FunctionType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -50,6 +50,7 @@ class _Activation:
         self._early: Reading | None = None  # for the first time that TE is to be read
         self._reading: Reading | None = None
         self._failure: str | None = None  # "": what is chosen of it is installed; None: it is not yet to be
+        self._applied: frozenset[str] = frozenset()
         self._reverted: frozenset[str] = frozenset()
         self._earlier: WeakSet[FunctionType] = WeakSet()
         self._captured = Captured()
@@ -90,16 +91,17 @@ class _Activation:
             self._stop()
 
     def watches(self, name: str) -> bool:
+        """Whether ``name`` is where TE starts, or a module to be changed, or one to be reloaded that the fixes read."""
         reading = self._reading
-        return name == PACKAGE or (reading is not None and name in reading.modules)
+        if reading is None or name == PACKAGE:
+            return name == PACKAGE
+        return name in (reading.modules if loaded(name) else reading.targets)
 
     def before(self, name: str) -> None:
         """``name`` is about to be executed: read TE, if this is its start or a reload of a part of it."""
-        settings, known = self._settings, self._reading
+        settings = self._settings
         if settings is None or (name != PACKAGE and not loaded(PACKAGE)):
             return
-        if known and name != PACKAGE and not loaded(name) and name not in known.targets:
-            return  # imported late for the first time, and nothing in it is to be changed
         from .verdicts import Reading, mismatch
 
         reading = Reading.installed(settings, self._early)
@@ -121,22 +123,18 @@ class _Activation:
                 reading.require_live()
                 self._captured.note(frozenset())
                 reading.installation.install(self._earlier)
-                self._failure = ""
+                self._failure, self._applied = "", frozenset(reading.to_apply)
             except Exception as error:
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
         self._complain(settings)
         announce(self.report(), settings.verbose)
 
-    @property
-    def _applied(self) -> Set[str]:
-        return self._reading.to_apply.keys() if self._reading and self._failure == "" else set()
-
     def _take_back(self) -> None:
         if self._reading and self._failure == "":
-            self._captured.note(frozenset(self._applied))
+            self._captured.note(self._applied)
             self._earlier.update(self._reading.installation.revert())
-        self._failure = None
+        self._failure, self._applied = None, frozenset()
 
     def _stop(self) -> None:
         if self._finder in sys.meta_path:

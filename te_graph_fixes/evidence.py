@@ -214,8 +214,8 @@ def _is_settled(test: ast.expr, constants: set[str]) -> bool:
     if isinstance(test, (ast.BoolOp, ast.UnaryOp)):
         parts = test.values if isinstance(test, ast.BoolOp) else [test.operand]
         return any(_is_settled(part, constants) for part in parts)
-    names = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Call))]
-    return not names or (isinstance(test, ast.Name) and test.id in constants)
+    varies = any(isinstance(node, (ast.Name, ast.Call)) for node in ast.walk(test))
+    return not varies or (isinstance(test, ast.Name) and test.id in constants)
 
 
 def _jumps(node: ast.stmt) -> bool:

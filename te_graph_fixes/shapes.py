@@ -29,7 +29,7 @@ per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
 """
 """The number of a dgrad among the static buffers: chunk by chunk, microbatch by microbatch, layer by layer."""
 
-BACKWARD_CAPTURE = "ANY_CONTEXT(bwd_graph, pool=mempool)"
+BACKWARD_CAPTURE = "_graph_context_wrapper(bwd_graph, pool=mempool)"
 
 WARMUP_TO_2_11 = """
 grad_inputs = torch.autograd.grad(

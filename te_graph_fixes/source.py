@@ -29,8 +29,6 @@ Kind = TypeVar("Kind", bound=ast.AST)
 Node: TypeAlias = "ast.expr | ast.stmt"
 _Names: TypeAlias = "dict[str, Node]"
 _Place: TypeAlias = "tuple[list[Any], int]"
-_Span: TypeAlias = "tuple[int, int]"
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _NEVER = 1_000_000_007
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
@@ -56,12 +54,11 @@ def without_collections() -> Iterator[None]:
     What another thread sets meanwhile stays.
     """
     before = gc.get_threshold()
-    ours = (_NEVER, *before[1:])
-    gc.set_threshold(*ours)
+    gc.set_threshold(_NEVER, *before[1:])
     try:
         yield
     finally:
-        if gc.get_threshold() == ours:
+        if gc.get_threshold()[0] == _NEVER:
             gc.set_threshold(*before)
 
 
@@ -82,6 +79,7 @@ class Source:
     location: str
     version: str | None
     _modules: dict[str, ModuleSource | None] = field(default_factory=dict, init=False, compare=False)
+    _consulted: set[tuple[str, str]] = field(default_factory=set, init=False, compare=False)
 
     @classmethod
     def installed(cls) -> Source:
@@ -121,10 +119,8 @@ class Source:
 
     def consulted(self) -> frozenset[tuple[str, str]]:
         """The functions and classes that were looked for since the last call, each as its module and qualified name."""
-        modules = [module for module in self._modules.values() if module]
-        found = frozenset((module.name, name) for module in modules for name in module.consulted)
-        for module in modules:
-            module.consulted.clear()
+        found = frozenset(self._consulted)
+        self._consulted.clear()
         return found
 
     def forget_trees(self) -> None:
@@ -139,14 +135,15 @@ class Source:
         spec = importlib.machinery.PathFinder.find_spec(name, [parent])
         if spec is None or spec.loader is None:
             return None
-        loader = cast(importlib.machinery.SourceFileLoader, spec.loader)
-        try:
-            text, data = loader.get_source(name), loader.get_data(spec.origin or name)
-        except (OSError, ImportError, SyntaxError, UnicodeDecodeError) as error:
-            raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
-        if text is None:
+        path = spec.origin or name
+        if not path.endswith(".py"):
             raise UnrecognizedError(f"{name} in {self.location} has no source text (only bytecode)")
-        return ModuleSource(name, spec.origin or name, text, "\r\n" if b"\r\n" in data else "\n")
+        try:
+            data = cast(importlib.machinery.SourceFileLoader, spec.loader).get_data(path)
+            text = importlib.util.decode_source(data)
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
+        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n", self._consulted)
 
 
 def _version(folder: str) -> str | None:
@@ -165,15 +162,15 @@ def _version(folder: str) -> str | None:
 class ModuleSource:
     """The text of one module, as Python reads it, and its syntax tree.
 
-    ``newline`` is the line break of the file, ``consulted`` the names that `find` was asked for. ``notes`` is what has
-    been found out about the module, by keys of those who did.
+    ``newline`` is the line break of the file, ``consulted`` what `find` was asked for. ``notes`` is what has been found
+    out about the module, by keys of those who did.
     """
 
     name: str
     path: str
     text: str
     newline: str = "\n"
-    consulted: set[str] = field(default_factory=set, compare=False)
+    consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
     notes: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -207,7 +204,7 @@ class ModuleSource:
 
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
-        self.consulted.add(qualname)
+        self.consulted.add((self.name, qualname))
         node = self.definitions.get(qualname)
         return Definition(self, qualname, node) if node else None
 
@@ -221,15 +218,11 @@ class ModuleSource:
     def places(self, root: ast.AST, kind: type[ast.AST], name: str = "") -> list[_Place]:
         """Where nodes of a type, with ``name`` those that begin with it, are below ``root``: list, and place in it."""
         if root not in self.notes:
-            self.notes[root] = _index(root)
-        if (root, kind) not in self.notes:
-            heads = self.notes[root, kind] = defaultdict[str, list[_Place]](list)
-            for nodes, place in self.notes[root][kind]:
-                for head in {"", _head(nodes[place])}:
-                    heads[head].append((nodes, place))
-        return cast("list[_Place]", self.notes[root, kind][name])
+            self.notes[root] = defaultdict[tuple[type, str], list[_Place]](list)
+            _index(root, self.notes[root])
+        return cast("list[_Place]", self.notes[root][kind, name])
 
-    def span(self, node: Any) -> _Span:
+    def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
         (first, column), (last, end_column) = _span(node)
         start, end = self.lines[first - 1].encode()[:column], self.lines[last - 1].encode()[:end_column]
@@ -274,10 +267,9 @@ class Definition:
 
     def matches(self, pattern: str, within: ast.AST | None = None) -> list[Match]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
-        wanted = _parse_pattern(pattern)
-        head = _head(wanted[0])
+        wanted, name = _parse_pattern(pattern)
         found: dict[object, Match] = {}
-        for nodes, place in self.module.places(self.node, type(wanted[0]), "" if head.startswith("ANY") else head):
+        for nodes, place in self.module.places(self.node, type(wanted[0]), "" if name.startswith("ANY") else name):
             for names, rest in _match_run(wanted, nodes[place:], {}):
                 run = nodes[place : len(nodes) - len(rest)]
                 match = Match(names)
@@ -387,37 +379,35 @@ class Definition:
         return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
 
 
-def _span(node: Any) -> tuple[_Span, _Span]:
+def _span(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
-def _index(root: ast.AST) -> dict[type, list[_Place]]:
-    """Where the nodes below ``root`` are, by type."""
-    found = defaultdict[type, list[_Place]](list)
-    pending: list[list[Any]] = [[root]]
-    for nodes in pending:
+def _index(root: ast.AST, found: dict[tuple[type, str], list[_Place]]) -> str:
+    """Note where the nodes below ``root`` are, by type and by the name that they begin with or ""; returns the root's.
+
+    All nodes of a type are noted under the name "" too.
+    """
+    first: str | None = None
+    for part in root._fields:
+        value = None if part in _NO_SYNTAX else getattr(root, part, None)
+        nodes = value if isinstance(value, list) else [value]
         for place, node in enumerate(nodes):
-            found[type(node)].append((nodes, place))
-            for part in getattr(node, "_fields", ()):
-                value = getattr(node, part, None)
-                if isinstance(value, list) or getattr(value, "_fields", None):
-                    pending.append(value if isinstance(value, list) else [value])
-    del found[type(root)][0]
-    return found
-
-
-def _head(node: Any) -> str:
-    """The name that a node begins with, "" where it begins otherwise: most nodes differ in it."""
-    while isinstance(node, (ast.AST, list)):
-        first = node[:1] if isinstance(node, list) else [getattr(node, part) for part in node._fields[:1]]
-        node = first[0] if first else None
-    return node if isinstance(node, str) else ""
+            begins = node if isinstance(node, str) else ""
+            if isinstance(node, ast.AST):
+                begins = _index(node, found)
+                for name in {"", begins}:
+                    found[type(node), name].append((nodes, place))
+            first = begins if first is None else first
+    return first or ""
 
 
 @cache
-def _parse_pattern(pattern: str) -> list[ast.AST]:
+def _parse_pattern(pattern: str) -> tuple[list[ast.AST], str]:
+    """The nodes of a pattern, and the name that it begins with: most nodes differ in it."""
     body = ast.parse(textwrap.dedent(pattern)).body
-    return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else list(body)
+    nodes: list[ast.AST] = [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else [*body]
+    return nodes, _index(nodes[0], defaultdict(list))
 
 
 def _match_run(wanted: list[Any], found: list[Any], names: _Names) -> Iterator[tuple[_Names, list[Any]]]:
@@ -437,22 +427,22 @@ def _match_run(wanted: list[Any], found: list[Any], names: _Names) -> Iterator[t
                 yield from _match_run(rest, found[1:], bound)
 
 
-def _match(wanted: Any, found: Any, names: _Names) -> Sequence[_Names]:
+def _match(wanted: Any, found: Any, names: _Names) -> list[_Names]:
     """Each way in which ``found`` matches, as the names bound before and by it."""
     if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
         if not isinstance(found, ast.expr) or isinstance(found, ast.Starred):
-            return ()
+            return []
         known = names.get(wanted.id, found)
         same = known is found or ast.unparse(known) == ast.unparse(found)
-        return (names if wanted.id == "ANY" else {wanted.id: found, **names},) if same else ()
+        return [names if wanted.id == "ANY" else {wanted.id: found, **names}] if same else []
     if type(wanted) is not type(found):
-        return ()
+        return []
     if isinstance(wanted, list):
         return [bound for bound, rest in _match_run(wanted, found, names) if not rest]
-    ways: Sequence[_Names] = (names,)
     if not isinstance(wanted, ast.AST):
-        return ways if wanted == found else ()
-    for part in reversed(wanted._fields):  # the first is mostly the `_head`, which is the same
+        return [names] if wanted == found else []
+    ways = [names]
+    for part in reversed(wanted._fields):  # the first mostly begins with the same name
         if ways and part not in _NO_SYNTAX:
             ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
             ways = [bound for known in ways for bound in _match(ours, theirs, known)]

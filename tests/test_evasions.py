@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import pytest
 
-from te_graph_fixes.engine import _apply, patched
+from te_graph_fixes.engine import patched
 from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Edit, ModuleSource, Source
@@ -157,8 +157,8 @@ def undone(version: str, fix_id: str) -> Iterator[tuple[str, dict[str, str]]]:
         indent = edit.text[: len(edit.text) - len(edit.text.lstrip(" "))]
         for name, text in itertools.product(names, UNDONE):
             its = replace(edit, text=f"{edit.text}{indent}{text.format(name=name)}\n")
-            inside = [its if each is edit else each for each in needed[fix_id].edits if each.module == edit.module]
-            made = _apply(tree.module(edit.module).text, sorted(inside, key=lambda each: (each.start, each.end)))
+            edits = tuple(its if each is edit else each for each in needed[fix_id].edits)
+            _, made = patched(tree, [replace(needed[fix_id], edits=edits)])[edit.module]
             if is_python({edit.module: made}, surely=True):
                 yield text.format(name=name), {edit.module: made}
 
@@ -358,7 +358,8 @@ def mixtures(version: str, fix_id: str) -> Iterator[tuple[str, dict[str, str]]]:
         start = module.starts[first_line(place.statement)]
         end = module.starts[place.statement.end_lineno + 1]
         its = [each for each in inside if start <= each.start and each.end <= end]
-        old, new = module.text[start:end], _apply(module.text[start:end], its, start)
+        _, changed = patched(tree, [replace(needed[fix_id], edits=tuple(its))]).get(edit.module, ("", module.text))
+        old, new = module.text[start:end], changed[start : len(changed) - len(module.text) + end]
         if not new.strip() or any(each.start < end and start < each.end for each in inside if each not in its):
             continue
         for kind, mixed in MIXTURES.items():
@@ -366,8 +367,8 @@ def mixtures(version: str, fix_id: str) -> Iterator[tuple[str, dict[str, str]]]:
                 continue  # what is inserted stands there all the same
             text = mixed(textwrap.dedent(new).rstrip(), textwrap.dedent(old).rstrip())
             whole = Edit(edit.module, start, end, textwrap.indent(text, " " * place.statement.col_offset) + "\n")
-            rest = sorted([*(each for each in inside if each not in its), whole], key=lambda each: each.start)
-            texts = {edit.module: _apply(module.text, rest)}
+            rest = (*(each for each in inside if each not in its), whole)
+            texts = {edit.module: patched(tree, [replace(needed[fix_id], edits=rest)])[edit.module][1]}
             if is_python(texts, surely=True):
                 yield f"{kind} at `{old.strip()[:60]}`", texts
 

@@ -127,7 +127,7 @@ chosen = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.v
 found = changes(source, chosen)
 texts = {name: text for name, (_, text) in patched(source, chosen.values()).items()}
 for change in found:
-    if change.edits:
+    if change.block:
         lines, first = inspect.getsourcelines(live_function(change))
         assert f"def {change.after.co_name}(" in "".join(lines), change.qualname
         wanted = texts[change.module].split("\\n")[first - 1 : first - 1 + len(lines)]

@@ -22,7 +22,7 @@ import ast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
 from ..provided import new_module
-from ..shapes import ahead, behind, lacks_parameter, require_names, start_of_warmup
+from ..shapes import BACKWARD_CAPTURE, ahead, behind, lacks_parameter, require_names, start_of_warmup
 from ..source import Definition, Edit, Source, unrecognized
 
 NO_OPTION_OF_TE = "copied_grads = ANY"  # by param-grad-lifetime, which brings the option to TE before 2.19
@@ -32,8 +32,6 @@ SLOTS = "_returned_param_grad_clone_slots"
 OPTION = "clone_param_grads_on_return"
 
 IMPORT = "from ._te_fused_wgrads import ReturnedGrads, dummy_wgrads, is_shared_dummy, share_dummies"
-
-CAPTURE = "ANY_CONTEXT(bwd_graph, pool=mempool)"
 
 DUMMIES = "dummy_wgrads(static_input_surface) as dummies"
 
@@ -78,8 +76,8 @@ def examine(source: Source) -> Verdict:
 def has_sharing(capture: Definition) -> bool:
     """Whether dummies are shared already; raises `UnrecognizedError` where it is so in some places."""
     start_of_warmup(capture)
-    capture.exactly(2, CAPTURE)
-    found = [capture.has(IMPORT), *(_enters(capture, node) for node in capture.all(CAPTURE))]
+    capture.exactly(2, BACKWARD_CAPTURE)
+    found = [capture.has(IMPORT), *(_enters(capture, node) for node in capture.all(BACKWARD_CAPTURE))]
     found += [len(capture.all(GRADS + SHARE)) == 2]
     if any(found) and not all(found):
         raise unrecognized("dummies that are shared in all places", capture, "a mixture")
@@ -88,7 +86,7 @@ def has_sharing(capture: Definition) -> bool:
 
 def share_edits(capture: Definition) -> list[Edit]:
     """Edits that find the dummies of each captured backward, and put TE's shared ones in their places."""
-    backwards = [capture.statement_with(context) for context in capture.exactly(2, CAPTURE)]
+    backwards = [capture.statement_with(context) for context in capture.exactly(2, BACKWARD_CAPTURE)]
     require_names(capture, "is_training")
     return [
         capture.insert_before(start_of_warmup(capture), IMPORT + "\n"),

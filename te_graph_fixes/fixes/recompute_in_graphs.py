@@ -21,7 +21,7 @@ from __future__ import annotations
 import ast
 
 from ..fix import Fix, Verdict, not_applicable
-from ..shapes import Changes, graph_capture, lacks_delayed_wgrads, skip_flag_state, start_of_warmup
+from ..shapes import BACKWARD_CAPTURE, Changes, graph_capture, lacks_delayed_wgrads, skip_flag_state, start_of_warmup
 from ..source import Definition, Source, unrecognized
 
 UPDATE = "cls.reduce_and_update_fp8_tensors(forward=True)"
@@ -33,7 +33,6 @@ if torch.cuda.is_current_stream_capturing():
 """
 
 BEGIN = "recomputing_graphs = set()"
-CAPTURE = "_graph_context_wrapper(bwd_graph, pool=mempool)"
 BEFORE = "FP8GlobalStateManager.update_in_capture = False"
 AFTER = """
 if FP8GlobalStateManager.update_in_capture:
@@ -86,10 +85,10 @@ def _captures(capture: Definition) -> list[ast.With]:
     found = [
         node
         for node in capture.nodes(ast.With)
-        if any(ast.unparse(item.context_expr).startswith(CAPTURE) for item in node.items)
+        if any(ast.unparse(item.context_expr).startswith(BACKWARD_CAPTURE) for item in node.items)
     ]
     if len(found) != 2:
-        raise unrecognized(f"`with {CAPTURE}` twice", capture, f"it {len(found)} times")
+        raise unrecognized(f"`with {BACKWARD_CAPTURE}` twice", capture, f"it {len(found)} times")
     return found
 
 
