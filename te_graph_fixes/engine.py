@@ -223,7 +223,7 @@ class Installation:
 
     def _put(self, owner: Any, name: str, value: Any, had: Any = None) -> None:
         setattr(owner, name, value)
-        self._set.append((owner, name, had, getattr(owner, name)))
+        self._set.append((owner, name, had, value))
 
     def _install(self, change: Change, earlier: Iterable[FunctionType]) -> None:
         if not _is_live(change, change.before):
@@ -259,17 +259,18 @@ class Installation:
         """Whether what was put in place, or found to be as it should be, is what runs: for these fixes, or for all."""
         fixes = fixes or tuple(self._verdicts)
         modules = [sys.modules.get(name) for fix in fixes for name in self._verdicts[fix].new_modules]
-        return all(module in [value for *_, value in self._set] for module in modules) and all(
+        added = [value for *_, value in self._set if isinstance(value, ModuleType)]
+        return all(module in added for module in modules) and all(
             _is_live(change, change.after) for change in self._changes if change.fixes & {*fixes}
         )
 
     def revert(self) -> set[FunctionType]:
         """Take back what is still ours, each function the very objects that it had; returns the functions."""
         for owner, name, had, value in self._set:
-            is_ours = getattr(owner, name, None) == value
-            if is_ours and had is None:
+            found = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)
+            if found is value and had is None:
                 delattr(owner, name)
-            elif is_ours:
+            elif found is value:
                 setattr(owner, name, had)
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]

@@ -460,6 +460,14 @@ def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin
     assert vars(package.module.A)["added"] is theirs
 
 
+def test_a_wrapper_around_an_added_function_stays(standin: Callable[..., StandIn]) -> None:
+    package = standin("class A:\n    def run(self):\n        return 1\n")
+    installation = package.install(package.add("A.run", "def added(self): return 'ours'"))
+    wrapt.wrap_function_wrapper(CODE, "A.added", lambda wrapped, instance, args, kwargs: ("theirs", wrapped()))
+    installation.revert()
+    assert package.module.A().added() == ("theirs", "ours")
+
+
 def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callable[..., StandIn]) -> None:
     text = "def run(x):\n    a = 1\n    b = 2\n    return a, b, x\n"
     package = standin(text)
@@ -590,6 +598,10 @@ def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
     assert sys.modules["standin"]._plan is sys.modules["standin._plan"]
     source = inspect.getsource(sys.modules["standin._plan"].Plan.double)
     assert source == "    def double(self):\n        return 2 * self.size\n"
+    added = sys.modules.pop("standin._plan")
+    assert not installation.is_live()
+    sys.modules["standin._plan"] = added
+    assert installation.is_live()
     installation.revert()
     assert "standin._plan" not in sys.modules
     assert not hasattr(sys.modules["standin"], "_plan")
