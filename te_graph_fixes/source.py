@@ -79,7 +79,6 @@ class Source:
     location: str
     version: str | None
     _modules: dict[str, ModuleSource | None] = field(default_factory=dict, init=False, compare=False)
-    _consulted: set[tuple[str, str]] = field(default_factory=set, init=False, compare=False)
 
     @classmethod
     def installed(cls) -> Source:
@@ -119,8 +118,10 @@ class Source:
 
     def consulted(self) -> frozenset[tuple[str, str]]:
         """The functions and classes that were looked for since the last call, each as its module and qualified name."""
-        found = frozenset(self._consulted)
-        self._consulted.clear()
+        modules = [module for module in self._modules.values() if module]
+        found = frozenset((module.name, name) for module in modules for name in module.consulted)
+        for module in modules:
+            module.consulted.clear()
         return found
 
     def forget_trees(self) -> None:
@@ -143,7 +144,7 @@ class Source:
             text = importlib.util.decode_source(data)
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
-        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n", self._consulted)
+        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n")
 
 
 def _version(folder: str) -> str | None:
@@ -162,15 +163,15 @@ def _version(folder: str) -> str | None:
 class ModuleSource:
     """The text of one module, as Python reads it, and its syntax tree.
 
-    ``newline`` is the line break of the file, ``consulted`` what `find` was asked for. ``notes`` is what has been found
-    out about the module, by keys of those who did.
+    ``newline`` is the line break of the file, ``consulted`` the names that `find` was asked for. ``notes`` is what has
+    been found out about the module, by keys of those who did.
     """
 
     name: str
     path: str
     text: str
     newline: str = "\n"
-    consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
+    consulted: set[str] = field(default_factory=set, compare=False)
     notes: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -204,7 +205,7 @@ class ModuleSource:
 
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
-        self.consulted.add((self.name, qualname))
+        self.consulted.add(qualname)
         node = self.definitions.get(qualname)
         return Definition(self, qualname, node) if node else None
 
