@@ -30,7 +30,7 @@ EVENTS = (
     *("reseed_tracker", "failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing", "misuse_keys"),
     "misuse_backward",
 )
-RARE_EVENTS = ("evaluate_average", "evaluate_in_inference_mode", "unfreeze")
+RARE_EVENTS = ("evaluate_average", "evaluate_in_inference_mode", "interrupted_step", "unfreeze")
 RECIPES = {
     "hopper": ("delayed", "current", "block"),
     "blackwell": ("delayed", "current", "mxfp8", "nvfp4"),
@@ -449,6 +449,7 @@ RARE: tuple[tuple[str, ...], ...] = (
     *(("Block", "inside"), ("CoreAttention", "inside"), ("Adapted", "inside")),
     *(("strided",), ("in_place",), ("in_place", "reuse"), ("offload",), ("hooks adds", "late_hooks")),
     *(("evaluate_average",), ("weights cached", "evaluate_average"), ("freeze", "unfreeze")),
+    *(("interrupted_step",), ("weights cached", "interrupted_step"), ("layernorm_mlp", "weights marked")),
     *(("evaluate_in_inference_mode",), ("evaluate_in_inference_mode", "weights cached")),
     *(
         ("same_input",),

@@ -700,8 +700,8 @@ class Training:
                 with autocast(self.recipe):
                     self.see("outputs", extra(random(), is_first_microbatch=microbatch == 0))
 
-    def run(self, rate: float = RATE, skip: bool = False, eager: bool = False) -> None:
-        """A step of training; with ``skip`` its gradients are thrown away."""
+    def run(self, rate: float = RATE, skip: bool = False, eager: bool = False, interrupted: bool = False) -> None:
+        """A step of training; with ``skip`` its gradients are thrown away, ``interrupted`` is it by an evaluation."""
         self.begin(eager)
         counts: dict[float, int] = {}
         live: dict[tuple[int, int], Any] = {}
@@ -730,6 +730,8 @@ class Training:
                     late = [x.grad] if program.input_grads else []
                 elif program.input_grads:
                     self.see("dgrads", x.grad)
+                if interrupted and not microbatch:
+                    self.evaluation(program.other)
                 if program.drops_dummies:
                     for parameter in self.weights:
                         parameter.grad = None
@@ -904,6 +906,7 @@ step = Training.run
 step_at_rate_0 = functools.partial(step, rate=0.0)
 skipped_step = functools.partial(step, skip=True)
 eager_step = functools.partial(step, eager=True)
+interrupted_step = functools.partial(step, interrupted=True)
 evaluate = Training.evaluation
 evaluate_in_bf16 = functools.partial(evaluate, recipe="bf16")
 evaluate_in_inference_mode = functools.partial(evaluate, mode=torch.inference_mode)
@@ -1020,7 +1023,7 @@ def failed_capture(t: Training) -> None:
 
 def refused(t: Training, misuse: Any) -> None:
     """A graph must refuse what is not as its samples."""
-    (x,), marks = t.samples(0)
+    (x,), marks = pytree.tree_map(torch.Tensor.detach, t.samples(0))
     if program.weights == "cached":
         marks["is_first_microbatch"] = True
     if t.graphed:
