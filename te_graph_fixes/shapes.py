@@ -225,8 +225,7 @@ class Changes:
 
     def enter(self, place: Definition, context: str, text: str, count: int = 1) -> None:
         """A context manager in front of each of ``count`` that are entered."""
-        contexts = place.exactly(count, context)
-        statements = [place.statement_with(node) for node in contexts]
+        statements = [place.statement_with(match.node) for match in place.exactly(count, context)]
         entered = [text in map(ast.unparse, node.items) for node in statements]
         if any(entered) != all(entered):
             raise unrecognized(f"`with {text}, {context}` everywhere or nowhere", place, "it in some places")

@@ -290,17 +290,14 @@ class Definition:
 
     def match(self, *patterns: str, within: ast.AST | None = None) -> Match:
         """The only match of the ``patterns``; raises `UnrecognizedError` if there is none or more than one."""
-        return self._matches(1, patterns, within)[0]
+        return self.exactly(1, *patterns, within=within)[0]
 
     def one(self, *patterns: str, within: ast.AST | None = None) -> Node:
         """The node of the only match of the ``patterns``; raises `UnrecognizedError` as `match` does."""
         return self.match(*patterns, within=within).node
 
-    def exactly(self, count: int, *patterns: str, within: ast.AST | None = None) -> list[Node]:
-        """The nodes that match; raises `UnrecognizedError` unless there are as many as ``count``."""
-        return [match.node for match in self._matches(count, patterns, within)]
-
-    def _matches(self, count: int, patterns: Sequence[str], within: ast.AST | None) -> list[Match]:
+    def exactly(self, count: int, *patterns: str, within: ast.AST | None = None) -> list[Match]:
+        """The matches of the ``patterns``; raises `UnrecognizedError` unless there are as many as ``count``."""
         found = [match for pattern in patterns for match in self.matches(pattern, within)]
         if len(found) != count:
             wanted = "` or `".join(" ".join(pattern.split()) for pattern in patterns)

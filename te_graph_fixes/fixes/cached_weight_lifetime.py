@@ -39,7 +39,7 @@ def examine(source: Source) -> Verdict:
     base = source.module("transformer_engine.pytorch.module.base")
     base.definition("TransformerEngineBaseModule.init_fp8_metadata").one("self._fp8_workspaces.clear()")
     changes = Changes()
-    changes.after(capture, capture.exactly(2, CAPTURED), HOLD)
+    changes.after(capture, [match.node for match in capture.exactly(2, CAPTURED)], HOLD)
     changes.before(forward, [forward.one(COPY_INPUTS)], REFRESH)
     return changes.verdict(
         "graphs do not own the FP8 weights that they cache",

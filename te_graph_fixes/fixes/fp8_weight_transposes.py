@@ -49,7 +49,7 @@ def examine(source: Source) -> Verdict:
     forward = replay(capture)
     require_names(capture, "is_training")
     changes = Changes()
-    changes.after(capture, capture.exactly(2, CAPTURED), HOLD)
+    changes.after(capture, [match.node for match in capture.exactly(2, CAPTURED)], HOLD)
     changes.after(forward, [forward.one(COPY_INPUTS)], REFRESH)
     return changes.verdict(
         "nothing makes the transposes of FP8 primary weights between an update and a replay",

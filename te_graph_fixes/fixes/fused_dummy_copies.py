@@ -86,12 +86,12 @@ def has_sharing(capture: Definition) -> bool:
 
 def share_edits(capture: Definition) -> list[Edit]:
     """Edits that find the dummies of each captured backward, and put TE's shared ones in their places."""
-    backwards = [capture.statement_with(context) for context in capture.exactly(2, BACKWARD_CAPTURE)]
+    backwards = [capture.statement_with(match.node) for match in capture.exactly(2, BACKWARD_CAPTURE)]
     require_names(capture, "is_training")
     return [
         capture.insert_before(start_of_warmup(capture), IMPORT + "\n"),
         *(ahead(capture, backward.items[0].context_expr, f"{DUMMIES}, ") for backward in backwards),
-        *(capture.insert_after(grads, SHARE) for grads in capture.exactly(2, GRADS)),
+        *(capture.insert_after(match.node, SHARE) for match in capture.exactly(2, GRADS)),
     ]
 
 

@@ -83,7 +83,7 @@ def examine(source: Source) -> Verdict:
         "every output is taken for a tensor",
         [
             capture.insert_before(backward, TENSORS_ONLY),
-            *(capture.insert_after(node, LEAVE_OUT) for node in flatten),
+            *(capture.insert_after(match.node, LEAVE_OUT) for match in flatten),
             capture.replace(capture.one(RETURN), PUT_BACK),
         ],
     )

@@ -40,7 +40,7 @@ def examine(source: Source) -> Verdict:
     capture.exactly(2, "graph_callables[ANY] = func")
     require_names(capture, "per_callable_bwd_idx", "static_input_surface")
     backwards = {warmup_backward(capture): "func"}
-    layer, callable_ = (capture.statement_with(node) for node in capture.exactly(2, BACKWARD_CAPTURE))
+    layer, callable_ = (capture.statement_with(match.node) for match in capture.exactly(2, BACKWARD_CAPTURE))
     backwards[layer] = "graph_callables[per_callable_bwd_idx]"
     numbered = capture.has("reversed(range(len(per_callable_static_input_surfaces)))")
     require_names(capture, *["bwd_idx"] * numbered)
