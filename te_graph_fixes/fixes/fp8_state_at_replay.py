@@ -98,6 +98,7 @@ def examine(source: Source) -> Verdict:
     fuser.one("recipe = FP8GlobalStateManager.get_fp8_recipe()")
     hook = capture.inner("hook_fn")
     require_names(hook, "module", "func_idx")
+    require_names(module.definition("restore_fp8_tensors"), "module_tensors")
     changes = Changes("graphed")
     changes.after(prepare, [prepare.one(REGISTER)], USE)
     changes.after(fuser, [fuser.one(PREPARE_OPERATIONS)], USE_OF_OPERATIONS)
