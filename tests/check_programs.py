@@ -216,6 +216,19 @@ def in_checkpoint_of_te(recipe: Any) -> Iterator[Any]:
 
 
 @program
+def a_recomputation_behind_another_graph() -> Iterator[Any]:
+    recipe = recipes.DelayedScaling()
+    layers = torch.nn.ModuleList([te.Linear(32, 32, **OPTIONS), Module(lambda module, x: te.checkpoint(module.a, x))])
+    samples = (rand(),), (rand(),)
+    run, recompute = te.make_graphed_callables(tuple(layers), samples, enabled=True, recipe=recipe)
+    for _ in range(4):
+        x = rand()
+        out = in_fp8(recipe)(lambda x: recompute(run(x)), x)
+        out.float().square().mean().backward()
+        yield out, x.grad, update(layers)
+
+
+@program
 def operations_in_fp8() -> Iterator[Any]:
     recipe = recipes.DelayedScaling()
     module = te.ops.Sequential(te.ops.LayerNorm(32, **OP_OPTIONS), te.ops.Linear(32, 32, **OP_OPTIONS))

@@ -35,6 +35,7 @@ from . import DIFFERENT
 
 CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory for each
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
+ANYTHING = 0.1  # of the norm: where these differ by more, as in memory that nothing has written, none can be told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
 IN_USE = {"grad-overwritten": "is in use", "sent-overwritten": "is being sent"}
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
@@ -119,7 +120,7 @@ class Findings:
             self.totals["steps"] = max(self.totals["steps"], place.step)
         for place, error, _ in pending:
             noise = self._noise[place]
-            different = error > NOISE * noise
+            different = error > NOISE * noise and noise < ANYTHING
             new = self.new(place.callable)
             self.totals += Counter(tensors=1, callables=int(new), noisy=int(noise > 0), different=int(different))
             if (different or noise) and self.new((place, different)):

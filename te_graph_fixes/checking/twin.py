@@ -24,6 +24,7 @@ from transformer_engine.pytorch.ops.op import BasicOperation
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
 FIRST = "is_first_microbatch"
+RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
 REPLACED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without an order
 Values = dict[str, Any]
 """Tensors by names for people: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
@@ -40,7 +41,7 @@ class Run:
     def __init__(self, twin: Twin, args: Any, kwargs: Values, first: bool | None) -> None:
         self.inputs, self.first, self.state = _copied((args, kwargs)), first, twin.state()
         self.buffers = {each: _copied(each._buffers) for each in twin.own}
-        self.updates = twin.enabled and bool(Manager.get_autocast_state()[4])  # FP8 scales, at the end of its backward
+        self.updates = twin.enabled and bool(Manager.get_autocast_state()[4])  # FP8 scales, in its backward
         self.delayed: list[Any] = []  # modules that leave wgrads for later
         self.eager: list[Values] = []  # what two runs have computed, until it is compared
         if self.state[1] and in_fp8_activation_recompute_phase():
@@ -81,6 +82,7 @@ class Twin:
             inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             kwargs |= {FIRST: run.first} if run.first is not None and self._takes_first else {}
             outputs = tree_leaves(self.module(*args, **kwargs))
+            run.updates |= any(RECOMPUTED in vars(each).get("fp8_meta", ()) for each in self.own)
             if until == "forward":
                 return named_outputs(outputs) | self.amaxes(until)
             given, state = run.backward
@@ -183,7 +185,7 @@ class Twin:
                     each.reset_recipe_state(recipe=Manager.get_fp8_recipe())
                 elif self.enabled and gemms:
                     each.init_fp8_metadata(num_gemms=gemms)
-                    each.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
+                    each.fp8_meta.pop(RECOMPUTED, None)
             self._take(run.state)
             yield aliases
             for each, own in self.own.items():
