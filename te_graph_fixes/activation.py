@@ -50,7 +50,6 @@ class _Activation:
         self._early: Reading | None = None  # for the first time that TE is to be read
         self._reading: Reading | None = None
         self._failure: str | None = None  # "": what is chosen of it is installed; None: it is not yet to be
-        self._applied: frozenset[str] = frozenset()
         self._reverted: frozenset[str] = frozenset()
         self._earlier: WeakSet[FunctionType] = WeakSet()
         self._captured = Captured()
@@ -123,18 +122,22 @@ class _Activation:
                 reading.require_live()
                 self._captured.note(frozenset())
                 reading.installation.install(self._earlier)
-                self._failure, self._applied = "", frozenset(reading.to_apply)
+                self._failure = ""
             except Exception as error:
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
         self._complain(settings)
         announce(self.report(), settings.verbose)
 
+    @property
+    def _applied(self) -> frozenset[str]:
+        return frozenset(self._reading.to_apply if self._reading and self._failure == "" else ())
+
     def _take_back(self) -> None:
         if self._reading and self._failure == "":
             self._captured.note(self._applied)
             self._earlier.update(self._reading.installation.revert())
-        self._failure, self._applied = None, frozenset()
+        self._failure = None
 
     def _stop(self) -> None:
         if self._finder in sys.meta_path:
