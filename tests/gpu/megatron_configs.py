@@ -281,14 +281,7 @@ def config(recipe: str, graphs: bool, latent: bool = False, **changed: Any) -> A
 
 
 def forward_step(data: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> Any:
-    if not return_schedule_plan:
-        return moe.forward_step(data, model)
-
-    class Plan:
-        def __call__(self, *arguments: Any, **named: Any) -> Any:
-            return model.build_schedule_plan(*arguments, **named)
-
-    return moe.forward_step(data, Plan())
+    return moe.forward_step(data, model.build_schedule_plan if return_schedule_plan else model)
 
 
 def values(value: Any) -> list[Any]:
