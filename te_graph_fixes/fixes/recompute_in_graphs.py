@@ -10,7 +10,8 @@ first microbatch between forward and backward: the recomputation quantizes its w
 A recomputation has an autocast of its own, and updates the scales of the forward as it leaves it; the first module in
 it updates those of the backward. The former is captured, with the modules that happen to be registered then; the latter
 is left to whichever graph is the first of an autocast. Both are now done after each replay of such a backward, and
-before it the skip flag, which all graphs share, is that of its own forward.
+before it the skip flag, which all graphs share, is that of its own forward. Other captures than TE's own, as those of
+`torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
 
 ``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: graphed callables have no
 ``backward_dw``, as before TE 2.10.
@@ -18,25 +19,30 @@ before it the skip flag, which all graphs share, is that of its own forward.
 
 from __future__ import annotations
 
-import ast
-
 from ..fix import Fix, Verdict, not_applicable
 from ..shapes import BACKWARD_CAPTURE, Changes, graph_capture, lacks_delayed_wgrads, skip_flag_state, start_of_warmup
-from ..source import Definition, Source, unrecognized
+from ..source import Source
 
 UPDATE = "cls.reduce_and_update_fp8_tensors(forward=True)"
 LEAVE_OUT = """
-if torch.cuda.is_current_stream_capturing():
+if hasattr(cls, "update_in_capture"):
     # A recomputation in a graph: each replay of its backward will do it.
     cls.update_in_capture = True
     return
 """
 
-BEGIN = "recomputing_graphs = set()"
-BEFORE = "FP8GlobalStateManager.update_in_capture = False"
-AFTER = """
-if FP8GlobalStateManager.update_in_capture:
-    recomputing_graphs.add(bwd_graph)
+BEGIN = """
+recomputing_graphs = set()
+@contextlib.contextmanager
+def updates_left_out(bwd_graph):
+    FP8GlobalStateManager.update_in_capture = False
+    try:
+        yield
+        if FP8GlobalStateManager.update_in_capture:
+            recomputing_graphs.add(bwd_graph)
+    finally:
+        del FP8GlobalStateManager.update_in_capture
+
 """
 
 KEEP = "ctx.skips_update = skip_fp8_weight_update"
@@ -65,12 +71,10 @@ def examine(source: Source) -> Verdict:
     forward, backward = map(
         capture.inner("make_graphed_autograd_function").inner("Graphed").inner, ("forward", "backward")
     )
-    captures = _captures(capture)
     changes = Changes()
     changes.before(leave, [leave.one(UPDATE)], LEAVE_OUT)
     changes.before(capture, [start_of_warmup(capture)], BEGIN)
-    changes.before(capture, captures, BEFORE)
-    changes.after(capture, captures, AFTER)
+    changes.enter(capture, BACKWARD_CAPTURE, "updates_left_out(bwd_graph)", 2)
     changes.graph_argument(capture, RECOMPUTES, "recomputes")
     changes.first(forward, KEEP)
     changes.first(backward, SET_FLAG.format(state=skip_flag_state(source)))
@@ -78,18 +82,6 @@ def examine(source: Source) -> Verdict:
     return changes.verdict(
         "a recomputation's update of scales is captured or left out", "a replay updates scales as a recomputation does"
     )
-
-
-def _captures(capture: Definition) -> list[ast.With]:
-    """The statements that capture a backward: with an order, and without."""
-    found = [
-        node
-        for node in capture.nodes(ast.With)
-        if any(ast.unparse(item.context_expr).startswith(BACKWARD_CAPTURE) for item in node.items)
-    ]
-    if len(found) != 2:
-        raise unrecognized(f"`with {BACKWARD_CAPTURE}` twice", capture, f"it {len(found)} times")
-    return found
 
 
 FIX = Fix(

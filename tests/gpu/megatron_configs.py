@@ -12,6 +12,7 @@ compared bit by bit, on every rank.
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import pickle
@@ -124,6 +125,43 @@ Ours are ``late``, ``latent``, ``reduce`` (gradients, while others are computed)
 one, which gathers parameters in hooks of the forward) and what is done ``between`` steps. The rest is Megatron's.
 """
 
+LOCAL: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 3}
+WHOLE = {**LOCAL, "cuda_graph_scope": "full_iteration"}
+OWN: dict[str, dict[str, Any]] = {
+    "local-experts": LOCAL,
+    "local-experts-shared-gated": {**LOCAL, **SHARED, **GATED},
+    "local-experts-without-warmup": {**LOCAL, "cuda_graph_warmup_steps": 0},
+    "local-experts-own": {**LOCAL, "cuda_graph_scope": "moe"},
+    "local-attention": {**LOCAL, **DROPLESS, "cuda_graph_scope": "attn"},
+    "local-router": {**ROUTER, **LOCAL, **SHARED},
+    "local-dense": {**DENSE, **LOCAL},
+    "local-dense-bias": {**DENSE, **LOCAL, "add_bias_linear": True, "add_qkv_bias": True},
+    "local-dense-attention": {**DENSE, **LOCAL, "cuda_graph_scope": "attn"},
+    "local-dense-mlp": {**DENSE, **LOCAL, "cuda_graph_scope": "mlp"},
+    "local-dense-dropout": {**DENSE, **LOCAL, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "local-dense-last-in-bf16": {**DENSE, **LOCAL, "num_layers": 4, "first_last_layers_bf16": True},
+    "local-dense-separate-wgrads": {**DENSE, **LOCAL, "gradient_accumulation_fusion": False},
+    "local-recompute-attention": {**DENSE, **LOCAL, **RECOMPUTE, "recompute_modules": ["core_attn"]},
+    "local-recompute-mlp": {**DENSE, **LOCAL, **RECOMPUTE, "recompute_modules": ["mlp"]},
+    "local-recompute-activations": {**LOCAL, **RECOMPUTE, **GATED, "recompute_modules": ["moe_act"]},
+    "local-evaluate": {**DENSE, **LOCAL, "between": "evaluate"},
+    "local-optimizer": {**DENSE, **LOCAL, "optimizer": True},
+    "local-optimizer-fp8-params": {**LOCAL, "optimizer": True, "fp8_param": True},
+    "whole-experts": WHOLE,
+    "whole-dense": {**DENSE, **WHOLE},
+    "whole-dense-dropout": {**DENSE, **WHOLE, "hidden_dropout": 0.1},
+    "whole-dense-separate-wgrads": {**DENSE, **WHOLE, "gradient_accumulation_fusion": False},
+    "whole-recompute-mlp": {**DENSE, **WHOLE, **RECOMPUTE, "recompute_modules": ["mlp"]},
+    "whole-recompute-all": {
+        **DENSE,
+        **WHOLE,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+"""Those of Megatron's own graphs, which it captures after the first step: of layers, or of a step as a whole."""
+
 
 def start(changed: dict[str, Any]) -> None:
     import torch
@@ -163,9 +201,11 @@ class Job:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.pipeline_parallel import get_forward_backward_func
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
         FP8GlobalStateManager.reset()
@@ -193,8 +233,12 @@ class Job:
         if reduce or optimizer:
             self.config.no_sync_func = self.model.no_sync
             self.config.finalize_model_grads_func = finalize_model_grads
-        if graphs and not late:
+        self.own = self.config.cuda_graph_impl == "local"
+        if graphs and not late and not self.own:
             self.capture()
+        self.run = get_forward_backward_func()
+        if WHOLE["cuda_graph_scope"] in [each.name for each in self.config.cuda_graph_scope]:
+            self.run = FullCudaGraphWrapper(self.run)
 
     def capture(self) -> None:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -243,13 +287,12 @@ class Job:
 
     def step(self, number: int, forward_only: bool = False) -> list[float]:
         import torch
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not forward_only:
             self.model.zero_grad_buffer()
-        found = get_forward_backward_func()(
+        found = self.run(
             forward_step_func=forward_step,
-            data_iterator=moe.batches(number),
+            data_iterator=({"tokens": tokens} for tokens in moe.batches(number)),
             model=self.model,
             num_microbatches=moe.MICROBATCHES,
             seq_length=moe.TOKENS,
@@ -269,7 +312,8 @@ def config(recipe: str, graphs: bool, latent: bool = False, **changed: Any) -> A
 
         changed["activation_func"] = torch.nn.functional.silu
     if not graphs:
-        changed.pop("cuda_graph_scope", None)
+        for name in WHOLE:
+            changed.pop(name, None)
     plain = transformer_config.TransformerConfig
     moe.RECIPES.update(RECIPES)
     try:
@@ -281,7 +325,8 @@ def config(recipe: str, graphs: bool, latent: bool = False, **changed: Any) -> A
 
 
 def forward_step(data: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> Any:
-    return moe.forward_step(data, model.build_schedule_plan if return_schedule_plan else model)
+    tokens = next(data[0] if isinstance(data, list) else data)["tokens"]
+    return moe.forward_step(iter([tokens]), model.build_schedule_plan if return_schedule_plan else model)
 
 
 def values(value: Any) -> list[Any]:
@@ -311,10 +356,20 @@ def compare(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> dict[s
     return differing
 
 
+def digest(run: dict[str, list[Any]]) -> str:
+    import torch
+
+    bits = hashlib.sha256()
+    for _, values in sorted(run.items()):
+        for each in values:
+            bits.update(torch.as_tensor(each).double().cpu().numpy().tobytes())
+    return bits.hexdigest()[:12]
+
+
 def measure(name: str, recipe: str) -> dict[str, Any]:
     import torch
 
-    changed = {**CONFIGS, **PAIRS}[name]
+    changed = {**CONFIGS, **OWN, **PAIRS}[name]
     start(changed)
     runs = []
     for graphs in (False, False, True):
@@ -330,6 +385,7 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
         "compared": sum(map(len, graphed.values())),
         "differing": len(differing),
         "worst": worst,
+        "bits": digest(graphed),
     }
     torch.distributed.all_gather_object(found, mine)
     return {"ranks": found}
@@ -337,7 +393,7 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
 
 def main() -> None:
     if len(sys.argv) == 1:
-        for name in {**CONFIGS, **PAIRS}:
+        for name in {**CONFIGS, **OWN, **PAIRS}:
             print(name, 1 + (name in PAIRS))
         return
     name, recipe = sys.argv[1:]
