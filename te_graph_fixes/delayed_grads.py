@@ -80,7 +80,7 @@ METHODS = {
 def backward_dw_methods(source: Source) -> dict[str, Definition]:
     """The `backward_dw` of each module that delays gradients, by module; raises where one is missing."""
     return {
-        name: source.definition(f"transformer_engine.pytorch.{name}", f"{owner}.backward_dw")
+        name: source.module(f"transformer_engine.pytorch.{name}").definition(f"{owner}.backward_dw")
         for name, (owner, _, _) in METHODS.items()
         if name != OP or op_has(source, "backward_dw")
     }

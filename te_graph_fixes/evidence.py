@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, cast
+from weakref import proxy
 
 from .source import Definition, ModuleSource, Source, unrecognized
 
@@ -55,7 +56,7 @@ class _Evidence:
 
     @classmethod
     def of(cls, module: ModuleSource) -> _Evidence:
-        found: _Evidence = module.notes.setdefault(cls, cls(module))
+        found: _Evidence = module.notes.setdefault(cls, cls(proxy(module)))
         return found
 
     def require(self, qualname: str) -> None:

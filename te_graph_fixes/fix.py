@@ -76,9 +76,9 @@ class Fix:
 
         A negative one needs evidence beside the shape: see `te_graph_fixes.evidence`.
         """
-        source.consulted()
+        source.consulted.clear()
         try:
-            found = replace(self.examine(source), fix=self.id, rests_on=source.consulted())
+            found = replace(self.examine(source), fix=self.id, rests_on=frozenset(source.consulted))
             if found.verdict != APPLICABLE:
                 require_plain(source, found.rests_on)
             return found

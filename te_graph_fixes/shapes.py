@@ -59,7 +59,7 @@ return tuple(ret)
 
 def graph_capture(source: Source) -> Definition:
     """The function that warms up, captures and puts together the graphed callables."""
-    return source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
+    return source.module("transformer_engine.pytorch.graph").definition("_make_graphed_callables")
 
 
 def start_of_warmup(capture: Definition) -> Node:
@@ -82,7 +82,7 @@ def warmup_backward(capture: Definition) -> ast.stmt:
 
 def graph_interface(source: Source) -> Definition:
     """The public function in front of `graph_capture`."""
-    return source.definition("transformer_engine.pytorch.graph", "make_graphed_callables")
+    return source.module("transformer_engine.pytorch.graph").definition("make_graphed_callables")
 
 
 def lacks_delayed_wgrads(source: Source) -> bool:
@@ -115,7 +115,7 @@ def lacks_quantization(source: Source) -> bool:
     """Whether this is TE before 2.9: fp8.py holds what quantization.py does since, captures take no cached weights."""
     if source.find("transformer_engine.pytorch.quantization") is not None:
         return False
-    source.definition("transformer_engine.pytorch.fp8", "FP8GlobalStateManager")
+    source.module("transformer_engine.pytorch.fp8").definition("FP8GlobalStateManager")
     return lacks_parameter(graph_interface(source), "cache_quantized_params")
 
 

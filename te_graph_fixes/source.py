@@ -49,10 +49,7 @@ def unrecognized(wanted: str, place: object, found: str = "none") -> Unrecognize
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Put the collection of garbage off: syntax trees have no cycles, and next to torch's objects it takes long.
-
-    What another thread sets meanwhile stays.
-    """
+    """Put off the collection of garbage, slow next to torch's objects; what another thread sets meanwhile stays."""
     before = gc.get_threshold()
     gc.set_threshold(_NEVER, *before[1:])
     try:
@@ -78,6 +75,8 @@ class Source:
 
     location: str
     version: str | None
+    consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
+    """The functions and classes that were looked for, each as its module and qualified name."""
     _modules: dict[str, ModuleSource | None] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
@@ -112,24 +111,9 @@ class Source:
             raise unrecognized(f"module {name}", self.location)
         return found
 
-    def definition(self, name: str, qualname: str) -> Definition:
-        """Function or class ``qualname`` of module ``name``; raises `UnrecognizedError` where there is none."""
-        return self.module(name).definition(qualname)
-
-    def consulted(self) -> frozenset[tuple[str, str]]:
-        """The functions and classes that were looked for since the last call, each as its module and qualified name."""
-        modules = [module for module in self._modules.values() if module]
-        found = frozenset((module.name, name) for module in modules for name in module.consulted)
-        for module in modules:
-            module.consulted.clear()
-        return found
-
     def forget_trees(self) -> None:
         """Let the syntax trees go, which are large; what is asked for again is parsed again."""
-        for name, module in self._modules.items():
-            if module:
-                module.notes.clear()  # may refer to the module, which would keep all of it
-                self._modules[name] = replace(module)
+        self._modules.update({name: module and replace(module) for name, module in self._modules.items()})
 
     def _read(self, name: str) -> ModuleSource | None:
         parent = os.path.join(self.location, *name.split(".")[1:-1])
@@ -144,7 +128,7 @@ class Source:
             text = importlib.util.decode_source(data)
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
-        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n")
+        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n", self.consulted)
 
 
 def _version(folder: str) -> str | None:
@@ -163,16 +147,16 @@ def _version(folder: str) -> str | None:
 class ModuleSource:
     """The text of one module, as Python reads it, and its syntax tree.
 
-    ``newline`` is the line break of the file, ``consulted`` the names that `find` was asked for. ``notes`` is what has
-    been found out about the module, by keys of those who did.
+    ``newline`` is the line break of the file, ``consulted`` what `find` was asked for. ``notes`` is what has been found
+    out about the module, by keys of those who did.
     """
 
     name: str
     path: str
     text: str
     newline: str = "\n"
-    consulted: set[str] = field(default_factory=set, compare=False)
-    notes: dict[Any, Any] = field(default_factory=dict, compare=False)
+    consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
+    notes: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -182,14 +166,13 @@ class ModuleSource:
             raise UnrecognizedError(f"cannot parse {self.path}: {error}") from error
 
     @cached_property
-    def lines(self) -> list[str]:
-        """The lines, with their line breaks, as Python counts them."""
-        return io.StringIO(self.text).readlines()
-
-    @cached_property
     def starts(self) -> list[int]:
         """The character offset at which each line starts, by its number, and last that of the text's end."""
-        return [0, 0, *accumulate(map(len, self.lines))]
+        return [0, 0, *accumulate(map(len, io.StringIO(self.text)))]
+
+    def line(self, number: int) -> str:
+        """A line, with its line break, as Python counts them."""
+        return self.text[self.starts[number] : self.starts[number + 1]]
 
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
@@ -205,7 +188,7 @@ class ModuleSource:
 
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
-        self.consulted.add(qualname)
+        self.consulted.add((self.name, qualname))
         node = self.definitions.get(qualname)
         return Definition(self, qualname, node) if node else None
 
@@ -226,7 +209,7 @@ class ModuleSource:
     def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
         (first, column), (last, end_column) = _span(node)
-        start, end = self.lines[first - 1].encode()[:column], self.lines[last - 1].encode()[:end_column]
+        start, end = self.line(first).encode()[:column], self.line(last).encode()[:end_column]
         return self.starts[first] + len(start.decode()), self.starts[last] + len(end.decode())
 
 
@@ -288,13 +271,9 @@ class Definition:
         """Whether the pattern matches at least once."""
         return bool(self.matches(pattern, within))
 
-    def match(self, *patterns: str, within: ast.AST | None = None) -> Match:
-        """The only match of the ``patterns``; raises `UnrecognizedError` if there is none or more than one."""
-        return self.exactly(1, *patterns, within=within)[0]
-
     def one(self, *patterns: str, within: ast.AST | None = None) -> Node:
-        """The node of the only match of the ``patterns``; raises `UnrecognizedError` as `match` does."""
-        return self.match(*patterns, within=within).node
+        """The node of the only match of the ``patterns``; raises `UnrecognizedError` if there is none, or more."""
+        return self.exactly(1, *patterns, within=within)[0].node
 
     def exactly(self, count: int, *patterns: str, within: ast.AST | None = None) -> list[Match]:
         """The matches of the ``patterns``; raises `UnrecognizedError` unless there are as many as ``count``."""
@@ -321,8 +300,7 @@ class Definition:
 
     def nodes(self, kind: type[Kind], name: str = "") -> list[Kind]:
         """Every node of a type in this definition, itself left out; with ``name``, those that begin with it."""
-        places = self.module.places(self.node, kind, name)
-        return sorted((cast(Kind, nodes[place]) for nodes, place in places), key=_span)
+        return sorted((nodes[place] for nodes, place in self.module.places(self.node, kind, name)), key=_span)
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
@@ -359,7 +337,7 @@ class Definition:
         """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
         _, end = self._whole_lines(node)
         first = node.lineno
-        while self.module.lines[first - 2].strip().startswith("#"):
+        while self.module.line(first - 1).strip().startswith("#"):
             first -= 1
         return Edit(self.module.name, self.module.starts[first], end, "")
 
@@ -372,7 +350,7 @@ class Definition:
         return first, last
 
     def _indented(self, node: Node, text: str) -> str:
-        line = self.module.lines[node.lineno - 1]
+        line = self.module.line(node.lineno)
         indent = line[: len(line) - len(line.lstrip(" \t"))]
         return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
 

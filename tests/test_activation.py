@@ -72,7 +72,7 @@ FIX = """
     from ..source import UnrecognizedError
 
     def examine(source):
-        found = source.definition("transformer_engine.pytorch.{module}", "{function}")
+        found = source.module("transformer_engine.pytorch.{module}").definition("{function}")
         if found.has('{name} = "right"'):
             return not_needed("right already")
         return applicable("it is wrong", [found.replace(found.one('{name} = "wrong"'), '{name} = "right"')])
@@ -521,7 +521,7 @@ ADDS_A_MODULE = """
     from ..fix import Fix, applicable
 
     def examine(source):
-        found = source.definition("transformer_engine.pytorch.graph", "capture")
+        found = source.module("transformer_engine.pytorch.graph").definition("capture")
         edit = found.insert_at_start("from transformer_engine.pytorch._third import x as _")
         return applicable("a module is missing", [edit], {"transformer_engine.pytorch._third": "x = 1\\n"})
 
@@ -906,7 +906,7 @@ def test_a_module_that_is_imported_late_is_no_reason_to_read_again(own_world: Wo
     late = """
         from ..fix import Fix, not_needed
         def examine(source):
-            source.definition("transformer_engine.pytorch.late", "late")
+            source.module("transformer_engine.pytorch.late").definition("late")
             return not_needed("it is right")
         FIX = Fix("late", "summary", "symptom", ("link",), ">=2.99", examine)
     """

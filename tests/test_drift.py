@@ -100,11 +100,11 @@ def wanted(fix: str, version: str) -> str:
 
 def baked(tree: Source, chosen: Iterable[Verdict]) -> Source:
     """``tree`` with the edits of the verdicts in its text."""
-    result = Source(tree.location, tree.version)
+    result = Source(tree.location, tree.version, tree.consulted)
     result._modules.update(tree._modules)
     for name, (_, text) in patched(tree, chosen).items():
         original = tree.find(name)
-        result._modules[name] = ModuleSource(name, original.path if original else name, text)
+        result._modules[name] = ModuleSource(name, original.path if original else name, text, consulted=tree.consulted)
     return result
 
 

@@ -38,12 +38,12 @@ class StandIn:
 
     def edit(self, qualname: str, pattern: str, text: str, how: str = "replace") -> Verdict:
         """A verdict that edits the one match of ``pattern``."""
-        found = self.source.definition(CODE, qualname)
+        found = self.source.module(CODE).definition(qualname)
         return applicable("a test", [getattr(found, how)(found.one(pattern), text)])
 
     def add(self, after: str, text: str) -> Verdict:
         """A verdict that adds a definition after the definition ``after``."""
-        found = self.source.definition(CODE, after)
+        found = self.source.module(CODE).definition(after)
         return applicable("a test", [found.insert_after(found.node, "\n" + text)])
 
     def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
@@ -426,7 +426,7 @@ def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> N
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    x.append(1)\n    x.append(2)\n")
-    run = package.source.definition(CODE, "run")
+    run = package.source.module(CODE).definition("run")
     package.install(applicable("a test", [run.delete(run.one("x.append(2)"))]))
     package.module.run(found := [])
     assert found == [1]

@@ -41,10 +41,10 @@ def published(version: str) -> tuple[Source, Mapping[str, Verdict]]:
 
 
 def with_texts(tree: Source, texts: Mapping[str, str]) -> Source:
-    result = Source(tree.location, tree.version)
+    result = Source(tree.location, tree.version, tree.consulted)
     result._modules.update(tree._modules)
     for name, text in texts.items():
-        result._modules[name] = ModuleSource(name, name, text)
+        result._modules[name] = ModuleSource(name, name, text, consulted=tree.consulted)
     return result
 
 

@@ -266,9 +266,9 @@ def sets_of_its_own(name: str, before: Function, after: Function) -> bool:
 
 
 def mutated(tree: Source, module: ModuleSource, text: str) -> Source:
-    result = Source(tree.location, tree.version)
+    result = Source(tree.location, tree.version, tree.consulted)
     result._modules.update(tree._modules)
-    result._modules[module.name] = ModuleSource(module.name, module.path, text)
+    result._modules[module.name] = ModuleSource(module.name, module.path, text, consulted=tree.consulted)
     return result
 
 

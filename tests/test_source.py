@@ -101,7 +101,7 @@ def test_bytecode_without_source_is_unrecognized(tmp_path: Path) -> None:
 def test_a_module_that_cannot_be_read_or_parsed_is_unrecognized(tmp_path: Path, content: bytes) -> None:
     (tree(tmp_path) / "transformer_engine" / "pytorch" / "code.py").write_bytes(content)
     with pytest.raises(UnrecognizedError, match=r"cannot (read|parse)"):
-        Source.at(tmp_path).definition(CODE, "run")
+        Source.at(tmp_path).module(CODE).definition("run")
 
 
 def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two() -> None:
@@ -222,7 +222,9 @@ def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
 
 def test_a_match_gives_what_stands_in_the_place_of_a_name() -> None:
     run = definition("def run(x):\n    if x:\n        a = f(1)\n        b = 2\n        c = 3\n        return a[i]\n")
-    match = run.match("if ANY_TEST:\n    ANY_A = ANY\n    ANY_BODY: ...\n    return ANY_A[ANY_INDEX]", "while x: ...")
+    (match,) = run.exactly(
+        1, "if ANY_TEST:\n    ANY_A = ANY\n    ANY_BODY: ...\n    return ANY_A[ANY_INDEX]", "while x: ..."
+    )
     assert {name: run.text(node) for name, node in match.items()} == {
         "ANY_TEST": "x",
         "ANY_A": "a",

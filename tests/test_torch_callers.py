@@ -29,7 +29,7 @@ def test_torch_runs_the_correction(way: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(CODE)
     source = Source(str(package), None)
-    found = source.definition(CODE, "run")
+    found = source.module(CODE).definition("run")
     installation = Installation(source, {"fix": applicable("a test", [found.replace(found.one("x + 1"), "x + 2")])})
     instance = module.Module()
     saved = instance.forward

@@ -195,7 +195,7 @@ def _corrected(source: Source, capture: Definition) -> Verdict:
 def _edits(capture: Definition, layers: ast.For) -> list[Edit]:
     """For TE 2.11 and later: orders may hold wgrads."""
     capture.one("for i, c_id in enumerate(_order): ...")
-    found = capture.match(WGRAD, within=layers)
+    (found,) = capture.exactly(1, WGRAD, within=layers)
     digests = digest(found["ANY_COUNTING"]), digest(found["ANY_CHECKS"])
     if digests not in WGRAD_DIGESTS:
         raise unrecognized(f"wgrads that are checked as in one of {WGRAD_DIGESTS}", capture, f"{digests}")
@@ -214,7 +214,7 @@ def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edi
     dgrad = capture.one(DGRAD_2_10, within=layers)
     keys = cast(Run, capture.one(GRAD_OUTPUTS, within=dgrad)).body[0]
     graph = capture.one(CAPTURE_2_10, within=layers)
-    grads = capture.match("grad_inputs = ANY_GRADS", within=capture.statement_with(graph))["ANY_GRADS"]
+    (grads,) = capture.exactly(1, "grad_inputs = ANY_GRADS", within=capture.statement_with(graph))
     numbers = "num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches"
     return [
         capture.replace(capture.one(NUMBER_OF_MICROBATCHES), MAKE_PLAN.strip("\n") + "\n" + numbers),
@@ -223,7 +223,7 @@ def _edits_2_10(capture: Definition, loop: ast.For, layers: ast.For) -> list[Edi
         capture.replace(cast(Any, loop.body[-1]).orelse[0].value, "_order_plan.entries[i].chunk"),
         _only_dgrad(capture, dgrad, keys),
         behind(capture, graph, NO_GRAPH),
-        behind(capture, grads, NO_GRADS),
+        behind(capture, grads["ANY_GRADS"], NO_GRADS),
         capture.replace(cast(ast.If, capture.one(WGRAD_2_10, within=layers)).test, "is_wgrad"),
         capture.insert_before(capture.one("static_grad_inputs = []", within=layers), SKIP_WGRAD),
     ]

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import Changes, require_names
+from ..shapes import Changes, graph_capture, require_names
 from ..source import Source
-from .fp8_weight_transposes import CAPTURED, COPY_INPUTS, GRAPH, replay
+from .fp8_weight_transposes import CAPTURED, COPY_INPUTS, replay
 
 HOLD = """
 from ._te_fp8_weights import CachedWeights
@@ -33,7 +33,7 @@ REFRESH = "fwd_graph.cached_weights.refresh(skip_fp8_weight_update)"
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition(GRAPH, "_make_graphed_callables")
+    capture = graph_capture(source)
     forward = replay(capture)
     require_names(forward, "skip_fp8_weight_update")
     base = source.module("transformer_engine.pytorch.module.base")

@@ -93,8 +93,9 @@ def examine(source: Source) -> Verdict:
     if lacks_delayed_wgrads(source):
         return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
     capture = module.definition("_make_graphed_callables")
-    prepare = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.prepare_forward")
-    fuser = source.definition("transformer_engine.pytorch.ops.fuser", "OperationFuser.__call__")
+    base = source.module("transformer_engine.pytorch.module.base")
+    prepare = base.definition("TransformerEngineBaseModule.prepare_forward")
+    fuser = source.module("transformer_engine.pytorch.ops.fuser").definition("OperationFuser.__call__")
     fuser.one("recipe = FP8GlobalStateManager.get_fp8_recipe()")
     hook = capture.inner("hook_fn")
     require_names(hook, "module", "func_idx")

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import Changes, require_names
+from ..shapes import Changes, graph_capture, require_names
 from ..source import Definition, Source, unrecognized
-
-GRAPH = "transformer_engine.pytorch.graph"
 
 CAPTURED = "graph_callables[ANY_INDEX] = func"
 
@@ -45,7 +43,7 @@ REFRESH = "fwd_graph.primary_weights.refresh()"
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition(GRAPH, "_make_graphed_callables")
+    capture = graph_capture(source)
     forward = replay(capture)
     require_names(capture, "is_training")
     changes = Changes()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ast
 
 from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..shapes import behind
+from ..shapes import behind, graph_interface
 from ..source import Definition, Source, unrecognized
 
 CALL = "outputs = old_call_funcs[block_cls](self, *args, **kwargs)"
@@ -37,7 +37,7 @@ CAPTURED_ONLY = " if id(self) in module_uses_fp8 else contextlib.nullcontext()"
 
 
 def examine(source: Source) -> Verdict:
-    public = source.definition("transformer_engine.pytorch.graph", "make_graphed_callables")
+    public = graph_interface(source)
     if public.has(FOR_ALL):
         public.inner("call_func").one("old_call_funcs[block_cls]")
         public.exactly(0, "module_uses_fp8")

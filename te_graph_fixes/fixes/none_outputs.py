@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from ..fix import Fix, Verdict, applicable, not_needed
+from ..shapes import graph_capture
 from ..source import Source
 
 FORWARDS = (
@@ -63,7 +64,7 @@ return _tree_unflatten([None if none else next(out) for none in is_none], spec)
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition("transformer_engine.pytorch.graph", "_make_graphed_callables")
+    capture = graph_capture(source)
     if capture.has("tuple(o.detach() if o is not None else o for o in static_outputs)"):
         asked = 7 + len(capture.all(ASKED_AT_REPLAY))
         capture.exactly(asked, "o is not None and o.requires_grad")

@@ -39,7 +39,7 @@ def examine(source: Source) -> Verdict:
     base = source.module("transformer_engine.pytorch.module.base")
     enable = base.find("TransformerEngineBaseModule._enable_weight_preswizzle")
     if enable is not None:
-        supported = enable.match(ASKS)["ANY_SUPPORTED"]
+        supported = enable.exactly(1, ASKS)[0]["ANY_SUPPORTED"]
         found = ast.unparse(supported)
         if found == FROM_10_0_TO_11_0:
             return not_needed("NVFP4 weights get swizzled scales where the kernels write them so")
@@ -57,8 +57,8 @@ def examine(source: Source) -> Verdict:
     if "optimize_for_gemm" in base.text:
         raise unrecognized("a base class that leaves optimize_for_gemm to layers", base.path, "it in its text")
     for file, name in MODULES.items():
-        module = source.definition(f"transformer_engine.pytorch.module.{file}", name)
-        lines = "".join(line for line in module.module.lines if "optimize_for_gemm" in line)
+        module = source.module(f"transformer_engine.pytorch.module.{file}").definition(name)
+        lines = "".join(line for line in module.module.text.splitlines(True) if "optimize_for_gemm" in line)
         asked = re.findall(r"([\w.\[\]]*)\.optimize_for_gemm = ", lines)
         known = [who for who in asked if "input_quantizer" in who or "grad_output_quantizer" in who]
         if not asked or len(known) != module.module.text.count("optimize_for_gemm"):

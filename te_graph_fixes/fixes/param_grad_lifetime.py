@@ -144,7 +144,7 @@ def _last_default(definition: Definition) -> ast.expr:
 
 def _append(definition: Definition, node: ast.expr, text: str) -> Edit:
     """Put ``text`` after ``node``, the last of a comma-separated list that has one entry a line."""
-    line = definition.module.lines[node.lineno - 1]
+    line = definition.module.line(node.lineno)
     return behind(definition, node, f",\n{line[: len(line) - len(line.lstrip())]}{text}")
 
 

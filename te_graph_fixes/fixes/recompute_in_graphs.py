@@ -65,8 +65,8 @@ if ctx.is_first_module or recomputes:
 def examine(source: Source) -> Verdict:
     if lacks_delayed_wgrads(source):
         return not_applicable("TE before 2.10, without graphs of delayed weight gradients, is not covered")
-    manager = "FP8GlobalStateManager.autocast_exit"
-    leave = source.definition("transformer_engine.pytorch.quantization", manager)
+    quantization = source.module("transformer_engine.pytorch.quantization")
+    leave = quantization.definition("FP8GlobalStateManager.autocast_exit")
     capture = graph_capture(source)
     forward, backward = map(
         capture.inner("make_graphed_autograd_function").inner("Graphed").inner, ("forward", "backward")

@@ -36,9 +36,9 @@ MADE = "new_graph()"
 def examine(source: Source) -> Verdict:
     capture = graph_capture(source)
     capture.one(REGISTERED)
-    tracker = source.definition("transformer_engine.pytorch.distributed", "CudaRNGStatesTracker")
+    tracker = source.module("transformer_engine.pytorch.distributed").definition("CudaRNGStatesTracker")
     tracker.exactly(1, "self.states_ = states")
-    first, plain = capture.match(FIRST), capture.all(PLAIN)
+    (first,), plain = capture.exactly(1, FIRST), capture.all(PLAIN)
     if capture.has(MAKER) and not plain and capture.text(first["ANY_MADE"]) == MADE:
         if new_module(source, "rng_states"):
             raise unrecognized("the module that makes graphs", source.location)

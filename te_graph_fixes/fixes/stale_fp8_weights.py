@@ -76,7 +76,7 @@ def examine(source: Source) -> Verdict:
         changes.enter(capture, context, "own_skip_flag()", count)
     changes.replace(capture, SET_FLAG, ALWAYS_SET_FLAG)
     for module, name in MODULES.items():
-        forward = source.definition(f"transformer_engine.pytorch.module.{module}", f"{name}.forward")
+        forward = source.module(f"transformer_engine.pytorch.module.{module}").definition(f"{name}.forward")
         require_names(forward, "is_first_microbatch")
         if forward.has(GRAD_MODE):
             changes.before(forward, [forward.one(GRAD_MODE)], QUANTIZE.format(state=state))

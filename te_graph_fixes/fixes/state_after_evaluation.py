@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from ..fix import Fix, Verdict
 from ..provided import new_module
-from ..shapes import Changes, require_names
+from ..shapes import Changes, graph_capture, require_names
 from ..source import Source
-from .fp8_weight_transposes import GRAPH
 
 HOLD = """
 from ._te_recipe_states import RecipeStates
@@ -59,13 +58,14 @@ self.fp8_meta.pop(FP8GlobalStateManager.get_buffer_info(), None)
 
 
 def examine(source: Source) -> Verdict:
-    capture = source.definition(GRAPH, "_make_graphed_callables")
+    capture = graph_capture(source)
     factory = capture.inner("make_graphed_forward")
     require_names(factory, "func", "graphed")
     forward = factory.inner("new_fwd")
     loop = forward.one(LOOP)
-    known = forward.text(forward.match(KNOWN, within=loop)["ANY_KNOWN"])
-    init = source.definition("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.init_fp8_metadata")
+    known = forward.text(forward.exactly(1, KNOWN, within=loop)[0]["ANY_KNOWN"])
+    base = source.module("transformer_engine.pytorch.module.base")
+    init = base.definition("TransformerEngineBaseModule.init_fp8_metadata")
     changes = Changes()
     changes.before(capture, [factory.node], HOLD)
     changes.before(forward, [forward.one(MODULE), forward.one(OPERATION)], RESUME)

@@ -36,7 +36,7 @@ INHERITS = 'next(cls for cls in block_cls.__mro__ if "__call__" in vars(cls)) in
 
 def examine(source: Source) -> Verdict:
     public = graph_interface(source)
-    known = public.match(WRAP)["ANY_KNOWN"]
+    known = public.exactly(1, WRAP)[0]["ANY_KNOWN"]
     if public.has(f"if {INHERITS}: return"):
         return not_needed("a subclass that inherits the capture's __call__ is left alone")
     if ast.unparse(known) != KNOWN:

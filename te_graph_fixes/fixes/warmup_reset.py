@@ -106,7 +106,7 @@ def examine(source: Source) -> Verdict:
         return applicable(
             "modules are reset to the first microbatch after warmup", [capture.delete(capture.one(RESET))]
         )
-    for node in cast(Run, capture.match(WARMUP)["ANY_WARMUP"]).body:
+    for node in cast(Run, capture.exactly(1, WARMUP)[0]["ANY_WARMUP"]).body:
         for part in ast.walk(node):
             _require_known(capture, part)
     public = graph_interface(source)
