@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -29,6 +29,7 @@ Kind = TypeVar("Kind", bound=ast.AST)
 Node: TypeAlias = "ast.expr | ast.stmt"
 _Names: TypeAlias = "dict[str, Node]"
 _Place: TypeAlias = "tuple[list[Any], int]"
+_Places: TypeAlias = "defaultdict[type, defaultdict[str, list[_Place]]]"
 _NEVER = 1_000_000_007
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
@@ -202,9 +203,9 @@ class ModuleSource:
     def places(self, root: ast.AST, kind: type[ast.AST], name: str = "") -> list[_Place]:
         """Where nodes of a type, with ``name`` those that begin with it, are below ``root``: list, and place in it."""
         if root not in self.notes:
-            self.notes[root] = defaultdict[tuple[type, str], list[_Place]](list)
-            _index(root, self.notes[root])
-        return cast("list[_Place]", self.notes[root][kind, name])
+            _index(root, self.notes.setdefault(root, defaultdict(lambda: defaultdict(list))))
+        places = self.notes[root][kind]
+        return places[name] if name else [*chain(*places.values())]
 
     def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
@@ -359,23 +360,20 @@ def _span(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
-def _index(root: ast.AST, found: dict[tuple[type, str], list[_Place]]) -> str:
-    """Note where the nodes below ``root`` are, by type and by the name that they begin with or ""; returns the root's.
-
-    All nodes of a type are noted under the name "" too.
-    """
-    first: str | None = None
+def _index(root: ast.AST, found: _Places) -> str:
+    """Note where the nodes below ``root`` are, by type and the name that they begin with, or ""; returns its own."""
+    first: object = None
     for part in root._fields:
-        value = None if part in _NO_SYNTAX else getattr(root, part, None)
-        nodes = value if isinstance(value, list) else [value]
-        for place, node in enumerate(nodes):
-            begins = node if isinstance(node, str) else ""
-            if isinstance(node, ast.AST):
-                begins = _index(node, found)
-                for name in {"", begins}:
-                    found[type(node), name].append((nodes, place))
-            first = begins if first is None else first
-    return first or ""
+        if part not in _NO_SYNTAX:
+            value = getattr(root, part, None)
+            nodes = value if isinstance(value, list) else [value]
+            for place, node in enumerate(nodes):
+                begins = node
+                if isinstance(node, ast.AST):
+                    begins = _index(node, found)
+                    found[type(node)][begins].append((nodes, place))
+                first = begins if first is None else first
+    return first if isinstance(first, str) else ""
 
 
 @cache
@@ -383,7 +381,7 @@ def _parse_pattern(pattern: str) -> tuple[list[ast.AST], str]:
     """The nodes of a pattern, and the name that it begins with: most nodes differ in it."""
     body = ast.parse(textwrap.dedent(pattern)).body
     nodes: list[ast.AST] = [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else [*body]
-    return nodes, _index(nodes[0], defaultdict(list))
+    return nodes, _index(nodes[0], defaultdict(lambda: defaultdict(list)))
 
 
 def _match_run(wanted: list[Any], found: list[Any], names: _Names) -> Iterator[tuple[_Names, list[Any]]]:
