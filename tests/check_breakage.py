@@ -52,7 +52,7 @@ def measure(fix_id: str, number: int, case: str) -> dict[str, object]:
         line["error"] = max(max(values, default=0.0) for values in errors.values())
         te_graph_fixes.check(3)
         steps = list(train(Setup(**options), graphed=True))
-        line["found"] = [str(each) for each in callables.current[0].finish().mismatches]
+        line["found"] = callables.current[0].finish().mismatches
         line["left by the capture"] = len(steps[0].wgrads) - len(steps[-1].wgrads)  # gradients
     except Exception as error:
         line["raised"] = f"{type(error).__name__}: {error}"

@@ -371,14 +371,14 @@ def main(names: list[str]) -> None:
         without = values(name)
         te_graph_fixes.check(2)
         checked = values(name)
-        before_the_end = callables.current[0].findings.finished
+        before_the_end = callables.current[0].finished
         found = callables.current[0].finish()
         both = isinstance(without, list) and isinstance(checked, list)
         line = {
             "name": name,
             "same": both and len(without) == len(checked) and all(map(alike, without, checked)),
             "raised": [each for each in (without, checked) if isinstance(each, str)],
-            "found": [str(each) for each in found.mismatches],
+            "found": found.mismatches,
             "ended": before_the_end,
             **found.totals,
         }

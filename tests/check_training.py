@@ -46,10 +46,11 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     te_graph_fixes.check(2)
     checked = values(setup)
     found = callables.current[0].finish()
+    looks = [each.partition("; looks like ")[2] for each in found.mismatches]
     return {
         "same": len(without) == len(checked) and all(map(alike, without, checked)),
-        "found": [str(each) for each in found.mismatches],
-        "hints": sorted({fix for each in found.mismatches for fix in each.looks_like}),
+        "found": found.mismatches,
+        "hints": sorted({fix for look in looks if look for fix in look.split(" or ")}),
         **found.totals,
     }
 

@@ -1,7 +1,7 @@
 """Graph against eager in a job of your own: `check`, ``te-graph-fixes run --check`` and ``TE_GRAPH_FIXES_CHECK``.
 
-`callables` wraps what `make_graphed_callables` gives, `twin` runs a module eagerly beside its graphs, `findings`
-compares, watches graph memory that is in use, and reports. None of them is imported unless a check is asked for.
+`callables` runs modules eagerly beside their graphs, `findings` compares, watches graph memory that is in use, and
+reports. Neither is imported unless a check is asked for.
 """
 
 from __future__ import annotations

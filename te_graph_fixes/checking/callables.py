@@ -1,34 +1,41 @@
-"""What `make_graphed_callables` gives, each callable compared with its `Twin` at every call in the checked steps."""
+"""What `make_graphed_callables` gives: each callable is compared with its module, run eagerly at every call.
+
+The eager side is no copy of the module, which would leave closures and process groups behind. While it runs, the
+``__dict__`` of the module and of all its submodules is exchanged for one with parameters that share the memory of the
+real ones, and with buffers, containers, cached FP8 weights, stores of delayed wgrads and hooks of its own. FP8 scales
+and random states are set to those of the microbatch, and put back.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
-import operator
+import queue
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
-from transformer_engine.pytorch import graph
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from transformer_engine.pytorch import autocast, graph
+from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
 from . import Options
-from .findings import Findings, Lifetimes, Place, say
-from .twin import FIRST, Run, Twin, Values, named_outputs
+from .findings import Check, Place, say
 
-SYMPTOMS = {"output": "output", "largest": "amax", "gradient": "dgrad", ".grad": "wgrad", "main_grad": "main-grad"}
-SYMPTOMS |= {"call": "hooks"}
-"""By the first word of a tensor's name what a difference looks like; after `backward_dw` it is ``delayed-``."""
+FIRST = "is_first_microbatch"
+RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
+REPLACED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without an order
+Values = dict[str, Any]
+"""Tensors by names for people: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
+State = list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]]
+"""Values of FP8 scales, of their amax histories and of random generators, each with what puts it back."""
 current: list[Check] = []  # the check of this process, the last one
-
-
-@functools.wraps(graph.make_graphed_callables)
-def make(*args: Any, **kwargs: Any) -> Any:
-    return current[0].make(*args, **kwargs)
 
 
 def start(options: Options) -> None:
@@ -41,93 +48,57 @@ def start(options: Options) -> None:
             setattr(module, name, make)
 
 
-class Check:
-    """The check of this process: modules take turns, a number of them in a number of steps."""
+@functools.wraps(graph.make_graphed_callables)
+def make(*args: Any, **kwargs: Any) -> Any:
+    check, twins = current[0], list[Twin]()
+    try:
+        given = inspect.signature(make).bind(*args, **kwargs).arguments
+        twins += [] if check.finished else _twins(given)
+    except Exception as error:
+        say(f"what is graphed now is not compared: {type(error).__name__}: {error}")
+    if check.finished and check.new("late"):
+        say("what is graphed from now on is not compared: the steps to be checked are over")
+    made = make.__wrapped__(*args, **kwargs)
+    if not twins:
+        return made
+    check.twins += dict.fromkeys(twins)
+    samples, calls = given.get("sample_kwargs") or {}, list(made if isinstance(made, tuple) else (made,))
+    for i, (twin, graphed) in enumerate(zip(twins, calls, strict=True)):
+        keys = [*(samples[i] if isinstance(samples, (tuple, list)) else samples)]
+        calls[i] = call = Checked(check, twin, keys, graphed)
+        if graphed is twin.module:
+            graphed.forward, graphed.backward_dw, calls[i] = call, call.backward_dw, graphed
+    return tuple(calls) if isinstance(made, tuple) else calls[0]
 
-    def __init__(self, options: Options) -> None:
-        self.findings = Findings(options.strict)
-        self.lifetimes = Lifetimes(self.findings)
-        self._options, self._step = options, 0
-        self._twins: list[Twin] = []
-        self._numbers = itertools.count()
-        self._seen: dict[Twin, list[int]] = {}
-        self._hook = register_optimizer_step_post_hook(lambda *_: self._seen.clear())
 
-    def make(self, *args: Any, **kwargs: Any) -> Any:
-        """What TE makes of these arguments, each callable compared."""
-        if self.findings.finished:
-            if self.findings.new("late"):
-                say("what is graphed from now on is not compared: the steps to be checked are over")
-            return make.__wrapped__(*args, **kwargs)
-        try:
-            given = inspect.signature(make).bind(*args, **kwargs).arguments
-            owners = self._owners(given)
-        except Exception as error:
-            say(f"what is graphed now is not compared: {type(error).__name__}: {error}")
-            return make.__wrapped__(*args, **kwargs)
-        made, samples, calls = make.__wrapped__(*args, **kwargs), given.get("sample_kwargs") or {}, []
-        self._twins += dict.fromkeys(owners)
-        for i, (twin, run) in enumerate(zip(owners, made if isinstance(made, tuple) else (made,), strict=True)):
-            keys = [*(samples[i] if isinstance(samples, (tuple, list)) else samples)]
-            replay = run.forward if run is twin.module else run
-            calls.append(call := Checked(self, twin, next(self._numbers), keys, replay, run.backward_dw))
-            if run is twin.module:
-                run.forward, run.backward_dw, calls[i] = call, call.backward_dw, run
-        return tuple(calls) if isinstance(made, tuple) else calls[0]
-
-    def _owners(self, given: Values) -> list[Twin]:
-        """A twin for each callable that is asked for: chunks, in them microbatches, in them layers."""
-        modules = given["modules"] if isinstance(given["modules"], tuple) else (given["modules"],)
-        fp8, recipe = (given.get(name) or given.get(f"fp8_{name}") for name in ("enabled", "recipe"))
-        twins = [Twin(each, bool(fp8[i] if isinstance(fp8, tuple) else fp8), recipe) for i, each in enumerate(modules)]
-        if given.get("_order") is None:
-            return twins
-        chunks, microbatches, rest = int(max(given["_order"])), len(given["sample_args"]) // len(twins), iter(twins)
-        layers = given.get("_num_layers_per_chunk") or len(twins) // chunks
-        chunked = [[*itertools.islice(rest, n)] for n in ([layers] * chunks if isinstance(layers, int) else layers)]
-        return [twin for chunk in chunked for twin in chunk * microbatches]
-
-    def enter(self, twin: Twin, first: bool | None) -> bool:
-        """Count the steps of ``twin``, of which a callable is called; whether it is to be compared."""
-        parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
-        now = [2 * each._version + (each.grad is None) for each in parameters]
-        seen, self._seen[twin] = self._seen.get(twin), now
-        new = first or seen is None or any(map(operator.gt, now, seen))  # written into, or without a gradient again
-        twin.step += bool(new or not twin.module.training)
-        if twin.step > self._step:
-            self.findings.step_over()
-            self._step = twin.step
-        steps, layers = self._options.steps, self._options.layers or len(self._twins)
-        before, last = self._twins.index(twin) // layers * steps, -(-len(self._twins) // layers) * steps
-        if self._step > last + 1 or all(each.step > last for each in self._twins):
-            self.finish()
-        return before < twin.step <= before + steps
-
-    def finish(self) -> Findings:
-        """Report, let go of everything, and give what has been found."""
-        self._hook.remove()
-        self.lifetimes.undo.close()
-        self.findings.finish()
-        for twin in self._twins:
-            twin.own.clear()
-        return self.findings
+def _twins(given: Values) -> list[Twin]:
+    """A twin for each callable that is asked for: chunks, in them microbatches, in them layers."""
+    modules = given["modules"] if isinstance(given["modules"], tuple) else (given["modules"],)
+    fp8, recipe = (given.get(name) or given.get(f"fp8_{name}") for name in ("enabled", "recipe"))
+    twins = [Twin(each, bool(fp8[i] if isinstance(fp8, tuple) else fp8), recipe) for i, each in enumerate(modules)]
+    if given.get("_order") is None:
+        return twins
+    chunks, microbatches, rest = int(max(given["_order"])), len(given["sample_args"]) // len(twins), iter(twins)
+    layers = given.get("_num_layers_per_chunk") or len(twins) // chunks
+    chunked = [[*itertools.islice(rest, n)] for n in ([layers] * chunks if isinstance(layers, int) else layers)]
+    return [twin for chunk in chunked for twin in chunk * microbatches]
 
 
 class Checked:
     """One graphed callable beside its twin."""
 
-    def __init__(self, check: Check, twin: Twin, index: int, keys: list[str], replay: Any, replay_wgrads: Any) -> None:
-        functools.update_wrapper(self, replay).__dict__.pop("backward_dw", None)
-        self._check, self._twin, self._index, self._keys = check, twin, index, keys
-        self._replay, self._replay_wgrads, self._training = replay, replay_wgrads, twin.module.training
-        self._findings, self._lifetimes = check.findings, check.lifetimes
+    def __init__(self, check: Check, twin: Twin, keys: list[str], graphed: Any) -> None:
+        self._replay = graphed.forward if graphed is twin.module else graphed
+        functools.update_wrapper(self, self._replay).__dict__.pop("backward_dw", None)
+        self._check, self._twin, self._keys, self._index = check, twin, keys, next(check.numbers)
+        self._replay_wgrads, self._training = graphed.backward_dw, twin.module.training
         self._delayed: Run | None = None
 
     def __deepcopy__(self, memo: object) -> Checked:
         return self  # as a function is: programs copy modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        over = self._findings.finished or self._twin.module.training != self._training
+        over = self._check.finished or self._twin.module.training != self._training
         if over or torch.cuda.is_current_stream_capturing():
             return self._replay(*args, **kwargs)
         self._delayed, first, stream = None, kwargs.get(FIRST), kwargs.get("cuda_graph_stream")
@@ -140,7 +111,7 @@ class Checked:
 
     def backward_dw(self) -> None:
         run, self._delayed = self._delayed, None
-        if run is None or self._findings.finished:
+        if run is None or self._check.finished:
             self._replay_wgrads()
             return
         self._attempt(self._before, run, "wgrad")
@@ -152,67 +123,225 @@ class Checked:
                 stack.callback(hooks.remove, compare)
             self._replay_wgrads()
         if run.eager and followed:
-            self._findings.compare(self._place("wgrad", "call of the hooks that follow"), None, True, True)
+            self._check.compare(self._place("wgrad", "call of the hooks that follow"), None, True, True)
         compare()
 
     def _after_forward(self, run: Run | None, tensors: list[Any], stream: Any) -> None:
-        self._after(run, "forward", named_outputs(tensors), stream)
-        numbers = {i: each.output_nr for i, each in enumerate(tensors) if isinstance(each, torch.Tensor)}
-        node = next((tensors[i].grad_fn for i in numbers if tensors[i].grad_fn is not None), None)
+        self._after(run, "forward", _outputs(tensors), stream)
+        node = next((each.grad_fn for each in tensors if isinstance(each, torch.Tensor) and each.grad_fn), None)
         if run is None or node is None:
             return
         parameters = {each: f".grad of {name}" for name, each in self._twin.parameters.items()}
         leaves = [getattr(edge, "variable", None) for edge, _ in node.next_functions]
         names = [parameters.get(leaf, f"gradient of input {i}") for i, leaf in enumerate(leaves)]
 
-        def before(grads: Any) -> None:
-            given = {i: None if grads[n] is None else grads[n].clone() for i, n in numbers.items()}
-            run.backward = given, self._twin.state()
-            self._before(run, "backward")
-
         def after(grads: Any) -> None:
             self._after(run, "backward", dict(zip(names, grads, strict=True)), stream)
             self._delayed = run if run.delayed else None
 
-        node.register_prehook(lambda grads: self._attempt(before, grads))
+        node.register_prehook(lambda grads: self._attempt(self._before, run, "backward", grads))
         node.register_hook(lambda grads, _: self._attempt(after, grads))
 
-    def _before(self, run: Run | None, when: str) -> None:
+    def _before(self, run: Run | None, when: str, grads: Any = None) -> None:
+        """A replay is about to begin, of a backward with the ``grads`` of outputs: see what eager computes."""
         if run is not None:
+            if grads:
+                run.backward = _copied(grads), self._twin.state()
             run.eager = [self._twin.compute(run, when) for _ in range(2)]
-        self._lifetimes.before_replay()
+        self._check.lifetimes.before_replay()
 
     def _after(self, run: Run | None, when: str, returned: Values, stream: Any = None) -> None:
         """A replay is over and has ``returned`` tensors in graph memory: compare them, and what else it has written."""
         if stream is not None:  # compare what the graph has computed, not what it is about to
             torch.cuda.current_stream().wait_stream(stream)
-        self._lifetimes.after_replay(f"the {when} of callable {self._index}")
-        real = self._twin.parameters
-        for name, tensor in returned.items():
-            if tensor is not None:
-                parameter = real.get(name.removeprefix(".grad of "))
-                self._lifetimes.returned[tensor.data_ptr()] = self._place(when, name), parameter
+        self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
+        kept = {each.data_ptr(): self._place(when, name) for name, each in returned.items() if each is not None}
+        self._check.lifetimes.returned |= kept
         if run is None or not run.eager:  # it raised, or has been compared
             return
-        found = {f"main_grad of {name}": getattr(each, "main_grad", None) for name, each in real.items()}
-        found |= {f".grad of {name}": each.grad for name, each in real.items()} if when == "wgrad" else returned
-        found |= self._twin.amaxes(when)
+        found = self._twin.amaxes(when)
+        for name, each in self._twin.parameters.items():
+            found[f"main_grad of {name}"] = getattr(each, "main_grad", None)
+            found[f".grad of {name}"] = each.grad if when == "wgrad" else None
+        found |= returned
         (eager, again), run.eager = run.eager, []  # somebody may keep the output, and with it this
-        for name, wanted in eager.items():
-            if name in found or not name.startswith("largest"):
-                self._findings.compare(self._place(when, name), found.get(name), wanted, again[name])
+        for name in filter(found.__contains__, eager):
+            self._check.compare(self._place(when, name), found[name], eager[name], again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
         """Do something of the check's own, which may not end the job."""
-        if self._findings.finished:
+        if self._check.finished:
             return None
         if not self._twin.refusal:
             try:
                 return work(*args)
             except Exception as error:
                 self._twin.refusal = f"run eagerly, it raised {type(error).__name__}: {error}"
-        return self._findings.leave_out(self._index, self._twin.name, self._twin.refusal)
+        return self._check.leave_out(self._index, self._twin.name, self._twin.refusal)
 
     def _place(self, when: str, tensor: str) -> Place:
-        twin, symptom = self._twin, "delayed-" * (when == "wgrad") + SYMPTOMS[tensor.split(" ")[0]]
-        return Place(twin.name, when, tensor, symptom, self._index, twin.step, twin.kinds)
+        twin, parameter = self._twin, self._twin.parameters.get(tensor.removeprefix(".grad of "))
+        return Place(twin.step, self._index, f"({twin.name}), {when}: {tensor}", twin.kinds, parameter)
+
+
+class Run:
+    """One microbatch: what eager starts from, all of it copies."""
+
+    backward: tuple[list[torch.Tensor | None], State]
+    """The gradient of each output, and the state in which the backward begins."""
+
+    def __init__(self, twin: Twin, args: Any, kwargs: Values, first: bool | None) -> None:
+        self.inputs, self.first, self.state = _copied((args, kwargs)), first, twin.state()
+        self.buffers = {each: _copied(each._buffers) for each in twin.own}
+        self.updates = twin.enabled and bool(Manager.get_autocast_state()[4])  # FP8 scales, in its backward
+        self.delayed: list[Any] = []  # modules that leave wgrads for later
+        self.eager: list[Values] = []  # what two runs have computed, until it is compared
+        if twin.scaling() and in_fp8_activation_recompute_phase():
+            twin.refusal = "a checkpoint of TE runs it again, with FP8 scales that are not the present ones"
+        if any(each is not twin.parameters.get(name) for name, each in twin.module.named_parameters()):
+            twin.refusal = "it has parameters that it did not have in its capture"
+
+
+class Twin:
+    """The eager side of a module, made before it is graphed; ``enabled`` and ``recipe`` are those of its graphs."""
+
+    def __init__(self, module: Module, enabled: bool, recipe: Any) -> None:
+        self.module, self.name, self.enabled, self._recipe = module, type(module).__name__, enabled, recipe
+        self.parameters: dict[str, Any] = dict(module.named_parameters())
+        kinds = {kind.__name__ for each in module.modules() for kind in type(each).__mro__}
+        self.kinds = frozenset(kinds | {"fp8"} if enabled else kinds)
+        self.step, self.refusal = 0, ""
+        self._takes_first = FIRST in inspect.signature(module.forward).parameters
+        self._torch_autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        self.own: dict[Module, Values] = {}
+        for each in module.modules():
+            present = vars(each)
+            own = {name: copy.copy(value) for name, value in present.items() if name in REPLACED or "_hooks" in name}
+            self.own[each] = own | {"_fp8_workspaces": {}}
+            if any(value is True and name.startswith("ub_") for name, value in present.items()):
+                self.refusal = "it overlaps communication in buffers (userbuffers) that its graphs use as well"
+        if any(type(each).__name__ == "DTensor" for each in self.parameters.values()):
+            self.refusal = "its parameters are sharded (DTensor), and what eager gathers would change their gradients"
+
+    def compute(self, run: Run, until: str) -> Values:
+        """Run a microbatch until the end of its ``forward``, ``backward`` or ``wgrad``: what is new then."""
+        with ExitStack() as stack, torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
+            aliases = self._become(stack, run)
+            args, kwargs = _copied(run.inputs)
+            inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            kwargs |= {FIRST: run.first} if run.first is not None and self._takes_first else {}
+            outputs = tree_leaves(self.module(*args, **kwargs))
+            run.updates |= any(RECOMPUTED in vars(each).get("fp8_meta", ()) for each in self.own)
+            if until == "forward":
+                return _outputs(outputs) | self.amaxes(until)
+            given, state = _copied(run.backward[0]), run.backward[1]
+            for put, value in state:
+                put(value)
+            used = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+            grads = [torch.zeros_like(outputs[i]) if given[i] is None else given[i] for i in used]
+            torch.autograd.backward([outputs[i] for i in used], grads)
+            run.delayed = [each for each in self.own if (s := vars(each).get("wgrad_store")) and s.context.qsize()]
+            values = {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+            if until == "wgrad":
+                for parameter, alias in aliases.items():
+                    alias.grad = None
+                    if getattr(alias, "main_grad", None) is not None:
+                        alias.main_grad.copy_(parameter.main_grad)
+                for each in run.delayed:
+                    each.backward_dw()
+            elif not run.updates:
+                values |= self.amaxes(until)
+        for name, parameter in self.parameters.items():
+            alias = aliases[parameter]
+            values[f"main_grad of {name}"] = getattr(alias, "main_grad", None)
+            dummy = alias.grad_added_to_main_grad
+            if alias.requires_grad and not dummy and not (run.delayed and alias.grad is None):
+                before = parameter.grad if until == "wgrad" else None
+                values[f".grad of {name}"] = alias.grad if before is None else before + alias.grad
+        return values
+
+    def state(self) -> State:
+        """All random states, and the FP8 state of delayed scaling, as they are now."""
+        trackers = [each for each in get_all_rng_states().values() if isinstance(each, torch.Generator)]
+        generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]
+        tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
+        return [(x.set_state, x.get_state()) for x in generators] + [(x.copy_, x.clone()) for x in tensors]
+
+    def amaxes(self, when: str) -> Values:
+        """By module, the largest values that FP8 has seen in this microbatch: the first row of the histories."""
+        parts = self.scaling("scaling_fwd" if when == "forward" else "scaling_bwd")
+        return {f"largest values in FP8 ({name})": part.amax_history[0].clone() for name, part in parts.items()}
+
+    def scaling(self, of: str = "scaling") -> Values:
+        """The parts of delayed scaling, by names for people."""
+        found = {}
+        for name, each in self.module.named_modules():
+            for meta in (vars(each).get("fp8_meta"), *(vars(each).get("_fp8_metas") or {}).values()):
+                for key, part in (meta or {}).items():
+                    if key.startswith(of) and hasattr(part, "amax_history"):
+                        found[f"{key} of {name or self.name}"] = part
+        return found
+
+    def _become(self, stack: ExitStack, run: Run) -> dict[torch.Tensor, Any]:
+        """Be the module, as it was at the beginning of ``run``, until ``stack`` puts all back. Gives its parameters."""
+        for put, value in self.state():
+            stack.callback(put, value)
+        for part in self.scaling().values():  # another recipe has amax histories of another length
+            stack.callback(part.__dict__.update, dict(part.__dict__))
+        group, methods = Manager.get_fp8_group(), (classmethod, staticmethod)
+        for name, value in list(vars(Manager).items()):
+            if not name.startswith("__") and not isinstance(value, methods):
+                stack.callback(setattr, Manager, name, value)
+        Manager.reset()
+        stack.enter_context(autocast(enabled=False))
+        Manager.is_first_fp8_module()  # the first one updates scales: none of the module's is
+        stack.enter_context(autocast(enabled=self.enabled, recipe=self._recipe, amax_reduction_group=group))
+        stack.enter_context(torch.autocast("cuda", *self._torch_autocast, cache_enabled=False))
+        megatron: Any = sys.modules.get("megatron.core.transformer.cuda_graphs")
+        if hasattr(megatron, "_IS_GRAPH_CAPTURING"):  # what a layer runs in a capture may be a part of it
+            stack.callback(setattr, megatron, "_IS_GRAPH_CAPTURING", megatron._IS_GRAPH_CAPTURING)
+            megatron._IS_GRAPH_CAPTURING = True
+        hooks: Any = torch._C._autograd  # of a checkpoint around, which counts what is saved
+        while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+            hooks._pop_saved_tensors_default_hooks()
+            stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
+        aliases = {each: _alias(each) for each in self.parameters.values()}
+        for each in self.own:
+            stack.callback(object.__setattr__, each, "__dict__", vars(each))
+            object.__setattr__(each, "__dict__", self._dictionary(each, run, aliases))
+        for put, value in run.state:
+            put(value)
+        return aliases
+
+    def _dictionary(self, each: Module, run: Run, aliases: dict[torch.Tensor, Any]) -> Values:
+        """What takes the place of the ``__dict__`` of a submodule."""
+        merged = {name: value for name, value in vars(each).items() if name not in REPLACED}
+        merged |= {name: copy.copy(value) for name, value in merged.items() if type(value) in (list, dict, set)}
+        merged["_parameters"] = {name: p if p is None else aliases[p] for name, p in each._parameters.items()}
+        merged["_buffers"] = _copied(run.buffers[each])
+        changed: Values = {"_module_groups": None, "cuda_graphs": [], "wgrad_accumulation_and_reduce_hooks": []}
+        changed |= {FIRST: run.first, "wgrad_store": copy.copy(merged.get("wgrad_store"))}
+        changed["_fp8_metas"] = tree_map(lambda x: x, merged.get("_fp8_metas"))  # dictionaries in one
+        merged |= self.own[each] | {name: value for name, value in changed.items() if name in merged}
+        if merged.get("wgrad_store"):
+            merged["wgrad_store"].context = queue.Queue()
+        merged.get("fp8_meta", {}).pop(RECOMPUTED, None)
+        return merged
+
+
+def _outputs(outputs: list[Any]) -> Values:
+    return {f"output {i}": each.detach() for i, each in enumerate(outputs) if isinstance(each, torch.Tensor)}
+
+
+def _alias(parameter: Any) -> Any:
+    """A parameter that shares the memory of another, and has a copy of its ``main_grad``."""
+    alias: Any = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+    vars(alias).update({**vars(parameter), "grad_added_to_main_grad": False} | vars(alias))
+    if getattr(parameter, "main_grad", None) is not None:
+        alias.main_grad = parameter.main_grad.clone()
+    return alias
+
+
+def _copied(tree: Any) -> Any:
+    """The same with copies of all tensors, which are leaves."""
+    return tree_map_only(torch.Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), tree)

@@ -1,4 +1,4 @@
-"""What has been compared, what differs, and the report. Nothing here waits for the GPU within a step.
+"""What is compared, what differs, and the report. Nothing here waits for the GPU within a step.
 
 A comparison leaves a number on the GPU, and they are read together when a step is over. A check that stopped the host
 after each replay would hide what happens only where nobody waits.
@@ -11,33 +11,37 @@ import functools
 import itertools
 import json
 import math
+import operator
 import os
+import re
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import wrapt
 from torch.distributed import distributed_c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
 from ..fix import APPLICABLE, Fix
 from ..fixes import CATALOGUE
 from ..source import Source
 from ..verdicts import verdicts
-from . import DIFFERENT
+from . import DIFFERENT, Options
+
+if TYPE_CHECKING:
+    from .callables import Twin
 
 CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory for each
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where these differ by more, as in memory that nothing has written, none can be told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
-IN_USE = {"grad-overwritten": "is in use", "sent-overwritten": "is being sent"}
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 _numbers = itertools.count()  # the same on all ranks
 
@@ -61,81 +65,63 @@ def say(text: str, of_rank: bool = True) -> None:
     print(f"te-graph-fixes check: {f'rank {rank}, ' * of_rank}{text}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True)
-class Place:
-    """A tensor that is compared, equal to those of its kind. A mismatch has a text, and fixes that could help."""
+class Place(NamedTuple):
+    """A tensor of a callable in a step. Of each kind, such as ``(Linear), forward: output 0``, one is reported."""
 
-    module: str
-    when: str
-    tensor: str
-    symptom: str
-    callable: int = field(compare=False)
-    step: int = field(compare=False)
-    kinds: frozenset[str] = field(compare=False)
-    text: str = field(default="", compare=False)
-    looks_like: tuple[str, ...] = field(default=(), compare=False)
-
-    def __str__(self) -> str:
-        where = f"step {self.step}, callable {self.callable} ({self.module}), {self.when}"
-        hint = f"; looks like {' or '.join(self.looks_like)}" if self.looks_like else ""
-        return f"{where}: {self.tensor} {self.text}{hint}"
+    step: int
+    callable: int
+    kind: str
+    modules: frozenset[str]  # the classes of what is in the callable, and ``fp8``
+    parameter: torch.Tensor | None = None  # of which this is the ``.grad``
 
 
-class Findings:
-    """The comparisons of this process. ``totals`` counts them for the report."""
+class Check:
+    """The check of this process: whose turn it is, what has been compared, and the report of it."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, options: Options) -> None:
         self.totals: Counter[str] = Counter()
-        self.mismatches: list[Place] = []
+        self.mismatches: list[str] = []
+        self.twins: list[Twin] = []
+        self.lifetimes = Lifetimes(self)
+        self.numbers = itertools.count()  # of callables
         self.finished = False
-        self._strict = strict
-        self._pending: list[tuple[Place, torch.Tensor | bool, torch.Tensor | float]] = []
-        self._noise: defaultdict[Place, float] = defaultdict(float)
+        self._options, self._step = options, 0
+        self._seen: dict[Twin, list[int]] = {}
+        self._pending: list[tuple[Place, str, torch.Tensor | bool, torch.Tensor | float]] = []
+        self._noise: defaultdict[str, float] = defaultdict(float)
         self._said: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
         self._name = f"te_graph_fixes/check {next(_numbers)}"
+        self._hook = register_optimizer_step_post_hook(lambda *_: self._seen.clear())
         atexit.register(self.finish)
 
-    def compare(self, place: Place, found: Any, eager: Any, again: Any) -> None:
+    def enter(self, twin: Twin, first: bool | None) -> bool:
+        """Count the steps of ``twin``, of which a callable is called; whether it is to be compared."""
+        parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
+        now = [2 * each._version + (each.grad is None) for each in parameters]
+        seen, self._seen[twin] = self._seen.get(twin), now
+        new = first or seen is None or any(map(operator.gt, now, seen))  # written into, or without a gradient again
+        twin.step += bool(new or not twin.module.training)
+        if twin.step > self._step:
+            self._step_over()
+            self._step = twin.step
+        steps, layers = self._options.steps, self._options.layers or len(self.twins)
+        before, last = self.twins.index(twin) // layers * steps, -(-len(self.twins) // layers) * steps
+        if self._step > last + 1 or all(each.step > last for each in self.twins):
+            self.finish()
+        return before < twin.step <= before + steps
+
+    def compare(self, place: Place, found: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
         if found is not None and eager is not None:
-            self._pending.append((place, measure(found, eager), measure(again, eager)))
+            self._pending.append((place, text, measure(found, eager), measure(again, eager)))
         elif found is not eager:
-            place = replace(place, text="is missing" if found is None else "is not expected")
-            self._pending.append((place, True, 0.0))
+            self._pending.append((place, "is missing" if found is None else "is not expected", True, 0.0))
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         self.totals["left out"] += self.new(("left out", index))
         if self.new((module, reason)):
             say(f"callable {index} ({module}) is not compared, nor are others like it: {reason}")
-
-    def step_over(self) -> None:
-        """Read what has been compared so far. A strict check ends the process here."""
-        if torch.distributed.is_initialized():
-            store = distributed_c10d._get_default_store()
-            self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
-        pending, self._pending = [(place, float(error), float(noise)) for place, error, noise in self._pending], []
-        for place, _, noise in pending:
-            self._noise[place] = max(self._noise[place], noise)
-            self.totals["steps"] = max(self.totals["steps"], place.step)
-        for place, error, _ in pending:
-            noise = self._noise[place]
-            different = error > NOISE * noise and noise < ANYTHING
-            new = self.new(place.callable)
-            self.totals += Counter(tensors=1, callables=int(new), noisy=int(noise > 0), different=int(different))
-            if (different or noise) and self.new((place, different)):
-                text = place.text or f"is off by {error:.3g} of its norm"
-                text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
-                looks = {place.symptom, *(f"{place.symptom} of {kind}" for kind in place.kinds)}
-                looks |= {f"fp8 {look}" for look in looks if "fp8" in place.kinds}
-                hints = tuple(fix.id for fix in self._open if looks & set(fix.looks_like)) if different else ()
-                place = replace(place, text=text, looks_like=hints)
-                say(str(place))
-                self.mismatches += [place] if different else []
-        if self._strict and self.totals["different"]:
-            say(f"which ends with status {DIFFERENT}: {_sentence([self.totals])}")
-            sys.stdout.flush()
-            os._exit(DIFFERENT)
 
     def new(self, key: object) -> bool:
         """Whether this is asked for the first time."""
@@ -143,20 +129,55 @@ class Findings:
         self._said.add(key)
         return new
 
+    def _step_over(self) -> None:
+        """Read what has been compared so far. A strict check ends the process here."""
+        if torch.distributed.is_initialized():
+            store = distributed_c10d._get_default_store()
+            self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
+        pending, self._pending = [(*each[:2], float(each[2]), float(each[3])) for each in self._pending], []
+        for place, _, _, noise in pending:
+            self._noise[place.kind] = max(self._noise[place.kind], noise)
+            self.totals["steps"] = max(self.totals["steps"], place.step)
+        for place, text, error, _ in pending:
+            noise = self._noise[place.kind]
+            different = error > NOISE * noise and noise < ANYTHING
+            self.totals += Counter(tensors=1, callables=self.new(place.callable), noisy=noise > 0, different=different)
+            if (different or noise) and self.new((place.kind, different)):
+                text = text or f"is off by {error:.3g} of its norm"
+                text = f"step {place.step}, callable {place.callable} {place.kind} {text}"
+                text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
+                fixes = self._looks_like(place) if different else []
+                text += f"; looks like {' or '.join(fixes)}" if fixes else ""
+                say(text)
+                self.mismatches += [text] if different else []
+        if self._options.strict and self.totals["different"]:
+            say(f"which ends with status {DIFFERENT}: {_sentence([self.totals])}")
+            sys.stdout.flush()
+            os._exit(DIFFERENT)
+
+    def _looks_like(self, place: Place) -> list[str]:
+        words = {*re.findall(r"[\w.]+", place.kind.split(" is ")[-1]), *place.modules}
+        return [fix.id for fix in self._open if any(words.issuperset(look.split()) for look in fix.looks_like)]
+
     @functools.cached_property
     def _open(self) -> list[Fix]:
         """The fixes that this TransformerEngine needs, and that are not applied."""
-        found, applied = verdicts(Source.installed()), report().fixes
-        needed = [fix for fix in CATALOGUE.values() if found[fix.id].verdict == APPLICABLE]
-        return [fix for fix in needed if applied[fix.id].status != "applied"]
+        found, status = verdicts(Source.installed()), report().fixes
+        needed = [fix for fix, verdict in found.items() if verdict.verdict == APPLICABLE]
+        return [CATALOGUE[fix] for fix in needed if status[fix].status != "applied"]
 
-    def finish(self) -> None:
-        """The check is over: rank 0 reports for the job, once all ranks are here."""
+    def finish(self) -> Check:
+        """The check is over: let go of everything. Rank 0 reports for the job, once all ranks are here."""
         if not self.finished:
             self.finished = True
-            self.step_over()
+            self._hook.remove()
+            self.lifetimes.undo.close()
+            self._step_over()
+            for twin in self.twins:
+                twin.own.clear()
             waits = self._job[2] > 1 and threading.main_thread().is_alive()
             (threading.Thread(target=self._report).start if waits else self._report)()
+        return self
 
     def _report(self) -> None:
         """Hand the totals to rank 0, which reports. A collective could lock up: ranks end at different times."""
@@ -175,6 +196,20 @@ class Findings:
             say(f"{_sentence([self.totals])}; there is no report for all ranks: {error}")
 
 
+def _sentence(totals: list[Counter[str]]) -> str:
+    total, where = sum(totals, Counter[str]()), f" on {len(totals)} ranks" * (len(totals) > 1)
+    counts = f"{max(each['steps'] for each in totals)} steps, {total['callables']:,} callables"
+    ranks = ", ".join(str(i) for i, each in enumerate(totals) if each["different"])
+    verdict = "all equal" if total["tensors"] else "there was nothing to compare"
+    if not total["tensors"] + total["left out"]:
+        verdict += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
+    if ranks:
+        verdict = f"{total['different']:,} differ" + f", on rank {ranks}" * bool(where)
+    verdict += f", but for {total['noisy']:,} that eager itself does not reproduce" * bool(total["noisy"])
+    verdict += f"; {total['left out']:,} callables are left out" * bool(total["left out"])
+    return f"{counts}, {total['tensors']:,} tensors compared{where}: {verdict}"
+
+
 class Lifetimes:
     """Tensors in graph memory that are in use, and whether a replay writes into them meanwhile.
 
@@ -183,13 +218,13 @@ class Lifetimes:
     by identity.
     """
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-        self.returned: dict[int, tuple[Place, torch.Tensor | None]] = {}
+    def __init__(self, check: Check) -> None:
+        self._check = check
+        self.returned: dict[int, Place] = {}
         """By address, what graphs have returned in their memory; the ``.grad`` of a parameter may lie there now."""
         self._sent: list[tuple[Place, torch.Tensor]] = []  # by sends that have no handle: the batch goes on
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Place, torch.Tensor]]]] = WeakKeyDictionary()
-        self._before: list[tuple[str, Place, torch.Tensor, torch.Tensor]] = []
+        self._before: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
         self.undo = ExitStack()
         for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
             self.undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
@@ -197,24 +232,24 @@ class Lifetimes:
 
     def before_replay(self) -> None:
         """What the program itself writes before this is no defect."""
-        used = [("sent-overwritten", *each) for _, sent in self._sends.values() for each in sent]
-        for address, (place, parameter) in self.returned.items():
-            if (grad := getattr(parameter, "grad", None)) is not None and grad.data_ptr() == address:
-                used.append(("grad-overwritten", place, grad))
-        self._before = [(*each, each[2].sum(dtype=torch.float64)) for each in used]
+        used = [each for _, sent in self._sends.values() for each in sent]
+        for address, place in self.returned.items():
+            if (grad := getattr(place.parameter, "grad", None)) is not None and grad.data_ptr() == address:
+                used.append((place._replace(kind=f"{place.kind} is in use and overwritten"), grad))
+        self._before = [(place, tensor, tensor.sum(dtype=torch.float64)) for place, tensor in used]
 
     def after_replay(self, by: str) -> None:
-        for symptom, place, tensor, total in self._before:
-            place = replace(place, symptom=symptom, text=f"{IN_USE[symptom]} and overwritten by {by}")
-            self._findings.compare(place, tensor.sum(dtype=torch.float64), total, total)
+        for place, tensor, total in self._before:
+            self._check.compare(place, tensor.sum(dtype=torch.float64), total, total, f"by {by}")
         self._before = []
 
     def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
         """Send tensors; or end a batch, all of which has one handle."""
         work = send(*args, **kwargs)
         for tensor in args[0] if isinstance(args[0], list) else ():
-            if found := self.returned.get(tensor.data_ptr()):
-                self._sent.append((found[0], tensor.detach()))
+            if place := self.returned.get(tensor.data_ptr()):
+                place = place._replace(kind=f"{place.kind} is being sent and overwritten")
+                self._sent.append((place, tensor.detach()))
         if work is not None:
             self._sends[work], self._sent = ((group, args[1:2]), self._sent), []
         return work
@@ -229,20 +264,3 @@ class Lifetimes:
             if each is work:
                 break
         return result
-
-
-def _sentence(totals: list[Counter[str]]) -> str:
-    total, where = sum(totals, Counter[str]()), f" on {len(totals)} ranks" * (len(totals) > 1)
-    ranks = ", ".join(str(i) for i, each in enumerate(totals) if each["different"])
-    text = f"{max(each['steps'] for each in totals)} steps, {total['callables']:,} callables, "
-    text += f"{total['tensors']:,} tensors compared{where}: "
-    if ranks:
-        text += f"{total['different']:,} differ" + f", on rank {ranks}" * bool(where)
-    elif total["tensors"]:
-        text += "all equal"
-    else:
-        text += "there was nothing to compare"
-        if not total["left out"]:
-            text += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
-    text += f", but for {total['noisy']:,} that eager itself does not reproduce" * bool(total["noisy"])
-    return text + f"; {total['left out']:,} callables are left out" * bool(total["left out"])

@@ -99,5 +99,5 @@ FIX = Fix(
     ),
     affected=">=2.10,<2.13",
     examine=examine,
-    looks_like=("delayed-hooks",),
+    looks_like=("hooks",),
 )

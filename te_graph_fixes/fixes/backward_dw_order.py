@@ -244,5 +244,5 @@ FIX = Fix(
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2376",),
     affected=">=2.10",
     examine=examine,
-    looks_like=("delayed-wgrad", "delayed-main-grad"),
+    looks_like=("wgrad .grad", "wgrad main_grad"),
 )

@@ -205,5 +205,5 @@ FIX = Fix(
     affected=">=2.10",
     examine=examine,
     requires=("backward-dw-hooks", "param-grad-lifetime"),
-    looks_like=("delayed-wgrad",),
+    looks_like=("wgrad .grad",),
 )

@@ -156,5 +156,5 @@ FIX = Fix(
     upstream=(),
     affected=">=2.10",
     examine=examine,
-    looks_like=("fp8 dgrad", "fp8 wgrad", "fp8 main-grad"),
+    looks_like=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

@@ -138,5 +138,5 @@ FIX = Fix(
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5966",),
     affected=">=2.7",
     examine=examine,
-    looks_like=("sent-overwritten",),
+    looks_like=("sent overwritten",),
 )

@@ -117,5 +117,5 @@ FIX = Fix(
     ),
     affected=">=2.10,<2.17",
     examine=examine,
-    looks_like=("fp8 output of GroupedLinear", "main-grad of GroupedLinear"),
+    looks_like=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),
 )

@@ -78,5 +78,5 @@ FIX = Fix(
     upstream=("https://github.com/NVIDIA/TransformerEngine/issues/1207",),
     affected=">=2.8",
     examine=examine,
-    looks_like=("fp8 output", "fp8 dgrad"),
+    looks_like=("fp8 output", "fp8 gradient"),
 )

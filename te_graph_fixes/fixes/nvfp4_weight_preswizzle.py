@@ -74,5 +74,5 @@ FIX = Fix(
     upstream=("https://github.com/NVIDIA/TransformerEngine/issues/3220",),
     affected=">=2.18",
     examine=examine,
-    looks_like=("fp8 output", "fp8 dgrad"),
+    looks_like=("fp8 output", "fp8 gradient"),
 )

@@ -155,5 +155,5 @@ FIX = Fix(
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2937",),
     affected="<2.19",
     examine=examine,
-    looks_like=("grad-overwritten",),
+    looks_like=("use overwritten",),
 )

@@ -91,5 +91,5 @@ FIX = Fix(
     upstream=(),
     affected=">=2.10",
     examine=examine,
-    looks_like=("fp8 dgrad",),
+    looks_like=("fp8 gradient",),
 )

@@ -95,5 +95,5 @@ FIX = Fix(
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/3298",),
     affected=">=2.9",
     examine=examine,
-    looks_like=("fp8 output", "fp8 dgrad"),
+    looks_like=("fp8 output", "fp8 gradient"),
 )

@@ -180,5 +180,5 @@ FIX = Fix(
     affected="<2.14",
     examine=examine,
     requires=("grouped-linear-skip-flag",),
-    looks_like=("main-grad",),
+    looks_like=("backward main_grad",),
 )

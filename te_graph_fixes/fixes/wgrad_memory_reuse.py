@@ -75,5 +75,5 @@ FIX = Fix(
     upstream=(),
     affected=">=2.10",
     examine=examine,
-    looks_like=("delayed-wgrad",),
+    looks_like=("wgrad .grad",),
 )
