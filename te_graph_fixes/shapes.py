@@ -205,12 +205,13 @@ class Changes:
         self.add(_stands(place, text, anchors, -1), lambda: [place.insert_after(node, text) for node in anchors])
 
     def first(self, function: Definition, text: str) -> None:
-        """Statements at the start of a function."""
+        """Statements at the start of a function, below its docstring."""
         found = [getattr(node, "body", [node])[0] if isinstance(node, Run) else node for node in function.all(text)]
         if len(found) > 1 or not all(node in function.node.body for node in found):
             raise unrecognized(f"`{text}` at the start or nowhere", function, "it elsewhere")
+        first = function.node.body[ast.get_docstring(function.node) is not None]
         self.text(function, text)
-        self.add(bool(found), lambda: [function.insert_at_start(text)])
+        self.add(bool(found), lambda: [function.insert_before(first, text)])
 
     def replace(self, place: Definition, old: str, new: str, count: int = 1) -> None:
         """``new`` for each of ``count`` times ``old``."""

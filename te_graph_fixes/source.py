@@ -28,8 +28,7 @@ TE = "transformer_engine"
 Kind = TypeVar("Kind", bound=ast.AST)
 Node: TypeAlias = "ast.expr | ast.stmt"
 _Names: TypeAlias = "dict[str, Node]"
-_Place: TypeAlias = "tuple[list[Any], int]"
-_Places: TypeAlias = "defaultdict[type, defaultdict[str, list[_Place]]]"
+_Places: TypeAlias = "list[tuple[list[Any], int]]"
 _NEVER = 1_000_000_007
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
@@ -107,8 +106,7 @@ class Source:
 
     def module(self, name: str) -> ModuleSource:
         """The source of module ``name``; raises `UnrecognizedError` where there is none."""
-        found = self.find(name)
-        if found is None:
+        if (found := self.find(name)) is None:
             raise unrecognized(f"module {name}", self.location)
         return found
 
@@ -195,12 +193,11 @@ class ModuleSource:
 
     def definition(self, qualname: str) -> Definition:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
-        found = self.find(qualname)
-        if found is None:
+        if (found := self.find(qualname)) is None:
             raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
         return found
 
-    def places(self, root: ast.AST, kind: type[ast.AST], name: str = "") -> list[_Place]:
+    def places(self, root: ast.AST, kind: type[ast.AST], name: str = "") -> _Places:
         """Where nodes of a type, with ``name`` those that begin with it, are below ``root``: list, and place in it."""
         if root not in self.notes:
             _index(root, self.notes.setdefault(root, defaultdict(lambda: defaultdict(list))))
@@ -325,10 +322,6 @@ class Definition:
         start, _ = self._whole_lines(node)
         return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
 
-    def insert_at_start(self, text: str) -> Edit:
-        """Put the statements ``text`` before the first one of this function, below its docstring."""
-        return self.insert_before(self.node.body[ast.get_docstring(self.node) is not None], text)
-
     def insert_after(self, node: Node, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own after the statement ``node``."""
         _, end = self._whole_lines(node)
@@ -360,7 +353,7 @@ def _span(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
-def _index(root: ast.AST, found: _Places) -> str:
+def _index(root: ast.AST, found: dict[type, dict[str, _Places]]) -> str:
     """Note where the nodes below ``root`` are, by type and the name that they begin with, or ""; returns its own."""
     first: object = None
     for part in root._fields:

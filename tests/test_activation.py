@@ -522,7 +522,7 @@ ADDS_A_MODULE = """
 
     def examine(source):
         found = source.module("transformer_engine.pytorch.graph").definition("capture")
-        edit = found.insert_at_start("from transformer_engine.pytorch._third import x as _")
+        edit = found.insert_before(found.node.body[0], "from transformer_engine.pytorch._third import x as _")
         return applicable("a module is missing", [edit], {"transformer_engine.pytorch._third": "x = 1\\n"})
 
     FIX = Fix("third", "summary", "symptom", ("link",), ">=2.10", examine)

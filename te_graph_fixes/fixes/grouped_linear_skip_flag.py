@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import ast
 
-from ..fix import Fix, Verdict, applicable, not_needed
+from ..fix import Fix, Verdict, not_needed
 from ..shapes import Changes, require_names
 from ..source import Definition, Source, unrecognized
 
 SLOT = "skip_fp8_weight_update"
+PASSED_ON = f"GroupedLinear passes {SLOT} on"
 
 READ_FLAG = """
 skip_fp8_weight_update = None
@@ -64,17 +65,14 @@ def examine(source: Source) -> Verdict:
         for tensor in TENSORS:
             Changes().first(forward, READ_FLAG.format(tensor=tensor))
         forward.exactly(2 * found, f"{SLOT} = ANY")
-        return not_needed(f"GroupedLinear passes {SLOT} on")
+        return not_needed(PASSED_ON)
     if not (isinstance(value, ast.Constant) and value.value is None) or forward.has(SLOT):
         raise unrecognized(f"a literal None in the slot {SLOT}", forward, f"`{forward.text(value)}`")
     require_names(forward, "is_first_microbatch")
-    return applicable(
-        f"GroupedLinear passes None as {SLOT}",
-        [
-            forward.insert_at_start(READ_FLAG.format(tensor=_skip_tensor(source)) + "\n"),
-            forward.replace(value, SLOT),
-        ],
-    )
+    changes = Changes()
+    changes.first(forward, READ_FLAG.format(tensor=_skip_tensor(source)) + "\n")
+    changes.add(False, lambda: [forward.replace(value, SLOT)])
+    return changes.verdict(f"GroupedLinear passes None as {SLOT}", PASSED_ON)
 
 
 def _value_of_slot(inner: Definition, forward: Definition) -> ast.expr:
