@@ -184,10 +184,9 @@ class _Activation:
     def _status(self, fix_id: str, absent: str) -> tuple[str, str]:
         """Status of a fix, and the reason."""
         reading = self._reading
-        if self._settings is None and fix_id in self._reverted:
-            return "reverted", "deactivate() took it back"
         if self._settings is None:
-            return "disabled", "te_graph_fixes is not active"
+            taken_back = "reverted", "deactivate() took it back"
+            return taken_back if fix_id in self._reverted else ("disabled", "te_graph_fixes is not active")
         if reading is None and not self._settings.wants(fix_id):
             return "disabled", "left out by the settings"
         word, reason = (reading.chosen[fix_id].verdict, reading.reason(fix_id)) if reading else ("applicable", "")

@@ -14,7 +14,7 @@ import io
 import itertools
 import linecache
 import sys
-from collections import ChainMap, defaultdict
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -43,14 +43,13 @@ def patched(source: Source, verdicts: Collection[Verdict]) -> dict[str, tuple[st
             if source.find(name) is not None:
                 raise EngineError(f"module {name} is to be added, but {source.location} has it")
     for name, edits in _edits(verdicts).items():
-        before = after = source.module(name).text
-        following = len(before)
-        for edit in reversed(edits):
-            if edit.end > following:
-                raise EngineError(f"two fixes edit the same text of {name} at character {following}")
-            after = after[: edit.start] + edit.text + after[edit.end :]
-            following = edit.start
-        texts[name] = before, after
+        before, after, end = source.module(name).text, "", 0
+        for edit in edits:
+            if edit.start < end:
+                raise EngineError(f"two fixes edit the same text of {name} at character {edit.start}")
+            after += before[end : edit.start] + edit.text
+            end = edit.end
+        texts[name] = before, after + before[end:]
     return texts
 
 
@@ -86,10 +85,6 @@ def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
     """
     edits, texts = _edits(verdicts.values()), patched(source, verdicts.values())
     rests_on = {place for verdict in verdicts.values() for place in verdict.rests_on}
-    fixes: dict[object, set[str]] = defaultdict(set)
-    for fix, verdict in verdicts.items():
-        for each in (*verdict.rests_on, *verdict.edits):
-            fixes[each].add(fix)
     found = []
     for module in map(source.module, sorted(edits.keys() | {name for name, _ in rests_on})):
         edited = _edited(module, edits[module.name], texts[module.name][1]) if module.name in edits else {}
@@ -104,8 +99,8 @@ def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
             if before and after and before.co_freevars != after.co_freevars:
                 raise EngineError(f"the edits change the free variables of {name} in {module.path}")
             growth = _growth(module, known[name], node) if before and node else ()
-            its_fixes = frozenset().union(*(fixes[each] for each in ((module.name, name), *its)))
-            found.append(Change(module.name, name, its_fixes, before, after, block, *growth))
+            fixes = {fix for fix, v in verdicts.items() if (module.name, name) in v.rests_on or {*its} & {*v.edits}}
+            found.append(Change(module.name, name, frozenset(fixes), before, after, block, *growth))
     return found
 
 
@@ -122,11 +117,10 @@ def _edited(module: ModuleSource, edits: list[Edit], text: str) -> dict[str, tup
             tree = ast.parse(above + "\n" * text.count("\n", 0, start) + text[start:end], module.path)
             body = cast(ast.ClassDef, tree.body[0]).body if owner else tree.body
             found = {f"{owner}{dot}{each.name}": (each, its) for each in body if isinstance(each, ast.FunctionDef)}
-            if qualname not in found or len(found) != len(body) or len(tree.body) != 1:
-                raise EngineError(f"the edits leave something other than functions in {module.path}")
-            edited |= found
+            if qualname in found and len(found) == len(body) and len(tree.body) == 1:
+                edited |= found
     if set(edits) != {edit for _, its in edited.values() for edit in its}:
-        raise EngineError(f"a fix changes text of {module.path} that is not in a function, nor adds one to a class")
+        raise EngineError(f"an edit of {module.path} is not in a function, or leaves something other than functions")
     return edited
 
 
