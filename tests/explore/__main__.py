@@ -53,7 +53,7 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
     if rank:
         os._exit(0)
     worst = max(found, key=lambda each: VERDICTS.index(each["verdict"]))
-    return worst | {"digest": " ".join(each.get("digest", "") for each in found)}
+    return worst | {name: " ".join(each.get(name, "") for each in found) for name in ("digest", "eager")}
 
 
 def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
@@ -68,17 +68,18 @@ def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
             return {"verdict": "not eager", "why": said(error)}
         if differing := training.differences(again, eager):
             return {"verdict": "unstable", "why": str(differing)}
+    given = {"eager": digest(eager)}
     try:
         found = training.train(True)
     except Exception as error:
         why = said(error)
         refused = wanted is None and any(re.search(each, why) for each in REFUSED)
-        return {"verdict": "refused" if refused else "crash", "why": why}
-    given = digest(found)
+        return {"verdict": "refused" if refused else "crash", "why": why} | given
+    given["digest"] = digest(found)
     if wanted is not None:
-        return {"verdict": "equal" if given == wanted else "wrong", "digest": given}
+        return {"verdict": "equal" if given["digest"] == wanted else "wrong"} | given
     wrong = training.differences(found, eager)
-    return {"verdict": "wrong" if wrong else "equal", "why": str(wrong), "digest": given}
+    return {"verdict": "wrong" if wrong else "equal", "why": str(wrong)} | given
 
 
 def said(error: BaseException) -> str:
@@ -293,7 +294,13 @@ def find(options: argparse.Namespace) -> int:
     seconds = round((used.ru_utime + used.ru_stime) / max(1, counts.total()), 2)
     after = sum("after others" in line for line in lines)
     total = {"programs": counts.total(), **counts, "different findings": len(findings), "CPU seconds": seconds}
-    print(json.dumps(total | ({"only after others": after} if after else {})))
+    total |= {"only after others": after} if after else {}
+    if options.eager:
+        others = {line["seed"]: line for line in noted(options.eager)[1:]}
+        both = [line for line in lines if line.get("eager") and others.get(line["seed"], {}).get("eager")]
+        changed = [line["seed"] for line in both if line["eager"] != others[line["seed"]]["eager"]]
+        total |= {"eager, both ways": len(both), "eager, not the same": changed}
+    print(json.dumps(total))
     return 1 if findings else 0
 
 
@@ -376,6 +383,7 @@ def main() -> int:
     parser.add_argument("--switch", default="on", help="TE_GRAPH_FIXES for the programs")
     parser.add_argument("--disable", default="", help="TE_GRAPH_FIXES_DISABLE for the programs")
     parser.add_argument("--results", default="", help="append a line for each program to this file, at once")
+    parser.add_argument("--eager", help="results with other settings: is eager training the same in both?")
     parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
