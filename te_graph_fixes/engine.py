@@ -198,7 +198,8 @@ class Installation:
 
         ``earlier`` are functions of which a reload has made new ones: who holds them gets the correction as well.
         """
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.revert)
             for name, (before, text) in self._texts.items():
                 path = _PATH.format(name)
                 linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
@@ -211,9 +212,7 @@ class Installation:
             for change in self._changes:
                 if change.block:
                     self._install(change, earlier)
-        except BaseException:
-            self.revert()
-            raise
+            stack.pop_all()
 
     def _put(self, owner: Any, name: str, value: Any, had: Any = None) -> None:
         setattr(owner, name, value)
@@ -249,13 +248,12 @@ class Installation:
             for fix in change.fixes
         }
 
-    def is_live(self, *fixes: str) -> bool:
-        """Whether what was put in place, or found to be as it should be, is what runs: for these fixes, or for all."""
-        fixes = fixes or tuple(self._verdicts)
-        modules = [sys.modules.get(name) for fix in fixes for name in self._verdicts[fix].new_modules]
+    def is_live(self, fix: str) -> bool:
+        """Whether what was put in place for a fix, or found to be as it should be, is what runs."""
+        modules = [sys.modules.get(name) for name in self._verdicts[fix].new_modules]
         added = [value for *_, value in self._set if isinstance(value, ModuleType)]
         return all(module in added for module in modules) and all(
-            _is_live(change, change.after) for change in self._changes if change.fixes & {*fixes}
+            _is_live(change, change.after) for change in self._changes if fix in change.fixes
         )
 
     def revert(self) -> set[FunctionType]:

@@ -47,10 +47,11 @@ class StandIn:
         return applicable("a test", [found.insert_after(found.node, "\n" + text)])
 
     def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
-        installation = Installation(self.source, {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named})
+        fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
+        installation = Installation(self.source, fixes)
         assert installation.replaced() == {}
         installation.install()
-        assert installation.is_live()
+        assert all(map(installation.is_live, fixes))
         return installation
 
 
@@ -246,7 +247,7 @@ def test_a_wrapper_of_another_tool_stays(standin: Callable[..., StandIn], when: 
     installation = package.install(package.edit("Module.mangled", "result = self.__hidden", "result = 8"))
     if when == "after":
         wrap()
-    assert installation.is_live()
+    assert installation.is_live("fix-0")
     assert package.module.Module().mangled() == ("traced", 8)
     installation.revert()
     assert package.module.Module().mangled() == ("traced", 7)
@@ -265,7 +266,7 @@ def test_unwrapping_leaves_the_correction(standin: Callable[..., StandIn], when:
     if when == "after":
         wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
     package.module.Module.mangled = package.module.Module.mangled.__wrapped__
-    assert installation.is_live()
+    assert installation.is_live("fix-0")
     assert package.module.Module().mangled() == 8
     installation.revert()
     assert package.module.Module().mangled() == 7
@@ -599,9 +600,9 @@ def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
     source = inspect.getsource(sys.modules["standin._plan"].Plan.double)
     assert source == "    def double(self):\n        return 2 * self.size\n"
     added = sys.modules.pop("standin._plan")
-    assert not installation.is_live()
+    assert not installation.is_live("fix-0")
     sys.modules["standin._plan"] = added
-    assert installation.is_live()
+    assert installation.is_live("fix-0")
     installation.revert()
     assert "standin._plan" not in sys.modules
     assert not hasattr(sys.modules["standin"], "_plan")
