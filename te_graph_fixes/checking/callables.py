@@ -165,8 +165,9 @@ class Checked:
             found[f".grad of {name}"] = each.grad if when == "wgrad" else None
         found |= returned
         (eager, again), run.eager = run.eager, []  # somebody may keep the output, and with it this
-        for name in filter(found.__contains__, eager):
-            self._check.compare(self._place(when, name), found[name], eager[name], again[name])
+        for name, wanted in eager.items():
+            if name in found:
+                self._check.compare(self._place(when, name), found[name], wanted, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
         """Do something of the check's own, which may not end the job."""
