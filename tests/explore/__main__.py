@@ -297,7 +297,7 @@ def find(options: argparse.Namespace) -> int:
     total |= {"only after others": after} if after else {}
     if options.eager:
         others = {line["seed"]: line for line in noted(options.eager)[1:]}
-        both = [line for line in lines if line.get("eager") and others.get(line["seed"], {}).get("eager")]
+        both = [line for line in lines if line.get("eager", "").strip() and "eager" in others.get(line["seed"], {})]
         changed = [line["seed"] for line in both if line["eager"] != others[line["seed"]]["eager"]]
         total |= {"eager, both ways": len(both), "eager, not the same": changed}
     print(json.dumps(total))
