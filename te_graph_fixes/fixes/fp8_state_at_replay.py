@@ -55,9 +55,9 @@ if recipe is not None and recipe.delayed():
 """
 
 BEGIN = """
-from ._te_captured_fp8 import begin_capture, begin_graph, end_capture, with_fp8_state
+from ._te_captured_fp8 import begin_capture, with_fp8_state
 
-begin_capture()
+fp8_capture = begin_capture()
 used_fp8_states = {}
 outside_of_autocast = set()
 """
@@ -67,13 +67,13 @@ if not (FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.fp8_gra
     outside_of_autocast.update((func_idx, m) for m in module.modules())
 """
 CAPTURE = "_graph_context_wrapper(fwd_graph, pool=mempool)"
-BEGIN_GRAPH = "used_fp8_states[fwd_graph] = begin_graph()"
+BEGIN_GRAPH = "used_fp8_states[fwd_graph] = fp8_capture.begin_graph()"
 TE_MODULES = "te_modules = visited_te_modules.get(i, set())"
 IN_AUTOCAST = """
 te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
 """
 RETURNED = "ret = []"
-END = "end_capture()"
+END = "fp8_capture.end()"
 WITH_STATE = "graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])"
 
 WITHOUT_STATE = " and not has_other_state(m)"

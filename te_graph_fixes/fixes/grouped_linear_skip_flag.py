@@ -8,8 +8,8 @@ overwritten (x0.577 for three microbatches).
 
 `GroupedLinear.forward` hands a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. It becomes
 what `Linear` does: under capture read the graph's skip tensor and, where there is one, pass it on and force
-``is_first_microbatch=False``. The slot differs by version (16, 18 or 19), so it is found by its name. TE up to 2.9
-passes the flag.
+``is_first_microbatch=False``; but not in captures by `torch.cuda.graph`, which the flag is not about.
+The slot differs by version (16, 18 or 19), so it is found by its name. TE up to 2.9 passes the flag.
 
 ``not-needed``: the slot holds the flag's variable, which is set by one of the readings below and by nothing else,
 and weights are quantized with it.
@@ -27,8 +27,10 @@ SLOT = "skip_fp8_weight_update"
 PASSED_ON = f"GroupedLinear passes {SLOT} on"
 
 READ_FLAG = """
+from ..graph import is_graph_capturing
+
 skip_fp8_weight_update = None
-if FP8GlobalStateManager.fp8_graph_capturing():
+if is_graph_capturing() and FP8GlobalStateManager.fp8_graph_capturing():
     skip_fp8_weight_update = {tensor}
     if skip_fp8_weight_update is not None:
         is_first_microbatch = False

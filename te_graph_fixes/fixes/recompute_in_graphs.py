@@ -32,6 +32,7 @@ if hasattr(cls, "update_in_capture"):
 """
 
 BEGIN = """
+flag_of_graphs = {state}.skip_fp8_weight_update_tensor
 recomputing_graphs = set()
 @contextlib.contextmanager
 def updates_left_out(bwd_graph):
@@ -49,7 +50,7 @@ KEEP = "ctx.skips_update = skip_fp8_weight_update"
 SET_FLAG = """
 if recomputes and isinstance(ctx.skips_update, bool):
     # Another graph may have set the flag since the forward.
-    {state}.skip_fp8_weight_update_tensor.fill_(ctx.skips_update)
+    flag_of_graphs.fill_(ctx.skips_update)
 """
 
 RECOMPUTES = "bwd_graphs[i] in recomputing_graphs"
@@ -73,11 +74,11 @@ def examine(source: Source) -> Verdict:
     )
     changes = Changes()
     changes.before(leave, [leave.one(UPDATE)], LEAVE_OUT)
-    changes.before(capture, [start_of_warmup(capture)], BEGIN)
+    changes.before(capture, [start_of_warmup(capture)], BEGIN.format(state=skip_flag_state(source)))
     changes.enter(capture, BACKWARD_CAPTURE, "updates_left_out(bwd_graph)", 2)
     changes.graph_argument(capture, RECOMPUTES, "recomputes")
     changes.first(forward, KEEP)
-    changes.first(backward, SET_FLAG.format(state=skip_flag_state(source)))
+    changes.first(backward, SET_FLAG)
     changes.replace(backward, FIRST, FIRST_OR_RECOMPUTED)
     return changes.verdict(
         "a recomputation's update of scales is captured or left out", "a replay updates scales as a recomputation does"

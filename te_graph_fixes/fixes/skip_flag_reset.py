@@ -5,53 +5,44 @@ Upstream: open
 Symptom: after a ``reset()``, graphs that were captured before it with ``cache_quantized_params=True`` read memory that
 belongs to something else, or is nobody's, to learn whether their weights are new: weights are stale or always renewed.
 
-The flag is one tensor of shape [1], whose address is part of those graphs. ``reset()`` keeps it now. Captures that do
-not cache weights must not see it, hence the requirement.
+The flag is one tensor of shape [1], whose address is part of those graphs. They keep it now, and set it where it is not
+the manager's any more. Captures after the ``reset()`` that do not cache weights do not see it.
 
-``not-needed``: `KEEP`, or a reset() of plain assignments without the flag. ``not-applicable``: there is
-neither quantization.py nor ``cache_quantized_params``, as before TE 2.9.
+``not-needed``: all of the changes below stand where they would be made. ``not-applicable``: there is neither
+quantization.py nor ``cache_quantized_params``, as before TE 2.9.
 """
 
 from __future__ import annotations
 
-import ast
+from ..fix import Fix, Verdict, not_applicable
+from ..shapes import Changes, graph_capture, lacks_quantization, require_names, skip_flag_state, start_of_warmup
+from ..source import Source
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..shapes import Changes, lacks_quantization
-from ..source import Source, unrecognized
-
-FORGET = "cls.skip_fp8_weight_update_tensor = None"
-KEEP = """
-FP8GlobalState(
-    # Graphs have its address.
-    skip_fp8_weight_update_tensor=cls.quantization_state.skip_fp8_weight_update_tensor
-)
+FORGET = "cls.skip_fp8_weight_update_tensor = None", "cls.quantization_state = FP8GlobalState()"
+KEEP = "static_skip_flag = {flag}"
+SET = """
+if skip_fp8_weight_update is not None:
+    # After a reset() the flag is another one or none, and the graph has the address of its own.
+    if {flag} is None:
+        {flag} = static_skip_flag
+    elif {flag} is not static_skip_flag:
+        static_skip_flag.fill_(skip_fp8_weight_update)
 """
 
 
 def examine(source: Source) -> Verdict:
     if lacks_quantization(source):
         return not_applicable("TE before 2.9, with fp8.py for quantization.py, is not covered")
+    flag = f"{skip_flag_state(source)}.skip_fp8_weight_update_tensor"
     quantization = source.module("transformer_engine.pytorch.quantization")
-    manager = quantization.definition("FP8GlobalStateManager")
-    reset = quantization.definition("FP8GlobalStateManager.reset")
-    if manager.has("quantization_state = FP8GlobalState()"):
-        quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
-        reset.one("cls.quantization_state = ANY")
-        changes = Changes()
-        changes.replace(reset, "FP8GlobalState()", KEEP)
-        return changes.verdict("reset() renews all state", "reset() keeps the skip flag")
-    manager.one("skip_fp8_weight_update_tensor = None")
-    if reset.has(FORGET):
-        return applicable("reset() forgets the skip flag", [reset.delete(reset.one(FORGET))])
-    plain = [
-        isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.Dict, ast.List))
-        for node in reset.node.body[1:]
-    ]
-    if "skip_fp8_weight_update_tensor" in reset.text(reset.node) or not all(plain):
-        raise unrecognized(f"`{FORGET}`, or plain assignments without it", reset)
-    reset.one("cls.IS_FIRST_FP8_MODULE = False")
-    return not_needed("reset() keeps the skip flag")
+    quantization.definition("FP8GlobalStateManager.reset").one(*FORGET)
+    capture = graph_capture(source)
+    forward = capture.inner("make_graphed_autograd_function").inner("Graphed").inner("forward")
+    require_names(forward, "skip_fp8_weight_update")
+    changes = Changes(".skip_fp8_weight_update_tensor")
+    changes.before(capture, [start_of_warmup(capture)], KEEP.format(flag=flag))
+    changes.first(forward, SET.format(flag=flag))
+    return changes.verdict("reset() forgets the skip flag of graphs", "graphs keep their skip flag")
 
 
 FIX = Fix(

@@ -8,6 +8,7 @@ the rest at each replay.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,20 +35,47 @@ class UsedState:
     of_modules: list[dict[str, Any]] = field(default_factory=list)
 
 
-_before: dict[int, tuple[dict[str, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]] = {}
-_used = UsedState()
+class Capture:
+    """What modules say between the warmup and the last graph of one capture of TE's own.
+
+    It is noted as long as somebody has this object: others than TE set its sign of a capture too, as Megatron-Core.
+    """
+
+    def __init__(self) -> None:
+        self.used = UsedState()
+        self._before: dict[int, tuple[dict[str, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]] = {}
+
+    def begin_graph(self) -> UsedState:
+        """Begin with the capture of a forward; what it uses will be in the result."""
+        self.used = UsedState()
+        return self.used
+
+    def keep(self, fp8_meta: dict[str, Any]) -> None:
+        """Keep the scales and histories that a module has before its warmup."""
+        if id(fp8_meta) not in self._before:
+            states = {key: fp8_meta[key] for key in KEYS if key in fp8_meta}
+            self._before[id(fp8_meta)] = (
+                fp8_meta,
+                {key: (state.scale.clone(), state.amax_history.clone()) for key, state in states.items()},
+            )
+
+    def end(self) -> None:
+        """Give the scales and histories the values from before the warmup, which has put its own into them."""
+        for fp8_meta, states in self._before.values():
+            for key, (scale, amax_history) in states.items():
+                fp8_meta[key].scale.copy_(scale)
+                fp8_meta[key].amax_history.copy_(amax_history)
 
 
-def begin_capture() -> None:
+_current: weakref.ref[Capture] | None = None
+
+
+def begin_capture() -> Capture:
     """Begin with the warmup of a capture."""
-    _before.clear()
-
-
-def begin_graph() -> UsedState:
-    """Begin with the capture of a forward; what it uses will be in the result."""
-    global _used
-    _used = UsedState()
-    return _used
+    global _current
+    capture = Capture()
+    _current = weakref.ref(capture)
+    return capture
 
 
 def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
@@ -59,31 +87,21 @@ def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
         if not of_module:
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(fp8_meta)
         return
-    if not torch.cuda.is_current_stream_capturing():
-        if id(fp8_meta) not in _before:
-            states = {key: fp8_meta[key] for key in KEYS if key in fp8_meta}
-            _before[id(fp8_meta)] = (
-                fp8_meta,
-                {key: (state.scale.clone(), state.amax_history.clone()) for key, state in states.items()},
-            )
+    capture = _current and _current()
+    if not capture:
         return
+    if not torch.cuda.is_current_stream_capturing():
+        capture.keep(fp8_meta)
+        return
+    used = capture.used
     if FP8GlobalStateManager.get_autocast_state()[-1]:
         recipe = fp8_meta["recipe"]
-        _used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
+        used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
     else:
         recipe, group = FP8GlobalStateManager.get_fp8_recipe(), FP8GlobalStateManager.get_fp8_group()
-        _used.autocasts[FP8GlobalStateManager.get_unique_autocast_key(recipe, group)] = recipe, group
+        used.autocasts[FP8GlobalStateManager.get_unique_autocast_key(recipe, group)] = recipe, group
     if of_module:
-        _used.of_modules.append(fp8_meta)
-
-
-def end_capture() -> None:
-    """Give the scales and histories the values from before the warmup, which has put its own into them."""
-    for fp8_meta, states in _before.values():
-        for key, (scale, amax_history) in states.items():
-            fp8_meta[key].scale.copy_(scale)
-            fp8_meta[key].amax_history.copy_(amax_history)
-    _before.clear()
+        used.of_modules.append(fp8_meta)
 
 
 def has_other_state(module: torch.nn.Module) -> bool:

@@ -48,12 +48,14 @@ class Job:
         self.graphed, self.number = graphed, -1
         self.fused, self.delay = "fused" in options, "delay" in options
         self.recompute = "recompute" in options
+        self.alone = "alone" in options
         self.graphs: dict[str, Any] = {}
         self.pool = torch.cuda.graph_pool_handle()
         torch.manual_seed(0)
-        self.model = make_model(self.module, self.fused, self.delay and graphed)
+        self.model = make_model(self.module, self.fused, self.delay and graphed, self.alone)
         self.parameters = list(self.model.parameters())
-        self.besides: Any = None
+        self.besides: list[Any] = []
+        self.call: Any = None
         self.slots = [Slot() for _ in range(MICROBATCHES)]
 
     def region(self, name: str, function: Callable[[], None]) -> None:
@@ -112,13 +114,14 @@ class Job:
         self.backward(slot)
         self.wgrads()
 
-    def update(self) -> None:
+    def update(self, parameters: list[Any]) -> None:
         import torch
 
         with torch.no_grad():
-            for parameter in self.parameters:
+            for parameter in parameters:
                 grad = getattr(parameter, "main_grad", parameter.grad)
-                parameter.sub_((LEARNING_RATE * grad.sign()).to(parameter.dtype))
+                if grad is not None:
+                    parameter.sub_((LEARNING_RATE * grad.sign()).to(parameter.dtype))
 
     def train(self) -> Iterator[dict[str, list[Any]]]:
         """What each step computes; inputs grow, so that scales have to follow."""
@@ -130,11 +133,14 @@ class Job:
             self.found: dict[str, list[Any]] = {"outputs": [], "dgrads": []}
             WAYS[self.way](self)
             torch.cuda.synchronize()
-            grads = [getattr(parameter, "main_grad", parameter.grad) for parameter in self.parameters]
+            others = [parameter for module in self.besides for parameter in module.parameters()]
+            every = self.parameters + others
+            grads = [getattr(parameter, "main_grad", parameter.grad) for parameter in every]
             self.found["wgrads"] = [each.detach().float().clone() for each in grads if each is not None]
-            if self.way not in UPDATING:
-                self.update()
-            self.found["weights"] = [parameter.detach().clone() for parameter in self.parameters]
+            self.update(others if self.way in UPDATING else every)
+            for parameter in others:
+                parameter.grad = None
+            self.found["weights"] = [parameter.detach().clone() for parameter in every]
             self.found["FP8 state"] = [each.clone() for each in fp8_state(self.model)]
             yield self.found
 
@@ -163,8 +169,8 @@ class Slot:
             self.grad.copy_(random() * 3**step)
 
 
-def make_model(module: str, fused: bool, delay: bool) -> Any:
-    """The module, whatever its forward takes, and a projection."""
+def make_model(module: str, fused: bool, delay: bool, alone: bool) -> Any:
+    """The module, whatever its forward takes, and a projection, unless it is to be alone."""
     import torch
     import transformer_engine.pytorch as te
 
@@ -173,8 +179,7 @@ def make_model(module: str, fused: bool, delay: bool) -> Any:
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda", "fuse_wgrad_accumulation": fused}
     made: Any
     if module == "operations":
-        weights = {"bias": False, "dtype": torch.bfloat16, "device": "cuda"}
-        made = te.ops.Sequential(te.ops.Linear(HIDDEN, HIDDEN, **weights), te.ops.Linear(HIDDEN, HIDDEN, **weights))
+        made = te.ops.Sequential(te.ops.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16, device="cuda"))
     elif module == "TransformerLayer":
         made = te.TransformerLayer(
             HIDDEN, 2 * HIDDEN, 4, attention_dropout=0.0, hidden_dropout=0.0, fuse_qkv_params=True, **options
@@ -187,7 +192,9 @@ def make_model(module: str, fused: bool, delay: bool) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.first = made
-            self.last = te.Linear(HIDDEN, HIDDEN, delay_wgrad_compute=delay, **options)
+            self.last = (
+                torch.nn.Identity() if alone else te.Linear(HIDDEN, HIDDEN, delay_wgrad_compute=delay, **options)
+            )
 
         def forward(self, x: torch.Tensor, first: bool | None) -> Any:
             if module == "operations":
@@ -198,7 +205,7 @@ def make_model(module: str, fused: bool, delay: bool) -> Any:
                 x = self.first(x.unsqueeze(1), is_first_microbatch=first).squeeze(1)
             else:
                 x = self.first(x, is_first_microbatch=first)
-            return self.last(x, is_first_microbatch=first)
+            return x if alone else self.last(x, is_first_microbatch=first)
 
     model = Model()
     for parameter in model.parameters():
@@ -239,7 +246,7 @@ def step_and_update(job: Job) -> None:
         job.begin()
         for slot in job.slots:
             job.microbatch(slot, None)
-        job.update()
+        job.update(job.parameters)
 
     job.region("step", run)
     for slot in job.slots:
@@ -317,10 +324,8 @@ def torch_callables(job: Job) -> None:
                 return self.model(x, None)
 
     if job.graphed and job.number == 1:
-        job.besides = torch.cuda.make_graphed_callables(
-            InAutocast(), (torch.zeros_like(job.slots[0].x).requires_grad_(),)
-        )
-    call = job.besides or InAutocast()
+        job.call = torch.cuda.make_graphed_callables(InAutocast(), (torch.zeros_like(job.slots[0].x).requires_grad_(),))
+    call = job.call or InAutocast()
     job.begin(keep_memory=True)
     for slot in job.slots:
         slot.x.grad = None
@@ -329,7 +334,7 @@ def torch_callables(job: Job) -> None:
         job.keep(slot)
 
 
-def beside_te(job: Job, first: bool) -> None:
+def beside_te(job: Job, first: bool, number: int = 0) -> None:
     """Run a projection through TE's own graph, which caches its weights and sets the skip flag."""
     import torch
     import transformer_engine.pytorch as te
@@ -337,17 +342,17 @@ def beside_te(job: Job, first: bool) -> None:
     from te_graph_fixes.verify.programs import OPTIONS, random
     from te_graph_fixes.verify.training import HIDDEN, make_recipe
 
-    if job.besides is None:
+    if len(job.besides) == number:
         recipe, rng = make_recipe(job.recipe), torch.cuda.get_rng_state()
-        job.besides = te.Linear(HIDDEN, HIDDEN, **OPTIONS)
+        job.besides.append(te.Linear(HIDDEN, HIDDEN, **OPTIONS))
         if job.graphed:
             options = {"enabled": recipe is not None, "recipe": recipe, "cache_quantized_params": recipe is not None}
-            te.make_graphed_callables(job.besides, (random().requires_grad_(),), **options)
+            te.make_graphed_callables(job.besides[number], (random().requires_grad_(),), **options)
         torch.cuda.set_rng_state(rng)
     x = random().requires_grad_()
     with job.autocast():
-        out = job.besides(x, is_first_microbatch=first)
-    out.sum().backward()
+        out = job.besides[number](x, is_first_microbatch=first)
+    out.backward(out.detach())
     job.found["outputs"].append(out.detach().clone())
     job.found["dgrads"].append(x.grad.clone())
 
@@ -382,6 +387,20 @@ def after_te_was_reset(job: Job) -> None:
 
 
 @way
+def te_after_te_was_reset(job: Job) -> None:
+    """Two graphs of TE's, the second captured after ``FP8GlobalStateManager.reset()``."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    job.begin()
+    job.microbatch(job.slots[0], None)
+    for first in (True, False):
+        for number in range(2):
+            if not job.number and first and number:
+                FP8GlobalStateManager.reset()
+            beside_te(job, first, number)
+
+
+@way
 def around_te(job: Job) -> None:
     """A graph around a replay of TE's graph."""
     job.begin()
@@ -396,9 +415,9 @@ def compiled(job: Job) -> None:
     """``torch.compile(mode="reduce-overhead")``."""
     import torch
 
-    if job.graphed and job.besides is None:
-        job.besides = torch.compile(lambda x: torch.tanh(job.model(torch.sin(x), None)), mode="reduce-overhead")
-    call = job.besides or (lambda x: torch.tanh(job.model(torch.sin(x), None)))
+    if job.graphed and job.call is None:
+        job.call = torch.compile(lambda x: torch.tanh(job.model(torch.sin(x), None)), mode="reduce-overhead")
+    call = job.call or (lambda x: torch.tanh(job.model(torch.sin(x), None)))
     job.begin()
     for slot in job.slots:
         slot.x.grad = None
@@ -422,7 +441,8 @@ CASES = [
     *map("/".join, product(["inference", "autocast-around"], ["LayerNormMLP", "GroupedLinear"], RECIPES[1:3])),
     *map("/".join, product(["torch-callables"], ["LayerNormMLP", "GroupedLinear"], ["bf16", "fp8-current"])),
     *map("/".join, product(["before-te", "after-te", "after-te-was-reset"], ["Linear", "GroupedLinear"], RECIPES[:3])),
-    *map("/".join, product(["around-te", "compiled"], ["Linear"], RECIPES[:3])),
+    *map("/".join, product(["after-te"], ["GroupedLinear"], RECIPES[1:3], ["alone"])),
+    *map("/".join, product(["te-after-te-was-reset", "around-te", "compiled"], ["Linear"], RECIPES[:3])),
 ]
 
 
