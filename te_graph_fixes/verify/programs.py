@@ -453,14 +453,14 @@ def train(name: str, recipe: str, graphed: bool) -> Iterator[dict[str, list[torc
                     grad.add_(parameter.grad)
                 parameter.grad = None
         done["wgrads"] = grads
-        done["scales"] = [state.clone() for module in modules for state in _fp8_state(module)]
+        done["scales"] = [state.clone() for module in modules for state in fp8_state(module)]
         with torch.no_grad():
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.sub_(LEARNING_RATE * grad)
         yield done
 
 
-def _fp8_state(root: torch.nn.Module) -> Iterator[torch.Tensor]:
+def fp8_state(root: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The scales and amax histories of delayed scaling in ``root``."""
     for module in root.modules():
         for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):

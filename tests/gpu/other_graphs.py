@@ -127,6 +127,8 @@ class Job:
         """What each step computes; inputs grow, so that scales have to follow."""
         import torch
 
+        from te_graph_fixes.verify.programs import fp8_state
+
         for self.number in range(STEPS):
             for slot in self.slots:
                 slot.load(self.number)
@@ -213,15 +215,6 @@ def make_model(module: str, fused: bool, delay: bool, alone: bool) -> Any:
             parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device="cuda")
             parameter.grad_added_to_main_grad = False
     return model
-
-
-def fp8_state(model: Any) -> Iterator[Any]:
-    for module in model.modules():
-        metas = [getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()]
-        for meta, key in product(metas, ("scaling_fwd", "scaling_bwd")):
-            for name in ("scale", "amax_history"):
-                if meta and hasattr(meta.get(key), name):
-                    yield getattr(meta[key], name)
 
 
 @way
