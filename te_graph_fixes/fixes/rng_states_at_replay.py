@@ -36,9 +36,8 @@ MADE = "new_graph()"
 def examine(source: Source) -> Verdict:
     capture = graph_capture(source)
     capture.one(REGISTERED)
-    distributed = source.module("transformer_engine.pytorch.distributed")
-    if "        self.states_ = states\n" not in distributed.text.partition("\nclass CudaRNGStatesTracker:\n")[2]:
-        raise unrecognized("an RNG tracker that is given its states", distributed.path)
+    tracker = source.module("transformer_engine.pytorch.distributed").definition("CudaRNGStatesTracker")
+    tracker.exactly(1, "self.states_ = states")
     (first,), plain = capture.exactly(1, FIRST), capture.all(PLAIN)
     if capture.has(MAKER) and not plain and capture.text(first["ANY_MADE"]) == MADE:
         if new_module(source, "rng_states"):
