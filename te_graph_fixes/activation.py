@@ -110,7 +110,7 @@ class _Activation:
                 self._reading, self._early = reading, None
         self._object(mismatch(reading, os.environ.get(EXPECT, "")), settings.strict)
         if settings.strict and not loaded(PACKAGE):
-            self._complain(settings)
+            self._complain(self.report(), settings)
 
     def after(self, name: str) -> None:
         """``name`` has been executed: install what is chosen, if all that it changes has been."""
@@ -126,8 +126,9 @@ class _Activation:
             except Exception as error:
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
-        self._complain(settings)
-        announce(self.report(), settings.verbose)
+        report = self.report()
+        self._complain(report, settings)
+        announce(report, settings.verbose)
 
     @property
     def _applied(self) -> frozenset[str]:
@@ -145,14 +146,12 @@ class _Activation:
         self._take_back()
         self._settings = self._early = self._reading = None
 
-    def _complain(self, settings: Settings) -> None:
+    def _complain(self, report: Report, settings: Settings) -> None:
         """Object where a graph is without a fix that it needs."""
-        advice = "; see te_graph_fixes.report()"
-        if settings.strict:
-            advice = ". To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
+        advice = ". To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
         with self._lock:
-            text = complaint(self.report(), self._captured.without(self._applied))
-        self._object(text and text + advice, settings.strict)
+            text = complaint(report, self._captured.without(self._applied))
+        self._object(text and text + (advice if settings.strict else "; see te_graph_fixes.report()"), settings.strict)
 
     def _object(self, text: str, strict: bool) -> None:
         """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""
