@@ -1,0 +1,42 @@
+"""``leaf-grad-lifetime``: the grads that a graph returns for leaf inputs are overwritten by the next replay.
+
+Upstream: open, TE 2.10 to main
+
+Symptom: an input that needs a gradient and is a leaf of autograd's graph, as parameters are that are passed as inputs
+(NeMo Automodel), accumulates the last microbatch's gradient over and over: off by 1.0.
+
+`Graphed.backward` returns the graph's static buffers, and autograd adopts that of a leaf as its ``.grad``. It is now
+returned as a copy. Grads of other inputs are read at once, and stay the buffers.
+"""
+
+from __future__ import annotations
+
+from ..fix import Fix
+from ..patch import SemanticPatch
+
+PATCH = """
+@@ graph.py _make_graphed_callables
++from ._te_leaf_grads import leaf_inputs, with_copied_grads
++
+ visited_te_modules = ANY_EMPTY
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
++ctx.copied_inputs = leaf_inputs(inputs, len_user_args)
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function
+ class Graphed(torch.autograd.Function):
+     ...
++Graphed.backward = staticmethod(with_copied_grads(Graphed.backward, len(static_grad_inputs)))
+"""
+
+
+FIX = Fix(
+    id="leaf-grad-lifetime",
+    summary="grads that a graph returns for leaf inputs are overwritten by its next replay",
+    symptom=".grad of an input that is a leaf, as a parameter passed as an input, off by 1.0 over three microbatches",
+    group="gradients",
+    upstream=(),
+    affected=">=2.10",
+    examine=SemanticPatch(
+        PATCH, "graphs return their static buffers as grads of leaf inputs", provides=("leaf_grads",)
+    ),
+    check_hints=("use overwritten",),
+)

@@ -1,0 +1,79 @@
+"""What the arguments of a replay must have in common with the samples that its graph was captured for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+_of_tensor = attrgetter("shape", "requires_grad", "dtype")
+_warned: set[str] = set()
+
+
+def _of_any(leaf: Any) -> tuple[Any, ...]:
+    return getattr(leaf, "shape", None), getattr(leaf, "requires_grad", False), getattr(leaf, "dtype", None)
+
+
+class SampleArguments:
+    """The samples of one graph: tensors in positional arguments, then in those of ``keywords``, in this order."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], keywords: list[str], is_training: bool) -> None:
+        self._keywords, self._is_training = keywords, is_training
+        positional, args_spec = tree_flatten(tuple(args))
+        named, kwargs_spec = tree_flatten([kwargs[key] for key in keywords])
+        plain = all(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
+        self._specs = None if plain else (args_spec, kwargs_spec)
+        self._samples = self._accepted = [_of_any(leaf) for leaf in (*positional, *named)]
+
+    def check(self, leaves: Sequence[Any], *specs: Any) -> None:
+        """Raise `TypeError` or `ValueError` where the ``leaves`` of a replay's arguments are not such as the samples.
+
+        Other dtypes, which the replay casts, are warned of, once for each combination; `torch.autocast` asks for them.
+        """
+        try:
+            given = [*map(_of_tensor, leaves)]
+        except AttributeError:
+            given = [_of_any(leaf) for leaf in leaves]
+        if given != self._accepted and given != self._samples:
+            self._compare(given)
+        if self._specs is not None and self._specs != specs:
+            raise ValueError(
+                f"This graph was captured for arguments in the structure {self._specs}; "
+                f"it was given {specs}. The keys of dicts must come in the same order"
+            )
+
+    def _compare(self, given: list[tuple[Any, ...]]) -> None:
+        shapes, sample_shapes = ([shape for shape, _, _ in found] for found in (given, self._samples))
+        if shapes != sample_shapes:
+            raise (ValueError if len(shapes) == len(sample_shapes) else TypeError)(
+                "This graph was captured for positional arguments, then keywords "
+                f"{self._keywords}, with tensors of shapes {[shape and tuple(shape) for shape in sample_shapes]}; "
+                f"it was given shapes {[shape and tuple(shape) for shape in shapes]}"
+            )
+        grads, sample_grads = ([bool(grad) for _, grad, _ in found] for found in (given, self._samples))
+        more = any(grad and not sample for grad, sample in zip(grads, sample_grads, strict=True))
+        if more and self._is_training and torch.is_grad_enabled():
+            raise ValueError(
+                f"This graph was captured for samples whose requires_grad is {sample_grads}; it was given {grads}. "
+                "An input gets its gradient from a graph only if its sample had requires_grad=True"
+            )
+        dtypes, sample_dtypes = ([dtype for _, _, dtype in found] for found in (given, self._samples))
+        if dtypes != sample_dtypes:
+            if torch.is_autocast_enabled():
+                return
+            _warn_once(
+                f"This graph was captured for inputs of {sample_dtypes} and is given {dtypes}: it casts them, where "
+                "eager training may not. Capture it with samples of these dtypes, or cast the inputs before"
+            )
+        if not more:
+            self._accepted = given
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=2)

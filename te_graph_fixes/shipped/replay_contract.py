@@ -1,0 +1,375 @@
+"""What a capture of CUDA graphs has fixed, looked at at each replay: who may be replayed when, and what is where.
+
+Graphs of one memory pool write where they wrote at capture. What graph X leaves for graph Y (a forward for its dgrad, a
+dgrad for its wgrad) is untouched by what was captured between the two, since it was in use then, and by nothing else:
+what was captured before X may have given up the memory that X got, what was captured after Y may have got Y's. So Y may
+be replayed if **all that was replayed since X was captured between X and Y**. Nothing is forbidden before: who leaves a
+backward out, evaluates, drops a step or runs fewer microbatches loses nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter, getitem, is_
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+"""The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
+
+_address = torch.Tensor.data_ptr
+_needs_grad = attrgetter("requires_grad")
+_grad_enabled = torch.is_grad_enabled
+_backward_task = torch._C._current_graph_task_id
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_warned: set[str] = set()
+
+
+def _are_at(tensors: Sequence[torch.Tensor], addresses: Sequence[int], places: Iterable[int]) -> bool:
+    """Whether the tensors at ``places`` are at their addresses; torch for CUDA does this in one call."""
+    return [*map(_address, map(tensors.__getitem__, places))] == [*map(addresses.__getitem__, places)]
+
+
+_are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _are_at)
+
+
+class _Pool:
+    """What has been replayed of the graphs of one memory pool. Places are counted from 0 in the order of captures.
+
+    ``clock`` counts replays and ``last`` has, for each place, when it was last replayed. Since ``began`` the places
+    have only increased, up to ``place``; ``recomputes``: a forward within a backward was the first of these.
+    ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read.
+    """
+
+    __slots__ = (
+        *("__weakref__", "began", "captures", "clock", "contracts", "last"),
+        *("may_recompute", "names", "place", "recomputes", "watched"),
+    )
+
+    def __init__(self) -> None:
+        self.last: list[int] = []
+        self.names: list[str] = []
+        self.clock = self.began = self.captures = 0
+        self.place = -1
+        self.recomputes = self.may_recompute = False
+        self.contracts: list[weakref.ref[Contract]] = []
+        self.watched: weakref.WeakValueDictionary[Any, _Addresses] = weakref.WeakValueDictionary()
+
+    def watch(self, places: Sequence[_Place]) -> _Addresses:
+        """What looks at these places, once a run for all microbatches."""
+        made = _Addresses(places)
+        return self.watched.setdefault(made.key, made)
+
+    def replay(self, place: int) -> int:
+        """Note that the graph at ``place`` is replayed now; the result is the time."""
+        self.clock = clock = self.clock + 1
+        if place <= self.place:
+            self.began = clock
+            self.recomputes = False
+        self.place = place
+        self.last[place] = clock
+        return clock
+
+
+_pools: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
+
+
+def note_capture(graph: Any, pool: Any) -> None:
+    """Give ``graph``, which is captured now, the next place in its memory pool."""
+    state = _pools.get(pool)
+    if state is None:
+        state = _pools[pool] = _Pool()
+    graph.place = state, len(state.last)
+    state.last.append(0)
+    state.names.append("a graph whose capture failed")
+
+
+class Run:
+    """What the warmup has run: modules by the number of their callable, and callables in delayed scaling."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, set[torch.nn.Module]] = {}
+        self.delayed: set[int] = set()
+
+    def note(self, number: int, module: torch.nn.Module) -> None:
+        """Note that a callable has run ``module``, in the autocast of the capture or in one of its own."""
+        self.modules.setdefault(number, set()).add(module)
+        manager = FP8GlobalStateManager
+        in_fp8 = hasattr(module, "fp8_meta") and manager.is_fp8_enabled() and manager.fp8_graph_capturing()
+        if in_fp8 and manager.get_fp8_recipe().delayed():
+            self.delayed.add(number)
+
+
+class Contract:
+    """What the graphs of one callable and microbatch ask for at their replays.
+
+    ``functions`` are those of all callables and microbatches of a capture, of which this is number ``number``, and
+    ``graphs`` its forward, dgrad and wgrad. ``returned`` are its outputs and the gradients of its ``inputs`` inputs.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        functions: Sequence[Any],
+        graphs: Sequence[Any],
+        returned: Sequence[Iterable[Any]],
+        inputs: int,
+        parameters: Iterable[torch.Tensor],
+        run: Run,
+        retains_graph: bool,
+        delays_wgrad: bool,
+    ) -> None:
+        (self._pool, self._forward), (_, self._backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs)
+        self._microbatch = sum(other is functions[number] for other in functions[:number])
+        self.name = _name(number, functions, self._microbatch)
+        if not number:
+            self._pool.captures += 1
+        if self._pool.captures > 1:
+            self.name += f" of capture {self._pool.captures} in its memory pool"
+        for kind, graph in zip(("forward", "backward", "backward_dw"), graphs, strict=True):
+            if hasattr(graph, "place"):
+                graph.place[0].names[graph.place[1]] = f"the {kind} of {self.name}"
+        # Without an order wgrads are captured behind all else, in a pool of their own.
+        self._end = self._wgrad if self._wgrad_pool is self._pool else len(self._pool.last)
+        self._retains_graph, self._delays_wgrad = retains_graph, delays_wgrad
+        self._dgrad_time: int | None = None
+        self._inputs = range(inputs)
+        self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
+        self._pool.contracts.append(weakref.ref(self))
+        self.time = 0
+        """When the forward was last replayed."""
+        self._delayed_scaling = number in run.delayed
+        modules = run.modules.get(number, set())
+        own = [parameter for parameter in _own_parameters(modules) if parameter.numel()]
+        self._frozen = list({id(parameter): parameter for parameter in own if not parameter.requires_grad}.values())
+        self._read = self._pool.watch(_owners(functions[number], [*parameters, *own]))
+        self._written = self._pool.watch(_fused(modules))
+        if self._backward < 0:
+            self._frozen = []
+
+    def release(self) -> None:
+        """Let the parameters go."""
+        self._frozen, self._read, self._written = [], _Addresses([]), _Addresses([])
+
+    def replay_forward(self) -> None:
+        """RuntimeError where the forward, which is replayed next, would not compute what the module does now."""
+        pool, place = self._pool, self._forward
+        grad_enabled = _grad_enabled()
+        begins = place <= pool.place
+        read = self._read
+        if begins or read.looked != pool.began:
+            read.check(self.name)
+        if grad_enabled and self._backward >= 0:
+            if self._frozen and any(map(_needs_grad, self._frozen)):
+                raise RuntimeError(
+                    f"{self.name}: parameters that needed no gradient when this graph was captured need one now, and "
+                    "would get none. Capture again"
+                )
+            if self._delayed_scaling and not FP8GlobalStateManager.is_fp8_enabled():
+                _warn_once(
+                    f"{self.name}: this graph was captured in FP8 with delayed scaling and is replayed outside of an "
+                    "autocast: it computes in FP8, and its scales stay as they are. Replay it in the autocast of the "
+                    "capture",
+                    "outside of an autocast",
+                )
+        recomputes = begins and _backward_task() != -1
+        if recomputes:
+            self._recompute()
+        checkpointed = not grad_enabled or _saved_tensors_hooks(True) is not None
+        if begins and not recomputes:
+            pool.may_recompute = checkpointed
+        elif checkpointed:
+            pool.may_recompute = True
+        self.time = pool.replay(place)
+        pool.recomputes = recomputes or pool.recomputes
+        read.looked = pool.began
+
+    def _recompute(self) -> None:
+        """RuntimeError where a forward that a checkpoint runs again may overwrite what others have given out."""
+        pool, place = self._pool, self._forward
+        last = pool.last
+        for reference in pool.contracts:
+            other = reference()
+            if other is None or other is self or not last[other._forward]:
+                continue
+            outputs, grads = other._returned
+            if other._backward >= 0 and last[other._backward] > last[other._forward]:
+                risk, given_out = place < other._backward and last[other._backward] >= pool.began, grads
+            else:
+                later = other._microbatch != self._microbatch
+                risk, given_out = later and not other._forward <= place < other._backward, outputs
+            if risk and any(_uses(storage) > before for storage, before in given_out):
+                what = "gradient that the backward" if given_out is grads else "output that the forward"
+                raise RuntimeError(
+                    f"the forward of {self.name} is run again by a checkpoint and may overwrite the {what} of "
+                    f"{other.name} has given out. Capture what a checkpoint is around by itself, so that it shares its "
+                    "memory with no other graph, or put the checkpoint into the module that is captured"
+                )
+
+    def replay_backward(self, ctx: Any) -> None:
+        """RuntimeError where what its forward, at ``ctx.replayed``, has left for it is not there any more."""
+        pool, place, since = self._pool, self._backward, ctx.replayed
+        if since < pool.began or place <= pool.place:
+            if pool.recomputes and pool.last[self._forward] >= pool.began:
+                since = pool.last[self._forward]  # torch.utils.checkpoint has run it again, with the same inputs
+            self._require(since, self._forward, place, self._retains_graph)
+        time = pool.replay(place)
+        if self._written.looked != pool.began and not self._delays_wgrad:
+            self._look_backward()
+        if pool.may_recompute:
+            ctx.copied_inputs = self._inputs
+        if self._delays_wgrad:
+            self._dgrad_time = time
+
+    def replay_wgrad(self) -> None:
+        """RuntimeError where there is no dgrad whose wgrad this is, or what it has left is not there any more."""
+        since, pool = self._dgrad_time, self._pool
+        if since is None:
+            raise RuntimeError(
+                f"{self.name}: backward_dw() without a backward before it that it belongs to. Call it once after each "
+                "backward"
+            )
+        if since < pool.began or self._end <= pool.place:
+            self._require(since, self._backward, self._end, False)
+        self._dgrad_time = None
+        if self._wgrad_pool is pool:
+            pool.replay(self._wgrad)
+        if self._written.looked != pool.began:
+            self._look_backward()
+
+    def _look_backward(self) -> None:
+        self._written.check(self.name)
+        self._written.looked = self._pool.began
+
+    def _require(self, since: int, first: int, end: int, again: bool) -> None:
+        """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``."""
+        last = self._pool.last
+        outside = last[: first + 1] + [0] * (end - first - 1) + last[end:]
+        if again:
+            outside[end] = 0
+        if max(outside) > since:
+            other = self._pool.names[outside.index(max(outside))]
+            kind, before = ("backward", "forward") if end == self._backward else ("backward_dw", "backward")
+            raise RuntimeError(
+                f"the {kind} of {self.name} cannot be replayed: {other} was replayed since its {before}, and may have "
+                "overwritten what it reads. Graphs that share memory are replayed in the sequence of their capture "
+                "(`_order`), each once before its backward. If a step has more microbatches than at the capture, or "
+                "another schedule, capture again for it; for several backwards of one forward capture with "
+                "retain_graph_in_backward=True"
+            )
+
+
+def _name(number: int, functions: Sequence[Any], microbatch: int) -> str:
+    function = functions[number]
+    first = next(i for i, other in enumerate(functions) if other is function)
+    callables = len({id(other) for other in functions[:first]})
+    layer = getattr(function, "layer_number", None)
+    name = f"callable {callables} ({type(function).__name__}{f', layer {layer}' if layer is not None else ''})"
+    several = sum(other is function for other in functions) > 1
+    return f"{name} of microbatch {microbatch}" if several else name
+
+
+def _place(graph: Any) -> tuple[Any, int]:
+    """The memory pool of a graph and its place there; -1 if it was not captured."""
+    place: tuple[Any, int] = getattr(graph, "place", (None, -1))
+    return place
+
+
+def _storage(tensor: Any) -> Any:
+    """A reference that does not own the memory, so that a graph's ``reset()`` lets it go."""
+    return StorageWeakRef(tensor.untyped_storage()) if isinstance(tensor, torch.Tensor) and tensor.numel() else None
+
+
+def _uses(storage: Any) -> int:
+    return 0 if storage.expired() else torch._C._storage_Use_Count(storage.cdata)
+
+
+def _own_parameters(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Parameter]:
+    return (parameter for module in modules for parameter in module.parameters(recurse=False))
+
+
+_Place = tuple[Mapping[str, Any], str, str]
+"""A dictionary, the name in it that a tensor has, and what to call it."""
+
+
+def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Place]:
+    """Where the ``parameters`` of a callable are found, and the tensors of those in FP8."""
+    wanted = {id(parameter) for parameter in parameters if parameter.numel()}
+    modules = function.modules() if isinstance(function, torch.nn.Module) else ()
+    found: dict[int, _Place] = {}
+    inner: dict[int, list[_Place]] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if id(parameter) in wanted:
+                found.setdefault(id(parameter), (module._parameters, name, "a parameter"))
+                names = [each for each in QUANTIZED if isinstance(vars(parameter).get(each), torch.Tensor)]
+                inner[id(parameter)] = [(vars(parameter), each, f"the {each} of a parameter") for each in names]
+    return [*found.values(), *(each for places in inner.values() for each in places)]
+
+
+def _fused(modules: Iterable[torch.nn.Module]) -> list[_Place]:
+    """Where the ``main_grad``s are found into which a backward adds its wgrads."""
+    fused = [
+        module
+        for module in modules
+        if getattr(module, "fuse_wgrad_accumulation", False) or getattr(module, "_accumulate_into_main_grad", False)
+    ]
+    parameters = {id(p): p for p in _own_parameters(fused) if p.requires_grad}.values()
+    has_one = [p for p in parameters if isinstance(vars(p).get("main_grad"), torch.Tensor) and p.main_grad.numel()]
+    return [(vars(parameter), "main_grad", "the main_grad of a parameter") for parameter in has_one]
+
+
+class _Addresses:
+    """Where tensors were at the capture: the same objects, if they are parameters, at the same addresses."""
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self.looked = -1
+        self._dictionaries = [dictionary for dictionary, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._kinds = [kind for _, _, kind in places]
+        tensors = [dictionary[name] for dictionary, name, _ in places]
+        # main_grads and the like are not held: their memory may be given up while no graph is replayed.
+        self._parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+        plain = [i for i, t in enumerate(tensors) if type(t) in (torch.nn.Parameter, torch.Tensor)]
+        self._plain = plain
+        self._addresses = [t.data_ptr() if i in set(plain) else 0 for i, t in enumerate(tensors)]
+
+        # Another capture in the pool may have found other tensors at these places.
+        names = ((id(dictionary), name, id(dictionary[name])) for dictionary, name, _ in places)
+        self.key = tuple(zip(names, self._addresses, strict=True))
+
+    def check(self, name: str) -> None:
+        """RuntimeError where one is not there, or elsewhere."""
+        if not self._names:
+            return
+        try:
+            tensors = [*map(getitem, self._dictionaries, self._names)]
+            right = all(map(is_, tensors, self._parameters)) and _are_at(tensors, self._addresses, self._plain)
+        except (KeyError, RuntimeError, TypeError):
+            right = False
+        if not right:
+            raise RuntimeError(
+                f"{name}: {self._moved()} is not where it was when this graph was captured (its data was replaced, "
+                "moved or resized), and the graph would go on with the old memory. Write into it in place, or capture "
+                "again"
+            )
+
+    def _moved(self) -> str:
+        for i, (dictionary, name) in enumerate(zip(self._dictionaries, self._names, strict=True)):
+            tensor = dictionary.get(name)
+            same = tensor is self._parameters[i] if i < len(self._parameters) else isinstance(tensor, torch.Tensor)
+            if not same or (i in self._plain and _address(tensor) != self._addresses[i]):
+                return f"{self._kinds[i]} ({name})" if self._kinds[i] == "a parameter" else self._kinds[i]
+        return "a parameter"
+
+
+def _warn_once(text: str, about: str) -> None:
+    """Warn, once a process for each of what the warnings are ``about``."""
+    if about not in _warned:
+        _warned.add(about)
+        warnings.warn(text, stacklevel=2)

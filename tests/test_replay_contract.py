@@ -1,0 +1,130 @@
+"""``replay-contract`` and ``leaf-grad-lifetime``: what breaks what a capture has fixed is right, or it raises.
+
+On the simulator; the programs are those of ``te-graph-fixes verify``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from te_graph_fixes.verify.cases import CASES
+from tests.child import on_simulator, simulate
+
+CONTRACT = [case.name for case in CASES.values() if case.function.startswith("contract:")]
+REFUSED = {
+    "more-microbatches": "the backward of callable 0 (LayerNormMLP) of microbatch 0 cannot be replayed: the forward of "
+    "callable 0 (LayerNormMLP) of microbatch 0 was replayed since its forward",
+    "graph-twice-before-its-backward": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
+    "module-twice-in-a-tuple": "the backward of callable 0 (LayerNormMLP) of microbatch 1 cannot be replayed",
+    "captures-nested-in-a-pool": "callable 0 (LayerNormMLP) of capture 2 in its memory pool was replayed since",
+    "backward-twice": "capture with retain_graph_in_backward=True",
+    "checkpoints-in-flight": "is run again by a checkpoint and may overwrite the",
+    "wgrad-after-the-next-forward": "the backward_dw of callable 0 (Linear) cannot be replayed: the forward of",
+    "wgrad-before-the-backward": "callable 0 (Linear): backward_dw() without a backward before it",
+    "data-of-a-parameter": "callable 0 (LayerNormMLP): a parameter (fc2_weight) is not where it was",
+    "offloaded-weights": "Write into it in place, or capture again",
+    "loaded-weights": "Write into it in place, or capture again",
+    "other-main-grad": "callable 0 (Linear): the main_grad of a parameter is not where it was",
+    "data-of-an-fp8-parameter": "callable 0 (Linear): the _data of a parameter is not where it was",
+    "unfrozen-parameters": "parameters that needed no gradient when this graph was captured need one now",
+}
+"""What the errors say of the programs that have to raise."""
+UNAFFECTED = {
+    *("fewer-microbatches", "captures-after-each-other-in-a-pool", "checkpoints-in-delayed-scaling"),
+    "written-in-place",
+}
+"""Programs that are right without the fixes, and stay so."""
+
+
+@functools.cache
+def run(disable: str) -> dict[str, Any]:
+    """What the cases measure in a child process on the simulator."""
+    done = on_simulator("-m", "te_graph_fixes.verify.child", *CONTRACT, TE_GRAPH_FIXES_DISABLE=disable)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["case"]: line for line in lines}
+
+
+@pytest.mark.parametrize("case", CONTRACT)
+def test_what_breaks_the_contract_is_right_or_raises(case: str) -> None:
+    found = run("")[case]
+    assert found.get("error") == 0.0, found
+    assert REFUSED.get(case, "") in found["measures"].get("message", "")
+    assert (case in REFUSED) == ("message" in found["measures"])
+
+
+@pytest.mark.parametrize("case", CONTRACT)
+def test_without_the_fixes_it_is_wrong_without_a_word(case: str) -> None:
+    found = run("replay-contract,leaf-grad-lifetime,replay-arguments")[case]
+    assert found["outcome"] == "measured", found
+    assert (found["error"] > 0.5) == (case not in UNAFFECTED), found
+
+
+RELEASED = """
+import gc, weakref, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+def graph(pool=None):
+    layer = te.Linear(32, 32, fuse_wgrad_accumulation=True, bias=False, device="cuda")
+    layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
+    x = torch.zeros(32, 32, device="cuda", requires_grad=True)
+    replay = te.make_graphed_callables(layer, (x,), pool=pool)
+    for _ in range(2):
+        replay(x.detach().clone().requires_grad_()).sum().backward()
+    return layer
+
+pool = te.graph.graph_pool_handle()
+kept, layer = graph(pool), graph(pool)
+main_grad = weakref.ref(layer.weight.main_grad)
+layer.weight.main_grad = None
+print(main_grad() is None)
+layer.reset()
+held = [each for each in gc.get_objects() if type(each).__name__ == "_Addresses" and each._names]
+print({id(each) for one in held for each in one._parameters} == {id(kept.weight)})
+"""
+
+
+def test_nothing_is_kept_alive() -> None:
+    """A ``main_grad`` that is given up is freed; after ``reset()`` only the other callable's weight is held."""
+    assert simulate("-c", RELEASED).splitlines() == ["True", "True"]
+
+
+TRAINED = """
+import te_graph_fixes
+from te_graph_fixes.verify import contract
+
+{}
+list(contract.data_of_a_parameter(True))
+"""
+
+
+@pytest.mark.parametrize("settings", [{"TE_GRAPH_FIXES": "off"}, {"TE_GRAPH_FIXES_DISABLE": "replay-contract"}])
+def test_it_can_be_switched_off(settings: dict[str, str]) -> None:
+    simulate("-c", TRAINED.format(""), **settings)
+
+
+def test_deactivate_takes_it_back() -> None:
+    assert "is not where it was" in on_simulator("-c", TRAINED.format("")).stderr
+    simulate("-c", TRAINED.format("te_graph_fixes.deactivate()"))
+
+
+AUTOCAST = """
+import warnings, torch, te_graph_fixes
+from unittest import mock
+import transformer_engine.pytorch as te
+
+warnings.simplefilter("error")
+layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+te.make_graphed_callables(layer, (torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True),))
+with mock.patch("torch.is_autocast_enabled", lambda: True):  # the simulator has no autocast of torch
+    layer(torch.randn(32, 32, device="cuda")).sum().backward()
+with torch.no_grad():
+    layer(torch.randn(32, 32, dtype=torch.bfloat16, device="cuda"))
+"""
+
+
+def test_autocast_may_give_other_dtypes() -> None:
+    simulate("-c", AUTOCAST)
