@@ -11,15 +11,34 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from . import __version__
-from .engine import EngineError, patched
+from . import __version__, answers
+from .bake import (
+    KEPT,
+    BakeError,
+    Corrected,
+    corrected,
+    differences,
+    in_place,
+    locked,
+    module_path,
+    mounts,
+    overlay,
+    recover,
+    require_whole,
+    undo,
+)
+from .engine import EngineError
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
+from .project import issues
 from .settings import Settings, fix_ids
 from .source import TE, Source, TENotFoundError
-from .verdicts import Reading, expected
+from .stamp import ChangedStampError, above, of_tree
+from .verdicts import Decision, expected
 
 NO_TE = 2
 
@@ -31,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.command(options))
     except TENotFoundError as error:
         return _fail(NO_TE, str(error))
-    except (ValueError, EngineError) as error:
+    except (ValueError, EngineError, BakeError, ChangedStampError) as error:
         return _fail(1, str(error))
 
 
@@ -40,25 +59,82 @@ def _fail(status: int, message: str) -> int:
     return status
 
 
+_EPILOG = """\
+in this order:
+  te-graph-fixes status                    is my TE affected, and can it be corrected?
+  te-graph-fixes run torchrun train.py     start a job with the fixes in memory; nothing on disk changes
+  te-graph-fixes verify --quick            on a GPU: are graphs now eager, bit for bit?
+  TE_GRAPH_FIXES=off torchrun train.py     undo: without `run`, or with this variable, TE is as it was
+for an image:
+  te-graph-fixes bake                      write the fixes into TE's files; the build fails if it cannot
+  te-graph-fixes bake --undo               give TE's files their very bytes back
+
+exit status: 0 all is well (`status`: every defect can be corrected; `verify`: every replay is right), 1 it is not,
+  2 wrong use, no TE or no GPU. `run` has that of its program.
+"""
+
+
+def _command(commands: Any, name: str, what: str, example: str, statuses: str) -> argparse.ArgumentParser:
+    """A command whose help ends with its exit statuses and an example."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"exit status: {statuses}\nexample: te-graph-fixes {name} {example}".rstrip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="te-graph-fixes",
-        description="Correct, in memory, the CUDA-graph defects of the installed TransformerEngine (TE).",
+        description="Correct the CUDA-graph defects of the installed TransformerEngine (TE).",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"te-graph-fixes {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    status = commands.add_parser("status", help="what the installed TE, or a source tree, has and needs")
+    status = _command(
+        commands,
+        "status",
+        "say which known defects TE has, and whether they can be corrected",
+        "--source /usr/lib/python3/dist-packages",
+        "0 every defect can be corrected, or TE has none; 1 one cannot, or the overlay is not in place; 2 no TE",
+    )
     _add_source(status)
     status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--overlay", metavar="DIR", help="whether the overlay of `bake` is mounted")
+    status.add_argument("--all", action="store_true", help="also the defects that this TE does not have")
     status.set_defaults(command=_status)
 
-    diff = commands.add_parser("diff", help="the change as a unified diff for `patch -p1`")
+    what = "explain one fix: its symptom, what it changes, its cost, how to leave it out"
+    explain = _command(commands, "explain", what, "warmup-reset", "0; 1 no such fix; 2 no TE")
+    _add_source(explain)
+    explain.add_argument("fix", metavar="FIX")
+    explain.set_defaults(command=_explain)
+
+    what = "print the change as a unified diff for `patch -p1`"
+    statuses = "0; 1 a fix that is needed cannot be applied; 2 no TE"
+    diff = _command(commands, "diff", what, "> te.patch", statuses)
     _add_source(diff)
     diff.add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)")
     diff.set_defaults(command=_diff)
 
-    verify = commands.add_parser("verify", help="on a GPU: measure each defect without and with the fixes")
+    what = "write the changes into TE's files, all or none; for image builds"
+    statuses = "0 everything that this TE needs is in; 1 nothing was changed, and why; 2 no TE"
+    bake = _command(commands, "bake", what, "", statuses)
+    _add_source(bake)
+    bake.add_argument("--undo", action="store_true", help="give TE's files their very bytes back")
+    bake.add_argument(
+        "--overlay", metavar="DIR", help="write the changed files into DIR, to be mounted, and leave TE alone"
+    )
+    bake.set_defaults(command=_bake)
+
+    what = "measure on a GPU each defect without and with the fixes"
+    statuses = "0 every replay is right, bit for bit; 1 one is not; 2 no TE, no GPU, or no such fix or case"
+    verify = _command(commands, "verify", what, "--quick", statuses)
     verify.add_argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.add_argument("--quick", action="store_true", help="one or two cases for each fix")
@@ -68,91 +144,147 @@ def _parser() -> argparse.ArgumentParser:
     # For the list of commands only: `__main__` starts `run` without this module.
     commands.add_parser("run", help="start a program with the fixes active in it and its children")
 
-    issue = commands.add_parser("issue", help="what a report about a TE that is not recognised needs, and nothing else")
+    what = "print what a report about a TE that is not recognised needs, and nothing else"
+    issue = _command(commands, "issue", what, "> report.txt", "0; 2 no TE")
     _add_source(issue)
     issue.set_defaults(command=_issue)
 
-    listing = commands.add_parser("list", help="the catalogue of fixes")
+    listing = _command(commands, "list", "list all fixes", "", "0")
     listing.set_defaults(command=_list)
     return parser
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", metavar="DIR", help="a site-packages folder or checkout that holds TE")
+    parser.add_argument("--source", "--te", metavar="DIR", help="a site-packages folder or checkout that holds TE")
 
 
 def _status(options: argparse.Namespace) -> int:
-    reading = _reading(options, Settings.read())
-    source, chosen = reading.source, reading.chosen
+    if options.overlay:
+        wrong = differences(_source(options), Path(options.overlay))
+        print("\n".join(wrong), file=sys.stderr)
+        if not wrong:
+            print(f"the overlay {options.overlay} is in place")
+        return int(bool(wrong))
+    decision, by_source = _decision(options, Settings.read()), options.source is not None
     if options.json:
-        print(json.dumps(_status_dict(reading), indent=2))
+        print(json.dumps(_status_dict(decision, by_source), indent=2))
     else:
-        version = source.version or "(version unknown)"
-        print(f"TransformerEngine {version} in {source.location} (te-graph-fixes {__version__})")
-        width = max(map(len, CATALOGUE))
-        for fix_id, verdict in chosen.items():
-            print(f"  {fix_id:{width}}  {verdict.verdict:14}  {reading.reason(fix_id)}")
-    return int(any(verdict.verdict == UNRECOGNIZED for verdict in chosen.values()))
+        print("\n".join(answers.status(decision, by_source, options.all)))
+    return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))
 
 
-def _reading(options: argparse.Namespace, settings: Settings) -> Reading:
+def _explain(options: argparse.Namespace) -> int:
+    (fix_id,) = fix_ids([options.fix])
+    wanted = {fix_id, *CATALOGUE[fix_id].requires}
+    try:
+        decision = _decision(options, Settings())
+    except TENotFoundError as error:
+        print(f"te-graph-fixes: without the patch: {error}", file=sys.stderr)
+        print("\n".join(answers.explain(CATALOGUE[fix_id], None, "")))
+        return NO_TE
+    only = Decision(decision.source, Settings(frozenset(wanted)), decision.verdicts)
+    files = [replace(file, after=above(file.after)) for file in corrected(only)]
+    patch = "".join("".join(_unified(file)) for file in files)
+    print("\n".join(answers.explain(CATALOGUE[fix_id], decision, patch)))
+    return 0
+
+
+def _decision(options: argparse.Namespace, settings: Settings) -> Decision:
     """What `te_graph_fixes.activate` with these settings does to the TE that the options name."""
-    source = Source.installed() if options.source is None else Source.at(options.source)
-    return Reading(source, settings)
+    return Decision(_source(options), settings)
 
 
-def _status_dict(reading: Reading) -> dict[str, object]:
-    version = reading.version
+def _source(options: argparse.Namespace) -> Source:
+    return Source.installed() if options.source is None else Source.at(options.source)
+
+
+def _version(source: Source) -> str:
+    return source.version or "(version unknown)"
+
+
+def _status_dict(decision: Decision, by_source: bool) -> dict[str, object]:
+    version = decision.version
     return {
         "te_graph_fixes_version": __version__,
         "te_version": version,
-        "source": reading.source.location,
+        "source": decision.source.location,
         "fixes": {
             fix_id: {
                 "verdict": verdict.verdict,
                 "expected": expected(CATALOGUE[fix_id], version),
-                "reason": reading.reason(fix_id),
+                "reason": decision.reason(fix_id, by_source),
                 "upstream": list(CATALOGUE[fix_id].upstream),
             }
-            for fix_id, verdict in reading.chosen.items()
+            for fix_id, verdict in decision.decisions.items()
         },
     }
 
 
 def _diff(options: argparse.Namespace) -> int:
     names = options.fixes
-    reading = _reading(options, Settings(fix_ids(names)) if names else Settings.read())
+    decision = _decision(options, Settings(fix_ids(names)) if names else Settings.read())
     for fix_id in names or CATALOGUE:
-        verdict = reading.chosen[fix_id]
+        verdict = decision.decisions[fix_id]
         if verdict.verdict == UNRECOGNIZED or (names and verdict.verdict != APPLICABLE):
             print(f"te-graph-fixes: {fix_id} is {verdict.verdict}: {verdict.reason}", file=sys.stderr)
-    if not (names or reading.to_apply):
-        print("te-graph-fixes: no changes: `te-graph-fixes status` says why", file=sys.stderr)
-    for name, (before, after) in sorted(patched(reading.source, reading.to_apply.values()).items()):
-        newline = reading.source.module(name).newline if before else "\n"
-        sys.stdout.writelines(_unified(_path(reading.source, name), before, after, newline))
-    return int(any(verdict.verdict == UNRECOGNIZED for verdict in reading.chosen.values()))
+    if not (names or decision.to_apply):
+        print("te-graph-fixes: no changes: `te-graph-fixes status --all` says why", file=sys.stderr)
+    for file in corrected(decision):
+        sys.stdout.writelines(_unified(file))
+    return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))
 
 
-def _path(source: Source, module: str) -> str:
-    found = source.find(module)
-    parts = module.split(".")
-    if found is not None and os.path.basename(found.path) == "__init__.py":
-        parts.append("__init__")
-    return str(PurePosixPath(*parts)) + ".py"
+def _bake(options: argparse.Namespace) -> int:
+    source = _source(options)
+    location = Path(source.location)
+    if options.overlay:
+        return _overlay(_decision(options, Settings.read()), Path(os.path.abspath(options.overlay)))
+    with locked(location):
+        recovered = recover(location)
+        if recovered:
+            print("te-graph-fixes: took back what an interrupted command had left", file=sys.stderr)
+        if options.undo:
+            if not recovered or (location / KEPT).exists():
+                print(f"{len(undo(location))} files of {location} are as they were before the bake")
+            return 0
+        decision = _decision(options, Settings.read())
+        require_whole(decision)
+        changed = [each for each in in_place(decision) if each.original != each.result]
+    about = f"TransformerEngine {_version(source)} in {location}"
+    if changed:
+        print(
+            f"{len(decision.to_apply)} fixes are now in {about}: {len(changed)} files. Undo: te-graph-fixes bake --undo"
+        )
+    else:
+        print(f"{about} needs no change. `te-graph-fixes status --all` says why")
+    return 0
 
 
-def _unified(path: str, before: str, after: str, newline: str) -> Iterator[str]:
+def _overlay(decision: Decision, folder: Path) -> int:
+    require_whole(decision)
+    if not decision.to_apply:
+        raise BakeError("there is nothing to correct, so there is no overlay to make")
+    manifest = overlay(decision, folder)
+    print(mounts(folder, manifest))
+    print(
+        f"te-graph-fixes: {len(manifest['files'])} files with {len(decision.to_apply)} fixes are in {folder}. "
+        f"In the container: te-graph-fixes status --overlay {folder}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _unified(file: Corrected) -> Iterator[str]:
     """A unified diff that `patch -p1` accepts, last lines without a line break included."""
-    old = f"a/{path}" if before else "/dev/null"
-    was, is_now = (io.StringIO(text).readlines() for text in (before, after))
-    diff = difflib.unified_diff(was, is_now, old, f"b/{path}")
+    old = f"a/{file.path}" if file.before else "/dev/null"
+    was, is_now = (io.StringIO(text).readlines() for text in (file.before, file.after))
+    diff = difflib.unified_diff(was, is_now, old, f"b/{file.path}")
     yield from itertools.islice(diff, 2)
     for line in diff:
         if not line.endswith("\n"):
             yield f"{line}\n\\ No newline at end of file\n"
         else:
-            yield line if line.startswith("@") else line[:-1] + newline
+            yield line if line.startswith("@") else line[:-1] + file.newline
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -160,36 +292,47 @@ def _verify(options: argparse.Namespace) -> int:
     from .verify.runner import no_gpu, verify
 
     Settings.read()
-    cases = select(options.wanted, options.quick)
-    Source.installed()
+    try:
+        cases = select(options.wanted, options.quick)
+    except ValueError as error:
+        return _fail(NO_TE, str(error))
+    on_disk = of_tree(Source.installed().location) is not None
     reason = no_gpu()
     if reason:
         print(f"te-graph-fixes: verify needs a GPU: {reason}", file=sys.stderr)
         return NO_TE
-    return verify(cases, options.json, options.limit)
+    return verify(cases, options.json, options.limit, on_disk)
 
 
 def _issue(options: argparse.Namespace) -> int:
     """Versions, verdicts and digests of the files that they are about: no paths, variables or source text."""
     import hashlib
 
-    reading = _reading(options, Settings())
-    source = reading.source
+    decision = _decision(options, Settings())
+    source = decision.source
     print(f"te-graph-fixes {__version__}, TransformerEngine {source.version or '(version unknown)'}")
     packages = ("torch", "megatron-core", "wrapt")
     known = [f"{name} {_installed(name) or '-'}" for name in packages]
     print(f"Python {platform.python_version()}, {', '.join(known)}, {platform.system()} {platform.machine()}\n")
-    for fix_id, verdict in reading.chosen.items():
+    for fix_id, verdict in decision.decisions.items():
         guess = expected(CATALOGUE[fix_id], source.version)
-        print(f"{fix_id}: {verdict.verdict}" + (f" (expected: {guess})" if guess != verdict.verdict else ""))
+        print(f"{fix_id}: {verdict.verdict}" + (_unexpected(verdict.verdict, guess)))
         if verdict.verdict == UNRECOGNIZED:
             print("    " + verdict.reason.replace(source.location, TE))
     print()
-    for name in sorted(reading.modules):
+    for name in sorted(decision.modules):
         module = source.find(name)
         if module is not None:
-            print(f"{hashlib.sha256(module.text.encode()).hexdigest()[:16]}  {_path(source, name)}")
+            print(f"{hashlib.sha256(module.text.encode()).hexdigest()[:16]}  {module_path(source, name)}")
+    if where := issues():
+        print(f"te-graph-fixes: report it at {where}", file=sys.stderr)
     return 0
+
+
+def _unexpected(verdict: str, guess: str | None) -> str:
+    """What to add to a verdict where the published TE of this version has another."""
+    here, published = (word == APPLICABLE for word in (verdict, guess))
+    return "" if guess is None or (verdict != UNRECOGNIZED and here == published) else f" (expected: {guess})"
 
 
 def _installed(name: str) -> str | None:
@@ -208,4 +351,6 @@ def _list(_: argparse.Namespace) -> int:
             print(f"    upstream: {link}")
         for required in fix.requires:
             print(f"    requires: {required}")
+        if fix.merged:
+            print(f"    merged:   TransformerEngine {fix.merged} (TE_GRAPH_FIXES=upstream applies it)")
     return 0

@@ -7,6 +7,7 @@ process, so that its signals, exit status and streams are its own.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -17,13 +18,18 @@ from .checking import VARIABLE, Options
 from .settings import EXPECT, Settings
 
 USAGE = """\
-usage: te-graph-fixes run [--check[=N[,layers=K]] | --check-strict[=N[,layers=K]]] [--] CMD [ARG ...]
+usage: te-graph-fixes run [--required] [--check[=N[,layers=K]] | --check-strict[=N[,layers=K]]] [--] CMD [ARG ...]
        te-graph-fixes run --print-env
 
 Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children.
+With --required, the job ends with the status 87 once a process of it, on this machine, has TransformerEngine without
+the fixes; a fix that cannot be applied is an error.
 With --check, compare graphs with eager in the first N steps (2); docs/check.md says what is seen. With K layers at a
 time it takes less memory. With --check-strict, a process that finds a mismatch ends with the status 86.
 With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
+
+exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong use; 1: a bad variable
+example: te-graph-fixes run --required torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
 FILTER = "ignore::te_graph_fixes_run.Started"
@@ -45,18 +51,16 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments) == ["--print-env"]:
         print_environment()
         return 0
-    option, _, value = (arguments[0] if arguments else "").partition("=")
-    if option in ("--check", "--check-strict"):
-        os.environ[VARIABLE] = (value or "on") + (",strict" if option == "--check-strict" else "")
-        try:
-            wanted = Options.parse(os.environ[VARIABLE])
-        except ValueError as error:
-            return _fail(BAD_USAGE, str(error))
-        if wanted is None:
-            return _fail(BAD_USAGE, f"{arguments[0]} checks nothing: leave it out, or ask for 1 step or more")
+    required = False
+    while arguments and (option := arguments[0].partition("=")[0]) in ("--required", "--check", "--check-strict"):
+        if option == "--required":
+            required = True
+            wrong = "" if arguments[0] == option else f"{arguments[0]}: write --required alone"
+        else:
+            wrong = _ask_for_check(*arguments[:2])
+        if wrong:
+            return _fail(BAD_USAGE, wrong)
         arguments = arguments[1:]
-        if arguments and arguments[0].isdecimal():
-            return _fail(BAD_USAGE, f"no program is called {arguments[0]}; write {option}={arguments[0]} for the steps")
     command = list(arguments[1:] if arguments and arguments[0] == "--" else arguments)
     if not command or not command[0] or (command[0].startswith("-") and arguments[0] != "--"):
         return _fail(BAD_USAGE, f"no command, or an unknown option\n{USAGE.rstrip()}")
@@ -66,10 +70,32 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these at its start, and a program would inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
+        if required:
+            from .required import run
+
+            return run(command, {**os.environ, **variables()})
         os.execvpe(command[0], command, {**os.environ, **variables()})
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         return _fail(NOT_FOUND if missing else NOT_EXECUTABLE, f"cannot start {command[0]}: {error.strerror}")
+
+
+def _ask_for_check(option: str, following: str = "") -> str:
+    """Set the variable that asks for a check; returns what is wrong with the option, or ""."""
+    name, _, value = option.partition("=")
+    os.environ[VARIABLE] = (value or "on") + (",strict" if name == "--check-strict" else "")
+    try:
+        wanted = Options.parse(os.environ[VARIABLE])
+    except ValueError as error:
+        return str(error)
+    if wanted is None:
+        return f"{option} checks nothing: leave it out, or ask for 1 step or more"
+    if following.isdecimal():
+        return f"no program is called {following}; write {name}={following} for the steps"
+    if importlib.util.find_spec("transformer_engine") is None:
+        message = f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked"
+        print(f"te-graph-fixes run: {message}", file=sys.stderr)
+    return ""
 
 
 def variables() -> dict[str, str]:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 from . import __version__
+
+COPIED = ("_make_graphed_callables", "_graph_context_wrapper")
+"""Functions of TransformerEngine's graph.py, by which a copy of it is known."""
+
+
+def copies_of_graphs(original: str) -> tuple[str, ...]:
+    """The imported modules, except the one called ``original``, that define all of `COPIED`."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        own = (
+            object.__getattribute__(module, "__dict__") if issubclass(type(module), ModuleType) else {}
+        )  # loads nothing
+        if name != original and all(getattr(own.get(each), "__module__", None) == name for each in COPIED):
+            found.append(name)
+    return tuple(sorted(found))
 
 
 class FixNotAppliedError(RuntimeError):
@@ -35,25 +52,31 @@ class FixStatus:
 class Report:
     """The version of TransformerEngine (None: not found, or without metadata) and a `FixStatus` for each fix.
 
-    ``version`` is that of te-graph-fixes. As a string it is a table.
+    ``version`` is that of te-graph-fixes. ``copies`` are imported modules that hold a copy of TransformerEngine's
+    graph.py under another name: no fix reaches them. As a string it is a table.
     """
 
     te_version: str | None
     fixes: dict[str, FixStatus]
     version: str = __version__
+    copies: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = max(map(len, self.fixes), default=0)
         lines = [f"te-graph-fixes {self.version}, TransformerEngine {self.te_version or '(version unknown)'}"]
-        return "\n".join(
-            [*lines, *(f"  {fix:{width}}  {status.status:14}  {status.reason}" for fix, status in self.fixes.items())]
-        )
+        lines += [f"  {fix:{width}}  {status.status:14}  {status.reason}" for fix, status in self.fixes.items()]
+        return "\n".join([*lines, *(f"  {text}" for text in self.said_of_copies())])
+
+    def said_of_copies(self) -> list[str]:
+        """A sentence for each copy of TransformerEngine's graphs."""
+        return [f"{name} is a copy of TransformerEngine's graph.py: no fix reaches its graphs" for name in self.copies]
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain dicts and lists, ready for JSON."""
         return {
             "te_graph_fixes_version": self.version,
             "te_version": self.te_version,
+            "copies": list(self.copies),
             "fixes": {
                 fix_id: {**asdict(status), "upstream": list(status.upstream), "targets": list(status.targets)}
                 for fix_id, status in self.fixes.items()

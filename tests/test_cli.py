@@ -15,13 +15,15 @@ import pytest
 import te_graph_fixes
 from te_graph_fixes.cli import main
 from te_graph_fixes.engine import patched
-from te_graph_fixes.fix import APPLICABLE
+from te_graph_fixes.fix import APPLICABLE, GROUPS
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.project import issues
 from te_graph_fixes.settings import DISABLE, SWITCH
 from te_graph_fixes.source import Source
+from te_graph_fixes.stamp import above, of_text
 from te_graph_fixes.verdicts import verdicts
 from tests import newest
-from tests.published import source
+from tests.published import COVERED, needed, source
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,7 +61,11 @@ def test_a_diff_fits_whatever_breaks_the_lines(
     texts = dict(written(tree))
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=out.encode(), cwd=tree, check=True, capture_output=True)
     for path, text in texts.items():
-        assert path.read_bytes() == text.replace(b"\n", b"\r\n" if new == b"\r\n" and path == graph else b"\n")
+        found = path.read_bytes()
+        assert (found.count(b"\r\n") == found.count(b"\n")) == (new == b"\r\n" and path == graph)
+        plain = found.replace(b"\r\n", b"\n").decode()
+        assert of_text(plain)
+        assert above(plain) == text.decode()
 
 
 def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
@@ -74,11 +80,52 @@ def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
 def test_status_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "status", "--source", source("2.12.0"))
     assert status == 0
-    place = f"{source('2.12.0')}/transformer_engine"
-    assert out.startswith(f"TransformerEngine 2.12.0 in {place} (te-graph-fixes {te_graph_fixes.__version__})\n")
-    lines = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
-    assert set(lines) == set(CATALOGUE)
-    assert (lines["warmup-reset"], lines["skip-flag-accessors"]) == ("applicable", "not-needed")
+    count = len(needed("2.12.0"))
+    first, second, *_ = out.splitlines()
+    known = f"TransformerEngine 2.12.0: {count} of {len(CATALOGUE)} known defects; all {count} can be corrected"
+    assert first == f"{known}. Next: te-graph-fixes run CMD, or te-graph-fixes bake"
+    assert second == f"in {source('2.12.0')}/transformer_engine (te-graph-fixes {te_graph_fixes.__version__})"
+    affected = {fix: fix_of.symptom for fix, fix_of in CATALOGUE.items() if fix in needed("2.12.0")}
+    assert listed(out) == affected
+    groups = [line for line in out.splitlines()[2:] if line and not line.startswith(" ")]
+    assert groups == [group for group in GROUPS if any(CATALOGUE[fix].group == group for fix in affected)]
+    more = run(capsys, "status", "--all", "--source", source("2.12.0"))[1]
+    assert set(listed(more)) == set(CATALOGUE)
+    assert listed(more)["skip-flag-accessors"].startswith("not-needed: ")
+
+
+def listed(out: str) -> dict[str, str]:
+    """What ``status`` says of each fix."""
+    return dict(line.split(maxsplit=1) for line in out.splitlines() if line.startswith("  "))
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.15.0", COVERED[-1]])
+def test_the_answer_counts_what_the_sources_have(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "status", "--source", source(version))[1]
+    assert f"{version}: {len(needed(version))} of {len(CATALOGUE)} known defects; " in out.splitlines()[0]
+
+
+def test_a_container_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tree = altered(tmp_path, "2.14.0", "graph.py", "import contextlib", "import contextlib  # changed")
+    metadata = tmp_path / "transformer_engine-2.14.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.14.0+71bbefbf\n")
+    assert run(capsys, "status", "--source", tree)[1].startswith("TransformerEngine 2.14.0+71bbefbf (NeMo 26.04): ")
+
+
+@pytest.mark.parametrize("fix", ["warmup-reset", "skip-flag-accessors", "replay-arguments", "stale-fp8-weights"])
+def test_a_fix_is_explained(fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    version = next(version for version in reversed(COVERED) if fix in needed(version))
+    status, out, err = run(capsys, "explain", fix, "--source", source(version))
+    assert (status, err) == (0, "")
+    record = CATALOGUE[fix]
+    assert out.startswith(f"{fix} ({record.group}): {record.summary}\n\nsymptom    {record.symptom}\n")
+    assert f"\nhere       TransformerEngine {version}: it has this defect: " in out
+    assert f"\nleave out  TE_GRAPH_FIXES_DISABLE={fix}\n" in out
+    assert all(f"\nupstream   {link}" in out for link in record.upstream)
+    names = {edit.module.rpartition(".")[2] for edit in needed(version)[fix].edits}
+    assert all(re.search(rf"^\+\+\+ b/.*/{name}.py$", out, re.MULTILINE) for name in names)
+    assert "Corrected on disk" not in out
 
 
 def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +137,7 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["fixes"]["warmup-reset"] == {
         "verdict": "not-needed",
         "expected": "not-needed",
-        "reason": "warmup leaves is_first_microbatch alone",
+        "reason": "by shape: warmup leaves is_first_microbatch alone",
         "upstream": ["https://github.com/NVIDIA/TransformerEngine/pull/2715"],
     }
 
@@ -102,14 +149,16 @@ def test_the_source_decides_against_the_version(capsys: pytest.CaptureFixture[st
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.17.0+vendor\n")
     found = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"]["grouped-linear-skip-flag"]
     assert (found["verdict"], found["expected"]) == ("applicable", "not-needed")
-    assert "version 2.17.0+vendor leads one to expect not-needed; the source decides" in found["reason"]
+    assert "(the published 2.17.0 does not have this defect)" in found["reason"]
 
 
 def test_a_source_that_is_not_recognised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
     status, out, _ = run(capsys, "status", "--source", tree)
     assert status == 1
-    assert "unrecognized    looked for one definition of _make_graphed_callables in" in out
+    assert re.search(r"\d+ of \d+ known defects can be corrected; \d+ cannot. Next: te-graph-fixes issue", out)
+    assert "\ncannot be corrected\n" in out
+    assert "  looked for one definition of _make_graphed_callables in" in out
 
 
 def test_no_te(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -124,8 +173,8 @@ def test_a_source_whose_corrected_text_does_not_compile(capsys: pytest.CaptureFi
     path = tree / "transformer_engine" / "pytorch" / "graph.py"
     path.write_text("".join(re.sub("^ +", tabs, line) for line in path.read_text().splitlines(keepends=True)))
     compile(path.read_text(), "graph.py", "exec")
-    status, out, _ = run(capsys, "status", "--source", tree)
-    words = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
+    status, out, _ = run(capsys, "status", "--json", "--source", tree)
+    words = {fix: found["verdict"] for fix, found in json.loads(out)["fixes"].items()}
     assert status == 1
     unbuildable = [fix for fix, word in words.items() if word == "unrecognized"]
     assert "delayed-wgrad-delivery" in unbuildable
@@ -136,7 +185,8 @@ def test_a_source_whose_corrected_text_does_not_compile(capsys: pytest.CaptureFi
         assert f"te-graph-fixes: {fix} is unrecognized: " in err
     subprocess.run(["git", "apply", "-p1", "-"], input=out, text=True, cwd=tree, check=True)
     compile(path.read_text(), "graph.py", "exec")
-    assert "applicable" not in run(capsys, "status", "--source", tree)[1].replace("not-applicable", "")
+    again = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"].values()
+    assert APPLICABLE not in {found["verdict"] for found in again}
 
 
 def tabs(indent: re.Match[str]) -> str:
@@ -204,7 +254,9 @@ def test_a_bad_setting_is_said_where_it_counts() -> None:
             check=False,
         )
         assert done.returncode == status, command
-        assert done.stderr.count("TE_GRAPH_FIXES: unknown fix wormup-reset; valid: ") == status
+        assert (
+            done.stderr.count("TE_GRAPH_FIXES: unknown fix wormup-reset; did you mean warmup-reset? valid: ") == status
+        )
         assert "Traceback" not in done.stderr
 
 
@@ -220,7 +272,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_report_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
     status, out, err = run(capsys, "issue", "--source", tree)
-    assert (status, err) == (0, "")
+    assert (status, err) == (0, f"te-graph-fixes: report it at {issues()}\n" if issues() else "")
     assert out.startswith(
         f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine (version unknown)\nPython 3."
     )
@@ -270,14 +322,16 @@ def test_diff_of_a_fix_that_is_not_needed_is_empty_and_says_why(capsys: pytest.C
 
 def test_a_diff_without_changes_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "off")
-    expected = (0, "", "te-graph-fixes: no changes: `te-graph-fixes status` says why\n")
+    expected = (0, "", "te-graph-fixes: no changes: `te-graph-fixes status --all` says why\n")
     assert run(capsys, "diff", "--source", source("2.12.0")) == expected
 
 
 def test_diff_of_an_unknown_fix(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "wormup-reset")
     assert (status, out) == (1, "")
-    assert err == f"te-graph-fixes: unknown fix wormup-reset; valid: {', '.join(CATALOGUE)}\n"
+    assert (
+        err == "te-graph-fixes: unknown fix wormup-reset; did you mean warmup-reset? valid: see te-graph-fixes list\n"
+    )
 
 
 def test_the_diff_is_stable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,4 +363,4 @@ def test_the_module_is_the_command() -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("TransformerEngine 2.20.2 in ")
+    assert done.stdout.startswith("TransformerEngine 2.20.2: ")

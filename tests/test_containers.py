@@ -16,7 +16,6 @@ from tests.published import source
 
 PAGE = Path(__file__).parent.parent / "docs" / "containers.md"
 CONTAINERS = {
-    "2.9.0": "NeMo 25.11",
     "2.12.0": "NeMo 26.02 (2.12.0+5671fd36)",
     "2.14.0": "NeMo 26.04 (2.14.0+71bbefbf)",
     "2.14.1": "NeMo 26.04.01",
@@ -46,6 +45,25 @@ def with_table(page: str) -> str:
 def test_the_table_is_what_the_sources_say() -> None:
     page = PAGE.read_text()
     assert with_table(page) == page
+
+
+def test_no_page_installs_the_package_from_an_index() -> None:
+    """It is on none: the command would fail, or install somebody else's."""
+    for page in [*PAGE.parent.rglob("*.md"), *PAGE.parent.parent.glob("*.md")]:
+        blocks = re.findall(r"```.*?```|(?<!`)`[^`\n]+`", page.read_text(), re.DOTALL)
+        commands = [
+            block for block in blocks if re.search(r"(pip|uv)[^\n&]* (install|download)[^\n&]* te-graph-fixes", block)
+        ]
+        assert not [command for command in commands if command != "`pip install te-graph-fixes`"], page
+    assert "`pip install te-graph-fixes` fails" in PAGE.read_text()
+
+
+def test_every_command_of_the_page_is_one() -> None:
+    from te_graph_fixes.cli import _parser
+
+    commands = next(action.choices for action in _parser()._actions if action.metavar == "COMMAND") or ()
+    named = re.findall(r"`(?:te-graph-fixes|RUN te-graph-fixes) ([a-z]+)", PAGE.read_text())
+    assert set(named) <= set(commands)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,21 @@ PACKAGE = "transformer_engine.pytorch"
 FILTER = "ignore::te_graph_fixes_run.Started"
 
 
+def page() -> object:
+    """What `te_graph_fixes.required` looks for in a process: memory with this name."""
+    import mmap
+
+    file = os.memfd_create("te_graph_fixes_active")
+    os.ftruncate(file, mmap.PAGESIZE)
+    mapped = mmap.mmap(file, mmap.PAGESIZE)
+    os.close(file)
+    return mapped
+
+
 class Activator:
     """Imports te_graph_fixes just before TE is imported, then steps aside."""
+
+    page = page() if os.environ.get("TE_GRAPH_FIXES_REQUIRED") else None
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
         if name == "site":  # what brought us here is no choice of warnings, and programs ask whether there is one
