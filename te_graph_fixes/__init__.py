@@ -5,8 +5,9 @@ Import this package before or after TE, but before TE's graphs are captured: the
     import te_graph_fixes
     te_graph_fixes.report()
 
-Environment: ``TE_GRAPH_FIXES`` = ``on`` (default), ``off``, or a comma list of fix ids; ``TE_GRAPH_FIXES_DISABLE`` =
-ids; ``TE_GRAPH_FIXES_STRICT=1`` raises `FixNotAppliedError` where a needed fix cannot be applied, instead of warning;
+Environment: ``TE_GRAPH_FIXES`` = ``on`` (default), ``off``, ``upstream`` (what upstream has merged since), or a comma
+list of ids; ``TE_GRAPH_FIXES_DISABLE`` = ids; ``TE_GRAPH_FIXES_STRICT=1`` raises `FixNotAppliedError` where a needed
+fix cannot be applied, instead of warning;
 ``TE_GRAPH_FIXES_VERBOSE`` = ``1``: every process says on stderr what was applied, not only that of rank 0; ``0``: none.
 ``TE_GRAPH_FIXES_CHECK=N`` compares graphs with eager in the first N steps of training (`check`).
 """
@@ -45,3 +46,7 @@ def _is_command() -> bool:
 if not _is_command():
     activate()
     check_as_asked()
+    if os.environ.get("TE_GRAPH_FIXES_REQUIRED"):
+        from .required import mark
+
+        mark()

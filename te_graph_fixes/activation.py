@@ -18,18 +18,19 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
+from enum import Enum, auto
 from types import FunctionType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from .captured import Captured
+from .earlier_graphs import EarlierGraphs
 from .finder import PACKAGE, Finder, loaded
-from .messages import announce, complaint, warn
+from .messages import announce, problem_summary, warn
 from .settings import EXPECT, Settings
-from .status import FixNotAppliedError, FixStatus, Report
+from .status import FixNotAppliedError, FixStatus, Report, copies_of_graphs
 
 if TYPE_CHECKING:
-    from .verdicts import Reading
+    from .verdicts import Decision
 
 if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only with TE: it is slow to import
     raise ImportError("te_graph_fixes needs wrapt, which is not installed: pip install 'wrapt>=1.16,<3'", name="wrapt")
@@ -37,8 +38,18 @@ if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only w
 _logger = logging.getLogger("te_graph_fixes")
 
 
+class _Stage(Enum):
+    """How far a decision has come."""
+
+    WAITING = auto()
+    """More of TE is to be executed first."""
+    INSTALLED = auto()
+    FAILED = auto()
+    """Nothing is changed; `_Activation` knows the reason."""
+
+
 class _Activation:
-    """The state of this process: what is wanted, what is known and chosen, what is installed.
+    """The state of this process: the settings, the decision on TE, and whether that is installed.
 
     The lock is never held while TE is imported.
     """
@@ -47,12 +58,13 @@ class _Activation:
         self._lock = threading.RLock()
         self._finder = Finder(self.watches, self.before, self.after)
         self._settings: Settings | None = None
-        self._early: Reading | None = None  # for the first time that TE is to be read
-        self._reading: Reading | None = None
-        self._failure: str | None = None  # "": what is chosen of it is installed; None: it is not yet to be
+        self._early: Decision | None = None  # for the first time that TE is to be read
+        self._decision: Decision | None = None
+        self._stage = _Stage.WAITING
+        self._failure = ""
         self._reverted: frozenset[str] = frozenset()
         self._earlier: WeakSet[FunctionType] = WeakSet()
-        self._captured = Captured()
+        self._earlier_graphs = EarlierGraphs()
 
     def activate(
         self, only: Iterable[str] | None = None, disable: Iterable[str] | None = None, strict: bool | None = None
@@ -69,9 +81,9 @@ class _Activation:
         """
         settings, early = Settings.read(only, disable, strict), None
         if settings.only:
-            from .verdicts import Reading
+            from .verdicts import Decision
 
-            early = Reading.installed(settings)  # that a fix is named without one that it requires shows at once
+            early = Decision.installed(settings)  # that a fix is named without one that it requires shows at once
         with self._lock:
             self._stop()
             self._settings, self._early, self._reverted = settings, early, frozenset()
@@ -91,74 +103,81 @@ class _Activation:
 
     def watches(self, name: str) -> bool:
         """Whether ``name`` is where TE starts, or a module to be changed, or one to be reloaded that the fixes read."""
-        reading = self._reading
-        if reading is None or name == PACKAGE:
+        decision = self._decision
+        if decision is None or name == PACKAGE:
             return name == PACKAGE
-        return name in (reading.modules if loaded(name) else reading.targets)
+        return name in (decision.modules if loaded(name) else decision.targets)
 
     def before(self, name: str) -> None:
         """``name`` is about to be executed: read TE, if this is its start or a reload of a part of it."""
         settings = self._settings
         if settings is None or (name != PACKAGE and not loaded(PACKAGE)):
             return
-        from .verdicts import Reading, mismatch
+        from .verdicts import Decision, mismatch
 
-        reading = Reading.installed(settings, self._early)
+        decision = Decision.installed(settings, self._early)
         with self._lock:
             if self._settings is settings:
                 self._take_back()
-                self._reading, self._early = reading, None
-        self._object(mismatch(reading, os.environ.get(EXPECT, "")), settings.strict)
+                self._decision, self._early = decision, None
+        self._warn_or_raise(mismatch(decision, os.environ.get(EXPECT, "")), settings.strict)
         if settings.strict and not loaded(PACKAGE):
-            self._complain(self.report(), settings)
+            self._report_problems(self.report(), settings)
 
     def after(self, name: str) -> None:
         """``name`` has been executed: install what is chosen, if all that it changes has been."""
         with self._lock:
-            reading, settings = self._reading, self._settings
-            if reading is None or settings is None or self._failure is not None or self._waits(reading, name):
+            decision, settings = self._decision, self._settings
+            if decision is None or settings is None or self._stage is not _Stage.WAITING:
+                return
+            if self._waits(decision, name):
                 return
             try:
-                reading.require_live()
-                self._captured.note(frozenset())
-                reading.installation.install(self._earlier)
-                self._failure = ""
+                decision.require_live()
+                self._earlier_graphs.note(frozenset())
+                decision.installation.install(self._earlier)
+                self._stage = _Stage.INSTALLED
             except Exception as error:
                 _logger.debug("the installation failed", exc_info=True)
-                self._failure = f"nothing was changed: {type(error).__name__}: {error}"
+                self._fail(f"{type(error).__name__}: {error}")
         report = self.report()
-        self._complain(report, settings)
+        self._report_problems(report, settings)
         announce(report, settings.verbose)
 
     @property
     def _applied(self) -> frozenset[str]:
-        return frozenset(self._reading.to_apply if self._reading and self._failure == "" else ())
+        return frozenset(self._decision.to_apply if self._decision and self._stage is _Stage.INSTALLED else ())
+
+    def _fail(self, reason: str) -> None:
+        self._stage, self._failure = _Stage.FAILED, f"nothing was changed: {reason}"
 
     def _take_back(self) -> None:
-        if self._reading and self._failure == "":
-            self._captured.note(self._applied)
-            self._earlier.update(self._reading.installation.revert())
-        self._failure = None
+        if self._decision and self._stage is _Stage.INSTALLED:
+            self._earlier_graphs.note(self._applied)
+            self._earlier.update(self._decision.installation.revert())
+        self._stage = _Stage.WAITING
 
     def _stop(self) -> None:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._take_back()
-        self._settings = self._early = self._reading = None
+        self._settings = self._early = self._decision = None
 
-    def _complain(self, report: Report, settings: Settings) -> None:
-        """Object where a graph is without a fix that it needs."""
+    def _report_problems(self, report: Report, settings: Settings) -> None:
+        """Warn, or raise in strict mode, where a graph is without a fix that it needs."""
         advice = ". To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
         with self._lock:
-            text = complaint(report, self._captured.without(self._applied))
-        self._object(text and text + (advice if settings.strict else "; see te_graph_fixes.report()"), settings.strict)
+            text = problem_summary(report, self._earlier_graphs.without(self._applied))
+        self._warn_or_raise(
+            text and text + (advice if settings.strict else "; see te_graph_fixes.report()"), settings.strict
+        )
 
-    def _object(self, text: str, strict: bool) -> None:
+    def _warn_or_raise(self, text: str, strict: bool) -> None:
         """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""
         if text and strict:
             with self._lock:
                 self._take_back()
-                self._failure = "nothing was changed: strict mode has raised an error"
+                self._fail("strict mode has raised an error")
             raise FixNotAppliedError(text)
         if text:
             warn(text)
@@ -170,42 +189,49 @@ class _Activation:
 
         with self._lock:
             try:
-                version, absent = (self._reading or Source.installed()).version, ""
+                version, absent = (self._decision or Source.installed()).version, ""
             except TENotFoundError:
                 version, absent = None, "TransformerEngine is not installed"
-            targets = {fix_id: found.targets for fix_id, found in self._reading.chosen.items()} if self._reading else {}
+            decisions = self._decision.decisions if self._decision else {}
+            targets = {fix_id: verdict.targets for fix_id, verdict in decisions.items()}
             fixes = {
                 fix.id: FixStatus(*self._status(fix.id, absent), fix.upstream, targets.get(fix.id, ()))
                 for fix in CATALOGUE.values()
             }
-            return Report(version, fixes)
+            return Report(version, fixes, copies=copies_of_graphs(f"{PACKAGE}.graph"))
 
     def _status(self, fix_id: str, absent: str) -> tuple[str, str]:
         """Status of a fix, and the reason."""
-        reading = self._reading
+        decision = self._decision
         if self._settings is None:
             taken_back = "reverted", "deactivate() took it back"
             return taken_back if fix_id in self._reverted else ("disabled", "te_graph_fixes is not active")
-        if reading is None and not self._settings.wants(fix_id):
+        if decision is None and not self._settings.wants(fix_id):
             return "disabled", "left out by the settings"
-        word, reason = (reading.chosen[fix_id].verdict, reading.reason(fix_id)) if reading else ("applicable", "")
-        if word in ("disabled", "unrecognized") or (word != "applicable" and self._failure != ""):
+        word, reason = "applicable", ""
+        if decision:
+            word, reason = decision.decisions[fix_id].verdict, decision.reason(fix_id)
+        installed = self._stage is _Stage.INSTALLED
+        if word in ("disabled", "unrecognized") or (word != "applicable" and not installed):
             return word, reason
-        if reading is None or self._failure is None:
+        if decision is None or self._stage is _Stage.WAITING:
             past = "failed", f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
             return past if loaded(PACKAGE) else ("pending", absent or "TransformerEngine is not imported yet")
-        live = not self._failure and reading.installation.is_live(fix_id)
+        live = installed and decision.installation.is_live(fix_id)
         if word != "applicable":
-            replaced = "unrecognized", "somebody has replaced a function that its source has as it should be"
+            replaced = "unrecognized", "another package has replaced a function that is right in its source"
             return (word, reason) if live else replaced
+        if not installed:
+            return "failed", self._failure
         if not live:
-            return "failed", self._failure or "somebody has replaced what it had put in place"
-        early = self._captured.without({fix_id})
-        return "applied", f"{reason}; {early} graphs that were captured before are without it" if early else reason
+            return "failed", "another package has replaced a corrected function"
+        early = self._earlier_graphs.without({fix_id})
+        earlier = f" (but not in {early} graph{'s' * (early > 1)} captured before)" if early else ""
+        return "applied", f"corrected: {reason}{earlier}"
 
-    def _waits(self, reading: Reading, executed: str) -> bool:
+    def _waits(self, decision: Decision, executed: str) -> bool:
         """Whether there is more to be executed; where nothing is to be changed, all of TE is waited for."""
-        edited = {edit.module for verdict in reading.to_apply.values() for edit in verdict.edits}
+        edited = {edit.module for verdict in decision.to_apply.values() for edit in verdict.edits}
         absent = [name for name in edited if name != executed and not loaded(name)]
         return executed != PACKAGE and bool(absent or (executed and not edited))
 

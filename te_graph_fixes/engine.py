@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import inspect
 import io
 import itertools
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from .fix import Verdict
 from .source import Edit, ModuleSource, Source
@@ -61,7 +62,7 @@ def _edits(verdicts: Iterable[Verdict]) -> dict[str, list[Edit]]:
 
 
 @dataclass(frozen=True)
-class Change:
+class FunctionPatch:
     """One function of TransformerEngine, as its source has it and as it becomes; None where there is none.
 
     ``fixes`` change it or rest on it. ``block`` is the code of what a changed function is in: for a method, of a class
@@ -78,107 +79,149 @@ class Change:
     kwdefaults: Mapping[str, object] = field(default_factory=dict)
 
 
-def changes(source: Source, verdicts: Mapping[str, Verdict]) -> list[Change]:
+class _Edited(NamedTuple):
+    """A function of the patched text, and the edits in it."""
+
+    node: ast.FunctionDef
+    edits: tuple[Edit, ...]
+
+
+def compile_patches(source: Source, verdicts: Mapping[str, Verdict]) -> list[FunctionPatch]:
     """Compile the functions that the ``verdicts``, by fix, change or rest on, as in their modules.
 
     Raises `EngineError` unless every edit lies inside a function or adds functions to a class, behind one of its own.
     """
     edits, texts = _edits(verdicts.values()), patched(source, verdicts.values())
     rests_on = {place for verdict in verdicts.values() for place in verdict.rests_on}
-    found = []
+    patches = []
     for module in map(source.module, sorted(edits.keys() | {name for name, _ in rests_on})):
         edited = _edited(module, edits[module.name], texts[module.name][1]) if module.name in edits else {}
         names = edited.keys() | {name for place, name in rests_on if place == module.name}
-        known = {name: module.definitions.get(name) for name in sorted(names)}
-        old_codes = _codes(module, {name: node for name, node in known.items() if isinstance(node, ast.FunctionDef)})
-        new_codes = _codes(module, {name: node for name, (node, _) in edited.items()})
-        for name in (name for name, node in known.items() if not isinstance(node, ast.ClassDef)):
-            node, its = edited.get(name, (None, ()))
+        nodes = {name: module.definitions.get(name) for name in sorted(names)}
+        functions = {name: node for name, node in nodes.items() if isinstance(node, ast.FunctionDef)}
+        old_codes = _codes(module, functions)
+        new_codes = _codes(module, {name: new.node for name, new in edited.items()})
+        for name in (name for name, node in nodes.items() if not isinstance(node, ast.ClassDef)):
             _, before = old_codes.get(name, (None, None))
             block, after = new_codes.get(name, (None, before))
             if before and after and before.co_freevars != after.co_freevars:
                 raise EngineError(f"the edits change the free variables of {name} in {module.path}")
-            growth = _growth(module, known[name], node) if before and node else ()
-            fixes = {fix for fix, v in verdicts.items() if (module.name, name) in v.rests_on or {*its} & {*v.edits}}
-            found.append(Change(module.name, name, frozenset(fixes), before, after, block, *growth))
-    return found
+            new = edited.get(name)
+            defaults = _new_defaults(module, functions[name], new.node) if before and new else ()
+            its_edits = set(new.edits) if new else set()
+            fixes = {
+                fix
+                for fix, verdict in verdicts.items()
+                if (module.name, name) in verdict.rests_on or its_edits.intersection(verdict.edits)
+            }
+            patches.append(FunctionPatch(module.name, name, frozenset(fixes), before, after, block, *defaults))
+    return patches
 
 
-def _edited(module: ModuleSource, edits: list[Edit], text: str) -> dict[str, tuple[ast.FunctionDef, tuple[Edit, ...]]]:
-    """The functions of the patched ``text`` that have edits, by qualified name, each with those; see `changes`."""
-    edited: dict[str, tuple[ast.FunctionDef, tuple[Edit, ...]]] = {}
+def _edited(module: ModuleSource, edits: list[Edit], text: str) -> dict[str, _Edited]:
+    """By qualified name, the functions of the patched ``text`` that have edits; see `compile_patches`."""
+    edited: dict[str, _Edited] = {}
     for qualname, node in module.definitions.items():
-        ends = module.starts[[*node.decorator_list, node][0].lineno], module.starts[cast(int, node.end_lineno) + 1]
-        its = tuple(edit for edit in edits if ends[0] < edit.start and edit.end <= ends[1])
-        if its and isinstance(node, ast.FunctionDef):
-            start, end = (at + sum(len(e.text) - e.end + e.start for e in edits if e.end <= at) for at in ends)
-            owner, dot, _ = qualname.rpartition(".")
-            above = f"class {owner}:" if owner else ""
-            tree = ast.parse(above + "\n" * text.count("\n", 0, start) + text[start:end], module.path)
-            body = cast(ast.ClassDef, tree.body[0]).body if owner else tree.body
-            found = {f"{owner}{dot}{each.name}": (each, its) for each in body if isinstance(each, ast.FunctionDef)}
-            if qualname in found and len(found) == len(body) and len(tree.body) == 1:
-                edited |= found
-    if set(edits) != {edit for _, its in edited.values() for edit in its}:
+        start, end = module.starts[[*node.decorator_list, node][0].lineno], module.starts[(node.end_lineno or 0) + 1]
+        its_edits = tuple(edit for edit in edits if start < edit.start and edit.end <= end)
+        if its_edits and isinstance(node, ast.FunctionDef):
+            start, end = (_moved(position, edits) for position in (start, end))
+            functions = _functions(module, qualname, text[start:end], text.count("\n", 0, start))
+            edited |= {name: _Edited(function, its_edits) for name, function in functions.items()}
+    if set(edits) != {edit for function in edited.values() for edit in function.edits}:
         raise EngineError(f"an edit of {module.path} is not in a function, or leaves something other than functions")
     return edited
 
 
-def _growth(module: ModuleSource, old: Any, new: Any) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Take the parameters off ``new`` that it has beyond ``old``: their defaults, by position and by keyword.
+def _moved(position: int, edits: list[Edit]) -> int:
+    """Where a position of the original text is in the patched text."""
+    return position + sum(len(edit.text) - (edit.end - edit.start) for edit in edits if edit.end <= position)
+
+
+def _functions(module: ModuleSource, qualname: str, text: str, line: int) -> dict[str, ast.FunctionDef]:
+    """The functions of a text that begins behind a ``line``; none unless it has ``qualname``, and functions alone."""
+    owner, dot, _ = qualname.rpartition(".")
+    above = f"class {owner}:" if owner else ""
+    tree = ast.parse(above + "\n" * line + text, module.path)
+    body = cast(ast.ClassDef, tree.body[0]).body if owner else tree.body
+    functions = {f"{owner}{dot}{node.name}": node for node in body if isinstance(node, ast.FunctionDef)}
+    is_whole = qualname in functions and len(functions) == len(body) and len(tree.body) == 1
+    return functions if is_whole else {}
+
+
+def _new_defaults(
+    module: ModuleSource, old: ast.FunctionDef, new: ast.FunctionDef
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The defaults, by position and by keyword, of the parameters that ``new`` has beyond ``old``.
 
     Raises `EngineError` unless these are constants, and all else of the two heads is the same.
     """
-    rest, known = new.args, [each.arg for each in old.args.kwonlyargs]
-    by_position, by_keyword = rest.defaults[len(old.args.defaults) :], dict[str, Any]()
-    del rest.args[len(rest.args) - len(by_position) :], rest.defaults[len(old.args.defaults) :]
-    for place, parameter in reversed([*enumerate(rest.kwonlyargs)]):
-        if parameter.arg not in known:
-            by_keyword[rest.kwonlyargs.pop(place).arg] = rest.kw_defaults.pop(place)
-    kept, had = ([*map(ast.dump, (each.args, *each.decorator_list))] for each in (new, old))
-    are_constant = all(isinstance(value, ast.Constant) for value in (*by_position, *by_keyword.values()))
-    if kept != had or not are_constant:
+    head = copy.deepcopy(new.args)
+    first = len(old.args.defaults)
+    by_position, head.defaults = head.defaults[first:], head.defaults[:first]
+    head.args = head.args[: len(head.args) - len(by_position)]
+    known = {parameter.arg for parameter in old.args.kwonlyargs}
+    keywords = [*zip(head.kwonlyargs, head.kw_defaults, strict=True)]
+    by_keyword = {parameter.arg: default for parameter, default in keywords if parameter.arg not in known}
+    head.kwonlyargs = [parameter for parameter, _ in keywords if parameter.arg in known]
+    head.kw_defaults = [default for parameter, default in keywords if parameter.arg in known]
+    defaults = [*by_position, *by_keyword.values()]
+    is_same = _dumped(head, *new.decorator_list) == _dumped(old.args, *old.decorator_list)
+    if not is_same or not all(isinstance(default, ast.Constant) for default in defaults):
         raise EngineError(f"the edits do more to the head of {new.name} in {module.path} than add parameters")
-    return tuple(each.value for each in by_position), {name: each.value for name, each in by_keyword.items()}
+    values = [cast(ast.Constant, default).value for default in defaults]
+    return tuple(values[: len(by_position)]), dict(zip(by_keyword, values[len(by_position) :], strict=True))
+
+
+def _dumped(*nodes: ast.AST) -> list[str]:
+    return [ast.dump(node) for node in nodes]
 
 
 def _codes(module: ModuleSource, functions: Mapping[str, ast.FunctionDef]) -> dict[str, tuple[CodeType, CodeType]]:
-    """The code of each function as in its module, behind that of what it is in: a class with it alone, or the module.
+    """By qualified name, the code of the block that defines a function, as in its module, and that of the function.
 
-    What is no definition stays in the module: how a call compiles depends on what is imported.
+    The block is a class with nothing else in it, or the module. What is no definition stays in the module: how a call
+    compiles depends on what is imported.
     """
     definitions = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-    body: list[ast.stmt] = [each for each in module.tree.body if not isinstance(each, definitions)]
+    body: list[ast.stmt] = [node for node in module.tree.body if not isinstance(node, definitions)]
     for qualname, node in functions.items():
         owner = module.definitions.get(qualname.rpartition(".")[0])
         body.append(ast.ClassDef(**{**vars(owner), "body": [node]}) if owner else node)
     code = compile(ast.Module(body, []), _PATH.format(module.name), "exec", dont_inherit=True)
-    blocks = [code, *(each for each in code.co_consts if isinstance(each, CodeType))]
-    inner = [(block, each) for block in blocks for each in block.co_consts if isinstance(each, CodeType)]
-    found = {f"{block.co_name}.{each.co_name}": (block, each) for block, each in inner}
-    return {qualname: found[".".join(f"<module>.{qualname}".split(".")[-2:])] for qualname in functions}
+    return {qualname: _block_and_code(code, qualname) for qualname in functions}
 
 
-def live_function(change: Change) -> Any:
+def _block_and_code(module: CodeType, qualname: str) -> tuple[CodeType, CodeType]:
+    *owners, name = qualname.split(".")
+    blocks = [block for block in _inner_codes(module) if block.co_name == owners[-1]] if owners else [module]
+    return next((block, code) for block in blocks for code in _inner_codes(block) if code.co_name == name)
+
+
+def _inner_codes(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def live_function(patch: FunctionPatch) -> Any:
     """What stands under the name of the function, seen through wrappers as far as TE's own; None if nothing does."""
-    found, own = None, (change.before, change.after)
+    found, own = None, (patch.before, patch.after)
     with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # it is absent, or wrapped in a circle
-        found = vars(_scope(change)).get(change.qualname.rpartition(".")[2])
+        found = vars(_scope(patch)).get(patch.qualname.rpartition(".")[2])
         found = inspect.unwrap(found, stop=lambda each: type(each) is FunctionType and each.__code__ in own)
     return found
 
 
-def _is_live(change: Change, code: CodeType | None) -> bool:
+def _is_live(patch: FunctionPatch, code: CodeType | None) -> bool:
     """Whether the function has ``code`` (None: there is none); of a module that is not imported, if it may stay so."""
-    if change.module not in sys.modules:
-        return change.block is None
-    found = live_function(change)
+    if patch.module not in sys.modules:
+        return patch.block is None
+    found = live_function(patch)
     return found is None if code is None else type(found) is FunctionType and found.__code__ == code
 
 
-def _scope(change: Change) -> Any:
+def _scope(patch: FunctionPatch) -> Any:
     """The module, or the class, that holds the function."""
-    return reduce(getattr, change.qualname.split(".")[:-1], cast(Any, sys.modules[change.module]))
+    return reduce(getattr, patch.qualname.split(".")[:-1], cast(Any, sys.modules[patch.module]))
 
 
 class Installation:
@@ -189,7 +232,7 @@ class Installation:
 
     def __init__(self, source: Source, verdicts: Mapping[str, Verdict]) -> None:
         self._verdicts = verdicts
-        self._changes = changes(source, verdicts)
+        self._patches = compile_patches(source, verdicts)
         self._texts = patched(source, verdicts.values())
         self._set: list[tuple[Any, str, Any, Any]] = []  # attributes: what each was (None: it is new), and became
 
@@ -209,43 +252,43 @@ class Installation:
                     self._put(sys.modules[module.__package__], child, module)
                     sys.modules[name] = module
                     exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-            for change in self._changes:
-                if change.block:
-                    self._install(change, earlier)
+            for patch in self._patches:
+                if patch.block:
+                    self._install(patch, earlier)
             stack.pop_all()
 
     def _put(self, owner: Any, name: str, value: Any, had: Any = None) -> None:
         setattr(owner, name, value)
         self._set.append((owner, name, had, value))
 
-    def _install(self, change: Change, earlier: Iterable[FunctionType]) -> None:
-        if not _is_live(change, change.before):
-            raise EngineError(f"{change.qualname} of {change.module} was replaced while it was being corrected")
-        if change.before is None:
-            scope, made = _scope(change), dict[str, Any]()
-            exec(cast(CodeType, change.block), vars(sys.modules[change.module]), ChainMap(made, vars(scope)))
+    def _install(self, patch: FunctionPatch, earlier: Iterable[FunctionType]) -> None:
+        if not _is_live(patch, patch.before):
+            raise EngineError(f"{patch.qualname} of {patch.module} was replaced while it was being corrected")
+        if patch.before is None:
+            scope, made = _scope(patch), dict[str, Any]()
+            exec(cast(CodeType, patch.block), vars(sys.modules[patch.module]), ChainMap(made, vars(scope)))
             if "__classcell__" in made:
                 made["__classcell__"].cell_contents = scope
-            name = change.qualname.rpartition(".")[2]
+            name = patch.qualname.rpartition(".")[2]
             self._put(scope, name, made[name])
             return
-        own = [each for each in earlier if each.__module__ == change.module and each.__code__ == change.before]
-        for function in {live_function(change), *own}:
-            defaults = (*(function.__defaults__ or ()), *change.defaults)
-            kwdefaults = {**change.kwdefaults, **(function.__kwdefaults__ or {})}
-            gets = {"__code__": change.after, "__defaults__": defaults or None, "__kwdefaults__": kwdefaults or None}
+        own = [each for each in earlier if each.__module__ == patch.module and each.__code__ == patch.before]
+        for function in {live_function(patch), *own}:
+            defaults = (*(function.__defaults__ or ()), *patch.defaults)
+            kwdefaults = {**patch.kwdefaults, **(function.__kwdefaults__ or {})}
+            gets = {"__code__": patch.after, "__defaults__": defaults or None, "__kwdefaults__": kwdefaults or None}
             for name, value in gets.items():
                 self._put(function, name, value, getattr(function, name))
 
     def replaced(self) -> dict[str, str]:
         """The fixes whose functions are not loaded as the source has them, each with what was found."""
-        found = "somebody has replaced it, or that the file has changed since it was imported"
+        found = "another package has replaced it, or the file has changed since the import"
         return {
-            fix: f"looked for {change.qualname} of {change.module} as its source has it, found that "
-            + (found if change.module in sys.modules else "the module is not imported")
-            for change in self._changes
-            if not _is_live(change, change.before)
-            for fix in change.fixes
+            fix: f"{patch.qualname} of {patch.module} is not what its file says: "
+            + (found if patch.module in sys.modules else "the module is not imported")
+            for patch in self._patches
+            if not _is_live(patch, patch.before)
+            for fix in patch.fixes
         }
 
     def is_live(self, fix: str) -> bool:
@@ -253,7 +296,7 @@ class Installation:
         modules = [sys.modules.get(name) for name in self._verdicts[fix].new_modules]
         added = [value for *_, value in self._set if isinstance(value, ModuleType)]
         return all(module in added for module in modules) and all(
-            _is_live(change, change.after) for change in self._changes if fix in change.fixes
+            _is_live(patch, patch.after) for patch in self._patches if fix in patch.fixes
         )
 
     def revert(self) -> set[FunctionType]:

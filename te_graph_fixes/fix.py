@@ -6,13 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from .evidence import require_plain
 from .source import Edit, Source, UnrecognizedError
 
 APPLICABLE = "applicable"
 NOT_NEEDED = "not-needed"
 NOT_APPLICABLE = "not-applicable"
 UNRECOGNIZED = "unrecognized"
+
+GROUPS = (
+    "gradients",
+    "FP8 state",
+    "pipelines and delayed wgrads",
+    "evaluation and checkpoints",
+    "crashes",
+    "misuse",
+    "speed",
+)
+"""What a defect hurts: the groups of `Fix`, in the order in which ``te-graph-fixes status`` has them."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,7 @@ class Verdict:
     ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
     ``fix`` is the fix's id: where several insert at one place, the text of the first id comes first. ``rests_on`` are
     the functions and classes, as module and qualified name, that were looked for: what is loaded must be the same.
+    ``stamped`` verdicts come from our stamp, all others from the shape of the source.
     """
 
     verdict: str
@@ -30,6 +41,7 @@ class Verdict:
     new_modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     fix: str = ""
     rests_on: frozenset[tuple[str, str]] = frozenset()
+    stamped: bool = False
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -59,7 +71,8 @@ class Fix:
     ``examine`` reads a `Source` and returns a `Verdict`; it raises `UnrecognizedError` where it finds neither the
     defect nor the corrected shape. ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
-    ``looks_like`` says in the words of docs/check.md what a check of graphs against eager finds where the defect is.
+    ``check_hints`` says in the words of docs/check.md what a check of graphs against eager finds where the defect is.
+    ``group`` is one of `GROUPS`.
     """
 
     id: str
@@ -69,19 +82,19 @@ class Fix:
     affected: str
     examine: Callable[[Source], Verdict]
     requires: tuple[str, ...] = ()
-    looks_like: tuple[str, ...] = ()
+    check_hints: tuple[str, ...] = ()
+    group: str = ""
+
+    @property
+    def merged(self) -> str | None:
+        """The first release that holds upstream's correction; None where upstream is open."""
+        return self.affected.partition("<")[2] or None
 
     def verdict(self, source: Source) -> Verdict:
-        """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``.
-
-        A negative one needs evidence beside the shape: see `te_graph_fixes.evidence`.
-        """
+        """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``."""
         source.consulted.clear()
         try:
-            found = replace(self.examine(source), fix=self.id, rests_on=frozenset(source.consulted))
-            if found.verdict != APPLICABLE:
-                require_plain(source, found.rests_on)
-            return found
+            return replace(self.examine(source), fix=self.id, rests_on=frozenset(source.consulted))
         except UnrecognizedError as error:
             return Verdict(UNRECOGNIZED, str(error))
         except Exception as error:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from types import FrameType
 
+from .project import how_to_report
 from .status import Report, TEGraphFixesWarning
 
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -22,7 +23,7 @@ def rank() -> str | None:
     return next((os.environ[name] for name in _RANKS if os.environ.get(name)), None)
 
 
-def complaint(report: Report, early: int) -> str:
+def problem_summary(report: Report, early: int) -> str:
     """What is wrong, in one sentence or two, fixes with one reason together; "" if nothing is.
 
     ``early`` is the number of graphs that were captured before.
@@ -31,12 +32,13 @@ def complaint(report: Report, early: int) -> str:
     said = [f"{fixes} cannot be applied: {reason}" for reason, fixes in _groups(bad).items()]
     if early:
         said.append(
-            f"{early} graphs were captured before the fixes were in place and stay as they are; import te_graph_fixes "
-            "before they are captured"
+            f"{early} graph{'s' * (early > 1)} captured before the fixes were in place will stay without them: import "
+            "te_graph_fixes before graphs are captured"
         )
-    return (
-        f"TransformerEngine {_version(report)}: {'; '.join(said)}. Its graphs may give wrong gradients" if said else ""
-    )
+    if not said:
+        return ""
+    text = f"TransformerEngine {_version(report)}: {'; '.join(said)}. Its graphs may give wrong gradients"
+    return f"{text}; {how_to_report()}" if bad else text
 
 
 def warn(text: str) -> None:
@@ -57,7 +59,10 @@ def warn(text: str) -> None:
 def announce(report: Report, verbose: bool | None) -> None:
     """Say once what was applied: to a log that takes it, or else on stderr; unless ``verbose``, on the first rank."""
     words = _groups({fix_id: status.status for fix_id, status in report.fixes.items()})
-    text = f"TransformerEngine {_version(report)}: {'; '.join(f'{word}: {ids}' for word, ids in sorted(words.items()))}"
+    text = _in_short(report)
+    if verbose:
+        text += f" ({'; '.join(f'{word}: {ids}' for word, ids in sorted(words.items()))})"
+    text = "; ".join([text, *report.said_of_copies()])
     if text in _said or not (rank() in (None, "0") and set(words) != {"disabled"} if verbose is None else verbose):
         return
     _said.add(text)
@@ -66,6 +71,25 @@ def announce(report: Report, verbose: bool | None) -> None:
     else:
         where = f", rank {rank()}" if rank() else ""
         print(f"te-graph-fixes {report.version}{where}: {text}", file=sys.stderr, flush=True)
+
+
+def _in_short(report: Report) -> str:
+    """How many fixes are applied, or why none is, and which are missing."""
+    ids: dict[str, list[str]] = {}
+    for fix_id, status in report.fixes.items():
+        ids.setdefault(status.status, []).append(fix_id)
+    count = len(ids.get("applied", ()))
+    on_disk = [status.reason for status in report.fixes.values() if status.reason.startswith("corrected on disk")]
+    if count:
+        text = f"{count} fix{'es' * (count > 1)} applied to TransformerEngine {_version(report)}"
+    elif on_disk:
+        text = f"TransformerEngine {_version(report)} has {len(on_disk)} fixes, {on_disk[0]}"
+    else:
+        text = f"no fix applied to TransformerEngine {_version(report)}"
+    missing = [fix_id for word in _BAD for fix_id in ids.get(word, ())]
+    for word, names in (("missing", missing), ("left out", ids.get("disabled"))):
+        text += f"; {word}: {', '.join(names)}" if names else ""
+    return text
 
 
 def _groups(items: dict[str, str]) -> dict[str, str]:

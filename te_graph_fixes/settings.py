@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SWITCH = "TE_GRAPH_FIXES"
 DISABLE = "TE_GRAPH_FIXES_DISABLE"
 STRICT = "TE_GRAPH_FIXES_STRICT"
 EXPECT = "TE_GRAPH_FIXES_EXPECT"
 VERBOSE = "TE_GRAPH_FIXES_VERBOSE"
+REQUIRED = "TE_GRAPH_FIXES_REQUIRED"
+"""Set by ``te-graph-fixes run --required`` in every process below it."""
+VARIABLES = (SWITCH, DISABLE, STRICT, EXPECT, VERBOSE, REQUIRED, "TE_GRAPH_FIXES_CHECK")
+
+UPSTREAM = "upstream"
+"""The value of `SWITCH` for the corrections that upstream has merged in a later release."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -20,6 +27,7 @@ _FALSE = ("0", "false", "no", "off")
 class Settings:
     """Which fixes are wanted: ``only`` these (None: all) less those in ``disable``; ``strict`` raises on a problem.
 
+    ``with_required``: what the fixes in ``only`` require, where they are applied, is wanted too.
     ``verbose`` lets every process say what was applied, False none, and None the first of a job.
     """
 
@@ -27,6 +35,7 @@ class Settings:
     disable: frozenset[str] = frozenset()
     strict: bool = False
     verbose: bool | None = None
+    with_required: bool = False
 
     def wants(self, fix_id: str) -> bool:
         return (self.only is None or fix_id in self.only) and fix_id not in self.disable
@@ -47,29 +56,44 @@ class Settings:
 
         Raises ValueError for an unknown fix id or value, naming the valid ones.
         """
-        return cls(
+        _require_known(environ)
+        found = cls(
             _switch(environ) if only is None else fix_ids(only, "only"),
             fix_ids(_split(environ, DISABLE), DISABLE) if disable is None else fix_ids(disable, "disable"),
             bool(_flag(environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")),
             _flag(environ.get(VERBOSE, ""), VERBOSE),
+            only is None and _word(environ) == UPSTREAM,
         )
+        if environ.get(REQUIRED):
+            if found.off:
+                raise ValueError(f"{SWITCH} is off below `te-graph-fixes run --required`; unset one of the two")
+            return replace(found, strict=True)
+        return found
 
 
 def _split(environ: Mapping[str, str], name: str) -> list[str]:
     value = environ.get(name, "")
     found = [part.strip() for part in value.split(",") if part.strip()]
     if value.strip() and not found:
-        raise ValueError(f"{name}={value!r} names no fix")
+        raise ValueError(f"{name}={value!r} names no fix: unset it, or see te-graph-fixes list")
     return found
 
 
+def _word(environ: Mapping[str, str]) -> str:
+    return environ.get(SWITCH, "").strip().lower()
+
+
 def _switch(environ: Mapping[str, str]) -> frozenset[str] | None:
-    word = environ.get(SWITCH, "").strip().lower()
+    word = _word(environ)
     if word in _TRUE or not word:
         return None
     if word in _FALSE:
         return frozenset()
-    return fix_ids(_split(environ, SWITCH), SWITCH, "on, off, ")
+    if word == UPSTREAM:
+        from .fixes import CATALOGUE
+
+        return frozenset(fix.id for fix in CATALOGUE.values() if fix.merged)
+    return fix_ids(_split(environ, SWITCH), SWITCH, "on, off, upstream, ")
 
 
 def _flag(value: object, where: str) -> bool | None:
@@ -96,5 +120,27 @@ def fix_ids(ids: Iterable[str], where: str = "", also: str = "") -> frozenset[st
         unknown = sorted(map(str, wanted - set(CATALOGUE)))
         if unknown:
             prefix = f"{where}: " if where else ""
-            raise ValueError(f"{prefix}unknown fix {', '.join(unknown)}; valid: {also}{', '.join(CATALOGUE)}")
+            near = nearest(unknown, CATALOGUE)
+            raise ValueError(f"{prefix}unknown fix {', '.join(unknown)}; {near}valid: {also}see te-graph-fixes list")
     return wanted
+
+
+def nearest(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """A question for the names that are like words which are not understood; "" where none is."""
+    from difflib import get_close_matches
+
+    names = list(known)
+    near = [name for word in unknown for name in get_close_matches(word, names, 2)]
+    return f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
+
+
+def _require_known(environ: Mapping[str, str]) -> None:
+    """Raise ValueError for a variable that looks like one of ours, and is none."""
+    for name in sorted(environ):
+        if name.startswith(SWITCH) and name not in VARIABLES:
+            raise ValueError(f"{name} is no setting; {nearest([name], VARIABLES)}valid: {', '.join(VARIABLES)}")
+    expect = environ.get(EXPECT, "")
+    if expect and not re.fullmatch(r"te=[^,=]+(,[a-z0-9-]+=[a-z-]+)+", expect):
+        raise ValueError(
+            f"{EXPECT}={expect!r} is not understood; it must be what `te-graph-fixes run --print-env` prints"
+        )

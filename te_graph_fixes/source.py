@@ -16,21 +16,18 @@ import os
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
-from types import EllipsisType
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
+
+from .matching import Match, Node, Pattern, Siblings, first_line, index, is_in, span
 
 TE = "transformer_engine"
 Kind = TypeVar("Kind", bound=ast.AST)
-Node: TypeAlias = "ast.expr | ast.stmt"
-_Names: TypeAlias = "dict[str, Node]"
-_Places: TypeAlias = "list[tuple[list[Any], int]]"
 _NEVER = 1_000_000_007
-_NO_SYNTAX = {"ctx", "kind", "type_comment"}
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
 
 
@@ -146,7 +143,7 @@ def _version(folder: str) -> str | None:
 class ModuleSource:
     """The text of one module, as Python reads it, and its syntax tree.
 
-    ``newline`` is the line break of the file, ``consulted`` what `find` was asked for. ``notes`` is what has been found
+    ``newline`` is the line break of the file, ``consulted`` what `find` was asked for, ``cache`` what has been found
     out about the module, by keys of those who did.
     """
 
@@ -155,7 +152,7 @@ class ModuleSource:
     text: str
     newline: str = "\n"
     consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
-    notes: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -185,6 +182,22 @@ class ModuleSource:
                     pending += [(f"{prefix}{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
         return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
 
+    @cached_property
+    def names(self) -> set[str]:
+        """What the module defines, imports or sets, in conditions too."""
+        found: set[str] = set()
+        pending: list[Any] = list(self.tree.body)
+        while pending:
+            node = pending.pop()
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                found.update((each.asname or each.name).partition(".")[0] for each in node.names)
+            else:
+                found.update({node.id} if isinstance(node, ast.Name) else ())
+                pending += ast.iter_child_nodes(node)
+        return found
+
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
         self.consulted.add((self.name, qualname))
@@ -197,75 +210,52 @@ class ModuleSource:
             raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
         return found
 
-    def places(self, root: ast.AST, kind: type[ast.AST], name: str = "") -> _Places:
+    def positions_of(self, root: ast.AST, kind: type[ast.AST], name: str = "") -> Siblings:
         """Where nodes of a type, with ``name`` those that begin with it, are below ``root``: list, and place in it."""
-        if root not in self.notes:
-            _index(root, self.notes.setdefault(root, defaultdict(lambda: defaultdict(list))))
-        places = self.notes[root][kind]
-        return places[name] if name else [*chain(*places.values())]
+        if root not in self.cache:
+            self.cache[root] = index(root)
+        positions = self.cache[root][kind]
+        return positions[name] if name else [*chain(*positions.values())]
 
     def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
-        (first, column), (last, end_column) = _span(node)
+        (first, column), (last, end_column) = span(node)
         start, end = self.line(first).encode()[:column], self.line(last).encode()[:end_column]
         return self.starts[first] + len(start.decode()), self.starts[last] + len(end.decode())
-
-
-class Match(dict[str, Node]):
-    """What a pattern matched: the ``node``, and by name what stands where the pattern has ``ANY_NAME``."""
-
-    node: Node
-
-
-class Run(ast.stmt):
-    """Consecutive statements as one node."""
-
-    def __init__(self, body: Sequence[ast.stmt]) -> None:
-        ast.copy_location(self, body[0])
-        self.end_lineno, self.end_col_offset = body[-1].end_lineno, body[-1].end_col_offset
-        self.body = list(body)
 
 
 @dataclass(frozen=True)
 class Definition:
     """One function or class, with the means to look for shapes in it and to edit them.
 
-    A *pattern* is Python text. It is matched by syntax, so that layout and comments do not matter. In it
-
-    - ``ANY`` is any expression, ``ANY_NAME`` too, and where the same name comes again the same text;
-    - a statement ``...`` is any number of statements, ``ANY_NAME: ...`` at least one.
-
-    `Match` gives by name what was found there. A pattern that fits in two ways is found twice.
-    The methods that return an `Edit` dedent their ``text`` and indent it as the node that it stands for; one line break
-    at either end of it does not count.
+    What is looked for is a `te_graph_fixes.matching.Pattern`, or its text. The methods that return an `Edit` dedent
+    their ``text`` and indent it as the node that it stands for; one line break at either end of it does not count.
     """
 
     module: ModuleSource
     qualname: str
     node: ast.FunctionDef | ast.ClassDef
+    outer: ast.FunctionDef | ast.ClassDef | None = None
+    """Of a function or class inside a function, the outermost one."""
 
     def __str__(self) -> str:
-        return f"{self.qualname} ({self.module.path}:{self.node.lineno})"
+        return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
 
-    def matches(self, pattern: str, within: ast.AST | None = None) -> list[Match]:
+    def matches(self, pattern: str | Pattern, within: ast.AST | None = None) -> list[Match]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
-        wanted, name = _parse_pattern(pattern)
+        pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         found: dict[object, Match] = {}
-        for nodes, place in self.module.places(self.node, type(wanted[0]), "" if name.startswith("ANY") else name):
-            for names, rest in _match_run(wanted, nodes[place:], {}):
-                run = nodes[place : len(nodes) - len(rest)]
-                match = Match(names)
-                match.node = run[0] if len(run) == 1 else Run(run)
-                (start, end), (first, last) = _span(match.node), _span(within or match.node)
-                if first <= start and end <= last:
-                    found[tuple(map(_span, (match.node, *names.values())))] = match
-        return sorted(found.values(), key=lambda match: _span(match.node))
+        for siblings, place in self._positions_of(pattern.kind, pattern.name, within or self.node):
+            for match in pattern.match(siblings, place):
+                if within is None or is_in(match.node, within):
+                    found[tuple(map(span, (match.node, *match.values())))] = match
+        return sorted(found.values(), key=lambda match: span(match.node))
 
-    def all(self, pattern: str, within: ast.AST | None = None) -> list[Node]:
+    def all(self, pattern: str | Pattern, within: ast.AST | None = None) -> list[Node]:
         """The nodes of the `matches`."""
         return [match.node for match in self.matches(pattern, within)]
 
-    def has(self, pattern: str, within: ast.AST | None = None) -> bool:
+    def has(self, pattern: str | Pattern, within: ast.AST | None = None) -> bool:
         """Whether the pattern matches at least once."""
         return bool(self.matches(pattern, within))
 
@@ -273,11 +263,11 @@ class Definition:
         """The node of the only match of the ``patterns``; raises `UnrecognizedError` if there is none, or more."""
         return self.exactly(1, *patterns, within=within)[0].node
 
-    def exactly(self, count: int, *patterns: str, within: ast.AST | None = None) -> list[Match]:
+    def exactly(self, count: int, *patterns: str | Pattern, within: ast.AST | None = None) -> list[Match]:
         """The matches of the ``patterns``; raises `UnrecognizedError` unless there are as many as ``count``."""
         found = [match for pattern in patterns for match in self.matches(pattern, within)]
         if len(found) != count:
-            wanted = "` or `".join(" ".join(pattern.split()) for pattern in patterns)
+            wanted = "` or `".join(" ".join(str(pattern).split()) for pattern in patterns)
             times = "once" if count == 1 else f"{count} times"
             lines = f" (lines {', '.join(str(match.node.lineno) for match in found)})" if found else ""
             raise unrecognized(f"`{wanted}` exactly {times}", self, f"it {len(found)} times{lines}")
@@ -289,23 +279,24 @@ class Definition:
         arguments = cast(ast.FunctionDef, self.node).args
         return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
 
-    def statement_with(self, context: Node) -> ast.With:
-        """The ``with`` statement that enters ``context``; raises `UnrecognizedError` where there is none."""
-        for statement in self.nodes(ast.With):
-            if any(node is context for item in statement.items for node in ast.walk(item.context_expr)):
-                return statement
-        raise unrecognized(f"a with statement that enters `{ast.unparse(context)}`", self)
-
     def nodes(self, kind: type[Kind], name: str = "") -> list[Kind]:
         """Every node of a type in this definition, itself left out; with ``name``, those that begin with it."""
-        return sorted((nodes[place] for nodes, place in self.module.places(self.node, kind, name)), key=_span)
+        return sorted((nodes[place] for nodes, place in self._positions_of(kind, name, self.node)), key=span)
+
+    def _positions_of(self, kind: type[ast.AST], name: str, within: ast.AST) -> Siblings:
+        """Where the nodes of a type are in a node, with ``name`` those that begin with it."""
+        positions = self.module.positions_of(self.outer or self.node, kind, name)
+        if within is (self.outer or self.node):
+            return positions
+        inner = [(nodes, place) for nodes, place in positions if is_in(nodes[place], within)]
+        return [(nodes, place) for nodes, place in inner if nodes[place] is not self.node]
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
         found: list[Any] = [*self.nodes(ast.FunctionDef, name), *self.nodes(ast.ClassDef, name)]
         if len(found) != 1:
             raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
-        return Definition(self.module, f"{self.qualname}.{name}", found[0])
+        return Definition(self.module, f"{self.qualname}.{name}", found[0], self.outer or self.node)
 
     def text(self, node: Node) -> str:
         """The source text of ``node``."""
@@ -314,31 +305,33 @@ class Definition:
     def replace(self, node: Node, text: str) -> Edit:
         """Put ``text`` in the place of ``node``."""
         if isinstance(node, ast.stmt):
-            self._whole_lines(node)
+            self.whole_lines(node)
         return Edit(self.module.name, *self.module.span(node), self._indented(node, text).lstrip())
 
     def insert_before(self, node: Node, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own before the statement ``node``."""
-        start, _ = self._whole_lines(node)
+        start, _ = self.whole_lines(node)
         return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
 
     def insert_after(self, node: Node, text: str) -> Edit:
         """Put the statements ``text`` on lines of their own after the statement ``node``."""
-        _, end = self._whole_lines(node)
+        _, end = self.whole_lines(node)
         return Edit(self.module.name, end, end, self._indented(node, text) + "\n")
 
     def delete(self, node: Node) -> Edit:
         """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
-        _, end = self._whole_lines(node)
-        first = node.lineno
+        _, end = self.whole_lines(node)
+        first = first_line(node)
         while self.module.line(first - 1).strip().startswith("#"):
             first -= 1
         return Edit(self.module.name, self.module.starts[first], end, "")
 
-    def _whole_lines(self, node: Node) -> tuple[int, int]:
+    def whole_lines(self, node: Node) -> tuple[int, int]:
         """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
         text, (start, end) = self.module.text, self.module.span(node)
-        first, last = self.module.starts[node.lineno], self.module.starts[cast(int, node.end_lineno) + 1]
+        if getattr(node, "decorator_list", None):
+            start = self.module.starts[first_line(node)]
+        first, last = self.module.starts[first_line(node)], self.module.starts[cast(int, node.end_lineno) + 1]
         if text[first:start].strip() or text[end:last].partition("#")[0].strip():
             raise unrecognized("a statement on lines of its own", self, f"`{text[first:last].strip()}`")
         return first, last
@@ -347,70 +340,3 @@ class Definition:
         line = self.module.line(node.lineno)
         indent = line[: len(line) - len(line.lstrip(" \t"))]
         return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
-
-
-def _span(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
-
-
-def _index(root: ast.AST, found: dict[type, dict[str, _Places]]) -> str:
-    """Note where the nodes below ``root`` are, by type and the name that they begin with, or ""; returns its own."""
-    first: object = None
-    for part in root._fields:
-        if part not in _NO_SYNTAX:
-            value = getattr(root, part, None)
-            nodes = value if isinstance(value, list) else [value]
-            for place, node in enumerate(nodes):
-                begins = node
-                if isinstance(node, ast.AST):
-                    begins = _index(node, found)
-                    found[type(node)][begins].append((nodes, place))
-                first = begins if first is None else first
-    return first if isinstance(first, str) else ""
-
-
-@cache
-def _parse_pattern(pattern: str) -> tuple[list[ast.AST], str]:
-    """The nodes of a pattern, and the name that it begins with: most nodes differ in it."""
-    body = ast.parse(textwrap.dedent(pattern)).body
-    nodes: list[ast.AST] = [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else [*body]
-    return nodes, _index(nodes[0], defaultdict(lambda: defaultdict(list)))
-
-
-def _match_run(wanted: list[Any], found: list[Any], names: _Names) -> Iterator[tuple[_Names, list[Any]]]:
-    """Each way in which ``found`` can begin with ``wanted``: the names bound then, and what is left of ``found``."""
-    rest = wanted[1:]
-    match wanted[:1]:
-        case []:
-            yield names, found
-        case [ast.Expr(ast.Constant(EllipsisType()))]:
-            for length in range(len(found) + 1):
-                yield from _match_run(rest, found[length:], names)
-        case [ast.AnnAssign(ast.Name(name), ast.Constant(EllipsisType()))]:
-            for length in range(1, len(found) + 1):
-                yield from _match_run(rest, found[length:], {**names, name: Run(found[:length])})
-        case [first] if found:
-            for bound in _match(first, found[0], names):
-                yield from _match_run(rest, found[1:], bound)
-
-
-def _match(wanted: Any, found: Any, names: _Names) -> list[_Names]:
-    """Each way in which ``found`` matches, as the names bound before and by it."""
-    if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
-        if not isinstance(found, ast.expr) or isinstance(found, ast.Starred):
-            return []
-        known = names.get(wanted.id, found)
-        same = known is found or ast.unparse(known) == ast.unparse(found)
-        return [names if wanted.id == "ANY" else {wanted.id: found, **names}] if same else []
-    if type(wanted) is not type(found):
-        return []
-    if isinstance(wanted, list):
-        return [bound for bound, rest in _match_run(wanted, found, names) if not rest]
-    if not isinstance(wanted, ast.AST):
-        return [names] if wanted == found else []
-    ways = [names]
-    for part in reversed(wanted._fields):  # the first mostly begins with the same name
-        if ways and part not in _NO_SYNTAX:
-            ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
-            ways = [bound for known in ways for bound in _match(ours, theirs, known)]
-    return ways

@@ -7,14 +7,23 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from .engine import EngineError, Installation, changes
+from .engine import EngineError, Installation, compile_patches
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
 from .fixes import CATALOGUE
 from .settings import EXPECT, Settings
 from .source import Source, TENotFoundError, without_collections
+from .stamp import MADE, ChangedStampError, of_tree
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 DISABLED = "disabled"
+ON_DISK = "corrected on disk by"
+OLDEST = "2.10"
+"""The oldest release that is tested: nothing is applied to those before it."""
+
 _COMPARE = {">=": operator.ge, "<": operator.lt}
 
 
@@ -22,32 +31,67 @@ _COMPARE = {">=": operator.ge, "<": operator.lt}
 def verdicts(source: Source) -> dict[str, Verdict]:
     """The verdict of every fix on ``source``.
 
-    A fix whose feature is absent though the version should have it is ``unrecognized``: the feature may have moved.
+    Where the version is known and older than `OLDEST`, every fix is ``unrecognized``. So is one whose feature is absent
+    though the version should have it: the feature may have moved.
     """
     if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
         nothing = Verdict(NOT_APPLICABLE, "this TransformerEngine is without PyTorch: there is nothing to correct")
         return dict.fromkeys(CATALOGUE, nothing)
+    if on_disk := _on_disk(source):
+        return on_disk
+    if _is_too_old(source.version):
+        reason = f"version {source.version} is older than {OLDEST}, the oldest that is tested"
+        return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, reason))
     found = {fix.id: fix.verdict(source) for fix in CATALOGUE.values()}
     for fix_id, verdict in found.items():
         if verdict.verdict == NOT_APPLICABLE and _must_be_affected(CATALOGUE[fix_id], source.version):
-            reason = f"version {source.version} leads one to expect the defect, found not even its feature"
+            reason = f"TransformerEngine {source.version} should have this defect, but its feature was not found"
             found[fix_id] = Verdict(UNRECOGNIZED, f"{reason}: {verdict.reason}")
     return found
 
 
-def expected(fix: Fix, version: str | None) -> str | None:
-    """``applicable`` or ``not-needed``, by the version alone; None for a version that is unknown or not readable.
+def _on_disk(source: Source) -> dict[str, Verdict] | None:
+    """The verdicts on a TransformerEngine that this package has corrected on disk; None: it has not."""
+    try:
+        stamp = of_tree(source.location)
+    except ChangedStampError as error:
+        return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error)))
+    if stamp is None:
+        return None
+    by = f"te-graph-fixes {stamp.version}"
+    reasons = {
+        MADE: (NOT_NEEDED, f"{ON_DISK} {by}"),
+        NOT_NEEDED: (NOT_NEEDED, f"not needed, as {by} found when it corrected the rest on disk"),
+        NOT_APPLICABLE: (NOT_APPLICABLE, f"not applicable, as {by} found when it corrected the rest on disk"),
+    }
+    again = "take that back (`te-graph-fixes bake --undo`, or `patch -R`) and correct all at once"
+    left_out = UNRECOGNIZED, f"{by} has corrected this TransformerEngine on disk without it: {again}"
+    found = {fix: reasons.get(stamp.verdicts.get(fix, ""), left_out) for fix in CATALOGUE}
+    return {fix: Verdict(word, reason, stamped=True) for fix, (word, reason) in found.items()}
 
-    Local labels are ignored and a development version counts as the release that it leads to.
-    """
-    from packaging.version import InvalidVersion, Version  # its specifiers are slow to import
+
+def expected(fix: Fix, version: str | None) -> str | None:
+    """``applicable`` or ``not-needed``, by the version alone; None for a version that is unknown or not readable."""
+    release = _release(version)
+    if release is None:
+        return None
+    bounds = [(sign, type(release)(bound)) for sign, bound in re.findall(r"(>=|<)([\d.]+)", fix.affected)]
+    return APPLICABLE if all(_COMPARE[sign](release, bound) for sign, bound in bounds) else NOT_NEEDED
+
+
+def _release(version: str | None) -> Version | None:
+    """The release that a version counts as, local labels ignored: a development version as the one that it leads to."""
+    from packaging.version import InvalidVersion, Version  # slow to import
 
     try:
-        release = Version(Version(version or "").base_version)
+        return Version(Version(version or "").base_version)
     except InvalidVersion:
         return None
-    bounds = [(sign, Version(bound)) for sign, bound in re.findall(r"(>=|<)([\d.]+)", fix.affected)]
-    return APPLICABLE if all(_COMPARE[sign](release, bound) for sign, bound in bounds) else NOT_NEEDED
+
+
+def _is_too_old(version: str | None) -> bool:
+    release = _release(version)
+    return release is not None and release < type(release)(OLDEST)
 
 
 def _must_be_affected(fix: Fix, version: str | None) -> bool:
@@ -60,26 +104,27 @@ def _must_be_affected(fix: Fix, version: str | None) -> bool:
     return not found.is_prerelease or expected(fix, f"{found.major}.{found.minor - 1}") == APPLICABLE
 
 
-class Reading:
-    """TransformerEngine (TE) as it was read once: the verdicts ``found`` are known, and of them some are ``chosen``.
+class Decision:
+    """What to do with one TransformerEngine (TE), which was read once: of each fix the verdict, and the decision.
 
-    ``chosen`` are the verdicts as they are acted upon, and ``installation`` acts upon them. What the settings leave out
-    is ``disabled``, what cannot be applied ``unrecognized``. A fix whose requirement is left out is left out too, as
-    its requirement is; ValueError, with the names of both, if it was asked for by name and the requirement was not.
+    ``verdicts`` are those of the source, ``decisions`` the same as they are acted upon, ``installation`` acts upon
+    them. What the settings leave out is ``disabled``, what cannot be applied ``unrecognized``. A fix whose requirement
+    is left out is left out too; ValueError, with the names of both, if it was asked for by name and the requirement
+    was not.
     """
 
     @without_collections()
-    def __init__(self, source: Source, settings: Settings, found: Mapping[str, Verdict] | None = None) -> None:
+    def __init__(self, source: Source, settings: Settings, known: Mapping[str, Verdict] | None = None) -> None:
         self.source, self.version, self.settings = source, source.version, settings
-        self.found = verdicts(source) if found is None else found
-        self.modules = {name for verdict in self.found.values() for name, _ in verdict.rests_on}
-        self.targets = {name for verdict in self.found.values() for name in verdict.targets}
+        self.verdicts = verdicts(source) if known is None else known
+        self.modules = {name for verdict in self.verdicts.values() for name, _ in verdict.rests_on}
+        self.targets = {name for verdict in self.verdicts.values() for name in verdict.targets}
         self._refused: dict[str, str] = {}
         self._build()
         source.forget_trees()
 
     @classmethod
-    def installed(cls, settings: Settings, early: Reading | None = None) -> Reading:
+    def installed(cls, settings: Settings, early: Decision | None = None) -> Decision:
         """That of the installed TE, ``early`` if it is; where there is none, it holds no shape that is known."""
         try:
             source = Source.installed()
@@ -90,8 +135,8 @@ class Reading:
     def _build(self) -> None:
         """Choose, and compile what is chosen: anew without the fixes by which that fails."""
         good = (APPLICABLE, NOT_NEEDED, NOT_APPLICABLE)
-        self.chosen = self._choose()
-        wanted = {fix_id: verdict for fix_id, verdict in self.chosen.items() if verdict.verdict in good}
+        self.decisions = self._decide()
+        wanted = {fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.verdict in good}
         try:
             self.installation = Installation(self.source, wanted)
         except Exception as error:  # one of ours must not reach the import of TE
@@ -104,15 +149,15 @@ class Reading:
             self._refused |= refused
             self._build()
 
-    def _choose(self) -> dict[str, Verdict]:
-        chosen = dict(self.found)
-        for fix_id, verdict in self.found.items():
-            if not self.settings.wants(fix_id):
-                reason = f"left out by the settings; the source says {verdict.verdict}"
+    def _decide(self) -> dict[str, Verdict]:
+        chosen, wanted = dict(self.verdicts), self._wanted()
+        for fix_id, verdict in self.verdicts.items():
+            if fix_id not in wanted:
+                reason = f"left out by the settings ({verdict.verdict} without them)"
                 chosen[fix_id] = replace(verdict, verdict=DISABLED, reason=reason)
             elif fix_id in self._refused:
                 chosen[fix_id] = replace(verdict, verdict=UNRECOGNIZED, reason=self._refused[fix_id])
-        good = {fix_id for fix_id, found in self.found.items() if found.verdict in (NOT_NEEDED, NOT_APPLICABLE)}
+        good = {fix_id for fix_id, found in self.verdicts.items() if found.verdict in (NOT_NEEDED, NOT_APPLICABLE)}
         while unmet := {
             fix_id: required
             for fix_id in _applicable(chosen)
@@ -121,52 +166,73 @@ class Reading:
         }:
             for fix_id, required in unmet.items():
                 why = chosen[required].verdict
-                if self.settings.only is not None and why == DISABLED:
+                if self.settings.only is not None and why == DISABLED and not self.settings.with_required:
                     raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; name both")
                 reason = f"it requires {required}, which is {why}: one without the other is wrong"
                 chosen[fix_id] = replace(chosen[fix_id], verdict=why, reason=reason)
         return chosen
 
+    def _wanted(self) -> set[str]:
+        """The fixes that the settings ask for, some of them by what others require."""
+        wanted = set(filter(self.settings.wants, CATALOGUE))
+        if self.settings.with_required:
+            for fix_id in wanted & _applicable(self.verdicts).keys():
+                wanted |= with_required(fix_id)
+        return wanted - self.settings.disable
+
     @property
     def to_apply(self) -> dict[str, Verdict]:
         """The fixes that are chosen to be applied."""
-        return _applicable(self.chosen)
+        return _applicable(self.decisions)
 
-    def reason(self, fix_id: str) -> str:
-        """Why a fix has its verdict; that the version leads one to expect another, where it does."""
-        guess, found = expected(CATALOGUE[fix_id], self.version), self.found[fix_id].verdict
-        reason = self.chosen[fix_id].reason
-        if guess is None or found == UNRECOGNIZED or (found == APPLICABLE) == (guess == APPLICABLE):
+    def reason(self, fix_id: str, unloaded: bool = False) -> str:
+        """Why a fix has its verdict; and that the published release of this version is otherwise, where it is.
+
+        Of a TE that is ``unloaded``, and stays so, a negative verdict is by the shape of the source alone.
+        """
+        guess, found = expected(CATALOGUE[fix_id], self.version), self.decisions[fix_id].verdict
+        reason = self.decisions[fix_id].reason
+        if self.decisions[fix_id].stamped:
             return reason
-        return f"{reason}; version {self.version} leads one to expect {guess}; the source decides"
+        if unloaded and found in (NOT_NEEDED, NOT_APPLICABLE):
+            reason = f"by shape: {reason}"
+        if guess is None or found in (UNRECOGNIZED, DISABLED) or (found == APPLICABLE) == (guess == APPLICABLE):
+            return reason
+        published = "does not have" if found == APPLICABLE else "has"
+        return f"{reason} (the published {_release(self.version)} {published} this defect)"
 
     def _unbuildable(self, error: Exception) -> dict[str, str]:
         """The fixes by which compiling all ended in ``error``, with reasons: those that fail alone, or else all."""
         errors = {}
         for fix_id, verdict in self.to_apply.items():
             try:
-                changes(self.source, {fix_id: verdict})
+                compile_patches(self.source, {fix_id: verdict})
             except Exception as own:
                 errors[fix_id] = own
-        errors = errors or dict.fromkeys(self.to_apply or self.chosen, error)
+        errors = errors or dict.fromkeys(self.to_apply or self.decisions, error)
         return {fix_id: str(each) if isinstance(each, EngineError) else repr(each) for fix_id, each in errors.items()}
+
+
+def with_required(fix_id: str) -> set[str]:
+    """A fix with all that it requires, and that these require."""
+    return {fix_id}.union(*map(with_required, CATALOGUE[fix_id].requires))
 
 
 def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
     return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.verdict == APPLICABLE}
 
 
-def mismatch(reading: Reading, expected: str) -> str:
+def mismatch(decision: Decision, expected: str) -> str:
     """What is different from the `fingerprint` that is ``expected``, or "" (nothing is, or nothing is expected)."""
-    found = fingerprint(reading.version, reading.found)
+    found = fingerprint(decision.version, decision.verdicts)
     theirs, ours = (
         ", ".join(sorted(set(a.split(",")) - set(b.split(",")))) for a, b in ((expected, found), (found, expected))
     )
     if not expected or not theirs + ours:
         return ""
     return (
-        f"TransformerEngine here is not that of the other processes: {EXPECT} has {theirs or 'nothing more'}; "
-        f"found {ours or 'nothing more'}"
+        f"TransformerEngine is not that of the other processes: {EXPECT} has {theirs or 'nothing more'}, this process "
+        f"has {ours or 'nothing more'}; start all of them in the same image"
     )
 
 

@@ -1,6 +1,6 @@
 """Graph against eager in a job of your own: `check`, ``te-graph-fixes run --check`` and ``TE_GRAPH_FIXES_CHECK``.
 
-`callables` runs modules eagerly beside their graphs, `findings` compares, watches graph memory that is in use, and
+`twins` runs modules eagerly beside their graphs, `findings` compares, watches graph memory that is in use, and
 reports. Neither is imported unless a check is asked for.
 """
 
@@ -42,7 +42,7 @@ class Options:
 
 
 def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) -> None:
-    """Compare graphs with eager in the first ``steps`` training steps of what is graphed from now on, and report it.
+    """Compare the graphs that are captured after this call with eager, in their first ``steps`` steps, and report it.
 
     With ``layers``, that many modules are checked at a time, each in ``steps`` steps, which takes less memory. With
     ``strict`` the process ends with status 86 after a step that has a mismatch. Training goes on as it would without.
@@ -53,7 +53,7 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 
     @when_imported(PACKAGE)
     def start(_: object) -> None:
-        from .callables import start
+        from .twins import start
 
         start(options)
 

@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,13 +35,11 @@ from ..source import Source
 from ..verdicts import verdicts
 from . import DIFFERENT, Options
 
-if TYPE_CHECKING:
-    from .callables import Twin
-
 CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory for each
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where these differ by more, as in memory that nothing has written, none can be told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
+NAME = re.compile(r"(grad of |in FP8 \()([\w.]+)")  # a parameter, or a module, in the kind of a `Place`
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 _numbers = itertools.count()  # the same on all ranks
 
@@ -75,18 +73,27 @@ class Place(NamedTuple):
     parameter: torch.Tensor | None = None  # of which this is the ``.grad``
 
 
+class Subject(Protocol):
+    """A module that is checked: its parameters by name, the number of its step, and what a check holds of it."""
+
+    module: torch.nn.Module
+    parameters: dict[str, Any]
+    step: int
+    own: dict[Any, Any]
+
+
 class Check:
     """The check of this process: whose turn it is, what has been compared, and the report of it."""
 
     def __init__(self, options: Options) -> None:
         self.totals: Counter[str] = Counter()
         self.mismatches: list[str] = []
-        self.twins: list[Twin] = []
+        self.twins: list[Any] = []
         self.lifetimes = Lifetimes(self)
         self.numbers = itertools.count()  # of callables
         self.finished = False
         self._options, self._step = options, 0
-        self._seen: dict[Twin, list[int]] = {}
+        self._seen: dict[Subject, list[int]] = {}
         self._pending: list[tuple[Place, str, torch.Tensor | bool, torch.Tensor | float]] = []
         self._noise: defaultdict[str, float] = defaultdict(float)
         self._said: set[object] = set()
@@ -95,21 +102,24 @@ class Check:
         self._hook = register_optimizer_step_post_hook(lambda *_: self._seen.clear())
         atexit.register(self.finish)
 
-    def enter(self, twin: Twin, first: bool | None) -> bool:
+    def enter(self, twin: Subject, first: bool | None) -> bool:
         """Count the steps of ``twin``, of which a callable is called; whether it is to be compared."""
-        parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
-        now = [2 * each._version + (each.grad is None) for each in parameters]
-        seen, self._seen[twin] = self._seen.get(twin), now
-        new = first or seen is None or any(map(operator.gt, now, seen))  # written into, or without a gradient again
-        twin.step += bool(new or not twin.module.training)
+        twin.step += int(self._begins_step(twin, first) or not twin.module.training)
         if twin.step > self._step:
             self._step_over()
             self._step = twin.step
         steps, layers = self._options.steps, self._options.layers or len(self.twins)
         before, last = self.twins.index(twin) // layers * steps, -(-len(self.twins) // layers) * steps
-        if self._step > last + 1 or all(each.step > last for each in self.twins):
+        if self._step > last + 1 or all(other.step > last for other in self.twins):
             self.finish()
         return before < twin.step <= before + steps
+
+    def _begins_step(self, twin: Subject, first: bool | None) -> bool:
+        """Whether this is its first microbatch: as its caller says, or parameters were written into or lost a grad."""
+        parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
+        now = [2 * parameter._version + (parameter.grad is None) for parameter in parameters]
+        seen, self._seen[twin] = self._seen.get(twin), now
+        return bool(first or seen is None or any(map(operator.gt, now, seen)))
 
     def compare(self, place: Place, found: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
@@ -138,26 +148,33 @@ class Check:
         for place, _, _, noise in pending:
             self._noise[place.kind] = max(self._noise[place.kind], noise)
             self.totals["steps"] = max(self.totals["steps"], place.step)
+        groups: defaultdict[tuple[str, bool, str], list[tuple[float, Place, str]]] = defaultdict(list)
         for place, text, error, _ in pending:
             noise = self._noise[place.kind]
             different = error > NOISE * noise and noise < ANYTHING
             self.totals += Counter(tensors=1, callables=self.new(place.callable), noisy=noise > 0, different=different)
             if (different or noise) and self.new((place.kind, different)):
                 text = text or f"is off by {error:.3g} of its norm"
-                text = f"step {place.step}, callable {place.callable} {place.kind} {text}"
                 text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
-                fixes = self._looks_like(place) if different else []
-                text += f"; looks like {' or '.join(fixes)}" if fixes else ""
-                say(text)
-                self.mismatches += [text] if different else []
+                fixes = " or ".join(self._hinted(place)) if different else ""
+                groups[NAME.sub(r"\1", place.kind), different, fixes].append((error, place, text))
+        for (_, different, fixes), alike in groups.items():
+            _, place, text = max(alike, key=operator.itemgetter(0))
+            text = f"step {place.step}, callable {place.callable} {place.kind} {text}"
+            others = [NAME.search(each.kind) for _, each, _ in alike if each is not place]
+            names = [other[2] for other in others[:3] if other] + ["..."] * (len(others) > 3)
+            text += f" ({len(others)} more like it: {', '.join(names)})" if others else ""
+            text += f"; looks like {fixes}" if fixes else ""
+            say(text)
+            self.mismatches += [text] if different else []
         if self._options.strict and self.totals["different"]:
             say(f"which ends with status {DIFFERENT}: {_sentence([self.totals])}")
             sys.stdout.flush()
             os._exit(DIFFERENT)
 
-    def _looks_like(self, place: Place) -> list[str]:
+    def _hinted(self, place: Place) -> list[str]:
         words = {*re.findall(r"[\w.]+", place.kind.split(" is ")[-1]), *place.modules}
-        return [fix.id for fix in self._open if any(words.issuperset(look.split()) for look in fix.looks_like)]
+        return [fix.id for fix in self._open if any(words.issuperset(look.split()) for look in fix.check_hints)]
 
     @functools.cached_property
     def _open(self) -> list[Fix]:
@@ -198,7 +215,8 @@ class Check:
 
 def _sentence(totals: list[Counter[str]]) -> str:
     total, where = sum(totals, Counter[str]()), f" on {len(totals)} ranks" * (len(totals) > 1)
-    counts = f"{max(each['steps'] for each in totals)} steps, {total['callables']:,} callables"
+    steps, callables = max(each["steps"] for each in totals), total["callables"]
+    counts = f"{steps} step{'s' * (steps != 1)}, {callables:,} callable{'s' * (callables != 1)}"
     ranks = ", ".join(str(i) for i, each in enumerate(totals) if each["different"])
     verdict = "all equal" if total["tensors"] else "there was nothing to compare"
     if not total["tensors"] + total["left out"]:
@@ -207,6 +225,7 @@ def _sentence(totals: list[Counter[str]]) -> str:
         verdict = f"{total['different']:,} differ" + f", on rank {ranks}" * bool(where)
     verdict += f", but for {total['noisy']:,} that eager itself does not reproduce" * bool(total["noisy"])
     verdict += f"; {total['left out']:,} callables are left out" * bool(total["left out"])
+    verdict += "; one step cannot show weights that are stale after an optimizer step: check 2" * (steps == 1)
     return f"{counts}, {total['tensors']:,} tensors compared{where}: {verdict}"
 
 

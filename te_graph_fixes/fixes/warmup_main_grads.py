@@ -1,6 +1,6 @@
 """``warmup-main-grads``: warmup adds its wgrads to ``main_grad``, as if they were those of training.
 
-Upstream: open, TE 2.7 to main (docs/upstream/warmup-main-grads.md).
+Upstream: open, TE 2.10 to main (docs/upstream/warmup-main-grads.md).
 
 Symptom: wgrads are fused into ``main_grad``, which is set to zero behind a step, or holds what earlier microbatches
 gave; the capture is in between. The next step begins with the wgrads of warmup, whose output gradients are
@@ -8,43 +8,58 @@ uninitialised memory: anything, up to NaN. Right is what is not fused, or is set
 
 `make_graphed_callables` puts FP8 state and random numbers back after warmup, but not what the wgrads were added to.
 Each backward of warmup now leaves the ``main_grad`` of its callable as it was; until then there is a copy of it.
-
-``not-needed``: all of the changes below stand where they would be made.
 """
 
 from __future__ import annotations
 
-from ..fix import Fix, Verdict
-from ..shapes import Changes, graph_capture, lacks_delayed_wgrads, require_names, warmup_backward
-from ..source import Source
+from ..fix import Fix
+from ..patch import SemanticPatch
 
 KEEP = """
-main_grads = [
-    (parameter.main_grad, torch.clone(parameter.main_grad))
-    for parameter in func.parameters()
-    if getattr(parameter, "main_grad", None) is not None
-]
++main_grads = [
++    (parameter.main_grad, torch.clone(parameter.main_grad))
++    for parameter in func.parameters()
++    if getattr(parameter, "main_grad", None) is not None
++]"""
+PATCH = f"""
+@@ graph.py _make_graphed_callables{KEEP}
+ with ..., _none_grad_context_wrapper(inputs):
+     ...
+@@ (or){KEEP}
+ grad_inputs = torch.autograd.grad(
+     outputs=ANY_OUTPUTS,
+     inputs=tuple(i for i in static_input_surface if i.requires_grad),
+     grad_outputs=ANY_GRADS,
+     only_inputs=True,
+     allow_unused=allow_unused_input,
+ )
 """
-
-PUT_BACK = "for main_grad, kept in main_grads: main_grad.copy_(kept)"
-
-
-def examine(source: Source) -> Verdict:
-    capture = graph_capture(source)
-    require_names(capture, "func")
-    backward = warmup_backward(capture)
-    delayed = backward if lacks_delayed_wgrads(source) else capture.one("need_bwd_dw_graph[func_idx] = ANY")
-    changes = Changes()
-    changes.before(capture, [backward], KEEP)
-    changes.after(capture, [delayed], PUT_BACK)
-    return changes.verdict("warmup adds its wgrads to main_grad", "warmup leaves main_grad as it was")
+DELAYED = """
+@@ graph.py _make_graphed_callables
+ need_bwd_dw_graph[func_idx] = ANY
++for main_grad, kept in main_grads: main_grad.copy_(kept)
+"""
+TO_2_9 = f"""
+@@ graph.py _make_graphed_callables{KEEP}
+ grad_inputs = torch.autograd.grad(
+     outputs=ANY_OUTPUTS,
+     inputs=tuple(i for i in static_input_surface if i.requires_grad),
+     grad_outputs=ANY_GRADS,
+     only_inputs=True,
+     allow_unused=allow_unused_input,
+ )
++for main_grad, kept in main_grads: main_grad.copy_(kept)
+@@ (0 times)
+ need_bwd_dw_graph
+"""
 
 
 FIX = Fix(
     id="warmup-main-grads",
     summary="warmup adds its wgrads to main_grad, and the next step of training begins with them",
-    symptom="main_grad set to zero before the capture: that step's fused wgrads are anything, up to NaN",
+    symptom="a capture adds garbage to main_grad: the next step's fused wgrads are anything, up to NaN",
+    group="gradients",
     upstream=(),
-    affected=">=2.7",
-    examine=examine,
+    affected=">=2.10",
+    examine=SemanticPatch(PATCH + DELAYED, "warmup adds its wgrads to main_grad"),
 )

@@ -8,51 +8,36 @@ orders hang, or add up different buckets.
 
 The modules of a callable are kept in a ``set``, whose order follows from memory addresses and differs between
 processes. They are kept in a ``dict`` now, in the order of their forwards.
-
-``not-needed``: all uses of ``modules`` are known, and fill a dict. ``not-applicable``: graphed callables have no
-``backward_dw``, as before TE 2.10.
 """
 
 from __future__ import annotations
 
-from ..fix import Fix, Verdict, applicable, not_applicable, not_needed
-from ..shapes import graph_capture, lacks_delayed_wgrads
-from ..source import Source
+from ..fix import Fix
+from ..patch import SemanticPatch
 
-VISIT = """
-if func_idx not in visited_te_modules:
-    visited_te_modules[func_idx] = modules
-else:
-    visited_te_modules[func_idx].update(modules)
+PATCH = """
+@@ graph.py _make_graphed_callables
+-modules = set()
++modules = {}  # in the order of their forwards
+@@ (3 times)
+-modules.add(ANY_MODULE)
++modules[ANY_MODULE] = None
+@@
+ if func_idx not in visited_te_modules:
+     visited_te_modules[func_idx] = modules
+ else:
+     visited_te_modules[func_idx].update(modules)
+@@ (7 times)
+ modules
 """
-
-
-def examine(source: Source) -> Verdict:
-    if lacks_delayed_wgrads(source):
-        return not_applicable("graphs of delayed weight gradients are not captured")
-    capture = graph_capture(source)
-    capture.one(VISIT)
-    additions, corrected = capture.matches("modules.add(ANY_MODULE)"), capture.matches("modules[ANY_MODULE] = None")
-    # Of other uses there are the definition, `if modules:` and two in VISIT.
-    capture.exactly(len(additions) + len(corrected) + 4, "modules")
-    if corrected:
-        capture.one("modules = {}")
-        capture.exactly(0, "modules.add(ANY_MODULE)")
-        return not_needed("the modules of a callable are in the order of their forwards")
-    return applicable(
-        "the modules of a callable are in no order",
-        [
-            capture.replace(capture.one("modules = set()"), "modules = {}  # in the order of their forwards"),
-            *(capture.replace(add.node, f"modules[{capture.text(add['ANY_MODULE'])}] = None") for add in additions),
-        ],
-    )
 
 
 FIX = Fix(
     id="wgrad-hook-order",
     summary="after a replayed backward_dw, ranks run their gradient hooks in different orders",
-    symptom="hangs, or sums of different buckets, where two gradient buckets get ready in one backward_dw",
+    symptom="ranks run their gradient hooks in different orders: hangs, or sums of different buckets",
+    group="pipelines and delayed wgrads",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2614",),
     affected=">=2.10",
-    examine=examine,
+    examine=SemanticPatch(PATCH, "the modules of a callable are in no order"),
 )

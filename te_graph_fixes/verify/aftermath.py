@@ -11,7 +11,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .training import HIDDEN, TOKENS, error, make_recipe
+from .training import HIDDEN, error, make_recipe, random
 
 
 class PlannedError(Exception):
@@ -67,7 +67,7 @@ def failed_capture() -> dict[str, Any]:
         FP8GlobalStateManager.reset()
         layer = Layer()
         layer.fails, layer.in_backward = fails, in_backward
-        sample = _random().requires_grad_()
+        sample = random().requires_grad_()
         sample.grad = torch.ones_like(sample)
         modules = (layer,) if fails else (layer, NotAModule())
         with contextlib.suppress(PlannedError, AssertionError, TypeError):
@@ -84,7 +84,7 @@ def failed_capture() -> dict[str, Any]:
             break
     else:
         FP8GlobalStateManager.reset()
-        graphed = te.make_graphed_callables(Layer(), (_random().requires_grad_(),), **options)
+        graphed = te.make_graphed_callables(Layer(), (random().requires_grad_(),), **options)
         errors.append(error(_train(graphed, recipe), wanted))
     return {
         "errors": {"changed": [float(sum(changed.values()))], "training": errors},
@@ -108,14 +108,10 @@ def subclass_after_capture() -> dict[str, Any]:
     recipe = make_recipe("fp8-current")
     wanted, captured = _train(SpecialLayer(), recipe), SpecialLayer()
     right = _train(SpecialLayer().eval(), recipe)
-    samples = tuple((_random().requires_grad_(),) for _ in range(2))
+    samples = tuple((random().requires_grad_(),) for _ in range(2))
     te.make_graphed_callables((Layer(), captured), samples, enabled=False)
     errors = [error(_train(SpecialLayer(), recipe), wanted), error(_train(captured.eval(), recipe), right)]
     return {"errors": {"training": errors[:1], "evaluation": errors[1:]}, "damaged": any(errors)}
-
-
-def _random() -> torch.Tensor:
-    return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
 
 
 def _train(layer: Layer, recipe: Any) -> list[torch.Tensor]:
@@ -123,10 +119,10 @@ def _train(layer: Layer, recipe: Any) -> list[torch.Tensor]:
     torch.manual_seed(2)
     found = []
     for _ in range(2):
-        x = _random().requires_grad_()
+        x = random().requires_grad_()
         with te.autocast(enabled=True, recipe=recipe):
             out = layer(x)
-        out.backward(_random())
+        out.backward(random())
         assert x.grad is not None
         found += [out.detach().clone(), x.grad.clone()]
         found += [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..fixes import CATALOGUE
+from ..settings import nearest
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,14 @@ HOOKS, HOOK_ORDER = "backward-dw-hooks", "wgrad-hook-order"
 GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
 PRESWIZZLE = "nvfp4-weight-preswizzle"
 TRANSPOSES, CACHED, EVALUATION = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
-SAFETY, SUBCLASS, STALE = "capture-exception-safety", "subclass-autocast", "stale-fp8-weights"
-ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibrating-recipe", "skip-flag-reset"
+SAFETY, SUBCLASS, STALE = "failed-capture-state", "subclass-autocast", "stale-fp8-weights"
+ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibration-recipe", "skip-flag-reset"
 RNG_STATES, NO_WARMUP = "rng-states-at-replay", "capture-without-warmup"
-UNREACHED, BUFFERS = "unreached-wgrads", "static-buffer-reuse"
+UNREACHED, BUFFERS = "wgrad-without-dgrad", "static-buffer-reuse"
+WEAK = "weak-reference-layout"
 MEMORY, EXPERTS = "wgrad-memory-reuse", "grouped-linear-amax-reduction"
 RECOMPUTE, MAIN_GRADS = "recompute-in-graphs", "warmup-main-grads"
+CONTRACT, LEAVES = "replay-contract", "leaf-grad-lifetime"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
@@ -88,6 +91,11 @@ def _order(name: str, order: Iterable[float], quick: bool = False, **options: An
     """Delayed wgrads in ``order``, of modules that do not mark first microbatches."""
     options = {"order": tuple(order), "delay": True, "mark_first": False, "reuse": True, **options}
     return _training(name, (ORDER,), quick, **options)
+
+
+def _contract(name: str, *fixes: str, quick: bool = False) -> Case:
+    """A program of ``verify.contract``."""
+    return Case(name, fixes, "contract:compare", {"name": name}, quick)
 
 
 def _events(name: str, fixes: Iterable[str], events: str, quick: bool = False, **options: Any) -> Case:
@@ -155,6 +163,8 @@ _ALL = (
     Case("hook-order", (HOOK_ORDER, HOOKS), "callables:hook_order", quick=True),
     Case("plain-data-delayed", (UNREACHED, DELIVERY), "callables:plain_data", quick=True),
     Case("reused-buffers", (BUFFERS,), "callables:reused_buffers", quick=True),
+    Case("output-strides", (WEAK,), "callables:output_strides", quick=True),
+    Case("output-dtypes", (WEAK,), "callables:output_dtypes", quick=True),
     Case("none-output", ("none-outputs",), "callables:none_output", quick=True),
     _training(
         "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, mark_first=False, reuse=True, tuples=True
@@ -179,6 +189,31 @@ _ALL = (
     _program("calibration", (CALIBRATING,), quick=True),
     _program("other-rng-states", (RNG_STATES,), quick=True),
     Case("misused-arguments", (ARGUMENTS,), "refusal:misused_arguments", quick=True),
+    _contract("more-microbatches", CONTRACT, quick=True),
+    _contract("fewer-microbatches", CONTRACT),
+    _contract("graph-twice-before-its-backward", CONTRACT),
+    _contract("module-twice-in-a-tuple", CONTRACT),
+    _contract("captures-nested-in-a-pool", CONTRACT),
+    _contract("captures-after-each-other-in-a-pool", CONTRACT),
+    _contract("backward-twice", CONTRACT),
+    _contract("checkpoint-of-te", CONTRACT, LEAVES, quick=True),
+    _contract("checkpoint-of-torch", CONTRACT, LEAVES),
+    _contract("checkpoint-without-reentry", CONTRACT, LEAVES),
+    _contract("checkpoints-in-delayed-scaling", CONTRACT),
+    _contract("checkpoints-in-flight", CONTRACT),
+    _contract("wgrad-after-the-next-forward", CONTRACT),
+    _contract("wgrad-before-the-backward", CONTRACT),
+    _contract("data-of-a-parameter", CONTRACT, quick=True),
+    _contract("offloaded-weights", CONTRACT),
+    _contract("loaded-weights", CONTRACT),
+    _contract("other-main-grad", CONTRACT),
+    _contract("data-of-an-fp8-parameter", CONTRACT),
+    _contract("written-in-place", CONTRACT),
+    _contract("unfrozen-parameters", CONTRACT),
+    _contract("gathered-input-grads", LEAVES, quick=True),
+    _contract("parameters-as-inputs", LEAVES),
+    Case("cast-input", (ARGUMENTS,), "contract:warned", {"name": "cast-input"}),
+    Case("outside-of-the-autocast", (CONTRACT,), "contract:warned", {"name": "outside-of-the-autocast"}),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
     _events("fp8-params-of-master", (TRANSPOSES,), _STEPS, recipe="fp8-delayed", fp8_params=True, update="master"),
@@ -286,10 +321,9 @@ def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
     names = list(wanted)
     unknown = [name for name in names if name not in CATALOGUE and name not in CASES]
     if unknown:
-        raise ValueError(
-            f"unknown fix or case {', '.join(map(repr, unknown))}; fixes: {', '.join(CATALOGUE)}; "
-            f"cases: {', '.join(map(repr, CASES))}"
-        )
+        near = nearest(unknown, [*CATALOGUE, *CASES])
+        words = ", ".join(map(repr, unknown))
+        raise ValueError(f"unknown fix or case {words}; {near}see te-graph-fixes list, or verify without names for all")
     return [
         case
         for case in CASES.values()

@@ -2,9 +2,9 @@
 
 A CASE is the name of a registered case or a `Case` as JSON; without any they are read from standard input, one a line.
 ``outcome`` of a line is ``measured`` (then ``error`` is the largest of the errors), ``failed`` (``detail`` is the
-exception: a crash in capture is a result), ``skipped`` or ``unmeasured``. A process that
-an exception or a case may have damaged ends, with status 1; its line says ``last``. The fixes are those that the
-environment asks for.
+exception: a crash in capture is a result), ``skipped``, ``unmeasured``, or ``unable`` (TransformerEngine does not have
+what the case imports). A process that an exception or a case may have damaged ends, with status 1; its line says
+``last``. The fixes are those that the environment asks for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
     for text in arguments or _lines():
         case = Case.from_json(text) if text.startswith("{") else CASES[text]
         start = time.perf_counter()
-        result: dict[str, Any] = {"outcome": "unmeasured", "detail": broken} if broken else _measure(case)
+        result: dict[str, Any] = broken or _measure(case)
         damaged = result["outcome"] in ("failed", "unmeasured") or result.get("measures", {}).get("damaged", False)
         last = bool(damaged and not broken)
         seconds = round(time.perf_counter() - start, 3)
@@ -47,14 +48,20 @@ def _lines() -> Iterable[str]:
     return (line.strip() for line in sys.stdin)
 
 
-def _broken() -> str | None:
-    """Why nothing can be measured here, or None."""
+def _broken() -> dict[str, Any] | None:
+    """The result of every case where nothing can be measured, or None."""
     try:
         import torch
         import transformer_engine.pytorch  # noqa: F401
     except Exception as error:
-        return f"transformer_engine does not import: {_one_line(error)}"
-    return None if torch.cuda.is_available() else "torch sees no GPU"
+        return {"outcome": "unmeasured", "detail": f"transformer_engine does not import: {_one_line(error)}"}
+    if not torch.cuda.is_available():
+        return {"outcome": "unmeasured", "detail": "torch sees no GPU"}
+    try:
+        from . import training  # noqa: F401
+    except ImportError as error:
+        return {"outcome": "unable", "detail": _one_line(error)}
+    return None
 
 
 def _measure(case: Case) -> dict[str, Any]:
@@ -71,11 +78,16 @@ def _measure(case: Case) -> dict[str, Any]:
     except Skipped as why:
         return {"outcome": "skipped", "detail": str(why), "gpu": gpu}
     except Exception as error:
-        if "out of memory" in str(error):
-            return {"outcome": "unmeasured", "detail": _one_line(error), "gpu": gpu}
-        return {"outcome": "failed", "detail": _one_line(error), "gpu": gpu}
+        outcome = "unmeasured" if "out of memory" in str(error) else "unable" if _in_the_case(error) else "failed"
+        return {"outcome": outcome, "detail": _one_line(error), "gpu": gpu}
     errors = [number for numbers in measures["errors"].values() for number in numbers]
     return {"outcome": "measured", "error": max(errors), "measures": measures, "gpu": gpu}
+
+
+def _in_the_case(error: Exception) -> bool:
+    """Whether it is a case itself that cannot import something; TransformerEngine with the fixes has to."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, ImportError) and frame.f_globals["__name__"].startswith(f"{__package__}.")
 
 
 def _one_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .training import HIDDEN, TOKENS, error, make_recipe, require_recomputation
+from .training import HIDDEN, TOKENS, error, make_recipe, random, require_recomputation
 
 STEPS, MICROBATCHES, LEARNING_RATE = 3, 2, 0.1
 OPTIONS: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
@@ -66,11 +66,6 @@ def capture(*modules: torch.nn.Module, recipe: Any, grad: bool = True, **options
 def autocast(recipe: Any) -> Any:
     """The autocast of a recipe, none for None."""
     return te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext()
-
-
-def random() -> torch.Tensor:
-    """Values for one microbatch."""
-    return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
 
 
 @program

@@ -9,12 +9,12 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
 
-from .programs import linear, random
-from .training import Setup, capture, make_module
+from .programs import linear
+from .training import Setup, capture, make_module, random
 
 
 def illegal_order() -> dict[str, Any]:
-    """A wgrad before its dgrad. Without `capture-exception-safety`, TE goes on as if in a capture after the refusal."""
+    """A wgrad before its dgrad. Without `failed-capture-state`, TE goes on as if in a capture after the refusal."""
     setup = Setup(order=(1, -1.5, -1), delay=True, mark_first=False)
     try:
         capture(setup, [make_module(setup, 0, graphed=True)], None)

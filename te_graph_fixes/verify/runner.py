@@ -26,6 +26,9 @@ CHILD = (sys.executable, "-m", f"{__package__}.child")
 LIMIT = 60.0
 """Seconds that a case may take, the start of its process included."""
 
+COULD_NOT_RUN = 3
+"""The exit status where cases could not run, and no other was wrong."""
+
 WITHOUT, WITH = "without", "with"
 
 
@@ -34,7 +37,8 @@ class Outcome:
     """What a child said of a case.
 
     ``outcome`` is ``measured`` (then ``error`` is a number, 0.0 for bit for bit), ``failed`` (the case raised
-    ``detail``, or its process died), ``skipped`` or ``unmeasured`` (because of ``detail``).
+    ``detail``, or its process died), ``skipped`` or ``unmeasured`` (because of ``detail``), or ``unable``
+    (TransformerEngine does not have what the case imports, which ``detail`` names).
     """
 
     outcome: str
@@ -58,29 +62,33 @@ class Outcome:
     def text(self) -> str:
         """One cell of the table."""
         if self.outcome != "measured" or self.error is None:
-            return self.detail if self.outcome == "failed" else self.outcome
+            return {"failed": self.detail, "unable": "could not run"}.get(self.outcome, self.outcome)
         return f"{self.error:.3g}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case, measured without and with the fixes."""
+    """One case, measured without (None: that cannot be) and with the fixes."""
 
     case: Case
-    without: Outcome
+    without: Outcome | None
     with_fixes: Outcome
 
     @property
     def verdict(self) -> str:
-        """``fixed``, ``not affected``, ``STILL WRONG``, ``skipped: why`` or ``not measured: why``."""
+        """``right``, ``fixed``, ``not affected``, ``STILL WRONG``, ``skipped``, ``could not run``, ``not measured``."""
         if self.skipped:
             return f"skipped: {self.with_fixes.detail}"
+        if self.unable:
+            return f"could not run: {self.with_fixes.detail}"
         if self.with_fixes.wrong:
             return "STILL WRONG"
-        for switch, outcome in ((WITH, self.with_fixes), (WITHOUT, self.without)):
-            if outcome.outcome in ("unmeasured", "skipped"):
+        if self.without is None and self.with_fixes.right:
+            return "right"
+        for switch, outcome in ((WITH, self.with_fixes), (WITHOUT, self.without or self.with_fixes)):
+            if outcome.outcome in ("unmeasured", "skipped", "unable"):
                 return f"not measured {switch} the fixes: {outcome.detail}"
-        return "not affected" if self.without.right else "fixed"
+        return "not affected" if self.without and self.without.right else "fixed"
 
     @property
     def ok(self) -> bool:
@@ -90,14 +98,19 @@ class Row:
     @property
     def skipped(self) -> bool:
         """Whether this GPU or this TE lacks what the case needs, which the fixes cannot change."""
-        return self.with_fixes.outcome == self.without.outcome == "skipped"
+        return self.with_fixes.outcome == (self.without or self.with_fixes).outcome == "skipped"
+
+    @property
+    def unable(self) -> bool:
+        """Whether this TE does not have what the case imports, with the fixes as without."""
+        return self.with_fixes.outcome == (self.without or self.with_fixes).outcome == "unable"
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "case": self.case.name,
             "fixes": list(self.case.fixes),
             "verdict": self.verdict,
-            WITHOUT: asdict(self.without),
+            WITHOUT: self.without and asdict(self.without),
             WITH: asdict(self.with_fixes),
         }
 
@@ -186,15 +199,17 @@ def measure(
     workers: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     command: Sequence[str] = CHILD,
+    switches: Sequence[str] = (WITHOUT, WITH),
 ) -> list[Row]:
     """Measure ``cases`` without and with the fixes in ``workers`` processes (default: up to 8, by the CPUs).
 
+    A TransformerEngine that is corrected on disk cannot be measured `WITHOUT`: it is left out of ``switches``.
     ``say`` gets a line of progress at the start and for each result; ``command`` starts a child.
     """
-    start, total = time.perf_counter(), 2 * len(cases)
+    start, total = time.perf_counter(), len(switches) * len(cases)
     running: list[str] = []
     results: dict[tuple[str, str], Outcome] = {}
-    queues: dict[str, SimpleQueue[Case]] = {WITHOUT: SimpleQueue(), WITH: SimpleQueue()}
+    queues: dict[str, SimpleQueue[Case]] = {switch: SimpleQueue() for switch in switches}
     for switch in queues:
         for case in cases:
             queues[switch].put(case)
@@ -224,12 +239,12 @@ def measure(
                 for done in [pool.submit(work, switch, child) for switch, child in children]:
                     done.result()
             except BaseException:
-                queues[WITHOUT], queues[WITH] = SimpleQueue(), SimpleQueue()  # nothing more is started
+                queues.update({switch: SimpleQueue() for switch in switches})  # nothing more is started
                 raise
     finally:
         for _, child in children:
             child.close()
-    return [Row(case, results[WITHOUT, case.name], results[WITH, case.name]) for case in cases]
+    return [Row(case, results.get((WITHOUT, case.name)), results[WITH, case.name]) for case in cases]
 
 
 def _now(running: Sequence[str]) -> str:
@@ -240,8 +255,8 @@ def table(rows: Iterable[Row]) -> str:
     """The rows as text, one line each."""
     lines: list[tuple[str, ...]] = [("FIX", "CASE", "TE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
     for row in rows:
-        te = row.with_fixes.te or row.without.te or "?"
-        cells = [_short(outcome.text) for outcome in (row.without, row.with_fixes)]
+        te = row.with_fixes.te or (row.without and row.without.te) or "?"
+        cells = [_short(outcome.text) if outcome else "-" for outcome in (row.without, row.with_fixes)]
         lines.append((", ".join(row.case.fixes), row.case.name, te, *cells, row.verdict))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -267,13 +282,21 @@ def no_gpu() -> str | None:
     return None
 
 
-def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT) -> int:
-    """Measure ``cases`` and print the table, or JSON; progress goes to stderr.
+def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, on_disk: bool = False) -> int:
+    """Measure ``cases`` and print the table, or JSON; progress goes to stderr. ``on_disk``: TE is corrected there.
 
-    The exit status is 0 only if, with the package on, every case that this GPU can run is bit-identical to eager.
+    The exit status is 0 only if, with the package on, every case that this GPU can run is bit-identical to eager. It is
+    1 if one is not, and `COULD_NOT_RUN` if the others are, but there are cases that this TE cannot run.
     """
     start = time.perf_counter()
-    rows = measure(cases, limit, say=lambda line: print(line, file=sys.stderr, flush=True))
+    if on_disk:
+        print(
+            "te-graph-fixes: TransformerEngine is corrected on disk, so nothing can be measured without the fixes; "
+            "its graphs are compared with eager alone",
+            file=sys.stderr,
+        )
+    switches = (WITH,) if on_disk else (WITHOUT, WITH)
+    rows = measure(cases, limit, say=lambda line: print(line, file=sys.stderr, flush=True), switches=switches)
     seconds = time.perf_counter() - start
     bad = [row for row in rows if not row.ok]
     gpu = next((row.with_fixes.gpu for row in rows if row.with_fixes.gpu), None)
@@ -305,7 +328,7 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT) -
     for row in bad:
         why = row.with_fixes.text if row.with_fixes.wrong else row.verdict
         print(f"te-graph-fixes: {row.case.name}: {why}", file=sys.stderr)
-    return int(bool(bad))
+    return COULD_NOT_RUN if bad and all(row.unable for row in bad) else int(bool(bad))
 
 
 def _finite(value: Any) -> Any:

@@ -199,9 +199,9 @@ def capture(setup: Setup, modules: Sequence[Any], recipe: Any) -> list[Any]:
         "cache_quantized_params": setup.caches_weights,
     }
     if setup.order is None:
-        graphed = te.make_graphed_callables(modules[0], (_random().requires_grad_(),), **options)
+        graphed = te.make_graphed_callables(modules[0], (random().requires_grad_(),), **options)
         return [graphed] * setup.microbatches
-    samples = [(_random().requires_grad_(),) for _ in range(_count(setup.order))]
+    samples = [(random().requires_grad_(),) for _ in range(_count(setup.order))]
     return list(
         te.make_graphed_callables(
             tuple(modules),
@@ -286,7 +286,8 @@ def _count(order: Sequence[float]) -> int:
     return sum(entry > 0 for entry in order)
 
 
-def _random() -> torch.Tensor:
+def random() -> torch.Tensor:
+    """Values for one microbatch."""
     return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
 
 

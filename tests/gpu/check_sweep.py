@@ -26,7 +26,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
-from te_graph_fixes.checking import callables
+from te_graph_fixes.checking import twins
 from te_graph_fixes.verify.cases import CASES
 from te_graph_fixes.verify.training import Setup, Skipped, make_recipe, train
 
@@ -121,7 +121,7 @@ def compare(name: str, work: Callable[[], list[torch.Tensor]], totals: dict[str,
     except Skipped:
         totals["skipped"] += 1
         return
-    findings = callables.current[0].finish()
+    findings = twins.current[0].finish()
     both = isinstance(without, list) and isinstance(checked, list)
     same = without == checked if not both else all(map(same_bits, without, checked))
     totals["trainings"] += 1

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,6 @@ import te_graph_fixes
 from tests.pipeline_orders import interleaved, layer_wise
 
 ID = "grad-input-lifetime"
-MODEL_CHUNKS = "TE_GRAPH_FIXES_MODEL_CHUNKS"
 ON_SIMULATOR = "tests.simulator" in sys.modules
 FUSED = not ON_SIMULATOR
 
@@ -243,10 +241,8 @@ def pool_mib(pool: Any) -> float | None:
 
 
 @contextmanager
-def setting(fixes: list[str], model_chunks: str | None = None) -> Iterator[None]:
-    """Capture with these ``fixes`` and this say in what the model chunks are."""
-    if model_chunks:
-        os.environ[MODEL_CHUNKS] = model_chunks
+def setting(fixes: list[str]) -> Iterator[None]:
+    """Capture with these ``fixes``."""
     te_graph_fixes.activate(only=fixes) if fixes else te_graph_fixes.deactivate()
     if fixes:
         found = te_graph_fixes.report().fixes
@@ -255,15 +251,11 @@ def setting(fixes: list[str], model_chunks: str | None = None) -> Iterator[None]
         yield
     finally:
         te_graph_fixes.deactivate()
-        os.environ.pop(MODEL_CHUNKS, None)
 
 
-def settings(schedule: Schedule) -> Iterator[tuple[str, list[str], str | None]]:
-    order = ["backward-dw-order"] if schedule.wgrads else []
-    yield "without", order, None
-    yield "with", [ID, *order], None
-    if schedule.layer_wise:
-        yield "with, model chunks given", [ID, *order], ",".join(map(str, schedule.layers))
+def settings(schedule: Schedule) -> dict[str, list[str]]:
+    order = ["backward-dw-order", "capture-without-warmup"] if schedule.wgrads else []
+    return {"without": order, "with": [ID, *order]}
 
 
 def say(**values: Any) -> None:
@@ -287,9 +279,9 @@ def check(hidden: int, tokens: int, *names: str) -> None:
     for short in names or SCHEDULES:
         schedule = SCHEDULES[short]
         eager = Stage(replace(schedule, wgrads=False), hidden, tokens).run(None)
-        for name, fixes, model_chunks in settings(schedule):
+        for name, fixes in settings(schedule).items():
             stage = Stage(schedule, hidden, tokens)
-            with setting(fixes, model_chunks):
+            with setting(fixes):
                 graphs = stage.capture()
             stage.clear_main_grads()
             steps = [stage.run(graphs) for _ in range(2)]
@@ -316,9 +308,9 @@ def memory(hidden: int, tokens: int) -> None:
         Schedule(4, 0, [2, 2, 2, 2], 8),
         Schedule(4, 0, [4, 4], 8, layer_wise=False),
     ):
-        for name, fixes, model_chunks in settings(schedule):
+        for name, fixes in settings(schedule).items():
             stage = Stage(schedule, hidden, tokens, wide=True)
-            with setting(fixes, model_chunks):
+            with setting(fixes):
                 graphs = stage.capture()
             say(schedule=schedule.name, setting=name, hidden=hidden, tokens=tokens, pool_mib=pool_mib(stage.pool))
             del graphs, stage
@@ -327,9 +319,9 @@ def memory(hidden: int, tokens: int) -> None:
 def replay_time(hidden: int, tokens: int, rounds: int = 15) -> None:
     for schedule in (Schedule(2, 0, [2, 2], 8), Schedule(4, 0, [4, 4], 8), Schedule(2, 0, [2, 2], 8, layer_wise=False)):
         stages = {}
-        for name, fixes, model_chunks in settings(schedule):
+        for name, fixes in settings(schedule).items():
             stage = Stage(schedule, hidden, tokens, wide=True)
-            with setting(fixes, model_chunks):
+            with setting(fixes):
                 stages[name] = stage, stage.capture()
         times: dict[str, list[float]] = {name: [] for name in stages}
         for _ in range(rounds + 2):

@@ -1,7 +1,7 @@
 """What a failed capture leaves behind: prints one JSON line for each place of failure.
 
-    python tests/gpu/capture_exception_safety.py capture-forward
-    TE_GRAPH_FIXES=off python tests/gpu/capture_exception_safety.py capture-forward
+    python tests/gpu/failed_capture_state.py capture-forward
+    TE_GRAPH_FIXES=off python tests/gpu/failed_capture_state.py capture-forward
 
 ``changed`` lists what is not as it was before, ``seen`` the exception that the caller gets, ``eager`` the error of two
 eager steps after the failure against the same steps without any capture, ``next`` the error of a graph captured after
@@ -25,6 +25,7 @@ from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
+from te_graph_fixes.verify.training import error
 
 HIDDEN = 64
 TOKENS = 32
@@ -199,15 +200,6 @@ def check(place: str) -> dict[str, Any]:
     except Exception as failure:
         found["next"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
     return found
-
-
-def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """The largest norm of a difference over the norm of what is wanted."""
-    worst = 0.0
-    for value, right in zip(found, wanted, strict=True):
-        relative = float((value.double() - right.double()).norm() / right.double().norm())
-        worst = max(worst, relative if relative == relative else float("inf"))
-    return worst
 
 
 if __name__ == "__main__":

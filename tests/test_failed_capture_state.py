@@ -1,4 +1,4 @@
-"""``capture-exception-safety`` on the simulator: a capture is made to fail at each place where it can."""
+"""``failed-capture-state`` on the simulator: a capture is made to fail at each place where it can."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from tests.child import simulate
 
-FIX = CATALOGUE["capture-exception-safety"]
+FIX = CATALOGUE["failed-capture-state"]
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
 ERRORS = {
     "warmup-forward": "PlannedError",
@@ -28,8 +28,8 @@ ERRORS = {
 
 
 def run(setting: str, *places: str) -> dict[str, dict[str, Any]]:
-    """``tests/gpu/capture_exception_safety.py`` for some places, one after the other, in a child process."""
-    output = simulate("tests/gpu/capture_exception_safety.py", *places, TE_GRAPH_FIXES=setting)
+    """``tests/gpu/failed_capture_state.py`` for some places, one after the other, in a child process."""
+    output = simulate("tests/gpu/failed_capture_state.py", *places, TE_GRAPH_FIXES=setting)
     return {line["place"]: line for line in map(json.loads, output.splitlines())}
 
 

@@ -14,8 +14,8 @@ import inspect
 import itertools
 import queue
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ current: list[Check] = []  # the check of this process, the last one
 
 
 def start(options: Options) -> None:
-    """Check what is graphed from now on."""
+    """Check the graphs that are captured after this call."""
     if current:
         current.pop().finish()
     current.append(Check(options))
@@ -55,9 +55,9 @@ def make(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(make).bind(*args, **kwargs).arguments
         twins += [] if check.finished else _twins(given)
     except Exception as error:
-        say(f"what is graphed now is not compared: {type(error).__name__}: {error}")
+        say(f"the graphs of this capture are not compared: its arguments gave {type(error).__name__}: {error}")
     if check.finished and check.new("late"):
-        say("what is graphed from now on is not compared: the steps to be checked are over")
+        say("graphs that are captured from here on are not compared: the checked steps are over")
     made = make.__wrapped__(*args, **kwargs)
     if not twins:
         return made
@@ -177,7 +177,7 @@ class Checked:
             try:
                 return work(*args)
             except Exception as error:
-                self._twin.refusal = f"run eagerly, it raised {type(error).__name__}: {error}"
+                self._twin.refusal = f"it raised in its eager run: {type(error).__name__}: {error}"
         return self._check.leave_out(self._index, self._twin.name, self._twin.refusal)
 
     def _place(self, when: str, tensor: str) -> Place:
@@ -198,9 +198,9 @@ class Run:
         self.delayed: list[Any] = []  # modules that leave wgrads for later
         self.eager: list[Values] = []  # what two runs have computed, until it is compared
         if twin.scaling() and in_fp8_activation_recompute_phase():
-            twin.refusal = "a checkpoint of TE runs it again, with FP8 scales that are not the present ones"
+            twin.refusal = "te.checkpoint runs it a second time, with the FP8 scales of an earlier step"
         if any(each is not twin.parameters.get(name) for name, each in twin.module.named_parameters()):
-            twin.refusal = "it has parameters that it did not have in its capture"
+            twin.refusal = "it has got new parameters since its capture"
 
 
 class Twin:
@@ -220,9 +220,9 @@ class Twin:
             own = {name: copy.copy(value) for name, value in present.items() if name in REPLACED or "_hooks" in name}
             self.own[each] = own | {"_fp8_workspaces": {}}
             if any(value is True and name.startswith("ub_") for name, value in present.items()):
-                self.refusal = "it overlaps communication in buffers (userbuffers) that its graphs use as well"
+                self.refusal = "it shares communication buffers (userbuffers) with its graph"
         if any(type(each).__name__ == "DTensor" for each in self.parameters.values()):
-            self.refusal = "its parameters are sharded (DTensor), and what eager gathers would change their gradients"
+            self.refusal = "its parameters are sharded (DTensor), and an eager run would change their gradients"
 
     def compute(self, run: Run, until: str) -> Values:
         """Run a microbatch until the end of its ``forward``, ``backward`` or ``wgrad``: what is new then."""
@@ -285,34 +285,50 @@ class Twin:
 
     def _become(self, stack: ExitStack, run: Run) -> dict[torch.Tensor, Any]:
         """Be the module, as it was at the beginning of ``run``, until ``stack`` puts all back. Gives its parameters."""
-        for put, value in self.state():
-            stack.callback(put, value)
-        for part in self.scaling().values():  # another recipe has amax histories of another length
-            stack.callback(part.__dict__.update, dict(part.__dict__))
-        group, methods = Manager.get_fp8_group(), (classmethod, staticmethod)
-        for name, value in list(vars(Manager).items()):
-            if not name.startswith("__") and not isinstance(value, methods):
-                stack.callback(setattr, Manager, name, value)
-        Manager.reset()
-        stack.enter_context(autocast(enabled=False))
-        Manager.is_first_fp8_module()  # the first one updates scales: none of the module's is
-        stack.enter_context(autocast(enabled=self.enabled, recipe=self._recipe, amax_reduction_group=group))
-        stack.enter_context(torch.autocast("cuda", *self._torch_autocast, cache_enabled=False))
-        megatron: Any = sys.modules.get("megatron.core.transformer.cuda_graphs")
-        if hasattr(megatron, "_IS_GRAPH_CAPTURING"):  # what a layer runs in a capture may be a part of it
-            stack.callback(setattr, megatron, "_IS_GRAPH_CAPTURING", megatron._IS_GRAPH_CAPTURING)
-            megatron._IS_GRAPH_CAPTURING = True
-        hooks: Any = torch._C._autograd  # of a checkpoint around, which counts what is saved
-        while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
-            hooks._pop_saved_tensors_default_hooks()
-            stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
-        aliases = {each: _alias(each) for each in self.parameters.values()}
-        for each in self.own:
-            stack.callback(object.__setattr__, each, "__dict__", vars(each))
-            object.__setattr__(each, "__dict__", self._dictionary(each, run, aliases))
+        stack.enter_context(self._kept_state())
+        stack.enter_context(self._autocasts())
+        stack.enter_context(_as_in_a_capture_of_megatron())
+        stack.enter_context(_without_saved_tensor_hooks())
+        aliases = {parameter: _alias(parameter) for parameter in self.parameters.values()}
+        stack.enter_context(self._exchanged(run, aliases))
         for put, value in run.state:
             put(value)
         return aliases
+
+    @contextmanager
+    def _kept_state(self) -> Iterator[None]:
+        """Put back random states and the FP8 state: another recipe has amax histories of another length."""
+        with ExitStack() as stack:
+            for put, value in self.state():
+                stack.callback(put, value)
+            for part in self.scaling().values():
+                stack.callback(part.__dict__.update, dict(part.__dict__))
+            for name, value in list(vars(Manager).items()):
+                if not name.startswith("__") and not isinstance(value, (classmethod, staticmethod)):
+                    stack.callback(setattr, Manager, name, value)
+            yield
+
+    @contextmanager
+    def _autocasts(self) -> Iterator[None]:
+        """Those of the graphs, inside one whose first module is none of ours: it would update scales."""
+        group = Manager.get_fp8_group()
+        Manager.reset()
+        with autocast(enabled=False):
+            Manager.is_first_fp8_module()
+            with (
+                autocast(enabled=self.enabled, recipe=self._recipe, amax_reduction_group=group),
+                torch.autocast("cuda", *self._torch_autocast, cache_enabled=False),
+            ):
+                yield
+
+    @contextmanager
+    def _exchanged(self, run: Run, aliases: dict[torch.Tensor, Any]) -> Iterator[None]:
+        """Exchange what the module and its submodules hold."""
+        with ExitStack() as stack:
+            for module in self.own:
+                stack.callback(object.__setattr__, module, "__dict__", vars(module))
+                object.__setattr__(module, "__dict__", self._dictionary(module, run, aliases))
+            yield
 
     def _dictionary(self, each: Module, run: Run, aliases: dict[torch.Tensor, Any]) -> Values:
         """What takes the place of the ``__dict__`` of a submodule."""
@@ -328,6 +344,31 @@ class Twin:
             merged["wgrad_store"].context = queue.Queue()
         merged.get("fp8_meta", {}).pop(RECOMPUTED, None)
         return merged
+
+
+@contextmanager
+def _as_in_a_capture_of_megatron() -> Iterator[None]:
+    """What a Megatron layer runs only in a capture may be a part of it."""
+    megatron: Any = sys.modules.get("megatron.core.transformer.cuda_graphs")
+    if not hasattr(megatron, "_IS_GRAPH_CAPTURING"):
+        yield
+        return
+    before, megatron._IS_GRAPH_CAPTURING = megatron._IS_GRAPH_CAPTURING, True
+    try:
+        yield
+    finally:
+        megatron._IS_GRAPH_CAPTURING = before
+
+
+@contextmanager
+def _without_saved_tensor_hooks() -> Iterator[None]:
+    """Those of a checkpoint around count what is saved."""
+    hooks: Any = torch._C._autograd
+    with ExitStack() as stack:
+        while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+            hooks._pop_saved_tensors_default_hooks()
+            stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
+        yield
 
 
 def _outputs(outputs: list[Any]) -> Values:

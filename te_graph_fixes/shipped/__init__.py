@@ -13,11 +13,6 @@ def module_text(name: str) -> str:
     return cast(bytes, pkgutil.get_data(__name__, f"{name}.py")).decode()
 
 
-def plan_module(source: Source) -> dict[str, str]:
-    """The ``new_modules`` of a verdict whose edits import the order plan; empty where ``source`` has it already."""
-    return new_module(source, "graph_order")
-
-
 def new_module(source: Source, name: str) -> dict[str, str]:
     """The ``new_modules`` of a verdict whose edits import module ``name``; empty where ``source`` has it already."""
     full_name, text = f"transformer_engine.pytorch._te_{name}", module_text(name)

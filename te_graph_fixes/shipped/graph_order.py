@@ -38,7 +38,6 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -330,14 +329,20 @@ def _copy(tensor: Any) -> Any:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-MODEL_CHUNKS = "TE_GRAPH_FIXES_MODEL_CHUNKS"
-"""Environment variable with which a caller who passes layers as chunks says how many make up a model chunk: one number
-for all model chunks, or a comma list that adds up to the number of chunks. ``1`` is TE's own rule."""
+@dataclass(frozen=True)
+class _Dgrad:
+    """The dgrad of a chunk (counted from 0) and microbatch.
+
+    ``first_callable`` is TE's index of its first layer; ``end`` the entry behind it, and behind the forwards of a model
+    chunk that is under way.
+    """
+
+    chunk: int
+    first_callable: int
+    end: int
 
 
-def grad_input_releases(
-    order: Sequence[float], layers_per_chunk: Sequence[int], model_chunks: str | None = None
-) -> list[list[int]]:
+def grad_input_releases(order: Sequence[float], layers_per_chunk: Sequence[int]) -> list[list[int]]:
     """Which grad inputs may go back to the graph pool just before each entry of ``order`` is captured.
 
     Element ``i`` of the result lists callables by TE's index (chunk by chunk, within it microbatch by microbatch,
@@ -360,97 +365,83 @@ def grad_input_releases(
     is directly followed, among the forwards, by one of ``c + 1``, and each dgrad of ``c + 1``, among the dgrads, by one
     of ``c``. An interleaved schedule of real model chunks never looks like that, for it runs a chunk for several
     microbatches before the next: its lifetimes are TE's. Otherwise a gradient is held for as long as the worst division
-    of the chunks into model chunks needs. ``model_chunks`` (default: the environment variable `MODEL_CHUNKS`) says
-    which division it is: then only the first layer of each model chunk is held longer than TE holds it. Raises
-    ValueError where it does not fit the order.
+    of the chunks into model chunks needs.
     """
-    num_chunks = len(layers_per_chunk)
-    known = None
     if any(layers != 1 for layers in layers_per_chunk):
-        sizes = [1] * num_chunks
+        model_chunks = list(range(len(layers_per_chunk)))
     else:
-        known = _model_chunks(os.environ.get(MODEL_CHUNKS, "") if model_chunks is None else model_chunks, num_chunks)
-        sizes = known or _longest_model_chunks(order, num_chunks)
-    model_chunk = [number for number, size in enumerate(sizes) for _ in range(size)]
-
-    def in_one_model_chunk(lower: float, upper: float) -> bool:
-        return 0 < lower == upper - 1 and model_chunk[int(lower) - 1] == model_chunk[int(upper) - 1]
-
-    microbatches = sum(entry > 0 for entry in order) // num_chunks
-    next_callable = [microbatches * layers for layers in accumulate(layers_per_chunk, initial=0)]
-    dgrads, callables, ends = [], [], []
-    for i, entry in enumerate(order):
-        if _is_dgrad(entry) and layers_per_chunk[-int(entry) - 1]:
-            chunk = -int(entry)
-            dgrads.append(chunk)
-            callables.append(next_callable[chunk - 1])
-            ends.append((i + 1, _end_of_forwards(order, i, in_one_model_chunk)))
-            next_callable[chunk - 1] += layers_per_chunk[chunk - 1]
-
-    steps: list[list[int]] = []  # the dgrads of a model chunk and microbatch
-    for k, chunk in enumerate(dgrads):
-        if k and in_one_model_chunk(chunk, dgrads[k - 1]):
-            steps[-1].append(k)
-        else:
-            steps.append([k])
-    sends = [model_chunk[dgrads[step[0]] - 1] > 0 for step in steps]
+        model_chunks = _longest_model_chunks(order, len(layers_per_chunk))
+    steps = _steps(_dgrads(order, layers_per_chunk, model_chunks), model_chunks)
+    ends = [step[-1].end for step in steps]
+    sends = [model_chunks[step[0].chunk] > 0 for step in steps]
     last_forward = max(i for i, entry in enumerate(order) if entry > 0)
-    last_steady = next((s for s, step in enumerate(steps) if ends[step[-1]][1] > last_forward), None)
+    last_steady = next((s for s, end in enumerate(ends) if end > last_forward), None)
 
     releases: list[list[int]] = [[] for _ in range(len(order) + 1)]
     for s, step in enumerate(steps):
-        for k in step[:-1]:
-            releases[ends[k + 1][0] if known else ends[step[-1]][1]].append(callables[k])
+        for dgrad in step[:-1]:
+            releases[ends[s]].append(dgrad.first_callable)
         if s + 1 < len(steps):
             waited = s + 1
             if s == last_steady and sends[s]:
                 waited = next((later for later in range(s + 1, len(steps)) if sends[later]), waited)
-            releases[ends[steps[waited][-1]][1]].append(callables[step[-1]])
+            releases[ends[waited]].append(step[-1].first_callable)
     return releases[:-1]
+
+
+def _dgrads(order: Sequence[float], layers_per_chunk: Sequence[int], model_chunks: Sequence[int]) -> list[_Dgrad]:
+    """The dgrads of an order, less those of chunks without layers."""
+    microbatches = sum(entry > 0 for entry in order) // len(layers_per_chunk)
+    next_callable = [microbatches * layers for layers in accumulate(layers_per_chunk, initial=0)]
+    dgrads = []
+    for i, entry in enumerate(order):
+        chunk = -int(entry) - 1
+        if _is_dgrad(entry) and layers_per_chunk[chunk]:
+            dgrads.append(_Dgrad(chunk, next_callable[chunk], _end_of_forwards(order, i, model_chunks)))
+            next_callable[chunk] += layers_per_chunk[chunk]
+    return dgrads
+
+
+def _steps(dgrads: Iterable[_Dgrad], model_chunks: Sequence[int]) -> list[list[_Dgrad]]:
+    """The dgrads of each model chunk and microbatch, which run one behind the other."""
+    steps: list[list[_Dgrad]] = []
+    for dgrad in dgrads:
+        if steps and _are_neighbours(dgrad.chunk, steps[-1][-1].chunk, model_chunks):
+            steps[-1].append(dgrad)
+        else:
+            steps.append([dgrad])
+    return steps
+
+
+def _are_neighbours(lower: int, upper: int, model_chunks: Sequence[int]) -> bool:
+    """Whether a chunk is directly below another one of its model chunk; they are counted from 0."""
+    return 0 <= lower == upper - 1 and model_chunks[lower] == model_chunks[upper]
 
 
 def _is_dgrad(entry: float) -> bool:
     return entry < 0 and math.ceil(entry) == entry
 
 
-def _end_of_forwards(order: Sequence[float], dgrad: int, in_one_model_chunk: Callable[[float, float], bool]) -> int:
+def _end_of_forwards(order: Sequence[float], dgrad: int, model_chunks: Sequence[int]) -> int:
     """The entry after ``dgrad``, or after the last forward before the next dgrad of the model chunk under way there."""
     end = dgrad + 1
-    under_way = next((entry for entry in reversed(order[:dgrad]) if entry > 0), 0)
+    under_way = next((int(entry) - 1 for entry in reversed(order[:dgrad]) if entry > 0), -1)
     for i in range(dgrad + 1, len(order)):
-        if order[i] > 0 and in_one_model_chunk(under_way, order[i]):
-            under_way, end = order[i], i + 1
+        chunk = int(order[i]) - 1
+        if order[i] > 0 and _are_neighbours(under_way, chunk, model_chunks):
+            under_way, end = chunk, i + 1
         elif order[i] > 0 or _is_dgrad(order[i]):
             break
     return end
 
 
 def _longest_model_chunks(order: Sequence[float], num_chunks: int) -> list[int]:
-    """The sizes of the longest model chunks that an order with one layer a chunk allows."""
+    """The number of each chunk's model chunk, where these are as long as an order with one layer a chunk allows."""
     forwards = [entry for entry in order if entry > 0]
     dgrads = [-entry for entry in reversed(order) if _is_dgrad(entry)]
     neighbours = list(pairwise([0, *forwards, 0, *dgrads, 0]))
-    sizes = [1]
+    numbers = [0]
     for chunk in range(1, num_chunks):
-        if all((first == chunk) == (second == chunk + 1) for first, second in neighbours):
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-    return sizes
-
-
-def _model_chunks(text: str, num_chunks: int) -> list[int] | None:
-    if not text.strip():
-        return None
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if len(sizes) == 1 and sizes[0] > 0 and num_chunks % sizes[0] == 0:
-        sizes *= num_chunks // sizes[0]
-    if min(sizes) < 1 or sum(sizes) != num_chunks:
-        raise ValueError(
-            f"{MODEL_CHUNKS} is {text!r}: it must be a number that divides the {num_chunks} chunks of the order, or a "
-            f"comma list of positive numbers that adds up to {num_chunks}"
-        )
-    return sizes
+        is_one = all((first == chunk) == (second == chunk + 1) for first, second in neighbours)
+        numbers.append(numbers[-1] if is_one else numbers[-1] + 1)
+    return numbers

@@ -8,7 +8,7 @@ from collections.abc import Set
 from weakref import WeakKeyDictionary
 
 
-class Captured:
+class EarlierGraphs:
     """Which fixes were in place when each graph was captured; those that nobody has noted have the present ones."""
 
     def __init__(self) -> None:

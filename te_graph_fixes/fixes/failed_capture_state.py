@@ -1,0 +1,154 @@
+"""``failed-capture-state``: a capture that fails leaves the process damaged, and hides why it failed.
+
+Upstream: open
+
+Symptom: after an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have
+lost their grads, eager FP8 forwards and backwards still take the graph path, modules keep the capture's recipe and its
+forward hooks, later wgrads come out of order, random numbers or FP8 scales differ from what they were. Where a
+forbidden operation has spoiled the capture one sees "operation failed due to a previous error during capture" instead
+of the error itself, work goes on in the capture's stream, and drawing random numbers raises "Offset increment outside
+graph capture encountered unexpectedly".
+
+What was done after ``yield`` or after the capture is now done in ``finally`` or ``except`` clauses, the first exception
+is raised again, and a capture that PyTorch could not end is cleaned up.
+"""
+
+from __future__ import annotations
+
+from ..fix import Fix
+from ..patch import SemanticPatch
+
+PATCH = """
+@@ graph.py _graph_context_wrapper
+-with torch.cuda.graph(*args, **kwargs):
+-    yield
+-if gc_is_enabled:
+-    gc.enable()
++stream = torch.cuda.current_stream()
++failure = None
++try:
++    with torch.cuda.graph(*args, **kwargs):
++        try:
++            yield
++        except BaseException as error:
++            failure = error
++            raise
++except BaseException as error:
++    if error is failure:
++        raise
++    # PyTorch could not end the capture, and has left its stream, its memory pool and the random
++    # number generators in it. An empty capture brings the generators out.
++    with contextlib.suppress(AttributeError, KeyError, RuntimeError):
++        torch.cuda.set_stream(stream)
++        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), kwargs["pool"])
++        torch._C._cuda_releasePool(torch.cuda.current_device(), kwargs["pool"])
++    with contextlib.suppress(RuntimeError):
++        empty_graph = torch.cuda.CUDAGraph()
++        if graph_safe_rng_available():
++            for state in get_all_rng_states().values():
++                empty_graph.register_generator_state(state)
++        with torch.cuda.graph(empty_graph):
++            torch.zeros(1, device="cuda")
++    if failure is None:
++        raise
++    # Show what went wrong in the capture last, where one looks for it.
++    error.__context__ = failure.__context__
++    raise failure
++finally:
++    failure = None
++    if gc_is_enabled:
++        gc.enable()
+@@
+ yield
+
+@@ graph.py _none_grad_context_wrapper (if there)
+-yield
+-for input_tensor, original_grad in zip(inputs, original_input_grads):
+-    input_tensor.grad = original_grad
++try:
++    yield
++finally:
++    for input_tensor, original_grad in zip(inputs, original_input_grads):
++        input_tensor.grad = original_grad
+
+@@ graph.py _make_graphed_callables
+-outputs, _ = _tree_flatten(func(*args, **kwargs))
+-for hook in hooks:
+-    hook.remove()
++try:
++    outputs, _ = _tree_flatten(func(*args, **kwargs))
++finally:
++    for hook in hooks:
++        hook.remove()
+@@ (or)
+-outputs = func(*args, **kwargs)
+-for hook in hooks:
+-    hook.remove()
++try:
++    outputs = func(*args, **kwargs)
++finally:
++    for hook in hooks:
++        hook.remove()
+
+@@ graph.py make_graphed_callables
+-set_capture_start()
+@@
+-wrap_autocast(module)
+@@
+-graphed_callables = _make_graphed_callables(
++capture = lambda: _make_graphed_callables(
+     ...
+ )
++
++# What the capture changes is put back where it fails, too, as far as the device still answers.
++submodules = [m for module in modules for m in module.modules()]
++first_microbatch = [
++    (m, m.is_first_microbatch) for m in submodules if hasattr(m, "is_first_microbatch")
++]
++delayed_wgrads = [getattr(getattr(m, "wgrad_store", None), "context", None) for m in submodules]
++delayed_wgrads = [(context, list(context.queue)) for context in delayed_wgrads if context]
++try:
++    set_capture_start()
++    for module in modules:
++        wrap_autocast(module)
++    graphed_callables = capture()
++except BaseException:
++    for m, value in first_microbatch:
++        m.is_first_microbatch = value
++    for context, pending in delayed_wgrads:
++        context.queue.clear()
++        context.queue.extend(pending)
++    with contextlib.suppress(Exception):
++        restore_fp8_tensors(modules, saved_fp8_tensors)
++    with contextlib.suppress(Exception):
++        if graph_safe_rng_available():
++            for gen, state in zip(generators, original_rng_states):
++                gen.set_state(state)
++        else:
++            torch.cuda.set_rng_state(original_rng_states)
++    raise
++finally:
++    set_capture_end()
++    for module_cls, old_call in old_call_funcs.items():
++        module_cls.__call__ = old_call
+@@
+ set_capture_end()
+@@
+ saved_fp8_tensors = ANY
+@@
+ original_rng_states = [state.get_state() for state in generators]
+@@
+ for module_cls, old_call in old_call_funcs.items():
+     module_cls.__call__ = old_call
+"""
+
+
+FIX = Fix(
+    id="failed-capture-state",
+    summary="a capture that fails leaves the process damaged, and hides why it failed",
+    symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
+    group="crashes",
+    upstream=(),
+    affected=">=2.10",
+    examine=SemanticPatch(PATCH, "what a capture changes is put back only where it succeeds"),
+)

@@ -1,0 +1,333 @@
+"""Patterns: Python text that is looked for by its syntax, so that layout and comments do not matter.
+
+In a pattern
+
+- ``ANY`` is any expression, ``ANY_NAME`` too; where the same name comes again it is the same text;
+- ``...`` is any number of statements, arguments, parameters, or items of a tuple or a ``with`` (``*ANY`` where Python
+  wants a target); ``ANY_NAME: ...`` is at least one statement;
+- a call with ``...`` last has the keywords that are named, and any others; so has a ``def`` its parameters;
+- a ``def`` without decorators, result or annotations has any of them.
+
+Between the statements of a pattern, and at both ends of a block in it, others may stand that log, measure, check,
+import, or set other names (`is_apart`). A pattern that fits in two ways is found twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+Node: TypeAlias = "ast.expr | ast.stmt"
+Position: TypeAlias = "tuple[int, int]"
+Bindings: TypeAlias = "dict[Any, Any]"
+Siblings: TypeAlias = "list[tuple[list[Any], int]]"
+"""Nodes as the lists that they are in, and their places there."""
+Index: TypeAlias = "Mapping[type, Mapping[str, Siblings]]"
+
+START, END = 0, 1
+BLOCKS = {"body", "orelse", "finalbody"}
+_NO_SYNTAX = {"ctx", "kind", "type_comment"}
+
+
+class StatementRun(ast.stmt):
+    """Consecutive statements as one node."""
+
+    def __init__(self, body: Sequence[ast.stmt]) -> None:
+        ast.copy_location(self, body[0])
+        self.end_lineno, self.end_col_offset = body[-1].end_lineno, body[-1].end_col_offset
+        self.body = list(body)
+
+
+class Match(dict[Any, Any]):
+    """What a pattern matched: the ``node``, and by name what stands where the pattern has ``ANY_NAME``.
+
+    For a `located` node of the pattern there is, by that node and a side, the node that begins or ends there.
+    """
+
+    node: Node
+
+
+class Pattern:
+    """The nodes of a pattern, and the type and name that they begin with, in which most nodes differ."""
+
+    def __init__(self, nodes: Sequence[ast.stmt]) -> None:
+        alone = nodes[0].value if len(nodes) == 1 and isinstance(nodes[0], ast.Expr) else None
+        self.nodes: list[Any] = [alone] if alone else [*nodes]
+        self.kind = type(self.nodes[0])
+        name = first_name(self.nodes[0])
+        self.name = "" if name.startswith("ANY") else name
+
+    @classmethod
+    @cache
+    def of(cls, text: str) -> Pattern:
+        return cls(ast.parse(as_python(textwrap.dedent(text))).body)
+
+    def __str__(self) -> str:
+        return " ".join("; ".join(map(ast.unparse, self.nodes)).split())
+
+    def match(self, siblings: list[Any], place: int) -> Iterator[Match]:
+        """Each way in which the pattern fits where a node stands."""
+        following = siblings[place:]
+        for bindings, rest in _match_run(self.nodes, following, {}):
+            run = following[: len(following) - len(rest)]
+            match = Match(bindings)
+            match.node = run[0] if len(run) == 1 else StatementRun(run)
+            yield match
+
+
+def as_python(text: str) -> str:
+    """The text of a pattern with ``...`` replaced where Python does not take it."""
+    return re.sub(r"\bdef \w+\([^)]*\)", _name_parameters, text)
+
+
+def _name_parameters(head: re.Match[str]) -> str:
+    """The head of a function with ``ANY`` for ``...``."""
+    before, *others = head.group().split("...")
+    for text in others:
+        before += ("ANY=0" if "=" in before else "ANY") + text
+    return before
+
+
+def located(node: Any) -> Any:
+    """Let matches say what a node of a pattern has matched."""
+    node.is_located = True
+    return node
+
+
+def is_run(node: Any) -> bool:
+    """Whether a part of a pattern stands for any number of statements, arguments, parameters or contexts."""
+    match node:
+        case ast.Expr(value=part) | ast.withitem(context_expr=part):
+            return is_run(part)
+        case ast.Constant(value=value):
+            return value is ...
+        case ast.Starred(value=ast.Name(id="ANY")) | ast.arg(arg="ANY"):
+            return True
+    return False
+
+
+def is_named_run(node: Any) -> bool:
+    """Whether a part of a pattern is ``ANY_NAME: ...``."""
+    return isinstance(node, ast.AnnAssign) and is_run(node.annotation)
+
+
+def first_of(node: Any) -> Any:
+    """The node itself; of a part of a ``with``, which has no position, what it enters."""
+    return getattr(node, "context_expr", node)
+
+
+def last_of(node: Any) -> Any:
+    """The node itself; of a part of a ``with``, what its text ends with."""
+    return getattr(node, "optional_vars", None) or first_of(node)
+
+
+def first_line(node: Any) -> int:
+    """The first line of a statement, decorators included."""
+    return min(int(part.lineno) for part in (node, *getattr(node, "decorator_list", [])))
+
+
+def span(node: Any) -> tuple[Position, Position]:
+    """Where a node starts and ends: lines, and columns in bytes."""
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def is_in(node: Any, outer: Any) -> bool:
+    """Whether a node is a part of another, or that itself."""
+    (start, end), (first, last) = span(node), span(outer)
+    return first <= start and end <= last
+
+
+def index(root: ast.AST) -> Index:
+    """Where the nodes below ``root`` are, by type and the name that they begin with."""
+    found: dict[type, dict[str, Siblings]] = defaultdict(lambda: defaultdict(list))
+    pending = [root]
+    for node in pending:
+        for part in node._fields:
+            value = getattr(node, part, None)
+            siblings = value if isinstance(value, list) else [value] if value else []
+            for place, child in enumerate(siblings if part not in _NO_SYNTAX else ()):
+                if isinstance(child, ast.AST):
+                    pending.append(child)
+                    name = first_name(child)
+                    found[type(child)][name].append((siblings, place))
+                    if without_annotation(child) is not child:
+                        found[ast.Assign][name].append((siblings, place))
+    return found
+
+
+def first_name(node: object) -> str:
+    """The name that a node begins with, or ""."""
+    while isinstance(node, ast.AST):
+        node = _first_part(node)
+    return node if isinstance(node, str) else ""
+
+
+def _first_part(node: ast.AST) -> object:
+    for part in node._fields:
+        value = getattr(node, part, None)
+        if isinstance(value, list):
+            value = next((each for each in value if each is not None), None)
+        if value is not None and part not in _NO_SYNTAX:
+            return value
+    return None
+
+
+def _match_run(
+    wanted: list[Any], found: list[Any], bindings: Bindings, inside: bool = False
+) -> Iterator[tuple[Bindings, list[Any]]]:
+    """Each way in which ``found`` can begin with ``wanted``: what is bound then, and what is left of ``found``.
+
+    ``inside`` of a pattern, or of a block that it has, other statements may stand in front if they are `is_apart`.
+    """
+    if not wanted:
+        yield bindings, found
+        return
+    first, *rest = wanted
+    if is_run(first):
+        for length in range(len(found) + 1):
+            yield from _match_run(rest, found[length:], _bind_run(first, found, length, bindings))
+    elif is_named_run(first):
+        for length in range(1, len(found) + 1):
+            bound = {**bindings, first.target.id: StatementRun(found[:length])}
+            yield from _match_run(rest, found[length:], bound)
+    elif found:
+        heads = _match(first, found[0], bindings)
+        ways = [way for bound in heads for way in _match_run(rest, found[1:], bound, inside=True)]
+        if not ways and inside and is_apart(found[0], bindings):
+            ways = [*_match_run(wanted, found[1:], bindings, inside=True)]
+        yield from ways
+
+
+def is_apart(node: object, bindings: Bindings) -> bool:
+    """Whether a statement has nothing to do with the pattern around it: it logs, measures, checks, sets other names."""
+    bound = {expression.id for expression in bindings.values() if isinstance(expression, ast.Name)}
+    match node:
+        case ast.Pass() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Expr(value=ast.Call(func=function)):
+            return first_name(function) not in bound
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return name not in bound
+        case ast.If(body=body, orelse=[]):
+            return all(is_apart(statement, bindings) for statement in body)
+    return False
+
+
+def _bind_run(run: Any, found: list[Any], length: int, bindings: Bindings) -> Bindings:
+    """What is bound where a run is that many: it begins where the next node does, and ends with its last one."""
+    run = getattr(run, "context_expr", run)
+    if not hasattr(run, "is_located"):
+        return bindings
+    starts = {(run, START): first_of(found[0])} if found else {}
+    ends = {(run, END): last_of(found[length - 1])} if length else {}
+    return {**bindings, **starts, **ends}
+
+
+def _match(wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
+    """Each way in which ``found`` matches, as what was bound before and by it."""
+    if isinstance(wanted, list) and isinstance(found, list):
+        is_open = not wanted or is_run(wanted[-1]) or is_named_run(wanted[-1])
+        runs = _match_run(wanted, found, bindings, inside=True)
+        return [bound for bound, rest in runs if not (rest and is_open) and all(is_apart(node, bound) for node in rest)]
+    if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
+        ways = _match_any(wanted.id, found, bindings)
+    elif isinstance(wanted, ast.Assign) and isinstance(found, ast.AnnAssign):
+        ways = _match_parts(wanted, without_annotation(found), bindings)
+    elif type(wanted) is not type(found):
+        return []
+    elif isinstance(wanted, ast.AST):
+        ways = _match_parts(wanted, found, bindings)
+    else:
+        return [bindings] if wanted == found else []
+    if hasattr(wanted, "is_located"):
+        return [{**bound, (wanted, START): found, (wanted, END): found} for bound in ways]
+    return ways
+
+
+def _match_any(name: str, found: Any, bindings: Bindings) -> list[Bindings]:
+    if not isinstance(found, ast.expr) or isinstance(found, ast.Starred):
+        return []
+    if name == "ANY":
+        return [bindings]
+    known = bindings.get(name, found)
+    is_same = known is found or ast.unparse(known) == ast.unparse(found)
+    return [{name: found, **bindings}] if is_same else []
+
+
+def without_annotation(node: Any) -> Any:
+    """The node itself; of a variable that is set and annotated, the same without the annotation."""
+    if isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+    return node
+
+
+def _match_parts(wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
+    left_open = _left_open(wanted)
+    ways = [bindings]
+    for part in _in_order(wanted._fields):
+        if ways and part not in _NO_SYNTAX and part not in left_open:
+            ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
+            ways = [bound for known in ways for bound in _match(ours, theirs, known)]
+    if left_open and isinstance(wanted, ast.Call):
+        return [bound for known in ways for bound in _match_keywords(wanted, found, known)]
+    if left_open and isinstance(wanted, ast.arguments):
+        return _match_parameters(wanted, found, bindings)
+    return ways
+
+
+@cache
+def _in_order(parts: tuple[str, ...]) -> list[str]:
+    """The parts of a node: the first, which mostly begins with the same name, late, and blocks last."""
+    backwards = parts[::-1]
+    return sorted(backwards, key=BLOCKS.__contains__)
+
+
+def _left_open(wanted: Any) -> Sequence[str]:
+    """The parts of a node that need not be the same."""
+    if isinstance(wanted, ast.Call) and wanted.args and is_run(wanted.args[-1]):
+        return ("keywords",)
+    if isinstance(wanted, ast.FunctionDef):
+        return [part for part in ("decorator_list", "returns") if not getattr(wanted, part)]
+    if isinstance(wanted, ast.arguments) and any(map(is_run, wanted.args)):
+        return wanted._fields
+    return ("annotation",) if isinstance(wanted, ast.arg) and wanted.annotation is None else ()
+
+
+def _match_keywords(wanted: ast.Call, found: ast.Call, bindings: Bindings) -> list[Bindings]:
+    """Each way in which the keywords that are named match, of a call that has ``...``."""
+    given = {keyword.arg: keyword for keyword in found.keywords}
+    ways = [_bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
+    for keyword in wanted.keywords:
+        ways = [bound for known in ways for bound in _match(keyword, given.get(keyword.arg), known)]
+    return ways
+
+
+def _match_parameters(wanted: ast.arguments, found: ast.arguments, bindings: Bindings) -> list[Bindings]:
+    """Each way in which parameters match that have ``...``, with the defaults of those that are named."""
+    ours, theirs = _defaults(wanted), _defaults(found)
+    ours.pop("ANY", None)
+    everything = [*found.args, *filter(None, theirs.values())]
+    return [
+        _bind_end(wanted.args[-1], everything, bound)
+        for known, rest in _match_run(wanted.args, found.args + found.kwonlyargs, bindings)
+        if not rest
+        for bound in _match([*ours.values()], [theirs.get(name) for name in ours], known)
+    ]
+
+
+def _bind_end(run: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
+    """What is bound where a run, if it is one, ends with the last of all these nodes."""
+    if not (nodes and is_run(run) and hasattr(run, "is_located")):
+        return bindings
+    return {**bindings, (run, END): max(nodes, key=span)}
+
+
+def _defaults(arguments: ast.arguments) -> dict[str, ast.expr | None]:
+    by_place = zip(reversed(arguments.args), reversed(arguments.defaults), strict=False)
+    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return {parameter.arg: default for parameter, default in (*by_place, *by_name)}

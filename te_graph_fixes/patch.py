@@ -1,0 +1,276 @@
+"""The change of a fix as a diff: what has to be in TransformerEngine's source, and what becomes of it.
+
+A *semantic patch* is text like a unified diff. Its context and ``-`` lines are a pattern
+(`te_graph_fixes.matching`), which has to match in a named place exactly once::
+
+    @@ graph.py _make_graphed_callables
+     visited_te_modules = ANY_EMPTY
+    @@ (2 times)
+    -range(num_warmup_iters)
+    +range(max(num_warmup_iters, 1))
+
+``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, or one that is defined in it:
+``function.Class.method``; without a place it is the module, without file and place that of the hunk before. Notes are
+
+- ``N times``, ``at least once``: how often the pattern matches; a pattern that must not match stands ``0 times``;
+- ``if there``: the place may be missing;
+- ``at its start``: for ``+`` lines alone, which go below the docstring;
+- ``or``: of this hunk and the one before, exactly one matches.
+
+``+`` lines are inserted below the statement above them or, where that is ``...`` or of another block, above the next
+one. Behind ``-`` lines they take their place. Of a statement only the parts that differ are edited, so that other
+fixes may change the rest (`te_graph_fixes.rewriting`). ``ANY_NAME`` in ``+`` lines is the text that it has matched.
+
+A variable that ``+`` lines read has to be there: a parameter or variable of the place or of what is around it, a name
+of the module, or one that the patch sets. What ``+`` lines make must not be there yet. Where a hunk does not fit, the
+error says at which line of the patch it begins.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, cast
+
+from .fix import Verdict, applicable, not_applicable, not_needed
+from .matching import Match, Pattern
+from .rewriting import Change, Insertion, Line, PatchError, Side, compare
+from .scopes import require_names, used_names
+from .shipped import new_module
+from .source import Definition, Edit, Source, UnrecognizedError, unrecognized
+
+PYTORCH = "transformer_engine.pytorch"
+_HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py(?: (?P<place>[\w.]+))?)?(?: +\((?P<notes>[^()]*)\))?")
+_NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
+
+Absent = tuple[Callable[[Source], bool], str]
+"""Whether a feature is absent, and the reason to give then."""
+
+
+@dataclass(frozen=True)
+class SemanticPatch:
+    """The ``examine`` of a `te_graph_fixes.fix.Fix` that is a ``patch``; ``defect`` is the reason where it fits.
+
+    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
+    that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
+    stand for text which depends on the source; ``provides`` modules of `te_graph_fixes.shipped`.
+    """
+
+    patch: str
+    defect: str
+    absent: Sequence[Absent] = ()
+    corrected: Sequence[tuple[str, str]] = ()
+    names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
+    provides: tuple[str, ...] = ()
+    settled: Callable[[Source], str] | None = None
+
+    def check(self) -> None:
+        """Compile all its patches; raises `PatchError`."""
+        for text in (self.patch, *(text for text, _ in self.corrected)):
+            for hunk in (hunk for ways in read(text) for hunk in ways):
+                hunk.check()
+
+    def __call__(self, source: Source) -> Verdict:
+        for is_absent, reason in self.absent:
+            if is_absent(source):
+                return not_applicable(reason)
+        found = _tried(source, self.patch, self.names)
+        upstream = [reason for text, reason in self.corrected if isinstance(_tried(source, text, self.names), list)]
+        if isinstance(found, list) + len(upstream) > 1:
+            raise UnrecognizedError("looked for a defect or one correction, found several of them")
+        if upstream:
+            return not_needed(upstream[0])
+        if isinstance(found, list):
+            modules = {name: text for each in self.provides for name, text in new_module(source, each).items()}
+            return applicable(self.defect, found, modules)
+        if self.settled:
+            return not_needed(self.settled(source))
+        raise found
+
+
+def _tried(source: Source, text: str, names: Mapping[str, Callable[[Source], str]]) -> list[Edit] | UnrecognizedError:
+    """The edits of a patch, or why it does not fit; a verdict does not rest on what did not fit."""
+    before = set(source.consulted)
+    try:
+        return edits(source, text, {name: find(source) for name, find in names.items()})
+    except UnrecognizedError as error:
+        source.consulted.intersection_update(before)
+        return error
+
+
+def edits(source: Source, text: str, names: Mapping[str, str] | None = None, sets: Iterable[str] = ()) -> list[Edit]:
+    """The edits of a patch, which may read what others ``sets``; raises `UnrecognizedError` if a hunk does not fit."""
+    for name, value in (names or {}).items():
+        text = re.sub(rf"\b{name}\b", value, text)
+    hunks = read(text)
+    found = []
+    for ways in hunks:
+        others = [hunk for others in hunks if others is not ways for hunk in others]
+        found += _only(source, ways, others, set(sets))
+    return found
+
+
+def _only(source: Source, ways: Sequence[Hunk], others: Sequence[Hunk], sets: set[str]) -> list[Edit]:
+    """The edits of the only one of these hunks that fits; they may read what ``others`` set, or ``sets``."""
+    found, errors = [], []
+    for hunk in ways:
+        try:
+            found.append(hunk.edits(source, others, sets))
+        except UnrecognizedError as error:
+            errors.append(f"{error} (line {hunk.number} of the patch)")
+    if len(found) > 1:
+        raise UnrecognizedError(f"looked for one of {len(ways)} shapes in {ways[0].place}, found {len(found)}")
+    if not found:
+        raise UnrecognizedError("; or ".join(errors))
+    return found[0]
+
+
+@cache
+def read(text: str) -> list[list[Hunk]]:
+    """The hunks of a patch, each with its alternatives; raises `PatchError` for a header or line that is none."""
+    hunks: list[list[Hunk]] = []
+    file = place = ""
+    for header, lines in _sections(text):
+        found = _HEADER.fullmatch(header.text)
+        if not found or not (found["file"] or hunks):
+            raise PatchError(f"line {header.number}: expected `@@ FILE.py PLACE (NOTES)`, found {header.text!r}")
+        if found["file"]:
+            file, place = found["file"], found["place"] or ""
+        notes = [note.strip() for note in (found["notes"] or "").split(",") if note]
+        if wrong := [note for note in notes if not _NOTE.fullmatch(note)]:
+            raise PatchError(f"line {header.number}: {wrong[0]!r} is no note of a hunk")
+        if not lines:
+            raise PatchError(f"line {header.number}: a hunk without lines")
+        if ("at its start" in notes) != all(line.mark == "+" for line in lines):
+            raise PatchError(f"line {header.number}: `+` lines alone stand `at its start`, and nothing else does")
+        hunk = Hunk(header.number, file, place, notes, lines)
+        if "or" not in notes:
+            hunks.append([hunk])
+        elif hunks:
+            hunks[-1].append(hunk)
+        else:
+            raise PatchError(f"line {header.number}: no hunk that this one could stand for")
+    return hunks
+
+
+def _sections(text: str) -> list[tuple[Line, list[Line]]]:
+    """The lines that begin hunks, each with the lines of its hunk."""
+    sections: list[tuple[Line, list[Line]]] = []
+    for number, line in enumerate(textwrap.dedent(text).split("\n"), 1):
+        if line.startswith("@@"):
+            sections.append((Line("@", line, number), []))
+        elif line.strip():
+            if not sections or line[0] not in " +-":
+                wanted = "a line of a hunk that begins with ' ', '+' or '-'"
+                raise PatchError(f"line {number}: expected {wanted}, found {line!r}")
+            sections[-1][1].append(Line(line[0], line[1:], number))
+    return sections
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """What becomes of the pattern of a hunk.
+
+    ``made`` must not be there yet, ``reads`` are names that have to be there, ``sets`` names that others may read.
+    ``top`` are the lines for the start of the place.
+    """
+
+    changes: Sequence[Change] = ()
+    made: Sequence[Pattern] = ()
+    reads: set[str] = field(default_factory=set)
+    sets: set[str] = field(default_factory=set)
+    top: str = ""
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """One hunk, compiled when it is first used; its attributes raise `PatchError`."""
+
+    number: int
+    file: str
+    place: str
+    notes: list[str]
+    lines: list[Line]
+
+    def check(self) -> None:
+        """Compile it."""
+        if not self.rewriting.top:
+            self.pattern  # noqa: B018
+
+    @cached_property
+    def old(self) -> Side:
+        """What the hunk looks for."""
+        side = Side(self.lines, " -", "what the hunk looks for")
+        if not side.body:
+            raise PatchError(f"line {self.number}: a hunk that looks for nothing")
+        return side
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        return Pattern(self.old.body)
+
+    @cached_property
+    def rewriting(self) -> Rewriting:
+        if all(line.mark == " " for line in self.lines):
+            return Rewriting()
+        new = Side(self.lines, " +", "what the hunk makes")
+        reads, sets = used_names(new.body)
+        if "at its start" in self.notes:
+            return Rewriting([], [Pattern(new.body)], reads, sets, new.added(new.body))
+        known = set().union(*used_names(self.old.body))
+        changes = compare(self.old, new)
+        made = [Pattern(change.made) for change in changes if isinstance(change, Insertion)]
+        if len(made) < len(changes) and any(line.mark == "+" for line in self.lines):
+            made = [Pattern(new.body)]
+        return Rewriting(changes, made, {name for name in reads - known if not name.startswith("ANY")}, sets)
+
+    def edits(self, source: Source, others: Iterable[Hunk], sets: set[str]) -> list[Edit]:
+        """The edits, which may read what ``others`` set, or ``sets``; raises `UnrecognizedError` if it does not fit."""
+        place = self._find(source)
+        if place is None:
+            return []
+        new = self.rewriting
+        for pattern in new.made:
+            if place.has(pattern):
+                raise unrecognized(f"no `{str(pattern)[:80]}`", place, "it already")
+        missing = new.reads - sets
+        if missing:
+            missing = missing.difference(*(other.rewriting.sets for other in others))
+        if new.top:
+            first = _first_statement(place)
+            require_names(place, first, missing)
+            return [place.insert_before(first, new.top)]
+        matches = self._matches(place)
+        for match in matches:
+            require_names(place, match.node, missing)
+        return [edit for match in matches for change in new.changes for edit in change.edits(place, match)]
+
+    def _find(self, source: Source) -> Definition | None:
+        """The function or class; None where it is not there, and need not be."""
+        module = source.module(f"{PYTORCH}.{self.file.replace('/', '.')}")
+        if not self.place:
+            return Definition(module, "the module", cast(Any, module.tree))
+        if "if there" in self.notes and module.find(self.place) is None:
+            return None
+        outer, *inner = self.place.split(".")
+        while inner and f"{outer}.{inner[0]}" in module.definitions:
+            outer = f"{outer}.{inner.pop(0)}"
+        found = module.definition(outer)
+        for name in inner:
+            found = found.inner(name)
+        return found
+
+    def _matches(self, place: Definition) -> list[Match]:
+        found = place.matches(self.pattern) if "at least once" in self.notes else []
+        counts = [int(note.split()[0]) for note in self.notes if note.endswith("times")]
+        return found or place.exactly(counts[0] if counts else 1, self.pattern)
+
+
+def _first_statement(place: Definition) -> ast.stmt:
+    """What a function begins with behind its docstring."""
+    body = place.node.body
+    return body[1] if len(body) > 1 and ast.get_docstring(place.node) is not None else body[0]
