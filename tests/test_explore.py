@@ -26,12 +26,14 @@ def explore(*arguments: str) -> tuple[int, list[dict[str, object]]]:
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_programs_are_as_without_graphs() -> None:
-    status, lines = explore("--programs", "120", "--seconds", "60", "--no-shrink")
+@pytest.mark.parametrize("seconds", [15, pytest.param(60, marks=pytest.mark.full)])
+def test_programs_are_as_without_graphs(seconds: int) -> None:
+    status, lines = explore("--programs", str(2 * seconds), "--seconds", str(seconds), "--no-shrink")
     assert status == 0, lines
-    assert int(str(lines[-1]["equal"])) > 10
+    assert int(str(lines[-1]["equal"])) > seconds / 6
 
 
+@pytest.mark.full
 def test_a_breakage_is_found_by_what_is_right_without_it(tmp_path: Path) -> None:
     equal, found = tmp_path / "equal", tmp_path / "found"
     assert explore("--seed", "0", "--programs", "6", "--no-fork", "--jobs", "2", "--results", str(equal))[0] == 0

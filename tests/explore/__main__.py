@@ -41,15 +41,15 @@ VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
     """Run a program in this process, or in two ranks: its verdict. ``wanted`` is the digest of a graph elsewhere."""
-    from . import training
+    from . import setting
 
-    training.program = program
+    setting.use(program)
     if not program.ranks:
         return judge_rank(program, wanted)
-    training.connect()
+    setting.connect()
     signal.alarm(Server.limit)  # which a fork does not have of itself
-    rank, found = training.dist.get_rank(), [{}, {}]
-    training.dist.all_gather_object(found, judge_rank(program, wanted and wanted.split()[rank]))
+    rank, found = setting.dist.get_rank(), [{}, {}]
+    setting.dist.all_gather_object(found, judge_rank(program, wanted and wanted.split()[rank]))
     if rank:
         os._exit(0)
     worst = max(found, key=lambda each: VERDICTS.index(each["verdict"]))
@@ -58,19 +58,20 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
 
 def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
     """The verdict of what this process runs."""
-    from . import training
+    from .comparison import differences
+    from .events import train
 
     eager: Any = {}
     if wanted is None:
         try:
-            eager, again = training.train(False), training.train(False)
+            eager, again = train(False), train(False)
         except Exception as error:
             return {"verdict": "not eager", "why": said(error)}
-        if differing := training.differences(again, eager):
+        if differing := differences(again, eager):
             return {"verdict": "unstable", "why": str(differing)}
     given = {"eager": digest(eager)}
     try:
-        found = training.train(True)
+        found = train(True)
     except Exception as error:
         why = said(error)
         refused = wanted is None and any(re.search(each, why) for each in REFUSED)
@@ -78,7 +79,7 @@ def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
     given["digest"] = digest(found)
     if wanted is not None:
         return {"verdict": "equal" if given["digest"] == wanted else "wrong"} | given
-    wrong = training.differences(found, eager)
+    wrong = differences(found, eager)
     return {"verdict": "wrong" if wrong else "equal", "why": str(wrong)} | given
 
 
@@ -210,7 +211,7 @@ def activate(switch: str, disable: str, breakage: tuple[str, str, int] | None) -
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
         te_graph_fixes.activate()
-    from . import training  # noqa: F401
+    from . import comparison  # noqa: F401
 
     for fix_id, fix in te_graph_fixes.report().fixes.items():
         if fix.status in ("failed", "unrecognized"):

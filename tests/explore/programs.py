@@ -1,6 +1,7 @@
 """Programs as plain data: what they may say, what they may not, and how one is drawn and made smaller.
 
-Nothing here imports torch. To add a kind of module or an event: write it in `tests.explore.training`, name it here.
+Nothing here imports torch. To add a kind of module or an event: write it in `tests.explore.modules` or
+`tests.explore.events`, name it here.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ from typing import Any
 
 from .programs import Program
 
+PARTS = ("setting", "modules", "graphs", "training", "events", "comparison")
+SET_HERE = ({"program"}, {"use"})
+"""What the parts know the program by, of which a script has only the values."""
 PURE = {"max": max, "min": min, "len": len, "any": any}
 
 
@@ -113,21 +116,28 @@ def prune(body: list[ast.stmt], kept: set[str]) -> list[ast.stmt]:
         kept = found
 
 
+def parts() -> ast.Module:
+    """What runs a program, as one text: the parts in order, without what they import from each other, or again."""
+    body: dict[str, ast.stmt] = {}
+    for name in PARTS:
+        for node in ast.parse(Path(__file__).with_name(f"{name}.py").read_text()).body[1:]:
+            if not (isinstance(node, ast.ImportFrom) and node.level) and defined(node) not in SET_HERE:
+                body.setdefault(ast.unparse(node), node)
+    imports = [node for node in body.values() if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return ast.Module([*imports, *(node for node in body.values() if node not in imports)], [])
+
+
 def script(program: Program, title: str = "") -> str:
     """The text of the script."""
-    tree = ast.parse(Path(__file__).with_name("training.py").read_text())
-    tree.body = [
-        node
-        for node in tree.body[1:]
-        if ast.unparse(node) != "from .programs import Program" and not ast.unparse(node).startswith("program =")
-    ]
-    tree = ast.fix_missing_locations(Specialise(program).visit(tree))
-    tree.body = prune(tree.body, {"train", "annotations"})
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == "Training":
-            others = set().union(*(words(each) for each in tree.body if each is not node))
-            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            rest = [each for each in node.body if not isinstance(each, ast.FunctionDef)]
-            node.body = [*rest, *prune(methods, others | {"__init__"})]
-    tree.body = prune(tree.body, {"train", "annotations"})
-    return f'"""{title}\n\n{program}\n"""\n\n{ast.unparse(ast.fix_missing_locations(tree))}\n'
+    tree = ast.fix_missing_locations(Specialise(program).visit(parts()))
+    text = ""
+    while text != ast.unparse(tree):  # what one round leaves out may have been all that needed something else
+        text = ast.unparse(tree)
+        tree.body = prune(tree.body, {"train", "annotations"})
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name in ("Captured", "Training"):
+                others = set().union(*(words(each) for each in tree.body if each is not node))
+                methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                rest = [each for each in node.body if not isinstance(each, ast.FunctionDef)]
+                node.body = [*rest, *prune(methods, others | {"__init__"})]
+    return f'"""{title}\n\n{program}\n"""\n\n{text}\n'

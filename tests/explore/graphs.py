@@ -1,0 +1,278 @@
+"""The layers of a program of the explorer, and their graphs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+from torch.nn.parallel import DistributedDataParallel
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from .modules import make, torch_linear
+from .setting import HIDDEN, OPTIONS, everybody, make_recipe, program, sample, seed_tracker
+
+
+def arguments(number: int, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+    """Positional and keyword arguments of a layer."""
+    if program.modules[number] == "Structured":
+        return ({"x": x, "offset": offset},), {}
+    return (x,), {"offset": offset} if program.modules[number] == "Named" else {}
+
+
+class Captured:
+    """The layers of a program, what a training framework gives them, and their graphs."""
+
+    def __init__(self, graphed: bool) -> None:
+        FP8GlobalStateManager.reset()
+        torch.manual_seed(1)
+        if program.tracker:
+            seed_tracker(1)
+        self.graphed = graphed
+        self.recipe = program.recipe
+        self.seen: dict[str, list[torch.Tensor | None]] = {}
+        self.event = "made"
+        self.called: list[str] = []
+        OPTIONS.update(bias=program.bias, fuse_wgrad_accumulation=program.fused)
+        OPTIONS["delay_wgrad_compute"] = program.delay and graphed
+        with (
+            torch.set_grad_enabled(not program.built_without_grad),
+            te.quantized_model_init(enabled=program.fp8_params, recipe=make_recipe(program.recipe)),
+        ):
+            self.layers = [make(kind) for kind in program.modules]
+            self.extra = None
+            if program.first in ("eager", "frozen", "teacher", "cached"):
+                self.extra = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
+            if program.first == "plain":
+                self.extra = torch_linear()
+        if program.first in ("frozen", "teacher"):
+            self.extra.requires_grad_(False).eval()
+        self.extra_forward = getattr(self.extra, "forward", None)
+        if program.modules[-1] == "Tied":
+            self.layers[-1].weight = next(each for each in self.layers[0].parameters() if each.dim() == 2)
+        for number in program.frozen:
+            self.layers[number].requires_grad_(False)
+        for number, layer in enumerate(self.layers):
+            self.prepare(number, layer)
+        self.chunks = max(program.order) if program.order else 1
+        self.per_chunk = len(self.layers) // self.chunks
+        self.microbatches = program.order.count(1) if program.order else program.microbatches
+        self.forwards = [layer.forward for layer in self.layers]
+        self.eager: list[list[Any]] = [[forward] * self.microbatches for forward in self.forwards]
+        self.calls: list[list[Any]] = [[layer] * self.microbatches for layer in self.layers]
+        self.parameters = list(dict.fromkeys(each for layer in self.layers for each in layer.parameters()))
+        self.weights = {p for each in self.layers for p in fused(each)}
+        modules = [module for layer in self.layers for module in layer.modules()]
+        self.before_capture = {module: {name: vars(module).get(name) for name in GIVEN} for module in modules}
+        if program.optimizer in ("adam", "adam of master weights"):
+            master = program.optimizer == "adam of master weights"
+            self.adam = te.optimizers.FusedAdam(self.parameters, master_weights=master, use_decoupled_grad=True)
+        elif program.optimizer == "master weights":
+            self.master = {each: each.detach().dequantize() for each in self.parameters}
+        self.input = sample()
+        if graphed:
+            self.capture()
+        for number, layer in enumerate(self.layers if program.late_hooks else ()):
+            self.hook_parameters(number, layer)
+        for layer in self.layers if program.module_hooks else ():
+            layer.register_forward_hook(lambda *_: self.called.append("module, forward"))
+            layer.register_full_backward_hook(lambda *_: self.called.append("module, backward"))
+        if program.hooks == "ddp":
+            self.reducing = list(map(DistributedDataParallel, self.layers))
+
+    def prepare(self, number: int, layer: Any) -> None:
+        """What a training framework gives to modules and parameters: marks, ``main_grad``, hooks."""
+        if program.weights != "plain":
+            for module in layer.modules():
+                if isinstance(module, TransformerEngineBaseModule) and not isinstance(module, te.DotProductAttention):
+                    mark(module)
+        if program.fused:
+            for parameter in fused(layer):
+                parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+                parameter.grad_added_to_main_grad = False
+        if not program.late_hooks:
+            self.hook_parameters(number, layer)
+        if program.wgrad_hooks and self.graphed:
+            for place, module in enumerate(delayed(layer)):
+                module.register_wgrad_accumulation_and_reduce_hooks(
+                    lambda place=place: self.called.append(f"wgrad {number} {place}")
+                )
+
+    def hook_parameters(self, number: int, layer: Any) -> None:
+        for parameter in layer.parameters() if program.hooks not in ("", "ddp") else ():
+            if parameter.requires_grad:
+                self.hook(number, parameter)
+
+    def hook(self, number: int, parameter: Any) -> None:
+        """A hook on a parameter; its calls are noted by layer, for a layer's own order is autograd's affair."""
+
+        def hook(each: torch.Tensor) -> Any:
+            self.called.append(f"hook {number}")
+            if program.hooks == "reduces":
+                dist.all_reduce(parameter.grad)
+            elif program.hooks == "takes":
+                parameter.taken.add_(parameter.grad)  # on the stream of a capture: nothing may be freed here
+                parameter.grad = None
+            return each * 2 if program.hooks == "doubles" else None
+
+        parameter.taken = torch.zeros_like(parameter)
+        if program.hooks == "doubles":
+            parameter.register_hook(hook)
+        else:
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    def capture(self) -> None:
+        """Make the graphs."""
+        if program.inference == "first":
+            self.capture_inference()
+        if program.first in ("frozen", "teacher", "plain", "cached"):
+            leaf = sample().requires_grad_(program.first in ("plain", "cached"))
+            self.graph(self.extra, (leaf,), cache_quantized_params="cached" in (program.first, program.weights))
+        if program.order:
+            self.capture_order()
+        elif program.together:
+            samples, named = zip(*map(self.samples, range(len(self.layers))), strict=True)
+            enabled = tuple(self.fp8(number) for number in range(len(self.layers)))
+            self.graph(tuple(self.layers), samples, sample_kwargs=named, enabled=enabled)
+        else:
+            for number, layer in enumerate(self.layers):
+                if number not in program.not_captured:
+                    samples, named = self.samples(number)
+                    part = getattr(layer, "first", layer) if program.inside else layer
+                    self.graph(part, samples, sample_kwargs=named, enabled=self.fp8(number))
+        if program.inference == "after":
+            self.capture_inference()
+
+    def fp8(self, number: int) -> bool:
+        return self.recipe != "bf16" and number not in program.in_bf16 and not program.calibrating
+
+    def graph(self, modules: Any, samples: Any, **options: Any) -> Any:
+        if program.calibrating:
+            options["calibrating"] = True
+        if program.own_pool:
+            options["pool"] = torch.cuda.graph_pool_handle()
+        return te.make_graphed_callables(
+            modules,
+            samples,
+            **{
+                "num_warmup_iters": program.warmup,
+                "allow_unused_input": True,
+                "enabled": self.recipe != "bf16" and not program.calibrating,
+                "recipe": make_recipe(self.recipe),
+                "amax_reduction_group": everybody(),
+                "cache_quantized_params": program.weights == "cached",
+                **options,
+            },
+        )
+
+    def samples(self, number: int) -> tuple[Any, Any]:
+        """The `arguments` to capture a layer with."""
+        leaf = self.input if program.same_input and not number else sample()
+        if program.input_grads or number % self.per_chunk:
+            leaf.requires_grad_()
+        return arguments(number, leaf, sample())
+
+    def capture_order(self) -> None:
+        """Graphs of every chunk and microbatch."""
+        numbers = [
+            chunk * self.per_chunk + layer
+            for chunk in range(self.chunks)
+            for _ in range(self.microbatches)
+            for layer in range(self.per_chunk)
+        ]
+        order, per_chunk = list(program.order), self.per_chunk
+        if program.layers_as_chunks:
+            numbers = [number for number in range(len(self.layers)) for _ in range(self.microbatches)]
+            order = [each for entry in order for each in self.layers_of(entry)]
+            per_chunk = 1
+        samples, named = zip(*map(self.samples, numbers), strict=True)
+        runs = self.graph(
+            tuple(self.layers),
+            samples if program.tuples else list(samples),
+            sample_kwargs=None if program.tuples else list(named),
+            enabled=tuple(self.fp8(number) for number in range(len(self.layers))),
+            _order=order,
+            _num_layers_per_chunk=[per_chunk] * (len(self.layers) // per_chunk),
+            _reuse_graph_input_output_buffers=program.reuse,
+        )
+        self.calls = [[run for run, n in zip(runs, numbers, strict=True) if n == m] for m in range(len(self.layers))]
+
+    def layers_of(self, entry: float) -> list[float]:
+        """An entry of the order, once for each layer of its chunk."""
+        chunk, part = abs(math.ceil(entry)) - 1, math.ceil(entry) - entry
+        layers = range(chunk * self.per_chunk + 1, (chunk + 1) * self.per_chunk + 1)
+        return list(layers) if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]
+
+    def capture_inference(self) -> None:
+        """A graph of the first layer for inference, beside those for training."""
+        layer = self.layers[0]
+        layer.eval()
+        before = {name: vars(layer).get(name) for name in GIVEN}
+        with torch.no_grad():
+            self.graph((layer,), ((sample(),),), enabled=self.fp8(0))
+        self.infer, self.reset_inference = layer.forward, layer.reset
+        give_back(layer, before)
+        layer.train()
+
+    def release(self) -> None:
+        """Reset the graphs, and give the modules back what they had."""
+        runs = {id(each): each for calls in self.calls for each in calls}.values()
+        for graph in [*runs, *self.before_capture, self.extra]:
+            if "reset" in getattr(graph, "__dict__", ()):
+                graph.reset()
+        for module, before in self.before_capture.items():
+            give_back(module, before)
+        if self.extra is not None:
+            give_back(self.extra, {})
+        if program.inference:
+            self.reset_inference()
+            self.infer = None
+        self.calls = [[layer] * self.microbatches for layer in self.layers]
+
+
+GIVEN = ("forward", "backward_dw", "reset")
+"""The attributes that a capture without an order gives to a module."""
+
+
+def give_back(module: Any, before: dict[str, Any]) -> None:
+    """Give a module the attributes back that it had before a capture."""
+    for name in GIVEN:
+        vars(module).pop(name, None)
+        if before.get(name) is not None:
+            setattr(module, name, before[name])
+
+
+def mark(module: Any) -> None:
+    """Let a module mark first microbatches, as Megatron-Core's do."""
+    forward = module.forward
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **{**kwargs, "is_first_microbatch": module.is_first_microbatch})
+        module.is_first_microbatch = False
+        return out
+
+    module.is_first_microbatch = True
+    module.forward = marked
+
+
+def delayed(layer: Any) -> list[Any]:
+    """The modules that can delay their wgrads, in the order in which they run."""
+    return [
+        module
+        for module in layer.modules()
+        if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks") and [*module.parameters(recurse=False)]
+    ]
+
+
+def fused(layer: Any) -> list[Any]:
+    """The parameters whose wgrads are added to ``main_grad``."""
+    return [
+        parameter
+        for module in layer.modules()
+        if getattr(module, "fuse_wgrad_accumulation", False)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2 and parameter.requires_grad
+    ]

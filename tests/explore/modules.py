@@ -1,0 +1,307 @@
+"""The modules of the explorer's programs, found by their names."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from .setting import HIDDEN, OPTIONS, TOKENS, autocast, everybody, program, the_tracker, tracker
+
+
+def make(kind: str) -> Any:
+    """The module of this name."""
+    return globals()[kind]()
+
+
+def made(kind: Any, *sizes: int) -> Any:
+    """What makes a module with the program's options."""
+    return lambda: kind(*sizes, **OPTIONS)
+
+
+linear = made(te.Linear, HIDDEN, HIDDEN)
+layernorm_linear = made(te.LayerNormLinear, HIDDEN, HIDDEN)
+layernorm_mlp = made(te.LayerNormMLP, HIDDEN, 2 * HIDDEN)
+
+
+class Experts(te.GroupedLinear):
+    """Two experts, each with half of the tokens."""
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return super().forward(x, [TOKENS // 2] * 2, **marks)
+
+
+class Special(te.Linear):
+    """A subclass, as Megatron-Core's MoE layer is one of its dense layer."""
+
+
+grouped_linear = made(Experts, 2, HIDDEN, HIDDEN)
+subclassed = made(Special, HIDDEN, HIDDEN)
+
+
+class Sequences(torch.nn.Module):
+    """For attention the tokens are those of two sequences."""
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return super().forward(x.reshape(-1, 2, HIDDEN), **marks).view(x.shape)
+
+
+class Attention(Sequences, te.MultiheadAttention):
+    """Self-attention with dropout."""
+
+
+class Layer(Sequences, te.TransformerLayer):
+    """Self-attention and an MLP, with dropout behind each."""
+
+
+def attention() -> Any:
+    return Attention(HIDDEN, 2, **options_of_attention())
+
+
+def transformer_layer() -> Any:
+    return Layer(HIDDEN, 2 * HIDDEN, 2, hidden_dropout=0.1, **options_of_attention())
+
+
+def options_of_attention() -> dict[str, Any]:
+    given = {name: value for name, value in OPTIONS.items() if name != "delay_wgrad_compute"}
+    return {"attention_dropout": 0.1, "fuse_qkv_params": True, "get_rng_state_tracker": the_tracker(), **given}
+
+
+def operation() -> Any:
+    return te.ops.Linear(HIDDEN, HIDDEN, bias=program.bias, dtype=torch.bfloat16, device="cuda")
+
+
+def operations() -> Any:
+    return te.ops.Sequential(operation(), operation())
+
+
+def nested_operations() -> Any:
+    return te.ops.Sequential(te.ops.Sequential(operation()), operation())
+
+
+def torch_linear() -> Any:
+    return torch.nn.Linear(HIDDEN, HIDDEN, bias=program.bias, dtype=torch.bfloat16, device="cuda")
+
+
+def dropout() -> Any:
+    return torch.nn.Dropout(0.25)
+
+
+def sequential() -> Any:
+    return torch.nn.Sequential(linear(), torch.nn.ReLU(), linear())
+
+
+def nested() -> Any:
+    return torch.nn.Sequential(torch.nn.Sequential(linear()), te.LayerNorm(HIDDEN, dtype=torch.bfloat16), linear())
+
+
+class Block(torch.nn.Module):
+    """Two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(torch.relu(self.first(x)))
+
+
+class Wide(torch.nn.Sequential):
+    """Biases whose gradients are copied together: those of a multiple of 256 bytes."""
+
+    def __init__(self) -> None:
+        sizes = (HIDDEN, 128, 128, HIDDEN)
+        super().__init__(*(te.Linear(*each, **OPTIONS) for each in itertools.pairwise(sizes)))
+
+
+class ListBlock(torch.nn.Module):
+    """Projections in a `ModuleList`, made in another order than the one in which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = [linear() for _ in range(4)]
+        self.layers = torch.nn.ModuleList(made[number] for number in (2, 0, 3, 1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class CallsForward(Block):
+    """Calls ``forward`` of its projections, not the projections."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second.forward(torch.relu(self.first.forward(x)))
+
+
+class WithNone(Block):
+    """A second output is None."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class Signed(Block):
+    """A second output is the signs of the first, which need no gradient."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return out, out.detach().sign()
+
+
+class SignsFirst(Signed):
+    """The signs come before what they are of."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)[::-1]
+
+
+class Unused(Block):
+    """One projection is not used."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(x)
+
+
+class KeptInBf16(Block):
+    """One projection without FP8."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with te.autocast(enabled=False):
+            x = self.first(x)
+        return self.second(x)
+
+
+class OwnAutocast(Block):
+    """One projection in a recipe of its own."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        with autocast(program.other):
+            return self.second(x)
+
+
+class Adapted(Block):
+    """Frozen projections with an adapter beside the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapter = torch_linear()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x) + self.adapter(x))
+
+
+class AuxiliaryLoss(torch.autograd.Function):
+    """Adds the gradients of a loss to those of an output, as Megatron-Core does for the balance of experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, torch.ones((), device=grad.device)
+
+
+class Routed(Block):
+    """Gates by the larger half of the scores, with a loss of their own."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores = self.first(x).float().softmax(-1)
+        least = scores.topk(HIDDEN // 2).values[..., -1:]
+        gates = (scores * (scores >= least)).to(x.dtype)
+        return AuxiliaryLoss.apply(self.second(x) * gates, scores.square().sum())
+
+
+def normed() -> Any:
+    return torch.nn.utils.parametrizations.weight_norm(linear())
+
+
+class Recomputed(Block):
+    """Recomputes its activations in its backward."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        options = {"get_rng_state_tracker": the_tracker()}
+        return te.checkpoint(self.second, te.checkpoint(self.first, x, **options), **options)
+
+
+class Named(Block):
+    """Takes a keyword argument."""
+
+    def forward(self, x: torch.Tensor, *, offset: torch.Tensor) -> Any:
+        return super().forward(x + offset)
+
+
+class Structured(Block):
+    """Takes a dict."""
+
+    def forward(self, given: dict[str, torch.Tensor]) -> Any:
+        return super().forward(given["x"] + given["offset"])
+
+
+def fork() -> Any:
+    """Draws random numbers from the tracker, where there is one."""
+    return tracker.fork() if program.tracker else contextlib.nullcontext()
+
+
+class DropGrads(torch.autograd.Function):
+    """Dropout of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        with fork():
+            return torch.nn.functional.dropout(grad, 0.25)
+
+
+class Dropped(Block):
+    """Dropout between the projections, of what goes forward and of what comes back."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        with fork():
+            x = torch.nn.functional.dropout(x, 0.25, self.training)
+        return self.second(DropGrads.apply(x))
+
+
+class CoreAttention(Block):
+    """Attention between the projections, whose heads are halves of a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = te.DotProductAttention(2, HIDDEN // 2, attention_dropout=0.1, get_rng_state_tracker=the_tracker())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        heads = self.first(x).view(-1, 2, 2, HIDDEN // 2)
+        return self.second(self.core(heads, heads, heads).view(x.shape))
+
+
+class Parallel(torch.nn.Module):
+    """Two projections that the ranks share, as tensor parallel with sequence parallel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = {**OPTIONS, "tp_group": everybody(), "tp_size": 2, "sequence_parallel": True}
+        self.first = te.LayerNormLinear(HIDDEN, HIDDEN, parallel_mode="column", **shared)
+        self.second = te.Linear(HIDDEN, HIDDEN, parallel_mode="row", **shared)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x))
+
+
+class Tied(torch.nn.Module):
+    """A plain product with the first weight of the first layer."""
+
+    weight: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.nn.functional.linear(x, self.weight)

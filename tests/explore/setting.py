@@ -1,0 +1,98 @@
+"""What all parts of the explorer's training share: the program that runs, its recipes, its values and its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
+
+with contextlib.suppress(ImportError):
+    import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off shows TE as it is
+
+from .programs import Program
+
+os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
+os.environ.update(NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0", NVTE_MASKED_SOFTMAX_FUSION="0")
+os.environ.update(NVTE_UnfusedDPA_Emulate_FP8="1")
+SIMULATED = torch.cuda.get_device_name().startswith("simulated")
+HIDDEN, TOKENS = (32, 64) if SIMULATED else (128, 256)  # block scaling on a GPU takes multiples of 128
+RATE = 0.1
+OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
+RECIPES = {
+    "delayed": recipes.DelayedScaling,
+    "current": recipes.Float8CurrentScaling,
+    "block": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
+program: Any = SimpleNamespace(**vars(Program()))  # the one that runs, which `use` sets
+tracker = CudaRNGStatesTracker()
+
+
+def use(chosen: Program) -> None:
+    """Run this program from now on."""
+    vars(program).update(vars(chosen))
+
+
+def connect() -> None:
+    """Become one of two ranks: those of torchrun, or, on the simulator, this process and a fork of it."""
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("nccl")
+    else:
+        store = dist.FileStore(tempfile.mktemp(), 2)
+        rank = int(not os.fork())
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+
+
+def everybody() -> Any:
+    """The group of the ranks, if there are any."""
+    return dist.group.WORLD if program.ranks else None
+
+
+def autocast(name: str) -> Any:
+    """The autocast of a recipe, by its name."""
+    if name == "bf16":
+        return te.autocast(enabled=False)
+    if program.calibrating:
+        return te.autocast(enabled=False, calibrating=True, recipe=make_recipe(name), amax_reduction_group=everybody())
+    return te.autocast(enabled=True, recipe=make_recipe(name), amax_reduction_group=everybody())
+
+
+def make_recipe(name: str) -> Any:
+    if program.calibrating:
+        return recipes.DelayedScaling(amax_history_len=3)
+    if name == "bf16":
+        return None
+    in_fp8 = program.fp8_attention and name in ("delayed", "current")
+    attention = {"fp8_dpa": True, "fp8_mha": program.fp8_mha} if in_fp8 else {}
+    return RECIPES[name](**attention)
+
+
+def random(scale: float = 1.0) -> torch.Tensor:
+    """Values for one microbatch."""
+    return scale * torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+
+def sample() -> torch.Tensor:
+    """An input to capture with, which draws no random numbers."""
+    return torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+
+def the_tracker() -> Any:
+    """What TE asks for its RNG tracker."""
+    return (lambda: tracker) if program.tracker else None
+
+
+def seed_tracker(seed: int) -> None:
+    tracker.reset()
+    tracker.add("model-parallel-rng", seed)
