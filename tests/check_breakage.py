@@ -41,7 +41,7 @@ def edits() -> list[tuple[str, int, str]]:
 
 def measure(fix_id: str, number: int, case: str) -> dict[str, object]:
     leave_out(fix_id, number)
-    from te_graph_fixes.checking import callables
+    from te_graph_fixes.checking import twins
     from te_graph_fixes.verify.cases import CASES
     from te_graph_fixes.verify.training import Setup, compare, train
 
@@ -52,7 +52,7 @@ def measure(fix_id: str, number: int, case: str) -> dict[str, object]:
         line["error"] = max(max(values, default=0.0) for values in errors.values())
         te_graph_fixes.check(3)
         steps = list(train(Setup(**options), graphed=True))
-        line["found"] = callables.current[0].finish().mismatches
+        line["found"] = twins.current[0].finish().mismatches
         line["left by the capture"] = len(steps[0].wgrads) - len(steps[-1].wgrads)  # gradients
     except Exception as error:
         line["raised"] = f"{type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
-from te_graph_fixes.checking import callables
+from te_graph_fixes.checking import twins
 
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
 OP_OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -281,7 +281,7 @@ def gradients_kept_and_clipped() -> Iterator[Any]:
 @program
 def backward_twice() -> Iterator[Any]:
     module = te.Linear(32, 32, **OPTIONS)
-    graphed = te.make_graphed_callables(module, (rand(),))
+    graphed = te.make_graphed_callables(module, (rand(),), retain_graph_in_backward=True)
     for _ in range(4):
         x = rand()
         out = graphed(x)
@@ -371,8 +371,8 @@ def main(names: list[str]) -> None:
         without = values(name)
         te_graph_fixes.check(2)
         checked = values(name)
-        before_the_end = callables.current[0].finished
-        found = callables.current[0].finish()
+        before_the_end = twins.current[0].finished
+        found = twins.current[0].finish()
         both = isinstance(without, list) and isinstance(checked, list)
         line = {
             "name": name,

@@ -22,7 +22,7 @@ if sys.argv[1:2] == ["--without"]:
     )
     del sys.argv[1:3]
 
-from te_graph_fixes.checking import callables
+from te_graph_fixes.checking import twins
 from te_graph_fixes.verify.cases import CASES
 from te_graph_fixes.verify.training import Setup, te, train
 
@@ -45,7 +45,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     without = values(setup)
     te_graph_fixes.check(2)
     checked = values(setup)
-    found = callables.current[0].finish()
+    found = twins.current[0].finish()
     looks = [each.partition("; looks like ")[2] for each in found.mismatches]
     return {
         "same": len(without) == len(checked) and all(map(alike, without, checked)),

@@ -1,6 +1,9 @@
-"""Which part of the tests runs: ``--part text`` needs neither torch nor TransformerEngine (TE), ``--part te`` both.
+"""Which part of the tests runs, and with which TransformerEngine (TE).
 
-Without the option everything runs, less the part ``te`` where torch is missing.
+``--part text`` needs neither torch nor TE, ``--part te`` both; without the option everything runs, less the part ``te``
+where torch is missing. ``--te VERSION``, which may be given several times, has tests with ``tried_te`` use that
+published TE instead of the installed one. ``--dist loadgroup`` leaves all tests of a version to one process, so that
+each process reads other sources.
 """
 
 from __future__ import annotations
@@ -10,19 +13,27 @@ from pathlib import Path
 
 import pytest
 
+from te_graph_fixes.fixes import CATALOGUE
+from tests import published
+
 TEXT = {
     "test_activation.py",
+    "test_bake.py",
     "test_catalogue.py",
+    "test_choices.py",
     "test_cli.py",
     "test_containers.py",
     "test_drift.py",
     "test_engine.py",
-    "test_evasions.py",
     "test_foreign_text.py",
     "test_graph_order.py",
-    "test_mutations.py",
+    "test_harmful_edits.py",
+    "test_harmless_edits.py",
+    "test_messages.py",
+    "test_patch.py",
     "test_readme.py",
     "test_release.py",
+    "test_required.py",
     "test_run.py",
     "test_settings.py",
     "test_source.py",
@@ -31,6 +42,30 @@ TEXT = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=("text", "te", "all"), help="the tests that need TransformerEngine, or the rest")
+    parser.addoption("--te", action="append", help="a published TransformerEngine that tests use")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "tried_te" in metafunc.fixturenames:
+        versions = metafunc.config.getoption("--te") or ["installed"]
+        metafunc.parametrize("tried_te", versions, scope="session", indirect=True)
+
+
+@pytest.fixture(scope="session")
+def tried_te(request: pytest.FixtureRequest) -> published.TE:
+    """The TE that a test runs on the simulator."""
+    return published.te(request.param)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        version = parameters.get("version", parameters.get("tried_te"))
+        if version:
+            item.add_marker(pytest.mark.xdist_group(str(version)))
+        if item.path.stem.removeprefix("test_").replace("_", "-") in CATALOGUE:
+            item.add_marker(pytest.mark.of_a_fix)
 
 
 def _part(config: pytest.Config) -> str:

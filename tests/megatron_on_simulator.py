@@ -1,11 +1,12 @@
 """``tests/gpu/megatron_pipeline.py`` on the simulator: one process a stage, gloo between them, a tiny model.
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python -m tests.simulator \
-        tests/megatron_on_simulator.py
+        tests/megatron_on_simulator.py [megatron_pipeline.py]
 
-It needs Megatron-Core. gloo reads what is sent when the receiver is ready, as NCCL does; the receiver is late because
-it sleeps. What Megatron needs beyond the simulator is stood in for here: torch.device of a number, and random states
-that a graph may hold (the model has no dropout, so that nothing draws random numbers in a graph).
+runs that program of ``tests/gpu``, or another. It needs Megatron-Core. gloo reads what is sent when the receiver is
+ready, as NCCL does; the receiver is late because it sleeps. What Megatron needs beyond the simulator is stood in for
+here: torch.device of a number, and random states that a graph may hold (the model has no dropout, so that nothing draws
+random numbers in a graph).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -57,4 +59,5 @@ def stand_in() -> None:
 if __name__ == "__main__":
     os.environ.update(LOCAL_RANK="0", HIDDEN="64", TOKENS="64", NVTE_MASKED_SOFTMAX_FUSION="0")
     stand_in()
-    runpy.run_path(str(ROOT / "tests" / "gpu" / "megatron_pipeline.py"), run_name="__main__")
+    program = sys.argv[1] if sys.argv[1:] else "megatron_pipeline.py"
+    runpy.run_path(str(ROOT / "tests" / "gpu" / program), run_name="__main__")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from te_graph_fixes.provided.graph_order import DGRAD, FORWARD, Buffers, Entry, Plan, parse
+from te_graph_fixes.shipped.graph_order import DGRAD, FORWARD, Buffers, Entry, Plan, parse
 
 MODULES = ("megatron/core/transformer/cuda_graphs.py", "megatron/core/pipeline_parallel/schedules.py")
 FUNCTIONS = ("get_overlap_moe_expert_parallel_comm_order", "convert_schedule_table_to_order", "get_schedule_table")

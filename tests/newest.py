@@ -12,16 +12,16 @@ from te_graph_fixes.fix import NOT_APPLICABLE, NOT_NEEDED
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import Source
-from te_graph_fixes.verdicts import Reading, expected
+from te_graph_fixes.verdicts import Decision, expected
 from tests.published import source
 
 
 def unexpected(tree: Source) -> list[str]:
     """Print the verdicts on ``tree``; the fixes for which the catalogue has to be looked at."""
     print(f"\nTransformerEngine {tree.version} in {tree.location}\n")
-    reading = Reading(tree, Settings())
+    decision = Decision(tree, Settings())
     found = []
-    for fix_id, verdict in reading.chosen.items():
+    for fix_id, verdict in decision.decisions.items():
         guess = expected(CATALOGUE[fix_id], tree.version)
         if (NOT_NEEDED if verdict.verdict == NOT_APPLICABLE else verdict.verdict) != guess:
             found.append(fix_id)

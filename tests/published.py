@@ -6,24 +6,59 @@ folder a version, as `te_graph_fixes.source.Source.at` takes it.
 
 from __future__ import annotations
 
+import builtins
 import fcntl
 import functools
 import os
 import subprocess
+import symtable
 import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from te_graph_fixes.fix import APPLICABLE, Verdict
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 
 VERSIONS = (
-    *("2.7.0", "2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
+    *("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
     *("2.16.0", "2.16.1", "2.17.0", "2.17.1", "2.18.0", "2.19.0", "2.20.2"),
 )
+COVERED = VERSIONS[1:]
+"""All but one that is older than the fixes cover."""
+
+
+@dataclass(frozen=True)
+class TE:
+    """A TE that tests run on the simulator; ``path`` is the folder that holds it, empty for the installed one."""
+
+    version: str
+    path: str
+    needed: frozenset[str]
+    """The fixes that apply to it."""
+
+    @property
+    def minor(self) -> int:
+        return int(self.version.split(".")[1])
+
+    def require(self, fix: str) -> None:
+        """Skip the test where the fix does not apply."""
+        if fix not in self.needed:
+            pytest.skip(f"{fix} does not apply to TransformerEngine {self.version}")
+
+
+@functools.cache
+def te(version: str) -> TE:
+    """A published version, or the one that is ``installed``."""
+    path = "" if version == "installed" else str(source(version))
+    found = Source.at(path) if path else Source.installed()
+    fixes = {fix for fix, verdict in verdicts(found).items() if verdict.verdict == APPLICABLE}
+    return TE(found.version or version, path, frozenset(fixes))
 
 
 @functools.cache
@@ -59,3 +94,15 @@ def _fetch(version: str, folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(Path(scratch, "unpacked"))
         Path(scratch, "unpacked").rename(folder / version)
+
+
+def unset_names(text: str) -> set[str]:
+    """What functions take for a global name, and nobody sets."""
+    top = symtable.symtable(text, "module", "exec")
+    tables = [top]
+    for table in tables:
+        tables += table.get_children()
+    symbols = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_referenced()]
+    known = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    known |= {table.get_name() for table in top.get_children()} | set(dir(builtins)) | {"__file__", "__class__"}
+    return {symbol.get_name() for symbol in symbols if symbol.is_global()} - known

@@ -36,12 +36,13 @@ hypothesis
 
 
 def site_packages(folder: Path) -> Path:
-    """The packages of the environment in ``folder``, which is made where it is not there yet."""
+    """The packages of the environment in ``folder``, which is made where it is not there yet for this Python."""
     done = folder / "requirements.txt"
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.is_file() or done.read_text() != REQUIREMENTS:
+        if not packages.is_dir() or not done.is_file() or done.read_text() != REQUIREMENTS:
             shutil.rmtree(folder, ignore_errors=True)
             venv.create(folder, with_pip=True)
             requirements = folder / "requirements.new"
@@ -49,7 +50,7 @@ def site_packages(folder: Path) -> Path:
             pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
             subprocess.run([*pip, "-r", requirements], check=True)
             requirements.rename(done)
-    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    return packages
 
 
 if __name__ == "__main__":

@@ -425,7 +425,7 @@ def test_a_te_that_is_right_already_needs_nothing(own_world: World) -> None:
 import te_graph_fixes
 assert results() == RIGHT
 assert statuses() == {"graph": "not-needed", "linear": "not-needed"}
-assert "the source decides" in te_graph_fixes.report().fixes["graph"].reason
+assert "the published 2.12.0 has this defect" in te_graph_fixes.report().fixes["graph"].reason
 """)
     assert "ERROR" not in out
 
@@ -478,7 +478,7 @@ te.Linear.forward = lambda self, x: ("theirs", x)
 for _ in range(2):
     found = attempt(te_graph_fixes.activate, None, None, True)
     assert found.startswith("FixNotAppliedError: "), found
-    assert "somebody has replaced" in found
+    assert "another package has replaced" in found
     assert results() == ("wrong", 1, "theirs", 2)
 """)
 
@@ -589,7 +589,7 @@ def test_what_is_replaced_later_shows_in_the_report(world: World) -> None:
 import te_graph_fixes, transformer_engine.pytorch as te
 te.Linear.forward = lambda self, x: ("theirs", x)
 assert statuses() == {"graph": "applied", "linear": "failed"}
-assert te_graph_fixes.report().fixes["linear"].reason == "somebody has replaced what it had put in place"
+assert te_graph_fixes.report().fixes["linear"].reason == "another package has replaced a corrected function"
 te_graph_fixes.deactivate()
 assert results() == ("wrong", 1, "theirs", 2)
 """)
@@ -727,15 +727,15 @@ def test_a_fix_that_is_named_goes_without_a_requirement_that_is_not_needed(own_w
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("TE_GRAPH_FIXES", "grahp", "ValueError: TE_GRAPH_FIXES: unknown fix grahp; valid: on, off, graph, linear"),
+        ("TE_GRAPH_FIXES", "grahp", "ValueError: TE_GRAPH_FIXES: unknown fix grahp; did you mean graph? valid: on"),
         ("TE_GRAPH_FIXES", " , ", "ValueError: TE_GRAPH_FIXES=' , ' names no fix"),
         ("TE_GRAPH_FIXES_DISABLE", ",", "ValueError: TE_GRAPH_FIXES_DISABLE=',' names no fix"),
         ("TE_GRAPH_FIXES_VERBOSE", "very", "ValueError: TE_GRAPH_FIXES_VERBOSE='very' is not understood; valid: 1,"),
-        ("TE_GRAPH_FIXES", "on,graph", "ValueError: TE_GRAPH_FIXES: unknown fix on; valid: on, off, graph, linear"),
+        ("TE_GRAPH_FIXES", "on,graph", "ValueError: TE_GRAPH_FIXES: unknown fix on; valid: on, off, "),
         (
             "TE_GRAPH_FIXES_DISABLE",
             "x,graph",
-            "ValueError: TE_GRAPH_FIXES_DISABLE: unknown fix x; valid: graph, linear",
+            "ValueError: TE_GRAPH_FIXES_DISABLE: unknown fix x; valid: see te-graph-fixes list",
         ),
         ("TE_GRAPH_FIXES_STRICT", "maybe", "ValueError: TE_GRAPH_FIXES_STRICT='maybe' is not understood; valid: 1,"),
     ],
@@ -820,7 +820,9 @@ def test_a_feature_that_the_version_should_have_is_missed_as_loudly_as_a_shape(o
         write(own_world.folder, {"te_graph_fixes/fixes/third.py": text.format(affected=affected)})
         program = f"import te_graph_fixes\nresults()\nassert statuses()['third'] == {status!r}\n"
         out = own_world.run(program, PYTHONDONTWRITEBYTECODE="1")
-        assert out.count("expect the defect, found not even its feature: no feature") == (status == "unrecognized")
+        assert out.count("should have this defect, but its feature was not found: no feature") == (
+            status == "unrecognized"
+        )
     before_a_release = own_world.folder / "transformer_engine-2.12.0.dev0.dist-info"
     (own_world.folder / METADATA).parent.rename(before_a_release)
     (before_a_release / "METADATA").write_text("Name: transformer_engine\nVersion: 2.12.0.dev0+abc\n")
@@ -876,7 +878,7 @@ import transformer_engine.pytorch
 found = attempt(importlib.import_module, "te_graph_fixes")
 assert results() == WRONG
 if {strict}:
-    assert "file has changed since it was imported" in str(found), found
+    assert "file has changed since the import" in str(found), found
 else:
     assert statuses() == {{"graph": "unrecognized", "linear": "unrecognized"}}
     purge()
@@ -886,7 +888,7 @@ else:
         TE_GRAPH_FIXES_STRICT=str(int(strict)),
         PYTHONDONTWRITEBYTECODE="1",
     )
-    assert out.count("the file has changed since it was imported") == 2 * (not strict)
+    assert out.count("the file has changed since the import") == 2 * (not strict)
 
 
 def test_old_bytecode_that_python_does_not_check_is_not_right(own_world: World) -> None:
@@ -916,10 +918,10 @@ def test_a_module_that_is_imported_late_is_no_reason_to_read_again(own_world: Wo
 import te_graph_fixes, transformer_engine.pytorch
 from te_graph_fixes import verdicts
 assert statuses() == APPLIED | {"late": "not-needed"}
-read = verdicts.Reading.installed
-verdicts.Reading.installed = None
+read = verdicts.Decision.installed
+verdicts.Decision.installed = None
 import transformer_engine.pytorch.late as late
-verdicts.Reading.installed = read
+verdicts.Decision.installed = read
 assert statuses() == APPLIED | {"late": "not-needed"} and results() == RIGHT
 importlib.reload(late)
 assert statuses() == APPLIED | {"late": "not-needed"} and results() == RIGHT
@@ -935,7 +937,7 @@ import te_graph_fixes, transformer_engine.pytorch as te
 assert statuses() == {{"graph": "not-needed", "linear": "not-needed"}}
 te.Linear.forward = lambda self, x: ("wrong", x)
 assert statuses() == {{"graph": "not-needed", "linear": "unrecognized"}}
-assert "somebody has replaced" in te_graph_fixes.report().fixes["linear"].reason
+assert "another package has replaced" in te_graph_fixes.report().fixes["linear"].reason
 """)
 
 
@@ -945,7 +947,7 @@ def test_another_te_than_expected_raises_in_strict_mode(world: World) -> None:
 import te_graph_fixes
 for _ in range(2):
     found = attempt(importlib.import_module, "transformer_engine.pytorch")
-    assert found.startswith("FixNotAppliedError: TransformerEngine here is not that of the other processes"), found
+    assert found.startswith("FixNotAppliedError: TransformerEngine is not that of the other processes"), found
     assert set(statuses().values()) == {"failed"}
 os.environ["TE_GRAPH_FIXES_EXPECT"] = "te=2.12.0+vendor,graph=applicable,linear=applicable"
 assert results() == RIGHT
@@ -972,9 +974,9 @@ def test_a_line_on_stderr_without_any_logging(world: World, variables: dict[str,
     )
     (rank,) = variables.values() or [""]
     where = f", rank {rank}" if rank else ""
-    line = (
-        f"te-graph-fixes {te_graph_fixes.__version__}{where}: TransformerEngine 2.12.0+vendor: applied: graph, linear\n"
-    )
+    more = " (applied: graph, linear)" if verbose == "1" else ""
+    text = f"2 fixes applied to TransformerEngine 2.12.0+vendor{more}"
+    line = f"te-graph-fixes {te_graph_fixes.__version__}{where}: {text}\n"
     said = verbose == "1" or (not verbose and rank in ("", "0"))
     assert (done.stdout, done.stderr) == ("", line if said else "")
 
@@ -985,7 +987,7 @@ def test_one_line_says_what_was_applied(world: World, rank: str | None) -> None:
         "import te_graph_fixes; results(); te_graph_fixes.activate(); purge(); results()\n",
         **({} if rank is None else {"RANK": rank}),
     )
-    line = "INFO TransformerEngine 2.12.0+vendor: applied: graph, linear\n"
+    line = "INFO 2 fixes applied to TransformerEngine 2.12.0+vendor\n"
     assert out == ("" if rank == "1" else line)
 
 
@@ -997,7 +999,10 @@ found = json.loads(json.dumps(te_graph_fixes.report().as_dict()))
 assert found["te_version"] == "2.12.0+vendor"
 assert found["te_graph_fixes_version"] == te_graph_fixes.__version__
 assert found["fixes"]["graph"] == {
-    "status": "applied", "reason": "it is wrong", "upstream": ["link"], "targets": ["transformer_engine.pytorch.graph"]
+    "status": "applied",
+    "reason": "corrected: it is wrong",
+    "upstream": ["link"],
+    "targets": ["transformer_engine.pytorch.graph"],
 }
 """)
 
@@ -1006,4 +1011,39 @@ def test_the_report_as_a_table(world: World) -> None:
     out = world.run("import te_graph_fixes\nresults()\nprint(te_graph_fixes.report())\n")
     title, *lines = out.splitlines()[1:]
     assert title == f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine 2.12.0+vendor"
-    assert [line.split() for line in lines] == [[fix, "applied", "it", "is", "wrong"] for fix in ("graph", "linear")]
+    assert [line.split() for line in lines] == [
+        [fix, "applied", "corrected:", "it", "is", "wrong"] for fix in ("graph", "linear")
+    ]
+
+
+COPY = """
+import types
+
+def make_copy(name):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec("def _make_graphed_callables(): pass\\ndef _graph_context_wrapper(): pass", vars(module))
+"""
+
+
+def test_a_copy_of_te_graphs_under_another_name_is_said(world: World) -> None:
+    program = COPY + (
+        "import te_graph_fixes\n"
+        "make_copy('hotfix.graph')\n"
+        "import transformer_engine.pytorch\n"
+        "make_copy('later')\n"
+        "sys.modules['user'] = user = types.ModuleType('user')\n"
+        "vars(user).update(vars(sys.modules['later']), __name__='user')\n"
+        "print(te_graph_fixes.report().as_dict()['copies'])\n"
+        "print(te_graph_fixes.report())\n"
+    )
+    out = world.run(program)
+    assert "['hotfix.graph', 'later']" in out
+    assert "hotfix.graph is a copy of TransformerEngine's graph.py: no fix reaches its graphs" in out
+
+
+def test_the_announcement_names_a_copy(world: World) -> None:
+    program = COPY + "import io\nsys.stderr = io.StringIO()\nimport te_graph_fixes\nmake_copy('hotfix.graph')\n"
+    program += "import transformer_engine.pytorch\nprint(sys.stderr.getvalue())\n"
+    out = world.run(program, TE_GRAPH_FIXES_VERBOSE="1")
+    assert "; hotfix.graph is a copy of TransformerEngine's graph.py: no fix reaches its graphs" in out
+    assert "is a copy" not in world.run(program.replace("make_copy('hotfix.graph')", ""), TE_GRAPH_FIXES_VERBOSE="1")

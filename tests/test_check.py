@@ -71,7 +71,7 @@ def test_what_defects_look_like_is_in_the_words_of_the_check() -> None:
     rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "check.md").read_text(), re.MULTILINE)
     documented = {words for row in rows for words in row.split("`, `")}
     for fix in CATALOGUE.values():
-        for look in fix.looks_like:
+        for look in fix.check_hints:
             words = [word for word in look.removeprefix("fp8 ").split() if word != "GroupedLinear"]
             assert said.issuperset(words), look
             assert " ".join(words) in documented, look
@@ -123,7 +123,21 @@ def test_layers_take_turns() -> None:
 
 
 def test_a_job_that_ends_early_is_reported() -> None:
-    assert lines(loop(steps=1, TE_GRAPH_FIXES_CHECK="2"))[-1].startswith("1 steps, 4 callables, ")
+    assert lines(loop(steps=1, TE_GRAPH_FIXES_CHECK="2"))[-1].startswith("1 step, 4 callables, ")
+
+
+@pytest.mark.parametrize(("asked", "steps"), [("1", 4), ("2", 1)])
+def test_what_one_step_cannot_see_is_said(asked: str, steps: int) -> None:
+    last = lines(loop(steps=steps, TE_GRAPH_FIXES_CHECK=asked))[-1]
+    assert last.endswith(": all equal; one step cannot show weights that are stale after an optimizer step: check 2")
+
+
+def test_parameters_that_differ_alike_share_a_line() -> None:
+    broken = BROKEN.replace("forward(x)", "forward(x.roll(1, -1))").replace("out.detach().mul_(2)", "")
+    broken += "layers = torch.nn.ModuleList([te.LayerNormMLP(32, 64, **options)])\n"
+    found = [line for line in lines(loop(before=broken, TE_GRAPH_FIXES_CHECK="2")) if ", backward: .grad of " in line]
+    assert len(found) == 1, found
+    assert re.search(r"\.grad of \w+ is off by \S+ of its norm \(4 more like it: \w+, \w+, \w+, \.\.\.\)", found[0])
 
 
 def test_a_job_that_fails_is_reported() -> None:
@@ -144,7 +158,7 @@ def test_graphs_that_come_after_the_steps() -> None:
     program = textwrap.dedent(LOOP).replace("STEPS", "4").replace("BEFORE", "") + again
     done = on_simulator("-c", program, TE_GRAPH_FIXES_CHECK="2")
     assert lines(done)[-2].endswith(" tensors compared: all equal"), done.stderr
-    assert "what is graphed from now on is not compared" in lines(done)[-1]
+    assert "graphs that are captured from here on are not compared" in lines(done)[-1]
 
 
 def test_te_imported_first() -> None:
@@ -267,7 +281,7 @@ te.Linear.forward, done = once, []
     )
     done = on_simulator("-c", program, TE_GRAPH_FIXES_CHECK="2")
     assert done.stdout == "trained\n", done.stderr
-    assert "callable 0 (Linear) is not compared, nor are others like it: run eagerly, it raised" in lines(done)[0]
+    assert "callable 0 (Linear) is not compared, nor are others like it: it raised in its eager run" in lines(done)[0]
     assert lines(done)[-1].endswith("4 callables are left out")
 
 
@@ -401,7 +415,7 @@ train(0, False)  # checked, as the environment asks for it
 te_graph_fixes.check(2)
 train(1, True)
 te_graph_fixes.deactivate()
-te_graph_fixes.activate(disable=["grad-input-lifetime"])
+te_graph_fixes.activate(disable=["grad-input-lifetime", "leaf-grad-lifetime"])
 te_graph_fixes.check(3)
 train(1, False)
 dist.destroy_process_group()  # in the last step that is to be checked
@@ -446,6 +460,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(FAILING)
@@ -454,7 +469,7 @@ def test_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
     done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
     assert time.monotonic() - start < PATIENCE - 10
     assert "SystemError" in done.stderr
-    assert "rank 0, 1 steps, 1 callables, " in done.stderr
+    assert "rank 0, 1 step, 1 callable, " in done.stderr
     assert "there is no report for all ranks: " in done.stderr
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.fix import APPLICABLE
-from te_graph_fixes.source import Source
-from te_graph_fixes.verdicts import verdicts
 from tests.child import on_simulator, simulate
+from tests.published import TE
 
 SKIP_FLAG, WARMUP, ACCESSORS = "grouped-linear-skip-flag", "warmup-reset", "skip-flag-accessors"
-NEEDED = {fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE}
+APPLIED = {SKIP_FLAG, WARMUP, ACCESSORS, "stale-fp8-weights"}
+"""Those three, and what `warmup-reset` requires."""
 
 CASES = (
     *("experts-fp8-delayed", "experts-fp8-current", "experts-bf16"),
@@ -32,79 +31,76 @@ LOST_FP8 = {"outputs": [0.033, 9.58, 0.81], "dgrads": [0.033, 9.62, 0.81], "wgra
 """As `LOST`, with FP8 scales of an earlier step besides; the second step's errors depend on the random numbers."""
 LARGE = 5.0
 
-if WARMUP in NEEDED:
-    WITHOUT = {"experts-fp8-delayed": LOST_FP8, "experts-fp8-current": LOST, "experts-bf16": LOST, "linear-bf16": LOST}
-elif SKIP_FLAG in NEEDED:
-    WITHOUT = {"experts-fp8-delayed": STALE, "experts-fp8-current": STALE}
-else:
-    WITHOUT = {}
+
+def errors_without(te: TE) -> dict[str, dict[str, list[float]]]:
+    """By the cases that are wrong without the fixes, what an H200 measured."""
+    if WARMUP in te.needed:
+        wrong = ("experts-fp8-current", "experts-bf16", "linear-bf16")
+        return {"experts-fp8-delayed": LOST_FP8, **dict.fromkeys(wrong, LOST)}
+    return dict.fromkeys(("experts-fp8-delayed", "experts-fp8-current"), STALE) if SKIP_FLAG in te.needed else {}
 
 
-def measure(setting: str, *cases: str, **environment: str) -> dict[str, dict[str, Any]]:
+def measure(te: TE, setting: str, *cases: str, **environment: str) -> dict[str, dict[str, Any]]:
     """What a child says of the cases, with ``setting`` in ``TE_GRAPH_FIXES``."""
-    done = on_simulator("-m", "te_graph_fixes.verify.child", *cases, TE_GRAPH_FIXES=setting, **environment)
+    command = ("-m", "te_graph_fixes.verify.child", *cases)
+    done = on_simulator(*command, path=te.path, TE_GRAPH_FIXES=setting, **environment)
     return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.fixture(scope="module")
-def without() -> dict[str, dict[str, Any]]:
-    return measure("off", *CASES)
+def without(tried_te: TE) -> dict[str, dict[str, Any]]:
+    return measure(tried_te, "off", *CASES)
 
 
 @pytest.fixture(scope="module")
-def fixed() -> dict[str, dict[str, Any]]:
-    return measure(",".join((SKIP_FLAG, WARMUP, ACCESSORS)), *CASES)
+def fixed(tried_te: TE) -> dict[str, dict[str, Any]]:
+    return measure(tried_te, ",".join(sorted(APPLIED)), *CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_with_the_fixes_replay_is_eager_bit_for_bit(fixed: dict[str, dict[str, Any]], case: str) -> None:
-    assert set(fixed[case]["applied"]) == NEEDED & {SKIP_FLAG, WARMUP, ACCESSORS}
+def test_with_the_fixes_replay_is_eager_bit_for_bit(tried_te: TE, fixed: dict[str, dict[str, Any]], case: str) -> None:
+    assert set(fixed[case]["applied"]) == tried_te.needed & APPLIED
     assert (fixed[case]["outcome"], fixed[case].get("error")) == ("measured", 0.0), fixed[case]
     assert fixed[case]["measures"]["wgrad_norm"] == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case in WITHOUT])
-def test_without_them_the_errors_are_those_of_the_gpu(without: dict[str, dict[str, Any]], case: str) -> None:
-    found = without[case]["measures"]
-    for name, numbers in WITHOUT[case].items():
-        for number, measured in zip(numbers, found["errors"][name], strict=True):
-            if number > LARGE:
-                assert measured > LARGE
-            else:
-                assert measured == pytest.approx(number, rel=0.05, abs=0.005 if number else 0)
-    norm = 3**-0.5 if WARMUP in NEEDED else 1.0
-    assert found["wgrad_norm"] == pytest.approx([norm] * 3, rel=0.02)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case not in WITHOUT])
-def test_what_has_no_defect_has_none(without: dict[str, dict[str, Any]], case: str) -> None:
-    if case == "flag-set-by-caller" and ACCESSORS in NEEDED:
+@pytest.mark.parametrize("case", CASES)
+def test_without_them_the_errors_are_those_of_the_gpu(
+    tried_te: TE, without: dict[str, dict[str, Any]], case: str
+) -> None:
+    wanted = errors_without(tried_te)
+    if case == "flag-set-by-caller" and ACCESSORS in tried_te.needed:
         missing = "type object 'FP8GlobalStateManager' has no attribute 'set_skip_fp8_weight_update_tensor'"
         assert without[case]["detail"] == f"AttributeError: {missing}"
-    else:
+    elif case not in wanted:
         assert without[case]["error"] == 0.0
+    else:
+        found = without[case]["measures"]
+        for name, numbers in wanted[case].items():
+            for number, measured in zip(numbers, found["errors"][name], strict=True):
+                if number > LARGE:
+                    assert measured > LARGE
+                else:
+                    assert measured == pytest.approx(number, rel=0.05, abs=0.005 if number else 0)
+        norm = 3**-0.5 if WARMUP in tried_te.needed else 1.0
+        assert found["wgrad_norm"] == pytest.approx([norm] * 3, rel=0.02)
 
 
-@pytest.mark.skipif(WARMUP not in NEEDED, reason="this TE has no warmup reset")
-def test_the_skip_flag_alone_does_not_help_where_warmup_resets() -> None:
-    found = measure(SKIP_FLAG, "experts-bf16")["experts-bf16"]
+def test_the_skip_flag_alone_does_not_help_where_warmup_resets(tried_te: TE) -> None:
+    tried_te.require(WARMUP)
+    found = measure(tried_te, SKIP_FLAG, "experts-bf16")["experts-bf16"]
     assert found["applied"] == [SKIP_FLAG]
     assert found["measures"]["errors"]["wgrads"] == pytest.approx(LOST["wgrads"], rel=0.05)
 
 
-@pytest.mark.skipif(WARMUP not in NEEDED, reason="this TE has no warmup reset")
-def test_without_the_skip_flag_the_reset_stays() -> None:
-    found = measure("on", "experts-bf16", TE_GRAPH_FIXES_DISABLE=SKIP_FLAG)["experts-bf16"]
+def test_without_the_skip_flag_the_reset_stays(tried_te: TE) -> None:
+    tried_te.require(WARMUP)
+    found = measure(tried_te, "on", "experts-bf16", TE_GRAPH_FIXES_DISABLE=SKIP_FLAG)["experts-bf16"]
     assert not {WARMUP, SKIP_FLAG} & set(found["applied"])
     assert found["measures"]["errors"]["wgrads"] == pytest.approx(LOST["wgrads"], rel=0.05)
 
 
-CAPTURES = ("TE",) if SKIP_FLAG in NEEDED else ("torch", "TE")
-"""Whose captures read the flag. Upstream's correction reads it in those of `torch.cuda.graph` as well."""
-
-SLOTS = (
-    f"CAPTURES = {CAPTURES}"
-    """
+SLOTS = """
 import ast, inspect, textwrap, torch, te_graph_fixes
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import graph
@@ -146,17 +142,21 @@ for capturing in ("", "torch", "TE"):
                 assert passed["is_first_microbatch"] is (False if reads else wanted), (capturing, first, passed)
 assert not seen
 """
-)
 
 
-def test_the_flag_is_read_only_in_a_capture_with_cached_weights() -> None:
-    simulate("-c", SLOTS)
+def slots(te: TE) -> str:
+    """The program, with whose captures read the flag: upstream's correction reads it in `torch.cuda.graph`'s too."""
+    return f"CAPTURES = {('TE',) if SKIP_FLAG in te.needed else ('torch', 'TE')}{SLOTS}"
 
 
-@pytest.mark.skipif(SKIP_FLAG not in NEEDED, reason="this TE reads the flag")
-def test_without_the_fix_the_flag_is_not_read() -> None:
+def test_the_flag_is_read_only_in_a_capture_with_cached_weights(tried_te: TE) -> None:
+    simulate("-c", slots(tried_te), path=tried_te.path)
+
+
+def test_without_the_fix_the_flag_is_not_read(tried_te: TE) -> None:
+    tried_te.require(SKIP_FLAG)
     with pytest.raises(AssertionError, match="'skip_fp8_weight_update': None"):
-        simulate("-c", SLOTS, TE_GRAPH_FIXES="off")
+        simulate("-c", slots(tried_te), path=tried_te.path, TE_GRAPH_FIXES="off")
 
 
 ACCESS = """
@@ -176,11 +176,11 @@ assert Manager.get_skip_fp8_weight_update_tensor() is None
 """
 
 
-def test_the_accessors_of_the_flag() -> None:
-    simulate("-c", ACCESS)
+def test_the_accessors_of_the_flag(tried_te: TE) -> None:
+    simulate("-c", ACCESS, path=tried_te.path)
 
 
-@pytest.mark.skipif(ACCESSORS not in NEEDED, reason="this TE has the accessors")
-def test_without_the_fix_they_are_missing() -> None:
+def test_without_the_fix_they_are_missing(tried_te: TE) -> None:
+    tried_te.require(ACCESSORS)
     with pytest.raises(AssertionError, match="has no attribute 'get_skip_fp8_weight_update_tensor'"):
-        simulate("-c", ACCESS, TE_GRAPH_FIXES="off")
+        simulate("-c", ACCESS, path=tried_te.path, TE_GRAPH_FIXES="off")

@@ -15,7 +15,7 @@ import torch
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.fixes.delayed_wgrad_delivery import FIX
-from te_graph_fixes.provided.delayed_wgrad import accumulate_grads, deliver_grads, take_grads
+from te_graph_fixes.shipped.delayed_wgrad import accumulate_grads, deliver_grads, take_grads
 from te_graph_fixes.source import Source
 from tests.child import on_simulator
 from tests.published import source
@@ -183,7 +183,10 @@ def test_every_gradient_of_every_case_arrives(recipe: str, order: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("other", sorted(set(CATALOGUE) - {FIX.id, *FIX.requires}))
 def test_it_goes_with_every_other_fix(other: str) -> None:
-    cases = run(f"{ALONE},{other}", "bf16", "one-graph", "bias", "plain", "GroupedLinear")
+    named = [other]
+    for fix in named:
+        named += [required for required in CATALOGUE[fix].requires if required not in named]
+    cases = run(f"{ALONE},{','.join(named)}", "bf16", "one-graph", "bias", "plain", "GroupedLinear")
     assert not wrong(cases)
     assert len(cases) == 1
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import wrapt
 
-from te_graph_fixes.engine import EngineError, Installation, changes, patched
+from te_graph_fixes.engine import EngineError, Installation, compile_patches, patched
 from te_graph_fixes.fix import Verdict, applicable
 from te_graph_fixes.source import Source
 
@@ -395,13 +395,13 @@ def test_no_other_change_of_a_signature_is_accepted(standin: Callable[..., Stand
     text = "def run(a, b=1, *, c=2):\n    return a\n"
     package = standin(text)
     with pytest.raises(EngineError, match=message):
-        changes(package.source, {"fix": signature(package, text, new)})
+        compile_patches(package.source, {"fix": signature(package, text, new)})
 
 
 def test_an_edit_that_needs_another_closure_is_refused(standin: Callable[..., StandIn]) -> None:
     package = standin("class A:\n    def run(self):\n        x = 1\n        return x\n")
     with pytest.raises(EngineError, match=r"change the free variables of A\.run"):
-        changes(package.source, {"fix": package.edit("A.run", "x = 1", "x = super().__hash__()")})
+        compile_patches(package.source, {"fix": package.edit("A.run", "x = 1", "x = super().__hash__()")})
 
 
 @pytest.mark.parametrize(
@@ -415,14 +415,14 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
     start = text.index(pattern)
     verdict = applicable("a test", [Edit(CODE, start, start + len(pattern), new)])
     with pytest.raises(EngineError, match="not in a function"):
-        changes(package.source, {"fix": verdict})
+        compile_patches(package.source, {"fix": verdict})
 
 
 @pytest.mark.parametrize("text", ["X = 1", "def added(): pass", "class B: pass"])
 def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
     package = standin("class A:\n    def run(self):\n        return 1\n")
     with pytest.raises(EngineError, match="something other than functions"):
-        changes(package.source, {"fix": package.add("A", text)})
+        compile_patches(package.source, {"fix": package.add("A", text)})
 
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
@@ -517,7 +517,7 @@ def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callabl
         del package.module.A.run
     found = Installation(package.source, verdicts).replaced()
     assert set(found) == {"first"}
-    assert "looked for A.run of standin.code as its source has it" in found["first"]
+    assert "A.run of standin.code is not what its file says" in found["first"]
 
 
 @pytest.mark.parametrize("places", [{"run"}, {"A.run"}, {"A.run", "run", "missing", "A"}])
@@ -588,7 +588,7 @@ def test_what_is_loaded_is_compared_with_what_the_present_text_compiles_to(
         path.write_text(cached)
         py_compile.compile(str(path), compiled)
         path.write_text(kept)
-    (change,) = changes(package.source, {"fix": package.edit("run", "return x + 1", "return x + 2")})
+    (change,) = compile_patches(package.source, {"fix": package.edit("run", "return x + 1", "return x + 2")})
     assert change.before == package.module.run.__code__
 
 

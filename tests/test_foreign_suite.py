@@ -77,8 +77,10 @@ def pytest_on(folder: Path, *command: str, **environment: str) -> subprocess.Com
 
 @pytest.mark.parametrize(
     "command",
-    [("-m", "te_graph_fixes", "run", "--", sys.executable, "-m", "pytest"), ("-m", "pytest", "-p", "te_graph_fixes")],
-    ids=["run", "plugin"],
+    [
+        pytest.param(("-m", "te_graph_fixes", "run", "--", sys.executable, "-m", "pytest"), id="run"),
+        pytest.param(("-m", "pytest", "-p", "te_graph_fixes"), id="plugin", marks=pytest.mark.full),
+    ],
 )
 def test_a_foreign_suite_passes_in_silence(tmp_path: Path, command: tuple[str, ...]) -> None:
     done = pytest_on(tmp_path, *command)

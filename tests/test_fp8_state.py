@@ -18,6 +18,8 @@ from te_graph_fixes.verify.cases import CASES, Case
 from tests.child import on_simulator, simulate
 
 TRANSPOSES, CACHED, STATE = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
+STATE_ALONE = f"{STATE},fp8-state-at-replay"
+"""With what it requires."""
 FIXES = TRANSPOSES, CACHED, STATE
 EVERYTHING_ELSE = ",".join(sorted(set(CATALOGUE) - set(FIXES)))
 NEEDED = {fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE}
@@ -137,7 +139,7 @@ print([reference() is not None for reference in held])
 
 
 def test_a_graph_owns_what_it_reads() -> None:
-    assert simulate("-c", OWNERS, TE_GRAPH_FIXES=f"{CACHED},{STATE}").splitlines()[-1] == str([True] * 6)
+    assert simulate("-c", OWNERS, TE_GRAPH_FIXES=f"{CACHED},{STATE_ALONE}").splitlines()[-1] == str([True] * 6)
     if {CACHED, STATE} <= NEEDED:
         assert simulate("-c", OWNERS, TE_GRAPH_FIXES="off").splitlines()[-1] == str([False] * 6)
 
@@ -158,6 +160,6 @@ with te.autocast(enabled=True, recipe=current):
 
 
 def test_a_replay_in_another_recipe_is_refused() -> None:
-    done = on_simulator("-c", MISUSE, TE_GRAPH_FIXES=STATE)
+    done = on_simulator("-c", MISUSE, TE_GRAPH_FIXES=STATE_ALONE)
     assert done.returncode == 1
     assert "RuntimeError: a graph of Linear was captured with a DelayedScalingRecipeState" in done.stderr

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.provided.graph_order import MODEL_CHUNKS, grad_input_releases
+from te_graph_fixes.shipped.graph_order import grad_input_releases
 from te_graph_fixes.source import Source
 from tests.child import simulate
 from tests.pipeline_orders import interleaved, layer_wise
@@ -126,17 +126,9 @@ def test_one_layer_a_model_chunk_keeps_the_rule_of_te(stage: Stage) -> None:
 
 @given(stages())
 @settings(deadline=None)
-def test_known_model_chunks_are_held_just_as_long_as_they_are_read(stage: Stage) -> None:
-    text = ",".join(map(str, stage.layers))
-    releases = grad_input_releases(stage.order, stage.ones, text)
-    assert released_before(stage.order, releases, stage.ones) == last_reads(stage.order, stage.layers)
-
-
-@given(stages())
-@settings(deadline=None)
-def test_without_a_say_the_worst_division_counts(stage: Stage) -> None:
+def test_the_worst_division_counts(stage: Stage) -> None:
     order = stage.order
-    found = released_before(order, grad_input_releases(order, stage.ones, ""), stage.ones)
+    found = released_before(order, grad_input_releases(order, stage.ones), stage.ones)
     worst: dict[int, int] = {}
     for parts in product(*(list(divisions(size)) for size in stage.layers)):
         division = [size for part in parts for size in part]
@@ -174,27 +166,6 @@ def test_one_microbatch_may_be_divided_anyhow(layers: int) -> None:
     assert found == {}, "every grad input may be in use to the end"
 
 
-def test_the_environment_names_the_model_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = layer_wise(interleaved(2, 0, 2, 4), [2, 2])
-    ones = [1] * 4
-    given = {text: grad_input_releases(order, ones, text) for text in ("1", "2", "2,2", "1,2,1", "")}
-    assert given["2"] == given["2,2"] == given[""]
-    assert len({str(releases) for releases in given.values()}) == 3
-    assert released_before(order, given["1"], ones) == te_rule(order, ones)
-    for text, releases in given.items():
-        monkeypatch.setenv(MODEL_CHUNKS, text)
-        assert grad_input_releases(order, ones) == releases
-
-
-@pytest.mark.parametrize("text", ["3", "0", "-2,6", "2,1", "2;2", "two", "2,,2"])
-def test_model_chunks_that_do_not_fit_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = layer_wise(interleaved(2, 0, 2, 4), [2, 2])
-    monkeypatch.setenv(MODEL_CHUNKS, text)
-    with pytest.raises(ValueError, match=f"^{MODEL_CHUNKS} is '{text}': it must be a number that divides the 4 chunks"):
-        grad_input_releases(order, [1] * 4)
-    grad_input_releases(interleaved(2, 0, 2, 4), [2, 2])  # model chunks: nothing to say
-
-
 def run(*names: str) -> dict[tuple[str, str], dict[str, Any]]:
     """``tests/gpu/grad_input_lifetime.py check`` in a child process on the simulator."""
     output = simulate("tests/gpu/grad_input_lifetime.py", "check", "64", "64", *names)
@@ -208,9 +179,8 @@ def test_what_is_sent_stays_intact(schedule: str) -> None:
     found = run(schedule)
     assert found[schedule, "without"]["overwritten"][0] > 0
     assert found[schedule, "without"]["received_wrong"][0] > 0
-    for setting in ("with", "with, model chunks given"):
-        assert found[schedule, setting]["overwritten"] == [0, 0]
-        assert found[schedule, setting]["received_wrong"] == [0, 0]
+    assert found[schedule, "with"]["overwritten"] == [0, 0]
+    assert found[schedule, "with"]["received_wrong"] == [0, 0]
 
 
 def test_model_chunks_are_right_as_they_are() -> None:

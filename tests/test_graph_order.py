@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.provided.graph_order import DGRAD, FORWARD, WGRAD, Entry, Plan, make_plan, parse
+from te_graph_fixes.shipped.graph_order import DGRAD, FORWARD, WGRAD, Entry, Plan, make_plan, parse
 from tests.orders import NAMED, changed_order, legal, random_order
 
 SLOW = settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -23,7 +23,7 @@ import importlib, inspect, os, sys, threading
 
 def check(active=True):
     import te_graph_fixes
-    from te_graph_fixes.engine import changes, live_function
+    from te_graph_fixes.engine import compile_patches, live_function
     from te_graph_fixes.source import Source
     from te_graph_fixes.verdicts import verdicts
     source = Source.installed()
@@ -31,7 +31,7 @@ def check(active=True):
     if active:
         statuses = {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
         assert {fix for fix, status in statuses.items() if status == "applied"} == set(found), statuses
-    for change in changes(source, found):
+    for change in compile_patches(source, found):
         wanted = change.after if active else change.before
         if wanted is None:
             owner, _, name = change.qualname.rpartition(".")
@@ -117,14 +117,14 @@ def test_tracebacks_and_sources_show_the_corrected_lines() -> None:
         + """
 import inspect, linecache, traceback, te_graph_fixes
 import transformer_engine.pytorch as te
-from te_graph_fixes.engine import changes, live_function, patched
+from te_graph_fixes.engine import compile_patches, live_function, patched
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 import torch
 
 source = Source.installed()
 chosen = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.verdict == "applicable"}
-found = changes(source, chosen)
+found = compile_patches(source, chosen)
 texts = {name: text for name, (_, text) in patched(source, chosen.values()).items()}
 for change in found:
     if change.block:
@@ -246,7 +246,7 @@ def said(function, *args):
 def without():
     import te_graph_fixes
     reasons = [status.reason for status in te_graph_fixes.report().fixes.values() if status.status == "applied"]
-    return [reason.rpartition("; ")[2] for reason in reasons if "captured before" in reason]
+    return [reason[reason.rindex(" (") + 2 : -1] for reason in reasons if "captured before" in reason]
 """
 
 
@@ -258,15 +258,15 @@ def test_graphs_that_were_captured_before_are_not_forgotten() -> None:
         + f"""
 early = capture()
 (text,) = said(__import__, "te_graph_fixes")
-assert "1 graphs were captured before the fixes were in place and stay as they are" in text, text
+assert "1 graph captured before the fixes were in place will stay without them" in text, text
 import te_graph_fixes
-assert without() == ["1 graphs that were captured before are without it"] * {len(NEEDED)}, without()
+assert without() == ["but not in 1 graph captured before"] * {len(NEEDED)}, without()
 late = capture()
-assert without() == ["1 graphs that were captured before are without it"] * {len(NEEDED)}, without()
+assert without() == ["but not in 1 graph captured before"] * {len(NEEDED)}, without()
 try:
     te_graph_fixes.activate(strict=True)
 except te_graph_fixes.FixNotAppliedError as error:
-    assert "1 graphs were captured before" in str(error), error
+    assert "1 graph captured before" in str(error), error
 else:
     raise AssertionError("no error")
 assert "applied" not in {{status.status for status in te_graph_fixes.report().fixes.values()}}

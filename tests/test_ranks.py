@@ -63,6 +63,7 @@ def other_te(tmp_path: Path) -> Path:
     return copied.parent
 
 
+@pytest.mark.full
 def test_ranks_that_agree(torchrun: list[str]) -> None:
     expected = variables(start(*RUN, "--print-env").stdout)
     found = start(*torchrun, TE_GRAPH_FIXES_EXPECT=expected["TE_GRAPH_FIXES_EXPECT"])

@@ -1,4 +1,4 @@
-"""Every command of README.md is run, here or by what `ELSEWHERE` names, and prints what README says it prints."""
+"""The pages that users read: their commands are run here or by what `ELSEWHERE` names, and their tables are made."""
 
 from __future__ import annotations
 
@@ -8,39 +8,97 @@ from pathlib import Path
 
 import pytest
 
+from te_graph_fixes.settings import VARIABLES
 from tests.child import ROOT, python
 from tests.published import source
+from tests.tables import PAGES, urls, with_parts
 
-PAGE = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = [re.sub(r"\s+#.*", "", line[2:]) for block in BLOCKS for line in block.splitlines() if line.startswith("$ ")]
+README = (ROOT / "README.md").read_text()
+FIRST_SCREEN = "\n".join(README.splitlines()[:40])
+COMMANDED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+COMMANDED.remove(ROOT / "docs" / "containers.md")  # tests/test_containers.py has it
+LINKED = [*COMMANDED, *sorted((ROOT / "docs" / "results").glob("*.md")), ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
 
+NOT_RUN = "not run: "
+LONG = f"{NOT_RUN}it takes minutes; tests/test_explore.py runs the same with fewer programs"
+GPU = f"{NOT_RUN}it needs a GPU; the program is a test of tests/gpu"
 ELSEWHERE = {
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/test_run.py",
-    "te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/test_check.py",
     "te-graph-fixes verify": "tests/test_verify.py",
+    "pip install te_graph_fixes-*.whl": "tests/test_release.py",
+    "pip wheel --no-deps --wheel-dir dist .": "tests/test_release.py",
     "pip install tox && tox run -e demo": ".github/workflows/ci.yml",
     "pip install tox && tox run": ".ci/run",
-    "pip install .": "tests/test_release.py",
-    "pip wheel --no-deps --wheel-dir wheels .": "tests/test_release.py",
-    "pip install --no-index --no-deps wheels/te_graph_fixes-*.whl": "tests/test_release.py",
-    "pip uninstall -y te-graph-fixes": "not run: pip's own",
+    "te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/test_check.py",
+    "te-graph-fixes run --check=3,layers=4 torchrun ...": "tests/test_check.py",
+    "te-graph-fixes run --check-strict torchrun ...": "tests/test_check.py",
+    "TE_GRAPH_FIXES=off te-graph-fixes run --check torchrun ...": "tests/test_check.py",
+    "python -m tests.explore --seed 0 --programs 500 --scripts found": LONG,
+    "python -m tests.explore --switch off --no-shrink": LONG,
+    "python -m tests.explore --disable nested-autocast --scripts found": LONG,
+    "python -m tests.explore --programs 500 --jobs 16 --results on.jsonl": LONG,
+    "python -m tests.explore --equal on.jsonl --defects --jobs 16": LONG,
+    "python -m tests.explore --equal on.jsonl --breakages 40 --jobs 16": LONG,
+    "python -m tests.explore --equal on.jsonl --turned 30 --jobs 16": LONG,
+    "python examples/megatron_moe.py": GPU,
+    "TE_GRAPH_FIXES=off python examples/megatron_moe.py": GPU,
+    "torchrun --nproc-per-node 8 examples/gather_reports.py": "tests/test_ranks.py",
 }
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - set(ELSEWHERE)))
-def test_a_command_prints_what_is_said(command: str, tmp_path: Path) -> None:
+def commands(page: Path) -> list[str]:
+    """The lines of ``console`` blocks that begin with a prompt, without their comments."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
+    return [re.sub(r"\s+#.*", "", line[2:]) for block in blocks for line in block.splitlines() if line[:2] == "$ "]
+
+
+HERE = sorted({command for page in COMMANDED for command in commands(page)} - set(ELSEWHERE))
+
+
+@pytest.mark.parametrize("command", HERE)
+def test_a_command_runs(command: str) -> None:
     program, *arguments = shlex.split(command)
-    assert program == "te-graph-fixes"
+    assert program == "te-graph-fixes", "name in ELSEWHERE what runs it, or why nothing does"
     done = python("-m", "te_graph_fixes", *arguments, path=source("2.14.0"))
     assert done.returncode == 0, done.stderr
-    (block,) = (block for block in BLOCKS if f"$ {command}\n" in block)
-    for line in block.splitlines()[1:]:
-        parts = [re.escape(part) for part in line.strip().split("...")]
-        assert re.search(".*".join(parts), done.stdout), line
+    assert done.stdout.startswith("TransformerEngine 2.14.0")
 
 
 def test_no_command_is_forgotten_or_gone() -> None:
-    assert set(ELSEWHERE) <= set(COMMANDS)
-    places = [place for place in ELSEWHERE.values() if not place.startswith("not run")]
+    assert set(ELSEWHERE) <= {command for page in COMMANDED for command in commands(page)}
+    places = [place for place in ELSEWHERE.values() if not place.startswith(NOT_RUN)]
     assert [place for place in places if not (ROOT / place).is_file()] == []
+
+
+def test_the_first_screen_says_what_to_type_what_changes_and_how_to_undo_it() -> None:
+    assert len(README.splitlines()) <= 200
+    for said in ("pip install", "status", "run", "verify", "tox run -e demo", "lines added", "deactivate()", "=off"):
+        assert said in FIRST_SCREEN, said
+
+
+def test_every_variable_is_named() -> None:
+    assert [name for name in VARIABLES if f"| `{name}` |" not in README] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_made_is_as_it_would_be_made(page: Path) -> None:
+    """``python -m tests.tables`` makes it."""
+    assert with_parts(page.read_text()) == page.read_text()
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        found = page.parent / target if target else page
+        assert found.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)", found.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, anchor
+
+
+def test_there_is_one_address() -> None:
+    repository, issues = urls()["Repository"], urls()["Issues"]
+    assert issues.startswith(repository)
+    for page in (*COMMANDED, *PAGES):
+        made = re.sub(r"<!-- address -->.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+        assert repository not in made, page

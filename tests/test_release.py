@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 
 import te_graph_fixes
-from tests.published import source
+from te_graph_fixes.fix import NOT_APPLICABLE, NOT_NEEDED
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import verdicts
+from tests import patches
+from tests.published import COVERED, source
+from tests.tables import urls
+from tests.test_bake import copy_of
 
 pytest.importorskip("build")
 ROOT = Path(__file__).parent.parent
@@ -70,6 +76,14 @@ def test_the_metadata(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert str(metadata.get_payload()) == (ROOT / "README.md").read_text()
+    assert metadata.get_all("Project-URL") == [f"{name}, {url}" for name, url in urls().items()]
+
+
+def test_a_release_has_an_address() -> None:
+    tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    if f"v{te_graph_fixes.__version__}" not in tags.stdout.split():
+        pytest.skip(f"this commit is no release: it has no tag v{te_graph_fixes.__version__}")
+    assert [url for url in urls().values() if ".invalid" in url] == [], "pyproject.toml has a placeholder"
 
 
 def test_the_sdist_can_be_tested(dist: Path) -> None:
@@ -84,6 +98,19 @@ def test_the_page_renders(dist: Path) -> None:
     check = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
     found = subprocess.run(check, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_patches_of_a_release(tmp_path: Path) -> None:
+    patches.write(tmp_path / "patches", *COVERED)
+    check = ["sha256sum", "--check", "--strict", patches.SUMS]
+    checked = subprocess.run(check, cwd=tmp_path / "patches", capture_output=True, text=True, check=True)
+    assert checked.stdout.splitlines() == [f"transformer_engine-{version}.patch: OK" for version in COVERED]
+    for version in COVERED:
+        tree = copy_of(source(version), tmp_path / version)
+        apply = ["patch", "-p1", "--fuzz=0", "-i", str(tmp_path / "patches" / f"transformer_engine-{version}.patch")]
+        subprocess.run(apply, cwd=tree, capture_output=True, check=True)
+        words = [verdict.verdict for verdict in verdicts(Source.at(tree)).values()]
+        assert set(words) <= {NOT_NEEDED, NOT_APPLICABLE}, version
 
 
 def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
@@ -109,8 +136,8 @@ def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
     added = set(start("pip", "list", "--format=freeze")) - before
     assert sorted(line.split("==")[0] for line in added) == ["packaging", "te-graph-fixes", "wrapt"]
     lines = start("te-graph-fixes", "status")
-    assert lines[0].startswith("TransformerEngine 2.12.0 in ")
-    assert any(line.split()[:2] == ["warmup-reset", "applicable"] for line in lines)
+    assert lines[0].startswith("TransformerEngine 2.12.0: ")
+    assert any(line.split()[:1] == ["warmup-reset"] for line in lines)
     assert "--- a/transformer_engine/pytorch/graph.py" in start("te-graph-fixes", "diff")
     loaded = start(
         "te-graph-fixes",

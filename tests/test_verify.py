@@ -21,6 +21,7 @@ from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify import runner
 from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
+from tests import choices
 from tests.child import on_simulator, python
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +42,7 @@ APPLICABLE_FIXES = {fix_id for fix_id, verdict in verdicts(Source.installed()).i
 RIGHT, WRONG = Outcome("measured", 0.0), Outcome("measured", 1.0)
 CRASH, SKIP = Outcome("failed", detail="KeyError: -1"), Outcome("skipped", detail="no FP8")
 HANG = Outcome("unmeasured", detail="no result in 60 s")
+UNABLE = Outcome("unable", detail="ImportError: no such recipe")
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +95,8 @@ def test_every_fix_has_a_case_and_a_quick_one() -> None:
         (WRONG, HANG, "not measured with the fixes: no result in 60 s", False),
         (HANG, RIGHT, "not measured without the fixes: no result in 60 s", True),
         (HANG, WRONG, "STILL WRONG", False),
+        (UNABLE, UNABLE, "could not run: ImportError: no such recipe", False),
+        (RIGHT, UNABLE, "not measured with the fixes: ImportError: no such recipe", False),
     ],
 )
 def test_verdicts(without: Outcome, with_fixes: Outcome, verdict: str, ok: bool) -> None:
@@ -105,7 +109,7 @@ def test_selection() -> None:
     assert [case.name for case in select(["linear-bf16"])] == ["linear-bf16"]
     assert {case.name for case in select(["warmup-reset"])} >= {"linear-bf16", "experts-fp8-delayed"}
     assert 0 < len(select([], quick=True)) < len(CASES)
-    with pytest.raises(ValueError, match=r"'nonsense'.*warmup-reset.*linear-bf16"):
+    with pytest.raises(ValueError, match="'nonsense'; see te-graph-fixes list"):
         select(["nonsense"])
 
 
@@ -138,6 +142,38 @@ def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[s
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("prelude", "unable"),
+    [
+        ("import transformer_engine.pytorch.graph as graph; del graph.is_graph_capturing", "failed-capture"),
+        (
+            "import transformer_engine.pytorch.tensor.utils as utils; del utils.cast_master_weights_to_fp8",
+            "fp8-params-of-master",
+        ),
+        (
+            "import sys, transformer_engine.pytorch; sys.modules['transformer_engine.pytorch.quantization'] = None",
+            "",
+        ),  # none can
+    ],
+)
+def test_a_case_could_not_run_where_te_does_not_have_what_it_imports(prelude: str, unable: str) -> None:
+    lines = child("failed-capture", "linear-bf16", "fp8-params-of-master", prelude=prelude)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["outcome"] == ("unable" if line["case"] == unable or not unable else "measured"), line
+        assert not line["last"]
+
+
+def test_an_import_error_of_te_is_a_failure() -> None:
+    prelude = (
+        "import transformer_engine.pytorch as te\n"
+        "def forward(*_, **__): import transformer_engine.pytorch.nothing\n"
+        "te.Linear.forward = forward"
+    )
+    (line,) = child("linear-bf16", prelude=prelude)
+    assert line["outcome"] == "failed", line
+
+
 def test_the_child_stops_after_a_failure() -> None:
     broken = Case("broken", (), "training:compare", {"module": "NoSuchModule"})
     (line,) = child(broken.to_json(), "linear-bf16")
@@ -145,9 +181,9 @@ def test_the_child_stops_after_a_failure() -> None:
     assert str(line["detail"]).startswith("AttributeError: ")
 
 
-@pytest.mark.parametrize("also", ["", ",capture-exception-safety"])
+@pytest.mark.parametrize("also", ["", ",failed-capture-state"])
 def test_the_child_stops_where_a_refusal_leaves_te_in_a_capture(also: str) -> None:
-    lines = child("wgrad-before-dgrad", "linear-bf16", TE_GRAPH_FIXES=f"backward-dw-order{also}")
+    lines = child("wgrad-before-dgrad", "linear-bf16", TE_GRAPH_FIXES=f"backward-dw-order,capture-without-warmup{also}")
     assert [line["last"] for line in lines] == ([False, False] if also else [True])
     assert lines[0]["error"] == 0.0
 
@@ -213,6 +249,21 @@ def test_what_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert json.loads(capsys.readouterr().out)["left_out"] == {"no FP8": ["linear-mxfp8"]}
 
 
+@pytest.mark.parametrize(("others", "status"), [(RIGHT, 3), (HANG, 1), (WRONG, 1)])
+def test_cases_that_could_not_run_have_their_own_status(
+    others: Outcome, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(cases: list[Case], *_: object, **__: object) -> list[Row]:
+        return [Row(cases[0], UNABLE, UNABLE), *(Row(case, others, others) for case in cases[1:])]
+
+    measured(monkeypatch, RIGHT, RIGHT)
+    monkeypatch.setattr(runner, "measure", rows)
+    assert cli.main(["verify", "linear-bf16", "plain-grad"]) == status
+    captured = capsys.readouterr()
+    assert "could not run: ImportError: no such recipe" in captured.out
+    assert "te-graph-fixes: linear-bf16: could not run: ImportError: no such recipe" in captured.err.splitlines()
+
+
 def test_json_holds_no_infinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measured(monkeypatch, Outcome("measured", float("inf"), measures={"errors": {"wgrads": [float("nan")]}}), RIGHT)
     assert cli.main(["verify", "--json", "linear-bf16"]) == 0
@@ -256,3 +307,18 @@ def test_progress_says_what_runs_and_how_much_is_left() -> None:
     assert all(re.match(r"\[\d/6, about \d+ s left\] \S+, with(out)? the fixes: 0", line) for line in results)
     assert "(running: " in results[0]
     assert "(running: " not in max(results)
+
+
+@pytest.mark.parametrize(
+    ("choice", "cases"),
+    [
+        ("without stale-fp8-weights", "weights-not-cached experts-not-cached"),
+        ("without fp8-state-at-replay", "operation-alone operations-in-bf16"),
+        ("without wgrad-without-dgrad", "plain-data-delayed"),
+        ("upstream", "weights-not-cached experts-fp8-delayed plain-grad"),
+        *(pytest.param(choice, "", marks=pytest.mark.slow) for choice in choices.choices()),
+    ],
+)
+def test_no_choice_is_worse_than_te_alone(choice: str, cases: str) -> None:
+    _, found = choices.report([choice], select(cases.split()))
+    assert set(found["worse"]) <= choices.REASONS.get(choice, set()), found

@@ -26,7 +26,7 @@ from typing import Any
 from te_graph_fixes.engine import patched
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import Source, TENotFoundError
-from te_graph_fixes.verdicts import Reading
+from te_graph_fixes.verdicts import Decision
 
 ROOT = Path(__file__).parents[2]
 UNPATCHED, PATCHED, SOURCE, WRAPT = "unpatched", "patched", "source", "wrapt"
@@ -50,7 +50,7 @@ def patched_copy(source: Source, folder: Path) -> None:
             shutil.copytree(entry, folder / entry.name, copy_function=copy, ignore=ignore, symlinks=False)
         else:
             copy(str(entry), str(folder / entry.name))
-    for name, (_, after) in patched(source, Reading(source, Settings()).to_apply.values()).items():
+    for name, (_, after) in patched(source, Decision(source, Settings()).to_apply.values()).items():
         module = source.find(name)
         path = Path(module.path).relative_to(location.parent) if module else Path(*name.split(".")).with_suffix(".py")
         (folder / path).write_text(after, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The picture of the README: gradient norms relative to eager by TE version, from what ``verify --json`` printed.
+"""The picture of docs/results/verify.md: gradient norms relative to eager by TE version, from ``verify --json``.
 
 te-graph-fixes verify --json > verify-2.12.0.json     # once for each TE
-python tests/benchmarks/gradient_norms.py docs/gradient-norms.png verify-*.json
+python tests/benchmarks/gradient_norms.py docs/results/gradient-norms-h200.png verify-*.json
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train two MoE layers in FP8, eagerly or through one graph: ``python -m tests.demo.train eager|graphs FILE``.
+"""Train two MoE layers in FP8, eagerly or through one graph: ``python -m tests.demo.train eager|graphs STEPS FILE``.
 
 Prints a ``#`` for each microbatch. FILE then holds the loss, the outputs and the gradients of the experts of each step.
 """
@@ -14,7 +14,6 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 import te_graph_fixes  # noqa: F401
 
-STEPS = 4
 MICROBATCHES = 3
 TOKENS = 128
 HIDDEN = 64
@@ -66,14 +65,14 @@ class Layer(torch.nn.Module):
         return x + self.down(torch.nn.functional.silu(self.up(x)))
 
 
-def train(graphs: bool) -> list[dict[str, Any]]:
+def train(graphs: bool, count: int) -> list[dict[str, Any]]:
     """The loss, the outputs and the gradients of the experts in each step."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(Layer(), Layer())
     for parameter in model.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
-    inputs = torch.randn(MICROBATCHES, TOKENS, HIDDEN, dtype=torch.bfloat16)
+    inputs = torch.randn(MICROBATCHES, TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
     targets = torch.randn_like(inputs)
     recipe = Float8CurrentScaling()
     run: Any = model
@@ -81,7 +80,7 @@ def train(graphs: bool) -> list[dict[str, Any]]:
         sample = torch.randn_like(inputs[0]).requires_grad_()
         run = te.make_graphed_callables(model, (sample,), enabled=True, recipe=recipe, cache_quantized_params=True)
     steps = []
-    for _ in range(STEPS):
+    for _ in range(count):
         loss, outputs = 0.0, []
         for module in model.modules():
             if hasattr(module, "is_first_microbatch"):
@@ -111,4 +110,4 @@ def train(graphs: bool) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    torch.save(train(sys.argv[1] == "graphs"), sys.argv[2])
+    torch.save(train(sys.argv[1] == "graphs", int(sys.argv[2])), sys.argv[3])

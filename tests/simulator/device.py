@@ -7,6 +7,7 @@ may be read while a graph is captured, the others may not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -127,7 +128,10 @@ def _as_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
     @functools.wraps(function)
     def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        interface = None if isinstance(data, torch.Tensor) else getattr(data, "__cuda_array_interface__", None)
+        interface = None
+        if not isinstance(data, torch.Tensor):
+            with contextlib.suppress(Exception):  # torch takes any error for an object without this attribute
+                interface = data.__cuda_array_interface__
         return plain(data, *args, **kwargs) if interface is None else _from_interface(interface)
 
     return as_tensor
@@ -146,7 +150,8 @@ def _from_interface(interface: dict[str, Any]) -> torch.Tensor:
 
 _TYPES = {
     "|b1": torch.bool, "|u1": torch.uint8, "|i1": torch.int8, "<i2": torch.int16, "<i4": torch.int32,
-    "<i8": torch.int64, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64,
+    "<i8": torch.int64, "<u2": torch.uint16, "<u4": torch.uint32, "<u8": torch.uint64, "<f2": torch.float16,
+    "<f4": torch.float32, "<f8": torch.float64, "<c8": torch.complex64, "<c16": torch.complex128,
 }  # fmt: skip
 
 

@@ -149,9 +149,11 @@ def pools() -> list[Pool]:
 
 
 def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int = 0) -> torch.Tensor:
-    """A tensor in ``storage`` with the type, sizes and strides of ``like``, ``nbytes_offset`` bytes from its start."""
+    """A tensor in ``storage`` with all of ``like`` but its memory, ``nbytes_offset`` bytes from its start."""
     offset = nbytes_offset // like.element_size()
-    return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
+    made = torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
+    made = made.conj() if like.is_conj() else made
+    return torch._neg_view(made) if like.is_neg() else made
 
 
 class _Outside:

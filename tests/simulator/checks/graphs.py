@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -527,6 +528,33 @@ def check_weak_references_outside_of_pools() -> None:
 
     with pytest.raises(NotImplementedError, match="0x40"):
         torch.as_tensor(Nowhere())
+
+
+def check_an_error_in_the_interface_is_hidden() -> None:
+    class Broken:
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            raise TypeError("Unsupported dtype")
+
+    with pytest.raises(RuntimeError, match="Could not infer dtype of Broken"):
+        torch.as_tensor(Broken())
+
+
+def check_types_of_an_address() -> None:
+    for name in ("uint16", "uint32", "uint64", "complex64", "complex128", "float64"):
+        tensor = torch.ones(2, dtype=getattr(torch, name), device="cuda")
+
+        class Address:
+            __cuda_array_interface__ = {  # noqa: RUF012
+                "shape": (2,),
+                "typestr": np.dtype(name).str,
+                "data": (tensor.data_ptr(), False),
+                "version": 3,
+            }
+
+        seen = torch.as_tensor(Address())
+        assert seen.dtype == tensor.dtype
+        assert seen.data_ptr() == tensor.data_ptr()
 
 
 def check_torchs_own_graphed_callables_work() -> None:
