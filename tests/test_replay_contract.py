@@ -18,6 +18,7 @@ CONTRACT = [case.name for case in CASES.values() if case.function.startswith("co
 REFUSED = {
     "more-microbatches": "the backward of callable 0 (LayerNormMLP) of microbatch 0 cannot be replayed: the forward of "
     "callable 0 (LayerNormMLP) of microbatch 0 was replayed since its forward",
+    "other-recipe-under-way": "since its forward its modules have run in another recipe",
     "graph-twice-before-its-backward": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
     "module-twice-in-a-tuple": "the backward of callable 0 (LayerNormMLP) of microbatch 1 cannot be replayed",
     "captures-nested-in-a-pool": "callable 0 (LayerNormMLP) of capture 2 in its memory pool was replayed since",
@@ -60,7 +61,7 @@ def test_what_breaks_the_contract_is_right_or_raises(case: str) -> None:
 def test_without_the_fixes_it_is_wrong_without_a_word(case: str) -> None:
     found = run("replay-contract,leaf-grad-lifetime,replay-arguments")[case]
     assert found["outcome"] == "measured", found
-    assert (found["error"] > 0.5) == (case not in UNAFFECTED), found
+    assert (found["error"] > 0.01) == (case not in UNAFFECTED), found
 
 
 RELEASED = """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -144,6 +144,9 @@ class Contract:
         self.time = 0
         """When the forward was last replayed."""
         self._delayed_scaling = number in run.delayed
+        self._renewed = 0
+        for state in _recipe_states(functions[number]):
+            vars(state).setdefault("contracts", weakref.WeakSet()).add(self)
         modules = run.modules.get(number, set())
         own = [parameter for parameter in _own_parameters(modules) if parameter.numel()]
         self._frozen = list({id(parameter): parameter for parameter in own if not parameter.requires_grad}.values())
@@ -155,6 +158,10 @@ class Contract:
     def release(self) -> None:
         """Let the parameters go."""
         self._frozen, self._read, self._written = [], _Addresses([]), _Addresses([])
+
+    def note_other_scales(self) -> None:
+        """Note that the scales of the graphs have other values now: an evaluation in another recipe took the old."""
+        self._renewed = self._pool.clock
 
     def replay_forward(self) -> None:
         """RuntimeError where the forward, which is replayed next, would not compute what the module does now."""
@@ -218,6 +225,12 @@ class Contract:
             if pool.recomputes and pool.last[self._forward] >= pool.began:
                 since = pool.last[self._forward]  # torch.utils.checkpoint has run it again, with the same inputs
             self._require(since, self._forward, place, self._retains_graph)
+        if since <= self._renewed:
+            raise RuntimeError(
+                f"the backward of {self.name} cannot be replayed: since its forward its modules have run in another "
+                "recipe, which drops the scales and cached weights that it reads. Evaluate in the recipe of the "
+                "capture, or between two steps"
+            )
         time = pool.replay(place)
         if self._written.looked != pool.began and not self._delays_wgrad:
             self._look_backward()
@@ -287,6 +300,15 @@ def _storage(tensor: Any) -> Any:
 
 def _uses(storage: Any) -> int:
     return 0 if storage.expired() else torch._C._storage_Use_Count(storage.cdata)
+
+
+def _recipe_states(function: Any) -> Iterator[Any]:
+    """What holds the FP8 scales of the gradients in a callable."""
+    for module in function.modules() if isinstance(function, torch.nn.Module) else ():
+        of_operation = (getattr(module, "_fp8_metas", None) or {}).get("backward")
+        state = (of_operation or getattr(module, "fp8_meta", {})).get("scaling_bwd")
+        if state is not None:
+            yield state
 
 
 def _own_parameters(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Parameter]:

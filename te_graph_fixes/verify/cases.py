@@ -191,6 +191,7 @@ _ALL = (
     Case("misused-arguments", (ARGUMENTS,), "refusal:misused_arguments", quick=True),
     _contract("more-microbatches", CONTRACT, quick=True),
     _contract("fewer-microbatches", CONTRACT),
+    _contract("other-recipe-under-way", CONTRACT),
     _contract("graph-twice-before-its-backward", CONTRACT),
     _contract("module-twice-in-a-tuple", CONTRACT),
     _contract("captures-nested-in-a-pool", CONTRACT),

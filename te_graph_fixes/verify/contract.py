@@ -131,6 +131,30 @@ def fewer_microbatches(graphed: bool) -> Iterator[torch.Tensor]:
 
 
 @broken
+def other_recipe_under_way(graphed: bool) -> Iterator[torch.Tensor]:
+    """An evaluation in another recipe between the forwards of two microbatches in delayed scaling."""
+    module, recipe = mlp(), make_recipe("fp8-delayed")
+    runs = [module] * 2
+    if graphed:
+        options = {"enabled": True, "recipe": recipe, "_order": [1, 1, -1, -1], "_num_layers_per_chunk": [1]}
+        samples = [sample() for _ in runs]
+        runs = list(te.make_graphed_callables((module,), samples, sample_kwargs=[{}, {}], **options))
+    for step in range(3):
+        outputs = []
+        for run, x in zip(runs, data(2), strict=True):
+            with te.autocast(enabled=True, recipe=recipe):
+                outputs.append(run(x.clone().requires_grad_()))
+            if step == 2:
+                module.eval()
+                with torch.no_grad(), te.autocast(enabled=True, recipe=make_recipe("fp8-current")):
+                    module(x)
+                module.train()
+        for output, grad in zip(outputs, data(2, 8), strict=True):
+            output.backward(grad)
+    return grads(module)
+
+
+@broken
 def graph_twice_before_its_backward(graphed: bool) -> Iterator[torch.Tensor]:
     """Two forwards of one graph, then two backwards."""
     module = mlp()

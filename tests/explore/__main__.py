@@ -32,6 +32,7 @@ from .scripts import script
 
 REFUSED = {
     r"captured for": "a graph's arguments are not those of its samples",
+    r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
 }
 """Messages of documented refusals: no finding."""
 
@@ -81,6 +82,13 @@ def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
         return {"verdict": "equal" if given["digest"] == wanted else "wrong"} | given
     wrong = differences(found, eager)
     return {"verdict": "wrong" if wrong else "equal", "why": str(wrong)} | given
+
+
+def judge_broken(seed: int) -> dict[str, Any]:
+    """The verdict of a program that may break what its capture has fixed."""
+    from . import contracts
+
+    return contracts.judge(seed)
 
 
 def said(error: BaseException) -> str:
@@ -159,7 +167,7 @@ class Server:
             if not child:
                 signal.alarm(Server.limit)
                 fields, wanted = json.loads(line)
-                verdict = judge(Program(**fields), wanted)
+                verdict = judge_broken(fields) if isinstance(fields, int) else judge(Program(**fields), wanted)
                 if not Server.forks:
                     torch.cuda.synchronize()  # after an illegal memory access that raises, and this process ends
                 answer(verdict)
@@ -171,18 +179,20 @@ class Server:
             elif status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
 
-    def __call__(self, program: Program, wanted: str | None = None) -> dict[str, Any]:
+    def __call__(self, program: Program | int, wanted: str | None = None) -> dict[str, Any]:
+        """The verdict of a program; a number is the seed of one that may break what its capture has fixed."""
         found = self._ask(program, wanted)
         if found["verdict"] in FINDINGS and not Server.forks:
             alone = self._ask(program, wanted)
             found = alone if alone["verdict"] in FINDINGS else {**alone, "after others": found}
         return found
 
-    def _ask(self, program: Program, wanted: str | None) -> dict[str, Any]:
+    def _ask(self, program: Program | int, wanted: str | None) -> dict[str, Any]:
         if not self.process:
             self._start()
         start = time.monotonic()
-        print(json.dumps([dataclasses.asdict(program), wanted]), file=self._requests, flush=True)
+        fields = program if isinstance(program, int) else dataclasses.asdict(program)
+        print(json.dumps([fields, wanted]), file=self._requests, flush=True)
         crash = '{"verdict": "crash", "why": "the process ended"}'
         found: dict[str, Any] = json.loads(self._answers.readline() or crash)
         if found["verdict"] in FINDINGS and not Server.forks:
@@ -274,6 +284,10 @@ def find(options: argparse.Namespace) -> int:
     def work(numbers: Iterable[int]) -> None:
         server = Server(options.switch, options.disable)
         for seed in (options.seed + number for number in numbers):
+            if options.broken:
+                verdict = server(seed)
+                note(options, {"seed": seed, "program": "", **verdict}, say=verdict["verdict"] in FINDINGS)
+                continue
             small = program = examples[seed - options.seed] if examples else draw(seed, options.gpu, options.ranks)
             verdict = server(program)
             found = verdict["verdict"] in FINDINGS
@@ -388,6 +402,7 @@ def main() -> int:
     parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
+    parser.add_argument("--broken", action="store_true", help="programs that may break what a capture has fixed")
     parser.add_argument("--open", action="store_true", help="run the examples of what is open, or was found, instead")
     parser.add_argument("--equal", help="for the next two: results with all fixes, of the same TE and device")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")

@@ -1,18 +1,12 @@
 """Programs that replay graphs in any sequence, around checkpoints, with parameters replaced: equal, or refused.
 
-    python -m tests.simulator -m tests.explore.contracts [FIRST SEED] [PROGRAMS]
-
-Each program is drawn from its seed and run eagerly and through graphs. It may be right, or raise what
-``replay-contract`` raises; other numbers without a word are a finding, and the exit status is 1. It prints the findings
-and how many programs were equal and refused.
+`python -m tests.explore --broken` draws them. Each is run eagerly and through graphs, and may be right, or raise what
+``replay-contract`` raises; other numbers without a word are a finding.
 """
 
 from __future__ import annotations
 
-import collections
-import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +16,6 @@ import torch
 import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 
-import te_graph_fixes  # noqa: F401
 from te_graph_fixes.verify.training import error, make_recipe
 
 HIDDEN, TOKENS = 32, 32
@@ -182,38 +175,19 @@ class Training:
                 yield from (torch.zeros(1) if each is None else each.clone() for each in grads)
 
 
-def verdict(program: Drawn) -> str:
-    """``equal``, ``refused``, ``not eager``, or what is wrong."""
+def judge(seed: int) -> dict[str, str]:
+    """Draw a program, and run it in this process: its verdict."""
+    program = draw(seed)
+    given = {"program": str(program)}
     try:
         wanted = list(Training(program, graphed=False).run())
     except Exception as reason:
-        return f"not eager: {reason}"
+        return {"verdict": "not eager", "why": str(reason)} | given
     try:
         found = list(Training(program, graphed=True).run())
     except RuntimeError as reason:
-        return "refused" if "callable " in str(reason) else f"FOUND {type(reason).__name__}: {reason}"
+        return {"verdict": "refused" if "callable " in str(reason) else "crash", "why": str(reason)} | given
     wrong = error(found, wanted)
-    return f"FOUND {wrong:.3g}" if wrong else "equal"
-
-
-def main(first: str = "0", programs: str = "100") -> int:
-    counts: collections.Counter[str] = collections.Counter()
-    for seed in range(int(first), int(first) + int(programs)):
-        program = draw(seed)
-        reader, writer = os.pipe()
-        if not (child := os.fork()):
-            os.write(writer, verdict(program)[:300].encode())
-            os._exit(0)
-        os.close(writer)
-        os.waitpid(child, 0)
-        with os.fdopen(reader) as output:
-            said = output.read() or "FOUND the process ended"
-        counts[said.partition(" ")[0]] += 1
-        if said.startswith("FOUND"):
-            print(seed, said, program, flush=True)
-    print(dict(counts))
-    return int(bool(counts["FOUND"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    if wrong and error(list(Training(program, graphed=False).run()), wanted):
+        return {"verdict": "unstable"} | given
+    return {"verdict": "wrong" if wrong else "equal", "why": f"{wrong:.3g}"} | given

@@ -312,6 +312,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not p.same_input or not (p.order or p.not_captured or p.late_reads or p.strided or p.recompute or p.in_place)
     ),
     "an order gives no modules, which have hooks": lambda p: not (p.module_hooks and p.order),
+    "TE captures no module that has hooks, as one that is captured again": lambda p: (
+        not (p.module_hooks and {"recapture", "switch_recipe", "freeze", "unfreeze"} & {*p.events})
+    ),
     "hooks come late if there are any": lambda p: not p.late_hooks or p.hooks not in ("", "ddp"),
     "a frozen projection has no wgrad to delay, and stays frozen": lambda p: (
         "Adapted" not in p.modules or not (p.delay or "unfreeze" in p.events)

@@ -28,12 +28,14 @@ class Training(Captured):
         kept = self.seen.setdefault(f"{self.event}: {what}", [])
         kept += [None if value is None else value.detach().clone() for value in values]
 
+    def marked(self) -> list[Any]:
+        """The modules that mark first microbatches."""
+        modules = [module for layer in self.layers for module in layer.modules()]
+        return [each for each in modules if hasattr(each, "is_first_microbatch")]
+
     def mark_first(self) -> None:
-        if program.weights != "plain":
-            for layer in self.layers:
-                for module in layer.modules():
-                    if hasattr(module, "is_first_microbatch"):
-                        module.is_first_microbatch = True
+        for module in self.marked():
+            module.is_first_microbatch = True
 
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
         """Run one layer."""
@@ -193,6 +195,7 @@ class Training(Captured):
 
     def evaluation(self, recipe: str = "", mode: Any = torch.no_grad) -> None:
         """Run without gradients and without graphs, in the recipe of training or another one."""
+        marks = {module: module.is_first_microbatch for module in self.marked()}
         self.mark_first()
         for layer in self.layers:
             layer.eval()
@@ -202,6 +205,8 @@ class Training(Captured):
         self.recipe = kept
         for layer in self.layers:
             layer.train()
+        for module, mark in marks.items():  # a step that is under way has only one first microbatch
+            module.is_first_microbatch = mark
 
     def state(self) -> None:
         """See all that later steps and a checkpoint depend on, and what the process is left with."""
