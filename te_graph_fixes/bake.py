@@ -2,11 +2,12 @@
 
 A bake in place is all or nothing. In the package folder of TransformerEngine (TE) stands, while it goes on,
 
-    .te-graph-fixes.part    new files and links to the old ones are being gathered; TE is as it was
+    .te-graph-fixes.part    the new files, and links to those that they replace, are being gathered; TE is as it was
     .te-graph-fixes.open    files are being exchanged; until the end TE cannot be imported and says why
     .te-graph-fixes         it is done; the old files are kept for ``bake --undo``
 
-and the next call after one that was killed deletes the first, or takes back by the second what was done.
+and the next call after one that was killed deletes the first, or takes back by the second what was done. Once the
+folder is open files are renamed and deleted, and nothing is written: a full disk does not stop it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import py_compile
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,13 +27,14 @@ from typing import Any
 from . import __version__
 from .engine import patched
 from .fix import NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED
-from .source import Source
+from .source import TE, Source
 from .stamp import MADE, MODULES, OPEN, PACKAGE, ChangedStampError, Stamp, of_tree
 from .verdicts import Decision
 
 PART, KEPT = ".te-graph-fixes.part", ".te-graph-fixes"
 MANIFEST = "MANIFEST.json"
-_INIT = "pytorch/__init__.py"
+ORIGINAL, RESULT = "original", "result"
+INIT = f"{TE}/pytorch/__init__.py"
 _GUARD = """\
 raise RuntimeError(
     "`te-graph-fixes bake` is changing this TransformerEngine, or was interrupted: if it does not run, start it again"
@@ -49,7 +50,7 @@ class BakeError(Exception):
 class Corrected:
     """A module of TE as text, ``before`` ("": there is none) and ``after``, below which is a stamp.
 
-    ``path`` begins with ``transformer_engine/``; ``newline`` is the line break of the file.
+    ``path`` is from the folder that holds TE; ``newline`` is the line break of the file.
     """
 
     path: str
@@ -57,23 +58,14 @@ class Corrected:
     after: str
     newline: str
 
-    @property
-    def data(self) -> bytes:
-        """The new content of the file."""
-        return self.after.replace("\n", self.newline).encode()
-
 
 @dataclass(frozen=True)
 class Changed:
-    """One file of a bake: its path, and the SHA-256 of what was there (None: nothing) and of what is there now.
-
-    ``bytecode`` are the names of the compiled files that were there.
-    """
+    """One file: its path from the folder that holds TE, and its SHA-256 before and after; None: there is none."""
 
     path: str
     original: str | None
-    result: str
-    bytecode: Sequence[str] = ()
+    result: str | None
 
 
 def corrected(decision: Decision) -> list[Corrected]:
@@ -121,79 +113,6 @@ def require_whole(decision: Decision) -> None:
         raise BakeError(f"nothing was changed, since not every fix that is needed can be applied. {reasons}")
 
 
-def in_place(decision: Decision) -> list[Changed]:
-    """Write every corrected module into TE, or change nothing and raise `BakeError`; returns the files."""
-    location = Path(decision.source.location)
-    files = {_inside(each.path): each.data for each in corrected(decision)}
-    part, opened = location / PART, location / OPEN
-    if not files:
-        return []
-    if (location / KEPT).exists():
-        raise BakeError(f"{location / KEPT} is left from an earlier bake: `te-graph-fixes bake --undo` first")
-    try:
-        changed = _gather(location, files)
-        os.rename(part, opened)
-    except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise BakeError(_cannot_write(location, error)) from error
-    try:
-        _exchange(location, changed)
-        shutil.rmtree(opened / "new")
-        os.rename(opened, location / KEPT)
-    except BaseException as error:
-        recover(location)
-        if isinstance(error, OSError):
-            raise BakeError(_cannot_write(location, error)) from error
-        raise
-    return changed
-
-
-def recover(location: Path) -> bool:
-    """Take back what an interrupted bake, or an interrupted undo, has left; whether there was any."""
-    part, opened = location / PART, location / OPEN
-    found = part.exists() or opened.exists()
-    try:
-        if opened.exists():
-            _restore(location)
-            os.rename(opened, part)
-        if part.exists():
-            shutil.rmtree(part)
-    except OSError as error:
-        raise BakeError(f"{location} is half changed and cannot be put back: {error}. Then start this again") from error
-    return found
-
-
-def undo(location: Path) -> list[Changed]:
-    """Give every file that `in_place` changed its very bytes back, and delete those that it added.
-
-    Raises `BakeError` where somebody has changed them since. Where TE was installed anew over them, what is deleted are
-    only the modules that were added.
-    """
-    kept, opened = location / KEPT, location / OPEN
-    if not kept.exists():
-        raise BakeError(
-            f"no bake to undo in {location}: what `te-graph-fixes diff | patch` has changed, `patch -R` changes back"
-        )
-    changed = _read_manifest(kept)
-    found = {each.path: _sha256_of(location / each.path) for each in changed}
-    ours = [each for each in changed if each.original != each.result and found[each.path] == each.result]
-    others = [each.path for each in changed if found[each.path] not in (each.original, each.result)]
-    if others and any(each.original for each in ours):
-        raise BakeError(f"{', '.join(others)} in {location} changed after the bake: put that back first, then undo")
-    if others:
-        for each in ours:
-            (location / each.path).unlink()
-        shutil.rmtree(kept)
-        return ours
-    try:
-        _write(kept / "guard.py", _GUARD.encode(), location / _INIT)
-    except OSError as error:
-        raise BakeError(_cannot_write(location, error)) from error
-    os.rename(kept, opened)
-    recover(location)
-    return ours
-
-
 @contextlib.contextmanager
 def locked(location: Path) -> Iterator[None]:
     """Let one process at a time change the TE in a folder."""
@@ -205,71 +124,122 @@ def locked(location: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _gather(location: Path, files: dict[str, bytes]) -> list[Changed]:
-    """Fill the folder `PART`: the new files, and the old ones, with their bytecode, as links or copies."""
-    part, init = location / PART, location / _INIT
-    (part / "new").mkdir(parents=True)
-    changed = []
-    for path in sorted({*files, _INIT}, key=lambda path: path == _INIT):  # it closes the guard
-        old, new = location / path, part / "new" / path
-        for each in (old, *_bytecode(old)):
-            if each.exists():
-                _keep(each, part / "old" / each.relative_to(location))
-        if path in files:
-            _write(new, files[path], old if old.exists() else init)
+def in_place(decision: Decision) -> list[Changed]:
+    """Write every corrected module into TE, or change nothing and raise `BakeError`; returns the modules."""
+    location = Path(decision.source.location)
+    part, opened, kept = location / PART, location / OPEN, location / KEPT
+    if not decision.to_apply:
+        return []
+    if kept.exists():
+        raise BakeError(f"{kept} is left from an earlier bake: `te-graph-fixes bake --undo` first")
+    with _writing(location):
+        try:
+            _gather(decision, part)
+            os.rename(part, opened)
+            _put(opened, RESULT)
+            shutil.rmtree(opened / RESULT)
+            os.rename(opened, kept)
+        except BaseException:
+            recover(location)
+            raise
+    return _modules(kept)
+
+
+def undo(location: Path) -> list[Changed]:
+    """Give every file that `in_place` changed its very bytes back, and delete those that it added.
+
+    Raises `BakeError` where somebody has changed them since. Where TE was installed anew over them, what is deleted are
+    only the modules that were added.
+    """
+    kept, root = location / KEPT, location.parent
+    if not kept.exists():
+        raise BakeError(
+            f"no bake to undo in {location}: what `te-graph-fixes diff | patch` has changed, `patch -R` changes back"
+        )
+    modules = _modules(kept)
+    found = {each.path: _sha256_of(root / each.path) for each in modules}
+    ours = [each for each in modules if found[each.path] == each.result]
+    others = [each.path for each in modules if found[each.path] not in (each.original, each.result)]
+    if others and any(each.original for each in ours):
+        raise BakeError(f"{', '.join(others)} in {location} changed after the bake: put that back first, then undo")
+    with _writing(location):
+        if others:
+            for each in ours:
+                (root / each.path).unlink()
+            shutil.rmtree(kept)
         else:
-            _keep(old, new)
-        py_compile.compile(str(new), str(_compiled(new)), str(old), doraise=True)
-        names = [each.name for each in _bytecode(old)]
-        changed.append(Changed(path, _sha256_of(old), str(_sha256_of(new)), names))
-    _write(part / "guard.py", _GUARD.encode(), init)
-    _write(part / MANIFEST, _as_json({"files": [asdict(each) for each in changed]}), init)
-    return changed
+            os.rename(kept, location / OPEN)
+    recover(location)
+    return ours
 
 
-def _exchange(location: Path, changed: Iterable[Changed]) -> None:
-    opened = location / OPEN
-    os.replace(opened / "guard.py", _target(location / _INIT))
-    for each in changed:
-        path = location / each.path
-        for stale in _bytecode(path):
-            stale.unlink()
-        os.replace(opened / "new" / each.path, _target(path))
-        compiled = _compiled(path)
-        compiled.parent.mkdir(exist_ok=True)
-        os.replace(_compiled(opened / "new" / each.path), compiled)
+def recover(location: Path) -> bool:
+    """Take back what an interrupted bake, or an interrupted undo, has left; whether there was any."""
+    part, opened = location / PART, location / OPEN
+    found = part.exists() or opened.exists()
+    try:
+        if opened.exists():
+            _put(opened, ORIGINAL)
+            os.rename(opened, part)
+        if part.exists():
+            shutil.rmtree(part)
+    except OSError as error:
+        raise BakeError(f"{location} is half changed and cannot be put back: {error}. Then start this again") from error
+    return found
 
 
-def _restore(location: Path) -> None:
-    """Put the old files back, as many as are not there yet. It needs no space: it renames and deletes."""
-    opened = location / OPEN
-    guard, old = opened / "guard.py", opened / "old"
+def _gather(decision: Decision, part: Path) -> None:
+    """Fill the folder `PART`: the corrected modules with their bytecode, and links to, or copies of, what they replace.
+
+    The guard that closes TE is there twice: once for the bake, once to take it back.
+    """
+    root = Path(decision.source.location).parent
+    modules = _write_modules(decision, part / RESULT)
+    if INIT not in modules:  # it makes way for the guard
+        _keep(root / INIT, part / RESULT / INIT)
+    files = []
+    for path in (*sorted({*modules} - {INIT}), INIT):
+        new = part / RESULT / path
+        py_compile.compile(str(new), dfile=str(root / path), doraise=True)
+        bytecode = {each.relative_to(base) for base in (root, part / RESULT) for each in _bytecode(base / path)}
+        files += [path, *map(str, sorted(bytecode))]
+    for path in files:
+        if (root / path).exists():
+            _keep(root / path, part / ORIGINAL / path)
+    for which in (ORIGINAL, RESULT):
+        _write(part / which / "guard.py", _GUARD.encode(), root / INIT)
+    _write_manifest(decision, part, _compare(files, root, part / RESULT))
+
+
+def _put(opened: Path, which: str) -> None:
+    """Put the files of one side in place, as many as are not there yet."""
+    root = opened.parent.parent
+    guard = opened / which / "guard.py"
     if guard.exists():
-        os.replace(guard, _target(location / _INIT))
-    for each in _read_manifest(opened):
-        path = location / each.path
-        for compiled in _bytecode(path):
-            if compiled.name not in each.bytecode:
-                compiled.unlink()
-        for compiled in _bytecode(old / each.path):
-            os.replace(compiled, path.parent / "__pycache__" / compiled.name)
-        if not each.bytecode:
-            with contextlib.suppress(OSError):  # there is bytecode of other modules
-                (path.parent / "__pycache__").rmdir()
-        if each.original is None:
-            path.unlink(missing_ok=True)
-        elif (old / each.path).exists():
-            os.replace(old / each.path, _target(path))
+        _replace(guard, root / INIT)
+    for each in _read_manifest(opened)["files"]:
+        staged, place = opened / which / each.path, root / each.path
+        if staged.exists() and not (place.exists() and staged.samefile(place)):
+            _replace(staged, place)
+        elif getattr(each, which) is None:
+            _delete_bytecode(place)
+            place.unlink(missing_ok=True)
 
 
-def _bytecode(path: Path) -> list[Path]:
+def _replace(staged: Path, place: Path) -> None:
+    _delete_bytecode(place)
+    place.parent.mkdir(exist_ok=True)
+    os.replace(staged, _target(place))
+
+
+def _delete_bytecode(module: Path) -> None:
+    for compiled in _bytecode(module):
+        compiled.unlink()
+
+
+def _bytecode(module: Path) -> list[Path]:
     """The compiled files of a module, of any interpreter."""
-    return sorted(path.parent.glob(f"__pycache__/{path.stem}.*.pyc"))
-
-
-def _compiled(path: Path) -> Path:
-    """Where this interpreter has the bytecode of a module."""
-    return path.parent / "__pycache__" / os.path.basename(importlib.util.cache_from_source(path))
+    return sorted(module.parent.glob(f"__pycache__/{module.stem}.*.pyc"))
 
 
 def _target(path: Path) -> Path:
@@ -299,33 +269,60 @@ def _write(path: Path, data: bytes, like: Path) -> None:
 
 
 def _own(path: Path, like: Path) -> None:
-    status = like.stat()
-    if (status.st_uid, status.st_gid) != (path.stat().st_uid, path.stat().st_gid):
-        with contextlib.suppress(PermissionError):  # only root gives files away
-            os.chown(path, status.st_uid, status.st_gid)
+    with contextlib.suppress(PermissionError):  # only root gives files away
+        os.chown(path, like.stat().st_uid, like.stat().st_gid)
 
 
-def _read_manifest(folder: Path) -> list[Changed]:
-    return [Changed(**each) for each in json.loads((folder / MANIFEST).read_bytes())["files"]]
+def _write_modules(decision: Decision, folder: Path) -> list[str]:
+    """Write the corrected modules below a folder; returns their paths."""
+    root, files = Path(decision.source.location).parent, corrected(decision)
+    for each in files:
+        like = root / (each.path if each.before else INIT)
+        _write(folder / each.path, each.after.replace("\n", each.newline).encode(), like)
+    return [each.path for each in files]
 
 
-def _as_json(value: object) -> bytes:
-    return json.dumps(value, indent=2).encode() + b"\n"
+def _write_manifest(decision: Decision, folder: Path, files: list[Changed], **more: object) -> dict[str, Any]:
+    source = decision.source
+    manifest: dict[str, Any] = {
+        "te_graph_fixes_version": __version__,
+        "te_version": source.version,
+        "te_location": source.location,
+        "fixes": {fix_id: verdict.verdict for fix_id, verdict in decision.decisions.items()},
+        "files": [asdict(each) for each in files],
+        **more,
+    }
+    _write(folder / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n", Path(source.location).parent / INIT)
+    return manifest
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+    return {**manifest, "files": [Changed(**each) for each in manifest["files"]]}
+
+
+def _modules(folder: Path) -> list[Changed]:
+    """The modules that a bake changed or added."""
+    files = _read_manifest(folder)["files"]
+    return [each for each in files if each.path.endswith(".py") and each.original != each.result]
+
+
+def _compare(paths: Iterable[str], original: Path, result: Path) -> list[Changed]:
+    return [Changed(path, _sha256_of(original / path), _sha256_of(result / path)) for path in paths]
 
 
 def _sha256_of(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
-def _inside(path: str) -> str:
-    return path.partition("/")[2]
-
-
-def _cannot_write(location: Path, error: Exception) -> str:
-    why = getattr(error, "strerror", None) or str(error)
-    return (
-        f"cannot write in {location}: {why}. Nothing was changed; `te-graph-fixes bake --overlay DIR` writes elsewhere"
-    )
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that says so."""
+    try:
+        yield
+    except OSError as error:
+        where = f"cannot write in {folder}: {error.strerror}. Nothing was changed"
+        raise BakeError(f"{where}; `te-graph-fixes bake --overlay DIR` writes elsewhere") from error
 
 
 def overlay(decision: Decision, folder: Path) -> dict[str, Any]:
@@ -334,50 +331,31 @@ def overlay(decision: Decision, folder: Path) -> dict[str, Any]:
     Returns the manifest: versions, the fixes with their verdicts, the ``files`` as `Changed`, and the SHA-256 of the
     modules that were read and are right as they are.
     """
-    files, source = corrected(decision), decision.source
+    source, part = decision.source, folder.with_name(folder.name + ".part")
     root = Path(source.location).parent
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
         raise BakeError(f"{folder} is not empty, and no overlay of te-graph-fixes: name another folder")
     read = {module_path(source, name) for name in decision.modules if source.find(name)}
-    manifest = {
-        "te_graph_fixes_version": __version__,
-        "te_version": source.version,
-        "te_location": source.location,
-        "fixes": {fix_id: verdict.verdict for fix_id, verdict in decision.decisions.items()},
-        "files": [
-            {
-                "path": each.path,
-                "original": _sha256_of(root / each.path),
-                "result": hashlib.sha256(each.data).hexdigest(),
-            }
-            for each in files
-        ],
-        "unchanged": {path: _sha256_of(root / path) for path in sorted(read - {each.path for each in files})},
-    }
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        for each in files:
-            _write(part / each.path, each.data, root / "transformer_engine" / _INIT)
-        _write(part / MANIFEST, _as_json(manifest), root / "transformer_engine" / _INIT)
+    with _writing(folder.parent):
+        shutil.rmtree(part, ignore_errors=True)
+        modules = _write_modules(decision, part)
+        unchanged = {path: _sha256_of(root / path) for path in sorted(read - {*modules})}
+        manifest = _write_manifest(decision, part, _compare(modules, root, part), unchanged=unchanged)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(part, folder)
-    except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise BakeError(f"cannot write {folder}: {error.strerror}") from error
     return manifest
 
 
 def differences(source: Source, folder: Path) -> list[str]:
     """In what TE is not the one that an overlay was made of, with the overlay's files in place; [] if it is."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = _read_manifest(folder)
     except (OSError, ValueError) as error:
         raise BakeError(f"no overlay in {folder}: {error}") from error
     root, found = Path(source.location).parent, []
     if source.version != manifest["te_version"]:
         found.append(f"this is TransformerEngine {source.version}; the overlay is for {manifest['te_version']}")
-    for each in _read_manifest(folder):
+    for each in manifest["files"]:
         here = _sha256_of(root / each.path)
         if _sha256_of(folder / each.path) != each.result:
             found.append(f"{folder / each.path} is not as it was written: make the overlay again")
@@ -393,24 +371,19 @@ def differences(source: Source, folder: Path) -> list[str]:
 
 def mounts(folder: Path, manifest: dict[str, Any]) -> str:
     """How each container runtime puts the files of an overlay in the place of TE's."""
-    root = PurePosixPath(manifest["te_location"]).parent
-    pairs = [(folder / each["path"], root / each["path"]) for each in manifest["files"]]
-    lines = [f"{old}:{new}" for old, new in pairs]
-    volume = "".join(
-        f"  - {{name: te-graph-fixes, mountPath: {new}, subPath: {old.relative_to(folder)}, readOnly: true}}\n"
-        for old, new in pairs
-    )
-    return "\n".join(
-        [
-            "# docker, podman",
-            " ".join(f"-v {line}:ro" for line in lines),
-            "# pyxis: srun",
-            f"--container-mounts={','.join(f'{line}:ro' for line in lines)}",
-            "# enroot start",
-            " ".join(f"--mount {line}" for line in lines),
-            "# apptainer exec",
-            f"--bind {','.join(f'{line}:ro' for line in lines)}",
-            f"# Kubernetes: a volume te-graph-fixes that holds {folder}, and in the container",
-            f"volumeMounts:\n{volume}",
-        ]
-    )
+    root, paths = Path(manifest["te_location"]).parent, [each["path"] for each in manifest["files"]]
+    binds = [f"{folder / path}:{root / path}" for path in paths]
+    read_only = ",".join(f"{bind}:ro" for bind in binds)
+    volume = [
+        f"  - {{name: te-graph-fixes, mountPath: {root / path}, subPath: {path}, readOnly: true}}" for path in paths
+    ]
+    lines = {
+        "docker, podman": " ".join(f"-v {bind}:ro" for bind in binds),
+        "pyxis: srun": f"--container-mounts={read_only}",
+        "enroot start": " ".join(f"--mount {bind}" for bind in binds),
+        "apptainer exec": f"--bind {read_only}",
+        f"Kubernetes: a volume te-graph-fixes that holds {folder}, and in the container": "\n".join(
+            ["volumeMounts:", *volume]
+        ),
+    }
+    return "\n".join(f"# {runtime}\n{options}" for runtime, options in lines.items())
