@@ -17,8 +17,8 @@ from tests.child import ROOT
 
 HAVE_TE = """
 import mmap, sys, time
-file = open(sys.argv[1], "rb")
-page = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+with open(sys.argv[1], "rb") as file:
+    page = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC)
 print("imported", flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -27,18 +27,21 @@ time.sleep(float(sys.argv[2]))
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    path = tmp_path / "site-packages" / "transformer_engine" / "libtransformer_engine.so"
-    path.parent.mkdir(parents=True)
+    """In a TE that is installed for those that `start` starts."""
+    path = tmp_path / "site-packages" / "transformer_engine_torch.cpython-311.so"
+    package = path.with_name("transformer_engine") / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.touch()
     path.write_bytes(b"x" * 4096)
     return path
 
 
-def start(*command: str | Path, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str | Path, te: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
     return subprocess.Popen(
         [sys.executable, "-m", "te_graph_fixes", "run", "--required", *map(str, command)],
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        env={**inherited, "PYTHONPATH": f"{ROOT}:{te}", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -51,9 +54,10 @@ def test_a_process_with_the_hook_goes_on(library: Path) -> None:
     assert (job.returncode, out, err) == (0, "imported\n", "")
 
 
-@pytest.mark.parametrize(
-    "wrapper", ["{python} -I", "env -i {python}", "nohup setsid {python} -I", "PYTHONPATH= {python} -E"]
-)
+WRAPPERS = ["{python} -I", "env -i {python}", "nohup setsid {python} -I", "PYTHONPATH= {python} -E"]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_process_without_it_ends_the_job(library: Path, wrapper: str) -> None:
     script = f'{wrapper.format(python=sys.executable)} -c "$0" "$1" 100 & wait'
     begun = time.monotonic()
@@ -64,9 +68,34 @@ def test_a_process_without_it_ends_the_job(library: Path, wrapper: str) -> None:
     assert time.monotonic() - begun < 30
 
 
-def test_a_program_that_imports_the_package_itself_goes_on(library: Path) -> None:
-    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import te_graph_fixes\n{HAVE_TE}"
-    job = start("sh", "-c", f'{sys.executable} -I -c "$0" "$1" 7', program, library)
+@pytest.mark.parametrize("script", ["{wrapper}", "{wrapper}; exec sleep 1", "({wrapper} &); exec sleep 3"])
+@pytest.mark.parametrize("wrapper", WRAPPERS[:2])
+def test_a_short_process_is_seen(library: Path, wrapper: str, script: str) -> None:
+    wrapped = f'{wrapper.format(python=sys.executable)} -c "$0" "$1" 0.4'
+    job = start("sh", "-c", script.format(wrapper=wrapped), HAVE_TE, library, te=library.parent)
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out) == (required.MISSING, "imported\n"), err
+
+
+def test_a_short_process_with_the_hook_is_right(library: Path) -> None:
+    job = start(sys.executable, "-c", HAVE_TE, library, "0.4", te=library.parent)
+    assert job.communicate(timeout=60) == ("imported\n", "")
+    assert job.returncode == 0
+
+
+def test_who_only_reads_the_library_is_no_suspect(library: Path) -> None:
+    job = start(
+        "sh", "-c", 'env -i cat "$0" >/dev/null; sleep 0.5; env -i cat "$0" >/dev/null', library, te=library.parent
+    )
+    assert job.communicate(timeout=60) == ("", "")
+    assert job.returncode == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [("import te_graph_fixes", ""), ("", "import te_graph_fixes")])
+def test_a_program_that_imports_the_package_itself_goes_on(library: Path, before: str, after: str) -> None:
+    path = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    program = f"{path}; {before}\n{HAVE_TE}\n{after}\ntime.sleep(4)"
+    job = start("sh", "-c", f'{sys.executable} -I -c "$0" "$1" 0.3', program, library, te=library.parent)
     out, err = job.communicate(timeout=60)
     assert (job.returncode, out) == (0, "imported\n"), err
 
