@@ -51,6 +51,11 @@ class Match(dict[Any, Any]):
 
     node: Node
 
+    @property
+    def statements(self) -> Sequence[Node]:
+        """The node, or those that it is a run of."""
+        return self.node.body if isinstance(self.node, StatementRun) else [self.node]
+
 
 class Pattern:
     """The nodes of a pattern, and the type and name that they begin with, in which most nodes differ."""
@@ -214,7 +219,7 @@ def is_apart(node: object, bindings: Bindings) -> bool:
         case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
             return name not in bound
         case ast.If(body=body, orelse=[]):
-            return all(is_apart(statement, bindings) for statement in body)
+            return all(isinstance(statement, ast.Raise) or is_apart(statement, bindings) for statement in body)
     return False
 
 

@@ -39,7 +39,7 @@ from typing import Any, cast
 from .fix import Verdict, applicable, not_applicable, not_needed
 from .matching import Match, Pattern
 from .rewriting import Change, Insertion, Line, PatchError, Side, compare
-from .scopes import require_names, used_names
+from .scopes import require_names, require_unswitched, used_names
 from .shipped import new_module
 from .source import Definition, Edit, Source, UnrecognizedError, unrecognized
 
@@ -79,7 +79,7 @@ class SemanticPatch:
             if is_absent(source):
                 return not_applicable(reason)
         found = _tried(source, self.patch, self.names)
-        upstream = [reason for text, reason in self.corrected if isinstance(_tried(source, text, self.names), list)]
+        upstream = [reason for text, reason in self.corrected if isinstance(_corrected(source, text), list)]
         if isinstance(found, list) + len(upstream) > 1:
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
         if upstream:
@@ -90,6 +90,21 @@ class SemanticPatch:
         if self.settled:
             return not_needed(self.settled(source))
         raise found
+
+
+def _corrected(source: Source, text: str) -> list[Edit] | UnrecognizedError:
+    """As `_tried`, of a correction: it does not fit where it stands in a condition that may switch it off."""
+    found = _tried(source, text, {})
+    if isinstance(found, list):
+        hunks = [hunk for ways in read(text) for hunk in ways]
+        matches = [match for hunk in hunks for match in hunk.found(source)]
+        named = [node for _, match in matches for node in match.statements]
+        try:
+            for place, match in matches:
+                require_unswitched(place, match.node, named)
+        except UnrecognizedError as error:
+            return error
+    return found
 
 
 def _tried(source: Source, text: str, names: Mapping[str, Callable[[Source], str]]) -> list[Edit] | UnrecognizedError:
@@ -248,6 +263,11 @@ class Hunk:
         for match in matches:
             require_names(place, match.node, missing)
         return [edit for match in matches for change in new.changes for edit in change.edits(place, match)]
+
+    def found(self, source: Source) -> list[tuple[Definition, Match]]:
+        """Where it matches, however often."""
+        place = self._find(source)
+        return [(place, match) for match in place.matches(self.pattern)] if place else []
 
     def _find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""

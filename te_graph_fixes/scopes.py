@@ -13,6 +13,7 @@ from .source import Definition, ModuleSource, unrecognized
 
 _FIRST = {"generators": 0, "iter": 0, "value": 1}
 """The parts of a node that are computed before the others."""
+_COMPARING = (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Constant, ast.expr_context)
 
 
 def used_names(nodes: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
@@ -67,6 +68,24 @@ def require_names(place: Definition, at: Any, names: set[str]) -> None:
             missing -= _names_of(place.module, node)
     for name in sorted(missing):
         raise unrecognized(f"a parameter or variable {name}", place)
+
+
+def require_unswitched(place: Definition, at: Any, known: Sequence[Any]) -> None:
+    """Raise `UnrecognizedError` where a node stands in a condition, other than those ``known``, that may be a switch.
+
+    What is no switch compares variables that the function reads elsewhere too.
+    """
+    function = place.outer or place.node
+    conditions = [node for node in ast.walk(function) if isinstance(node, (ast.If, ast.IfExp, ast.While))]
+    tests = [node.test for node in conditions if node not in known and is_in(at, node) and not is_in(at, node.test)]
+    if not tests:
+        return
+    in_tests = {node for test in tests for node in ast.walk(test)}
+    read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and node not in in_tests}
+    for node in in_tests:
+        is_variable = isinstance(node, ast.Name) and node.id in read - place.module.names
+        if not is_variable and not isinstance(node, _COMPARING):
+            raise unrecognized("a correction that cannot be switched off", place, f"`{ast.unparse(node)}` around it")
 
 
 def _around(root: ast.AST, at: Any) -> Iterator[ast.AST]:

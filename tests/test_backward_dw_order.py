@@ -16,10 +16,10 @@ from tests.published import source
 
 GRAPH = "transformer_engine.pytorch.graph"
 
-# Text of TE's that decides what the edits mean, and something that means another thing.
 WITH = f"{FIX.id},capture-without-warmup"
 """The fix with what it requires."""
 
+# Text of TE's that decides what the edits mean, and something that means another thing.
 EVERYWHERE = {
     "layers in order": (
         "list(reversed(range(_num_layers_per_chunk[m_chunk])))",
@@ -27,17 +27,20 @@ EVERYWHERE = {
     ),
     "another index": ("bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no", "bwd_idx[m_chunk] + l_no"),
     "another wgrad graph": ("bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]", "bwd_dw_graph = bwd_dw_graphs[0]"),
+    "another key": ("if static_grad_outputs_keys in static_grad_outputs_dict:", "if static_grad_outputs_dict:"),
     "another queue": ("fwd_sample_qs = {}", "fwd_sample_qs = []"),
     "no pytree": ("import tree_unflatten as _tree_unflatten", "import tree_unflatten"),
     "other chunks": ("previous_per_callable_bwd_idx = None", "previous_per_callable_bwd_idx = 0"),
 }
 SINCE_2_11 = {
     "another offset": ("per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]", "per_callable_bwd_idx -= 1"),
+    "another chunk": ("m_chunk = -ceil(c_id) - 1", "m_chunk = -floor(c_id) - 1"),
     "another check": ("if wgrad_validation_list[i] is None:", "if not wgrad_validation_list[i]:"),
     "another loop": ("for i, c_id in enumerate(_order):", "for i, c_id in enumerate(_order, 1):"),
     "another start": ("_order_without_wgrad = []", "_order_without_wgrad = list()"),
 }
 ONLY_2_10 = {
+    "another chunk": ("m_chunk = -c_id - 1", "m_chunk = c_id + 1"),
     "other microbatches": ("num_microbatches = len(_order) // num_model_chunks // 2", "num_microbatches = 1"),
     "another condition": ("if need_bwd_dw_graph[per_callable_bwd_idx]:", "if True:"),
     "another surface": (

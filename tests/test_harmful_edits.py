@@ -10,8 +10,10 @@ import ast
 import builtins
 import copy
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -20,13 +22,17 @@ import pytest
 from te_graph_fixes.engine import patched
 from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Verdict
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.source import Edit, ModuleSource, Source
+from te_graph_fixes.matching import first_line, is_in
+from te_graph_fixes.patch import SemanticPatch, edits, read
+from te_graph_fixes.source import Edit, ModuleSource, Source, UnrecognizedError
 from tests.published import examined, needed, unset_names
 
 VERSIONS = [
     *(pytest.param(version, marks=pytest.mark.slow) for version in ("2.10.0", "2.15.0", "2.17.1")),
     *("2.12.0", "2.20.2"),
 ]
+NEWEST = [*(pytest.param(version, marks=pytest.mark.slow) for version in ("2.12.0", "2.15.0", "2.17.1")), "2.20.2"]
+"""Those with corrections of upstream's."""
 
 
 class Tree(ast.Module):
@@ -65,15 +71,28 @@ def named_value(tree: Tree, node: ast.AST) -> list[ast.AST] | None:
 
 
 def helper(tree: Tree, node: ast.AST) -> ast.AST | None:
-    """A function of the module that runs the statement."""
-    if not isinstance(node, (ast.Expr, ast.For)):
+    """A function of the module that runs the statement, or computes what is set."""
+    if not isinstance(node, (ast.Expr, ast.For, ast.Assign)):
         return None
-    names = sorted({part.id for part in ast.walk(node) if isinstance(part, ast.Name)} - set(dir(builtins)))
+    moved = node.value if isinstance(node, ast.Assign) else node
+    names = sorted({part.id for part in ast.walk(moved) if isinstance(part, ast.Name)} - set(dir(builtins)))
     made = ast.parse(f"def _helper_{len(tree.helpers)}({', '.join(names)}): pass").body[0]
     assert isinstance(made, ast.FunctionDef)
-    made.body = [node]
+    made.body = [ast.Return(moved) if isinstance(moved, ast.expr) else moved]
     tree.helpers.append(made)
-    return ast.parse(f"{made.name}({', '.join(names)})").body[0]
+    call = ast.Call(ast.Name(made.name, ast.Load()), [ast.Name(name, ast.Load()) for name in names], [])
+    return ast.Assign(node.targets, call) if isinstance(node, ast.Assign) else ast.Expr(call)
+
+
+def switched(condition: str) -> Kind:
+    """The statement in a condition that is new."""
+
+    def kind(tree: Tree, node: ast.AST) -> ast.AST | None:
+        if not isinstance(node, ast.stmt):
+            return None
+        return ast.If(ast.parse(condition, mode="eval").body, [node], [])
+
+    return kind
 
 
 def by_setattr(tree: Tree, node: ast.AST) -> ast.AST | None:
@@ -133,6 +152,7 @@ KINDS: dict[str, Kind] = {
     "nested condition": nested_condition,
     "value with a name": named_value,
     "helper": helper,
+    "switch": switched("os.environ.get('NVTE_AS_BEFORE', '1') == '1'"),
     "setattr": by_setattr,
     "renamed variables": renamed_variables,
     "renamed flags": renamed_flags,
@@ -194,9 +214,9 @@ def with_texts(tree: Source, texts: dict[str, str]) -> Source:
     return result
 
 
-def require_not_negative(fix_id: str, tree: Source) -> Verdict:
+def require_not_negative(fix_id: str, tree: Source, where: str = "") -> Verdict:
     found = CATALOGUE[fix_id].verdict(tree)
-    assert found.verdict in (APPLICABLE, UNRECOGNIZED), f"{fix_id}: {found.verdict}: {found.reason}"
+    assert found.verdict in (APPLICABLE, UNRECOGNIZED), f"{fix_id}: {found.verdict}: {found.reason} {where}"
     if found.verdict == APPLICABLE:
         for before, after in patched(tree, [found]).values():
             assert unset_names(after) <= (unset_names(before) if before else set()), fix_id
@@ -228,15 +248,52 @@ def test_a_correction_with_one_edit_left_out_is_not_said_to_be_whole(version: st
         require_not_negative(fix_id, tree)
 
 
+SWITCHES = ("os.environ.get('NVTE_CORRECTED') == '1'", "CORRECTED and corrected", "self.corrected", "corrected")
+
+
+def corrections(version: str) -> set[tuple[str, str, ast.stmt]]:
+    """Fix, module and statement of each part of upstream's corrections."""
+    tree, verdicts = examined(version)
+    parts = set()
+    for fix_id, verdict in verdicts.items():
+        examine = CATALOGUE[fix_id].examine
+        if verdict.verdict == NOT_NEEDED and isinstance(examine, SemanticPatch):
+            fitting = [text for text, _ in examine.corrected if fits(tree, text)]
+            hunks = [hunk for text in fitting for ways in read(text) for hunk in ways]
+            for place, match in (found for hunk in hunks for found in hunk.found(tree)):
+                parts.add((fix_id, place.module.name, innermost(place.module, match.node)))
+    return parts
+
+
+def fits(tree: Source, text: str) -> bool:
+    with suppress(UnrecognizedError):
+        return edits(tree, text) == []
+    return False
+
+
+def innermost(module: ModuleSource, node: ast.AST) -> ast.stmt:
+    statements = [part for part in ast.walk(module.tree) if isinstance(part, ast.stmt) and is_in(node, part)]
+    return max(statements, key=lambda part: part.lineno)
+
+
+@pytest.mark.parametrize("version", NEWEST)
+def test_upstreams_correction_less_a_statement_is_not_said_to_be_whole(version: str) -> None:
+    tree = examined(version)[0]
+    for number, (fix_id, name, statement) in enumerate(corrections(version)):
+        module = tree.module(name)
+        begin, end = module.starts[first_line(statement)], module.starts[(statement.end_lineno or 0) + 1]
+        indent = " " * statement.col_offset
+        for damage in ("pass\n", f"if {SWITCHES[number % 4]}:\n{textwrap.indent(module.text[begin:end], '    ')}"):
+            text = module.text[:begin] + indent + damage + module.text[end:]
+            require_not_negative(fix_id, with_texts(tree, {name: text}), f"line {statement.lineno} of {name}")
+
+
 GRAPH, BASE = "transformer_engine.pytorch.graph", "transformer_engine.pytorch.module.base"
 EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
 IN_PART = [
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=isinstance\(module, )\w+(?=\)\s+and module.need_b)", "str"),
-    (*("backward-dw-hooks", "2.20.2", BASE), r"wgrad_accumulation_and_reduce_hook\(\)", "pass"),
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=te_modules = )visited_te_modules.get\(graph_idx, set\(\)\)", "()"),
-    (*("backward-dw-hooks", "2.20.2", GRAPH), r"visited_te_modules\[func_idx\] = modules", "pass"),
     (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_update_flag=)skip_fp8_weight_update", "None"),
-    (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"is_first_microbatch = False", "pass"),
     (*("none-outputs", "2.20.2", GRAPH), r"o for o in outputs if .*(?=\))", "x for x in outputs if x.requires_grad"),
     (*("param-grad-lifetime", "2.20.2", GRAPH), r"per_callable_returned_param_grad_clone_slots\[i\]", "[False] * 99"),
     (*("param-grad-lifetime", "2.20.2", GRAPH), r"(?<=\"skip_backward_post_hook\", )False", "True"),

@@ -41,11 +41,12 @@ PATCH = """
 
 UPSTREAM = """
 @@ graph.py _make_graphed_callables.backward_dw
- bwd_dw_graphs[graph_idx].replay()
- ...
- for module in te_modules:
-     if isinstance(module, TransformerEngineBaseModule) and module.need_backward_dw():
-         module._trigger_wgrad_accumulation_and_reduce_hooks()
+ if need_bwd_dw_graph.get(graph_idx, False):
+     bwd_dw_graphs[graph_idx].replay()
+     ...
+     for module in te_modules:
+         if isinstance(module, TransformerEngineBaseModule) and module.need_backward_dw():
+             module._trigger_wgrad_accumulation_and_reduce_hooks()
 @@ (or)
  bwd_dw_graph.replay()
  ...

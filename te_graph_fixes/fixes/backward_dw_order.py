@@ -19,9 +19,9 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable
 from ..patch import edits
-from ..shapes import digest, graph_capture
+from ..shapes import graph_capture, require_digest
 from ..shipped import new_module
-from ..source import Definition, Edit, Source, unrecognized
+from ..source import Definition, Edit, Source
 
 PLAN = """
 +from ._te_graph_order import make_plan
@@ -60,12 +60,18 @@ PATCH = """
 @@
  reuse_fwd_idx = ANY_SAMPLE
 @@
- for ANY_ENTRY in ANY_ORDER:
+ if static_grad_outputs_keys in static_grad_outputs_dict:
+     static_grad_outputs = static_grad_outputs_dict[static_grad_outputs_keys]
+ else:
+     static_grad_outputs = ANY_BUFFERS
+     static_grad_outputs_dict[static_grad_outputs_keys] = static_grad_outputs
+@@
+ for LOOP:
      ...
      if c_id > 0:
          ...
      else:
-         m_chunk = ANY_CHUNK
+         m_chunk = CHUNK
          previous_per_callable_bwd_idx = None
 -        for l_no in list(reversed(range(_num_layers_per_chunk[m_chunk]))):
 +        for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph):
@@ -83,16 +89,8 @@ ORDER_HOLDS_WGRADS = f"""{PATCH}
 @@{PLAN.rstrip()}
  _order_without_wgrad = []
 @@
- for i, c_id in enumerate(_order):
-     ...
-@@
  static_grad_outputs_keys = ANY_KEYS
 +{CHOICE}
- if static_grad_outputs_keys in static_grad_outputs_dict:
-     static_grad_outputs = static_grad_outputs_dict[static_grad_outputs_keys]
- else:
-     static_grad_outputs = ANY_BUFFERS
-     static_grad_outputs_dict[static_grad_outputs_keys] = static_grad_outputs
 """
 
 ORDER_HOLDS_DGRADS = f"""{PATCH}
@@ -108,7 +106,7 @@ ORDER_HOLDS_DGRADS = f"""{PATCH}
      if c_id > 0:
          ...
      else:
--        m_chunk = ANY_CHUNK
+-        m_chunk = -c_id - 1
 +        m_chunk = _order_plan.entries[i].chunk
          previous_per_callable_bwd_idx = None
          for l_no in ANY_LAYERS:
@@ -142,7 +140,7 @@ elif ceil(c_id) != c_id:
         ...
     continue
 """
-WGRAD_DIGESTS = (("0497442149989efa", "92ee664737b3b356"), ("23944e1467de2cc0", "a5d5674823805dc1"))
+WGRAD_DIGESTS = {"ANY_COUNTING": "0497442149989efa", "ANY_CHECKS": "92ee664737b3b356"}
 
 DGRAD_2_10 = """
 static_input_surface = per_callable_static_input_surfaces[per_callable_bwd_idx]
@@ -160,19 +158,20 @@ def examine(source: Source) -> Verdict:
     capture = graph_capture(source)
     if capture.has("_order_without_wgrad = []"):
         reason = "wgrads are numbered by the dgrads before them, and read what was handed on at the dgrad"
-        found = [*edits(source, ORDER_HOLDS_WGRADS), *_plain_wgrad(capture)]
+        loop = {"LOOP": "i, c_id in enumerate(_order)", "CHUNK": "-ceil(c_id) - 1"}
+        found = [*edits(source, ORDER_HOLDS_WGRADS, loop), *_plain_wgrad(capture)]
     else:
         reason = "the order cannot hold wgrads"
-        found = [*edits(source, ORDER_HOLDS_DGRADS), _only_dgrad(capture)]
+        loop = {"LOOP": "c_id in _order", "CHUNK": "-c_id - 1"}
+        found = [*edits(source, ORDER_HOLDS_DGRADS, loop), _only_dgrad(capture)]
     return applicable(reason, found, new_module(source, "graph_order"))
 
 
 def _plain_wgrad(capture: Definition) -> list[Edit]:
     """Delete what counts and checks an order's wgrads, which the plan does."""
     (found,) = capture.exactly(1, WGRAD)
-    digests = digest(found["ANY_COUNTING"]), digest(found["ANY_CHECKS"])
-    if digests not in WGRAD_DIGESTS:
-        raise unrecognized(f"wgrads that are checked as in one of {WGRAD_DIGESTS}", capture, f"{digests}")
+    for name, wanted in WGRAD_DIGESTS.items():
+        require_digest(capture, found[name], wanted)
     wgrad = cast(ast.If, found.node)
     (start, _), (_, end) = map(capture.module.span, (wgrad, cast(ast.If, wgrad.orelse[0]).test))
     return [Edit(capture.module.name, start, end, "if is_wgrad"), *map(capture.delete, found["ANY_CHECKS"].body)]

@@ -16,7 +16,7 @@ from ..patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables
- ANY_OUTPUTS = ANY_FORWARD
+ outputs, ANY_SPEC = _tree_flatten(func(*args, **kwargs))
  for hook in hooks:
      hook.remove()
 +outputs = [o for o in outputs if o is not None]
