@@ -3,6 +3,7 @@
     python tests/gpu/megatron_configs.py NAME RECIPE               # a JSON line; NAME and RECIPE as below
     torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py NAME RECIPE        # those of two ranks
     python tests/gpu/megatron_configs.py                           # the names, and how many ranks each needs
+    python tests/gpu/megatron_configs.py --all 12 RECIPE ...       # all of one rank, twelve at a time
 
 Each trains the model of `examples/megatron_moe.py`, changed, twice eagerly and once through graphs, which are captured
 before the first step or (``late``) after one. Losses, ``main_grad``s and, at the end, parameters and buffers are
@@ -13,13 +14,17 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +80,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_router_dtype": "fp32",
     },
     "preprocess": PREPROCESS,
+    "preprocess-fp64": {**PREPROCESS, "moe_router_dtype": "fp64"},
     "preprocess-shared-gated": {**PREPROCESS, **SHARED, **GATED},
     "dense": DENSE,
     "dense-late": {**DENSE, "late": True},
@@ -91,6 +97,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "recompute-mlp": {**DENSE, **RECOMPUTE, "recompute_modules": ["mlp"]},
     "recompute-activations": {**RECOMPUTE, **GATED, "recompute_modules": ["moe_act"]},
     "recompute-shared": {**ROUTER, **SHARED, **RECOMPUTE, "recompute_modules": ["shared_experts"]},
+    "overlap-alone": {**ROUTER, "alone": True},
+    "overlap-alone-delayed": {**ROUTER, "alone": True, "delay_wgrad_compute": True},
     "latent": {**DROPLESS, **LATENT, "cuda_graph_scope": "attn"},
     "latent-dense-late": {**DENSE, **LATENT, "late": True},
     "latent-recompute": {**ROUTER, **LATENT, **RECOMPUTE, "recompute_modules": ["mla_up_proj", "layernorm"]},
@@ -121,8 +129,9 @@ PAIRS: dict[str, dict[str, Any]] = {
 }
 """Those of two ranks.
 
-Ours are ``late``, ``latent``, ``reduce`` (gradients, while others are computed), ``optimizer`` (Megatron's distributed
-one, which gathers parameters in hooks of the forward) and what is done ``between`` steps. The rest is Megatron's.
+Ours are ``late``, ``latent``, ``alone`` (the schedule of overlapped all-to-alls, which Megatron refuses for one rank),
+``reduce`` (gradients, while others are computed), ``optimizer`` (Megatron's distributed one, which gathers parameters
+in hooks of the forward) and what is done ``between`` steps. The rest is Megatron's.
 """
 
 LOCAL: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 3, "hold": True}
@@ -206,7 +215,7 @@ class Job:
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.transformer.cuda_graphs import TensorReusePool
+        from megatron.core.transformer import cuda_graphs
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
         FP8GlobalStateManager.reset()
@@ -234,12 +243,12 @@ class Job:
         if reduce or optimizer:
             self.config.no_sync_func = self.model.no_sync
             self.config.finalize_model_grads_func = finalize_model_grads
-        if hold:
-            TensorReusePool.insert = lambda pool, tensor: None
+        if hold and hasattr(cuda_graphs, "TensorReusePool"):  # up to 0.18
+            cuda_graphs.TensorReusePool.insert = lambda pool, tensor: None
         if graphs and not late and self.config.cuda_graph_impl != "local":
             self.capture()
         self.run = get_forward_backward_func()
-        if WHOLE["cuda_graph_scope"] in [each.name for each in self.config.cuda_graph_scope]:
+        if graphs and changed.get("cuda_graph_scope") == WHOLE["cuda_graph_scope"]:
             self.run = FullCudaGraphWrapper(self.run)
 
     def capture(self) -> None:
@@ -305,7 +314,7 @@ class Job:
         return [float(microbatch["loss"]) for microbatch in found]
 
 
-def config(recipe: str, graphs: bool, latent: bool = False, **changed: Any) -> Any:
+def config(recipe: str, graphs: bool, latent: bool = False, alone: bool = False, **changed: Any) -> Any:
     """Megatron's config: that of the example, changed."""
     from megatron.core.transformer import transformer_config
 
@@ -321,7 +330,14 @@ def config(recipe: str, graphs: bool, latent: bool = False, **changed: Any) -> A
     try:
         if latent:
             transformer_config.TransformerConfig = transformer_config.MLATransformerConfig
-        return moe.config(recipe, graphs, **changed)
+        delayed = alone and changed.pop("delay_wgrad_compute", False)
+        made = moe.config(recipe, graphs, **changed)
+        if alone:
+            from megatron_pipeline import dispatch_by_copy
+
+            dispatch_by_copy()
+            made.overlap_moe_expert_parallel_comm, made.delay_wgrad_compute = True, delayed
+        return made
     finally:
         transformer_config.TransformerConfig = plain
 
@@ -393,20 +409,45 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
     return {"ranks": found}
 
 
+def measure_all(at_once: int, recipes: list[str]) -> None:
+    """Each model of one rank, and whether it fails, in a process of its own, which has imported Megatron already."""
+    import torch
+
+    importlib.import_module("megatron.core.models.gpt.gpt_model")
+    start = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork").Process
+    port, running = int(os.environ["MASTER_PORT"]), list[Any]()
+    for number, case in enumerate(product(recipes, CONFIGS)):
+        while len(running) == at_once:
+            time.sleep(0.05)
+            running = [each for each in running if each.is_alive()]
+        os.environ["MASTER_PORT"] = str(port + number)
+        running.append(start(target=report, args=case))
+        running[-1].start()
+    for each in running:
+        each.join()
+
+
 def main() -> None:
-    if len(sys.argv) == 1:
-        for name in {**CONFIGS, **OWN, **PAIRS}:
-            print(name, 1 + (name in PAIRS))
-        return
-    name, recipe = sys.argv[1:]
+    match sys.argv[1:]:
+        case []:
+            for name in {**CONFIGS, **OWN, **PAIRS}:
+                print(name, 1 + (name in PAIRS))
+        case ["--all", at_once, *recipes]:
+            measure_all(int(at_once), recipes)
+        case [name, recipe]:
+            report(recipe, name)
+
+
+def report(recipe: str, name: str) -> None:
+    """Print what `measure` finds, or the error that it ends with."""
     try:
         result = measure(name, recipe)
     except Exception as failure:
         traceback.print_exc()
         result = {"failed": f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"}
-    report = te_graph_fixes.report()
-    applied = sum(status.status == "applied" for status in report.fixes.values())
-    found = {"te": report.te_version, "megatron": version("megatron-core"), "config": name, "recipe": recipe}
+    status = te_graph_fixes.report()
+    applied = sum(fix.status == "applied" for fix in status.fixes.values())
+    found = {"te": status.te_version, "megatron": version("megatron-core"), "config": name, "recipe": recipe}
     if os.environ["RANK"] == "0":
         print(json.dumps({**found, "applied": applied, **result}), flush=True)
     if os.environ["WORLD_SIZE"] != "1":
