@@ -12,8 +12,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from te_graph_fixes.source import Source
+from te_graph_fixes.verify.driver.program import Program
 from tests.child import python, simulate
-from tests.explore.programs import FOUND, OPEN, Program, broken_rule, draw, shrink
+from tests.explore.programs import FOUND, OPEN, broken_rule, draw, shrink
 from tests.explore.scripts import script
 
 SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.source import Source
+from te_graph_fixes.verify.driver.program import Program
 from tests.child import on_simulator, simulate
-from tests.explore.programs import Program
 from tests.explore.scripts import script
 
 FIX = "static-buffer-reuse"

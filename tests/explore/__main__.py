@@ -27,7 +27,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .programs import FOUND, OPEN, Program, draw, shrink
+from te_graph_fixes.verify.driver.program import Program
+
+from .programs import FOUND, OPEN, draw, shrink
 from .scripts import script
 
 REFUSED = {
@@ -42,7 +44,7 @@ VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
     """Run a program in this process, or in two ranks: its verdict. ``wanted`` is the digest of a graph elsewhere."""
-    from . import setting
+    from te_graph_fixes.verify.driver import setting
 
     setting.use(program)
     if not program.ranks:
@@ -59,8 +61,8 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
 
 def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
     """The verdict of what this process runs."""
-    from .comparison import differences
-    from .events import train
+    from te_graph_fixes.verify.driver.comparison import differences
+    from te_graph_fixes.verify.driver.events import train
 
     eager: Any = {}
     if wanted is None:
@@ -221,7 +223,7 @@ def activate(switch: str, disable: str, breakage: tuple[str, str, int] | None) -
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
         te_graph_fixes.activate()
-    from . import comparison  # noqa: F401
+    from te_graph_fixes.verify.driver import comparison, events  # noqa: F401
 
     for fix_id, fix in te_graph_fixes.report().fixes.items():
         if fix.status in ("failed", "unrecognized"):

@@ -1,15 +1,17 @@
-"""Programs as plain data: what they may say, what they may not, and how one is drawn and made smaller.
+"""Programs: what they may say, what they may not, and how one is drawn and made smaller.
 
-Nothing here imports torch. To add a kind of module or an event: write it in `tests.explore.modules` or
-`tests.explore.events`, name it here.
+Nothing here imports torch. To add a kind of module or an event: write it in the driver's `modules` or
+`events` (te_graph_fixes/verify/driver), name it here.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
+
+from te_graph_fixes.verify.driver.program import Program
 
 TE_LAYERS = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear", "subclassed")
 ATTENTION = ("attention", "transformer_layer")
@@ -37,81 +39,6 @@ RECIPES = {
     "blackwell": ("delayed", "current", "mxfp8", "nvfp4"),
     "blackwell-rtx": ("delayed", "current", "nvfp4", "block"),
 }
-
-
-@dataclass(frozen=True)
-class Program:
-    """A training with graphs. The defaults are the plainest: two steps of two microbatches of one `te.Linear` in bf16.
-
-    - ``modules``: the layers, in the order in which they run, each captured by itself or ``together``
-    - ``order``: TE's ``_order``, else one microbatch after the other; ``layers_as_chunks``: each layer is a chunk of it
-    - ``weights``: ``plain``, ``marked`` (modules mark first microbatches) or ``cached`` (and graphs cache weights)
-    - ``first``: what else runs first in the autocast, or is a model of its own whose graph caches weights (``cached``)
-    - ``autocasts``: around all layers, each, or inside another
-    - ``fp8_attention``: attention is in FP8 too, in torch operations that round as it does, with ``fp8_mha`` its inputs
-    - ``tracker``: what drops out draws from an RNG tracker
-    - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
-    - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
-    - ``inside``: only the first projection of a layer is captured, where it has one
-    - ``strided``: inputs and output grads are not contiguous; ``in_place``: what the residual is added
-    - ``same_input``: one tensor, that of the capture if there is one, gets the values of every microbatch
-    - ``module_hooks``: layers have hooks, registered after the capture
-    - ``offload``: what autograd saves is copied; ``late_hooks``: parameters get their hooks after the capture
-    - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
-    - ``events``: what happens, in order
-    """
-
-    modules: tuple[str, ...] = ("linear",)
-    recipe: str = "bf16"
-    other: str = "bf16"
-    bias: bool = False
-    fused: bool = False
-    fp8_params: bool = False
-    fp8_attention: bool = False
-    built_without_grad: bool = False
-    weights: str = "plain"
-    frozen: tuple[int, ...] = ()
-    in_bf16: tuple[int, ...] = ()
-    not_captured: tuple[int, ...] = ()
-    together: bool = False
-    order: tuple[float, ...] = ()
-    microbatches: int = 2
-    layers_as_chunks: bool = False
-    reuse: bool = False
-    tuples: bool = False
-    delay: bool = False
-    warmup: int = 3
-    own_pool: bool = False
-    inference: str = ""
-    calibrating: bool = False
-    sets_flag: bool = False
-    first: str = ""
-    autocasts: str = "one"
-    recompute: bool = False
-    residual: bool = False
-    input_grads: bool = True
-    hooks: str = ""
-    wgrad_hooks: bool = False
-    drops_dummies: bool = False
-    keeps_grads: bool = False
-    late_reads: bool = False
-    tracker: bool = False
-    optimizer: str = ""
-    ranks: bool = False
-    inside: bool = False
-    strided: bool = False
-    in_place: bool = False
-    offload: bool = False
-    late_hooks: bool = False
-    fp8_mha: bool = False
-    same_input: bool = False
-    module_hooks: bool = False
-    events: tuple[str, ...] = ("step", "step")
-
-    def __str__(self) -> str:
-        plain = Program()
-        said = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        return f"Program({', '.join(f'{name}={value!r}' for name, value in said if value != getattr(plain, name))})"
 
 
 def runs_twice(p: Program) -> bool:

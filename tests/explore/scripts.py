@@ -1,4 +1,4 @@
-"""A program as a script that a person reads: `tests.explore.training` for this program, less what it does not use."""
+"""A program as a script that a person reads: the driver for this program, less what it does not use."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from .programs import Program
+from te_graph_fixes.verify import driver
+from te_graph_fixes.verify.driver.program import Program
 
-PARTS = ("setting", "modules", "graphs", "training", "events", "comparison")
+PARTS = [
+    Path(__file__).with_name("alone.py"),
+    *(
+        Path(driver.__file__).with_name(f"{name}.py")
+        for name in ("setting", "modules", "graphs", "training", "events", "comparison")
+    ),
+]
 SET_HERE = ({"program"}, {"use"})
 """What the parts know the program by, of which a script has only the values."""
 PURE = {"max": max, "min": min, "len": len, "any": any}
@@ -117,14 +124,16 @@ def prune(body: list[ast.stmt], kept: set[str]) -> list[ast.stmt]:
 
 
 def parts() -> ast.Module:
-    """What runs a program, as one text: the parts in order, without what they import from each other, or again."""
+    """What runs a program, as one text: the parts, without what they import from each other, or again."""
     body: dict[str, ast.stmt] = {}
-    for name in PARTS:
-        for node in ast.parse(Path(__file__).with_name(f"{name}.py").read_text()).body[1:]:
-            if not (isinstance(node, ast.ImportFrom) and node.level) and defined(node) not in SET_HERE:
+    for path in PARTS:
+        for node in ast.parse(path.read_text()).body[1:]:
+            of_driver = isinstance(node, ast.ImportFrom) and (node.level or node.module.startswith(driver.__name__))
+            if not of_driver and defined(node) not in SET_HERE:
                 body.setdefault(ast.unparse(node), node)
     imports = [node for node in body.values() if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return ast.Module([*imports, *(node for node in body.values() if node not in imports)], [])
+    main = [node for node in body.values() if isinstance(node, ast.If)]
+    return ast.Module([*imports, *(node for node in body.values() if node not in imports + main), *main], [])
 
 
 def script(program: Program, title: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The modules of the explorer's programs, found by their names."""
+"""The modules of programs, found by their names."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class Recomputed(Block):
 class Named(Block):
     """Takes a keyword argument."""
 
-    def forward(self, x: torch.Tensor, *, offset: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, *, offset: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(x + offset)
 
 

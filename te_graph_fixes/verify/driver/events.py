@@ -1,4 +1,4 @@
-"""The events of the explorer's programs, found by their names, and the run of a program."""
+"""The events of programs, found by their names, and the run of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of a program of the explorer, and what is seen of them."""
+"""The steps of a program, and what is seen of them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from .setting import RATE, autocast, program, random, the_tracker, tracker
 
 class Training(Captured):
     """Steps and evaluations, eagerly or through the graphs, and what has been seen of them so far."""
+
+    saved: list[dict[str, torch.Tensor]]
+    saved_states: dict[str, torch.Generator]
 
     def see(self, what: str, *values: torch.Tensor | None) -> None:
         """Keep copies of values, to be compared."""

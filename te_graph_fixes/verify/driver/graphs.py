@@ -1,4 +1,4 @@
-"""The layers of a program of the explorer, and their graphs."""
+"""The layers of a program, and their graphs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Captured:
             te.quantized_model_init(enabled=program.fp8_params, recipe=make_recipe(program.recipe)),
         ):
             self.layers = [make(kind) for kind in program.modules]
-            self.extra = None
+            self.extra: Any = None
             if program.first in ("eager", "frozen", "teacher", "cached"):
                 self.extra = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
             if program.first == "plain":
                 self.extra = torch_linear()
         if program.first in ("frozen", "teacher"):
             self.extra.requires_grad_(False).eval()
-        self.extra_forward = getattr(self.extra, "forward", None)
+        self.extra_forward: Any = getattr(self.extra, "forward", None)
         if program.modules[-1] == "Tied":
             self.layers[-1].weight = next(each for each in self.layers[0].parameters() if each.dim() == 2)
         for number in program.frozen:

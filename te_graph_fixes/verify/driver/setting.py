@@ -1,8 +1,7 @@
-"""What all parts of the explorer's training share: the program that runs, its recipes, its values and its ranks."""
+"""What all parts of the driver share: the program that runs, its recipes, its values and its ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import tempfile
@@ -15,10 +14,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
-with contextlib.suppress(ImportError):
-    import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off shows TE as it is
-
-from .programs import Program
+from .program import Program
 
 os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
 os.environ.update(NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0", NVTE_MASKED_SOFTMAX_FUSION="0")
