@@ -1,4 +1,4 @@
-"""The texts of ``te-graph-fixes status`` and ``explain``: what is wrong with this TransformerEngine (TE), in words."""
+"""The texts of ``te-graph-fixes status``, ``explain`` and ``list``: what is wrong with this TransformerEngine (TE)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator
 
 from . import __version__, fixes
-from .fix import APPLICABLE, GROUPS, UNRECOGNIZED, Fix
+from .fix import APPLICABLE, GROUPS, Fix
 from .fixes import CATALOGUE
-from .verdicts import DISABLED, ON_DISK, Decision
+from .settings import DISABLE, chosen_by
+from .verdicts import ON_DISK, Decision, with_required
 
 CONTAINERS = {
     "2.12.0+5671fd36": "NeMo 26.02",
@@ -26,38 +27,50 @@ def name_of(version: str | None) -> str:
     return f"TransformerEngine {version or '(version unknown)'}" + (f" ({container})" if container else "")
 
 
-def status(decision: Decision, by_source: bool, everything: bool) -> Iterator[str]:
-    """The lines of ``status``: the answer, the defects by group, what cannot be corrected, on demand ``everything``."""
-    yield answer(decision)
+def status(decision: Decision, where: str, everything: bool) -> Iterator[str]:
+    """The lines of ``status``: the answer, the defects by group, what cannot be corrected, on demand ``everything``.
+
+    ``where`` is the option that names this TE, for the commands that are proposed.
+    """
+    yield answer(decision, where)
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
-    words = {fix_id: verdict.verdict for fix_id, verdict in decision.decisions.items()}
-    about = {fix_id: decision.reason(fix_id, by_source) for fix_id in words}
-    here = {group: [i for i in words if words[i] == APPLICABLE and CATALOGUE[i].group == group] for group in GROUPS}
-    for group, ids in here.items():
-        yield from _section(group, {fix_id: CATALOGUE[fix_id].symptom for fix_id in ids})
-    left = [fix_id for fix_id in words if words[fix_id] == UNRECOGNIZED]
-    yield from _section("cannot be corrected", {fix_id: about[fix_id] for fix_id in left})
-    left_out = [fix_id for fix_id in words if words[fix_id] == DISABLED]
-    yield from _section("left out", {fix_id: about[fix_id] for fix_id in left_out})
+    if decision.refusal:
+        return
+    for group in GROUPS:
+        yield from _section(group, {i: CATALOGUE[i].symptom for i in decision.to_apply if CATALOGUE[i].group == group})
+    refused = [fix_id for ids in decision.refused.values() for fix_id in ids]
+    title = f"not recognised, so it may be there (te-graph-fixes issue{where} says why)"
+    yield from _section(title, {fix_id: CATALOGUE[fix_id].symptom for fix_id in refused})
+    yield from _section(f"left out by {chosen_by()}", {i: CATALOGUE[i].symptom for i in decision.left_out})
     if everything:
-        rest = [fix_id for fix_id in words if words[fix_id] not in (APPLICABLE, UNRECOGNIZED, DISABLED)]
-        yield from _section("not affected", {fix_id: f"{words[fix_id]}: {about[fix_id]}" for fix_id in rest})
+        said = {*decision.to_apply, *refused, *decision.left_out}
+        rest = [fix_id for fix_id in CATALOGUE if fix_id not in said]
+        word = {fix_id: decision.verdicts[fix_id].verdict for fix_id in rest}
+        yield from _section("not affected", {i: f"{word[i]}: {decision.reason(i, bool(where))}" for i in rest})
 
 
-def answer(decision: Decision) -> str:
+def answer(decision: Decision, where: str) -> str:
     """One line: how many defects this TE has, how many of them can be corrected, and what to type next."""
-    verdicts = [verdict.verdict for verdict in decision.decisions.values()]
-    here, unknown, left_out = (verdicts.count(word) for word in (APPLICABLE, UNRECOGNIZED, DISABLED))
-    known = f"{here} of {len(CATALOGUE)} known defects"
-    if unknown:
-        said = f"{known} can be corrected; {unknown} cannot. Next: te-graph-fixes issue"
+    name, by = name_of(decision.version), chosen_by()
+    if decision.refusal:
+        return f"{name}: nothing is applied, because {decision.refusal}"
+    here, left, unknown = len(decision.to_apply), len(decision.left_out), sum(map(len, decision.refused.values()))
+    following = f"te-graph-fixes bake{where}" if where else "te-graph-fixes run CMD, or te-graph-fixes bake"
+    if not left:
+        said = f"all {here} can be corrected"
     elif here:
-        said = f"{known}; all {here} can be corrected. Next: te-graph-fixes run CMD, or te-graph-fixes bake"
-    elif on_disk := [each.reason for each in decision.decisions.values() if each.reason.startswith(ON_DISK)]:
-        said = f"{len(on_disk)} of {len(CATALOGUE)} known defects were {on_disk[0]}. Next: nothing to do"
+        said = f"{here} will be corrected, {left} {'are' if left > 1 else 'is'} left out by {by}"
     else:
-        said = f"none of {len(CATALOGUE)} known defects. Next: nothing to do"
-    return f"{name_of(decision.version)}: {said}" + (f" ({left_out} are left out by the settings)" if left_out else "")
+        said, following = f"none will be corrected, because {by} is set", f"unset {re.sub('=[a-z]+', '', by)}"
+    known = f"{here + left} of {len(CATALOGUE)} known defects; {said}"
+    if unknown:
+        known, following = f"{known}; {unknown} more may be there", f"te-graph-fixes issue{where}"
+    elif not here + left:
+        on_disk = [each.reason for each in decision.decisions.values() if each.reason.startswith(ON_DISK)]
+        known, following = f"none of {len(CATALOGUE)} known defects", "nothing to do"
+        if on_disk:
+            known = f"{len(on_disk)} of {len(CATALOGUE)} known defects were {on_disk[0]}"
+    return f"{name}: {known}. Next: {following}"
 
 
 def _section(title: str, lines: dict[str, str]) -> Iterator[str]:
@@ -67,27 +80,61 @@ def _section(title: str, lines: dict[str, str]) -> Iterator[str]:
         yield from (f"  {fix_id:{width}}  {line}" for fix_id, line in lines.items())
 
 
-def explain(fix: Fix, decision: Decision | None, patch: str) -> Iterator[str]:
-    """The lines of ``explain``; ``patch`` is what the fix changes in the TE of ``decision``."""
-    yield f"{fix.id} ({fix.group}): {fix.summary}"
-    yield f"\nsymptom    {fix.symptom}"
-    yield f"expected   in TransformerEngine {fix.affected}"
+def explain(fix: Fix, decision: Decision | None, changed: int, where: str) -> Iterator[str]:
+    """The lines of ``explain``; ``changed`` is the number of lines that change in the TE of ``decision``."""
+    yield f"{fix.id} ({fix.group}): {fix.summary}\n"
+    yield f"symptom    {fix.symptom}"
+    yield f"affected   {fix.users}"
+    yield f"versions   TransformerEngine {fix.versions}"
+    baked = False
     if decision:
-        verdict = decision.verdicts[fix.id].verdict
-        word = "it has this defect" if verdict == APPLICABLE else verdict
+        found = decision.decisions[fix.id]
+        baked = found.stamped
+        word = "it has this defect" if found.verdict == APPLICABLE else found.verdict
         yield f"here       {name_of(decision.version)}: {word}: {decision.reason(fix.id)}"
-    files = [line for line in patch.splitlines() if line.startswith("+++ ")]
-    changed = [line for line in patch.splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
-    yield f"cost       {len(changed)} lines in {len(files)} files; with all fixes a step takes what TE's own takes"
-    yield f"leave out  TE_GRAPH_FIXES_DISABLE={fix.id}"
-    for other in CATALOGUE.values():
-        if fix.id in other.requires:
-            yield f"           that leaves out {other.id} too, which is wrong without it"
-    for required in fix.requires:
-        yield f"requires   {required}"
-    for link in fix.upstream or ("open: nobody has corrected it in TE",):
-        yield f"upstream   {link}"
-    module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
-    yield f"\n{inspect.getdoc(module)}"
-    if patch:
-        yield f"\n{patch}"
+    dependent = [other for other in CATALOGUE if fix.id in with_required(other) - {other}]
+    yield f"leave out  {f'te-graph-fixes bake --undo{where}, then bake with ' * baked}{DISABLE}={fix.id}"
+    if dependent:
+        yield f"           also leaves out {', '.join(dependent)}: wrong without it"
+    if fix.requires:
+        yield f"requires   {', '.join(fix.requires)}"
+    yield f"upstream   {upstream(fix)}"
+    if changed:
+        names = sorted(with_required(fix.id))
+        size = f"{changed} lines{' with what it requires' * (len(names) > 1)}"
+        yield f"change     {size}: te-graph-fixes diff {' '.join(names)}{where}"
+    yield f"\n{_account(fix)}\n\nThe change, in TE's own lines:\n{_patch(fix)}"
+
+
+def upstream(fix: Fix) -> str:
+    """What upstream has done about a defect, and where."""
+    links = ", ".join(fix.upstream)
+    if fix.merged:
+        return f"corrected in TransformerEngine {fix.merged}" + (f": {links}" if links else "")
+    return "open" + (f"; about it: {links}" if links else "")
+
+
+def _account(fix: Fix) -> str:
+    """How the defect comes about and what the fix does: what its module says below title, upstream and symptom."""
+    paragraphs = str(inspect.getdoc(_module(fix))).split("\n\n")[1:]
+    text = "\n\n".join(each for each in paragraphs if not each.startswith(("Upstream:", "Symptom")))
+    return re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", text.replace("``", "`"))
+
+
+def _patch(fix: Fix) -> str:
+    return str(getattr(fix.examine, "patch", None) or vars(_module(fix))["PATCH"]).rstrip()
+
+
+def _module(fix: Fix) -> object:
+    return importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
+
+
+def listing() -> Iterator[str]:
+    """The lines of ``list``: every fix by group, with its symptom, the versions that have the defect, and upstream."""
+    for group in GROUPS:
+        yield f"{group}\n"
+        for fix in (fix for fix in CATALOGUE.values() if fix.group == group):
+            yield f"  {fix.id}: {fix.symptom}\n    TransformerEngine {fix.versions}; {upstream(fix)}"
+            if fix.requires:
+                yield f"    requires {', '.join(fix.requires)}"
+        yield ""

@@ -27,6 +27,7 @@ from typing import Any
 from . import __version__
 from .engine import patched
 from .fix import NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED
+from .settings import chosen_by
 from .source import TE, Source
 from .stamp import MADE, MODULES, OPEN, PACKAGE, ChangedStampError, Stamp, of_tree
 from .verdicts import Decision
@@ -109,8 +110,11 @@ def require_whole(decision: Decision) -> None:
             "Take that back with `te-graph-fixes bake --undo` (a patch with `patch -p1 -R`), then bake again"
         )
     if unknown:
-        reasons = "; ".join(f"{fix_id}: {decision.decisions[fix_id].reason}" for fix_id in unknown)
-        raise BakeError(f"nothing was changed, since not every fix that is needed can be applied. {reasons}")
+        reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
+        why = decision.refusal or f"not every fix that is needed can be applied. {reasons}"
+        raise BakeError(f"nothing was changed, because {why}")
+    if decision.left_out and not (decision.to_apply or stamp):
+        raise BakeError(f"nothing was changed: {len(decision.left_out)} fixes are left out by {chosen_by()}")
 
 
 @contextlib.contextmanager
@@ -161,7 +165,9 @@ def undo(location: Path) -> list[Changed]:
     ours = [each for each in modules if found[each.path] == each.result]
     others = [each.path for each in modules if found[each.path] not in (each.original, each.result)]
     if others and any(each.original for each in ours):
-        raise BakeError(f"{', '.join(others)} in {location} changed after the bake: put that back first, then undo")
+        raise BakeError(
+            f"{', '.join(others)} in {location} was edited after the bake: take the edit back and undo "
+            "again, or install TransformerEngine anew")
     with _writing(location):
         if others:
             for each in ours:
@@ -351,8 +357,9 @@ def differences(source: Source, folder: Path) -> list[str]:
     try:
         manifest = _read_manifest(folder)
     except (OSError, ValueError) as error:
-        raise BakeError(f"no overlay in {folder}: {error}") from error
-    root, found = Path(source.location).parent, []
+        why = getattr(error, "strerror", None) or error
+        raise BakeError(f"no overlay in {folder}: {MANIFEST}: {why}") from error
+    root, found, unmounted = Path(source.location).parent, [], []
     if source.version != manifest["te_version"]:
         found.append(f"this is TransformerEngine {source.version}; the overlay is for {manifest['te_version']}")
     for each in manifest["files"]:
@@ -360,12 +367,15 @@ def differences(source: Source, folder: Path) -> list[str]:
         if _sha256_of(folder / each.path) != each.result:
             found.append(f"{folder / each.path} is not as it was written: make the overlay again")
         elif here == each.original:
-            found.append(f"{root / each.path} is not mounted: TransformerEngine's own is there")
+            unmounted.append(root / each.path)
         elif here != each.result:
             found.append(f"{root / each.path} is neither the overlay's nor the one that it was made of")
     for path, digest in manifest["unchanged"].items():
         if _sha256_of(root / path) != digest:
             found.append(f"{root / path} is not the one that the overlay was made with: make the overlay again")
+    if unmounted:
+        files, advice = len(manifest["files"]), "mount what `te-graph-fixes bake --overlay` printed"
+        found.append(f"{len(unmounted)} of {files} files are not mounted, first {unmounted[0]}: {advice}")
     return found
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,22 +36,32 @@ from .engine import EngineError
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
 from .project import issues
-from .settings import Settings, fix_ids
+from .settings import Settings, chosen_by, fix_ids, nearest
 from .source import TE, Source, TENotFoundError
 from .stamp import ChangedStampError, above, of_tree
-from .verdicts import Decision, expected
+from .verdicts import Decision, expected, with_required
 
-NO_TE = 2
+NO_TE = WRONG_USE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser, commands = _parser()
+    if given and given[0].isidentifier() and given[0] not in commands:
+        return _fail(WRONG_USE, f"no command {given[0]}; {nearest(given[:1], commands)}see te-graph-fixes -h")
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        command = commands[given[0]]
+        near = nearest(unknown, command._option_string_actions)
+        return _fail(WRONG_USE, f"{given[0]} does not take {unknown[0]}; {near}see te-graph-fixes {given[0]} -h")
     try:
         return int(options.command(options))
     except TENotFoundError as error:
         return _fail(NO_TE, str(error))
-    except (ValueError, EngineError, BakeError, ChangedStampError) as error:
+    except ValueError as error:
+        return _fail(WRONG_USE, str(error))
+    except (EngineError, BakeError, ChangedStampError) as error:
         return _fail(1, str(error))
 
 
@@ -86,7 +97,8 @@ def _command(commands: Any, name: str, what: str, example: str, statuses: str) -
     return parser
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and that of each command."""
     parser = argparse.ArgumentParser(
         prog="te-graph-fixes",
         description="Correct the CUDA-graph defects of the installed TransformerEngine (TE).",
@@ -110,13 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(command=_status)
 
     what = "explain one fix: its symptom, what it changes, its cost, how to leave it out"
-    explain = _command(commands, "explain", what, "warmup-reset", "0; 1 no such fix; 2 no TE")
+    explain = _command(commands, "explain", what, "warmup-reset", "0; 2 no such fix, or no TE")
     _add_source(explain)
     explain.add_argument("fix", metavar="FIX")
     explain.set_defaults(command=_explain)
 
     what = "print the change as a unified diff for `patch -p1`"
-    statuses = "0; 1 a fix that is needed cannot be applied; 2 no TE"
+    statuses = "0; 1 a fix that is needed cannot be applied; 2 no TE, or no such fix"
     diff = _command(commands, "diff", what, "> te.patch", statuses)
     _add_source(diff)
     diff.add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)")
@@ -126,14 +138,16 @@ def _parser() -> argparse.ArgumentParser:
     statuses = "0 everything that this TE needs is in; 1 nothing was changed, and why; 2 no TE"
     bake = _command(commands, "bake", what, "", statuses)
     _add_source(bake)
-    bake.add_argument("--undo", action="store_true", help="give TE's files their very bytes back")
-    bake.add_argument(
+    either = bake.add_mutually_exclusive_group()
+    either.add_argument("--undo", action="store_true", help="give TE's files their very bytes back")
+    either.add_argument(
         "--overlay", metavar="DIR", help="write the changed files into DIR, to be mounted, and leave TE alone"
     )
     bake.set_defaults(command=_bake)
 
     what = "measure on a GPU each defect without and with the fixes"
-    statuses = "0 every replay is right, bit for bit; 1 one is not; 2 no TE, no GPU, or no such fix or case"
+    statuses = """0 every replay is right, bit for bit; 1 one is not, or was not measured;
+  2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all others are right"""
     verify = _command(commands, "verify", what, "--quick", statuses)
     verify.add_argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)")
     verify.add_argument("--json", action="store_true", help="print JSON")
@@ -151,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = _command(commands, "list", "list all fixes", "", "0")
     listing.set_defaults(command=_list)
-    return parser
+    return parser, commands.choices
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -165,27 +179,26 @@ def _status(options: argparse.Namespace) -> int:
         if not wrong:
             print(f"the overlay {options.overlay} is in place")
         return int(bool(wrong))
-    decision, by_source = _decision(options, Settings.read()), options.source is not None
+    decision = _decision(options, Settings.read())
     if options.json:
-        print(json.dumps(_status_dict(decision, by_source), indent=2))
+        print(json.dumps(_status_dict(decision, options.source is not None), indent=2))
     else:
-        print("\n".join(answers.status(decision, by_source, options.all)))
+        print("\n".join(answers.status(decision, _where(options), options.all)))
     return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))
 
 
 def _explain(options: argparse.Namespace) -> int:
     (fix_id,) = fix_ids([options.fix])
-    wanted = {fix_id, *CATALOGUE[fix_id].requires}
     try:
         decision = _decision(options, Settings())
     except TENotFoundError as error:
-        print(f"te-graph-fixes: without the patch: {error}", file=sys.stderr)
-        print("\n".join(answers.explain(CATALOGUE[fix_id], None, "")))
+        print(f"te-graph-fixes: {error}", file=sys.stderr)
+        print("\n".join(answers.explain(CATALOGUE[fix_id], None, 0, "")))
         return NO_TE
-    only = Decision(decision.source, Settings(frozenset(wanted)), decision.verdicts)
+    only = Decision(decision.source, Settings(frozenset(with_required(fix_id))), decision.verdicts)
     files = [replace(file, after=above(file.after)) for file in corrected(only)]
-    patch = "".join("".join(_unified(file)) for file in files)
-    print("\n".join(answers.explain(CATALOGUE[fix_id], decision, patch)))
+    changed = [line for file in files for line in itertools.islice(_unified(file), 2, None) if line[0] in "+-"]
+    print("\n".join(answers.explain(CATALOGUE[fix_id], decision, len(changed), _where(options))))
     return 0
 
 
@@ -196,6 +209,10 @@ def _decision(options: argparse.Namespace, settings: Settings) -> Decision:
 
 def _source(options: argparse.Namespace) -> Source:
     return Source.installed() if options.source is None else Source.at(options.source)
+
+
+def _where(options: argparse.Namespace) -> str:
+    return "" if options.source is None else f" --source {shlex.quote(options.source)}"
 
 
 def _version(source: Source) -> str:
@@ -223,12 +240,14 @@ def _status_dict(decision: Decision, by_source: bool) -> dict[str, object]:
 def _diff(options: argparse.Namespace) -> int:
     names = options.fixes
     decision = _decision(options, Settings(fix_ids(names)) if names else Settings.read())
-    for fix_id in names or CATALOGUE:
+    for fix_id in names:
         verdict = decision.decisions[fix_id]
-        if verdict.verdict == UNRECOGNIZED or (names and verdict.verdict != APPLICABLE):
+        if verdict.verdict not in (APPLICABLE, UNRECOGNIZED):
             print(f"te-graph-fixes: {fix_id} is {verdict.verdict}: {verdict.reason}", file=sys.stderr)
+    for reason, ids in decision.refused.items():
+        print(f"te-graph-fixes: {', '.join(ids)} cannot be applied: {reason}", file=sys.stderr)
     if not (names or decision.to_apply):
-        print("te-graph-fixes: no changes: `te-graph-fixes status --all` says why", file=sys.stderr)
+        print(f"te-graph-fixes: no changes: `te-graph-fixes status --all{_where(options)}` says why", file=sys.stderr)
     for file in corrected(decision):
         sys.stdout.writelines(_unified(file))
     return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))
@@ -250,13 +269,15 @@ def _bake(options: argparse.Namespace) -> int:
         decision = _decision(options, Settings.read())
         require_whole(decision)
         changed = [each for each in in_place(decision) if each.original != each.result]
-    about = f"TransformerEngine {_version(source)} in {location}"
+    about, where = f"TransformerEngine {_version(source)} in {location}", _where(options)
     if changed:
+        left = f" ({len(decision.left_out)} are left out by {chosen_by()})" if decision.left_out else ""
         print(
-            f"{len(decision.to_apply)} fixes are now in {about}: {len(changed)} files. Undo: te-graph-fixes bake --undo"
+            f"{len(decision.to_apply)} fixes are now in {about}: {len(changed)} files{left}. "
+            f"Undo: te-graph-fixes bake --undo{where}"
         )
     else:
-        print(f"{about} needs no change. `te-graph-fixes status --all` says why")
+        print(f"{about} needs no change. `te-graph-fixes status --all{where}` says why")
     return 0
 
 
@@ -345,12 +366,5 @@ def _installed(name: str) -> str | None:
 
 
 def _list(_: argparse.Namespace) -> int:
-    for fix in CATALOGUE.values():
-        print(f"{fix.id}: {fix.summary}\n    symptom:  {fix.symptom}\n    versions: {fix.affected}")
-        for link in fix.upstream:
-            print(f"    upstream: {link}")
-        for required in fix.requires:
-            print(f"    requires: {required}")
-        if fix.merged:
-            print(f"    merged:   TransformerEngine {fix.merged} (TE_GRAPH_FIXES=upstream applies it)")
+    print("\n".join(answers.listing()))
     return 0

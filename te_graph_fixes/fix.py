@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -23,6 +24,9 @@ GROUPS = (
     "speed",
 )
 """What a defect hurts: the groups of `Fix`, in the order in which ``te-graph-fixes status`` has them."""
+
+OLDEST = "2.10"
+"""The oldest release that is tested: nothing is applied to those before it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Fix:
     defect nor the corrected shape. ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
     ``check_hints`` says in the words of docs/check.md what a check of graphs against eager finds where the defect is.
-    ``group`` is one of `GROUPS`.
+    ``group`` is one of `GROUPS`. ``users`` are those who have the defect, with the option that leads there.
     """
 
     id: str
@@ -84,6 +88,15 @@ class Fix:
     requires: tuple[str, ...] = ()
     check_hints: tuple[str, ...] = ()
     group: str = ""
+    users: str = ""
+
+    @property
+    def versions(self) -> str:
+        """The releases with the defect from 2.10 on, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
+        bounds = {sign: int(minor) for sign, minor in re.findall(r"(>=|<)2\.(\d+)", self.affected)}
+        first = f"2.{max(bounds.get('>=', 0), int(OLDEST[2:]))}"
+        last = f"2.{bounds['<'] - 1}" if "<" in bounds else "main"
+        return first if first == last else f"{first} to {last}"
 
     @property
     def merged(self) -> str | None:

@@ -14,6 +14,8 @@ from .status import Report, TEGraphFixesWarning
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _NOT_THE_USERS = ("te_graph_fixes", "importlib", "_frozen_importlib", "transformer_engine", "sitecustomize")
 _BAD = ("unrecognized", "failed")
+_NAMED = 5
+"""As many fixes are named in a message, more are counted."""
 _logger = logging.getLogger("te_graph_fixes")
 _said: set[str] = set()
 
@@ -29,7 +31,11 @@ def problem_summary(report: Report, early: int) -> str:
     ``early`` is the number of graphs that were captured before.
     """
     bad = {fix_id: status.reason for fix_id, status in report.fixes.items() if status.status in _BAD}
-    said = [f"{fixes} cannot be applied: {reason}" for reason, fixes in _groups(bad).items()]
+    if len(bad) > _NAMED:
+        needed = sum(status.status in (*_BAD, "applied") for status in report.fixes.values())
+        said = [f"{len(bad)} of {needed} fixes that are needed cannot be applied"]
+    else:
+        said = [f"{fixes} cannot be applied: {reason}" for reason, fixes in _groups(bad).items()]
     if early:
         said.append(
             f"{early} graph{'s' * (early > 1)} captured before the fixes were in place will stay without them: import "
@@ -38,7 +44,7 @@ def problem_summary(report: Report, early: int) -> str:
     if not said:
         return ""
     text = f"TransformerEngine {_version(report)}: {'; '.join(said)}. Its graphs may give wrong gradients"
-    return f"{text}; {how_to_report()}" if bad else text
+    return f"{text}: stop the job or switch graphs off; {how_to_report()}" if bad else text
 
 
 def warn(text: str) -> None:
@@ -88,7 +94,7 @@ def _in_short(report: Report) -> str:
         text = f"no fix applied to TransformerEngine {_version(report)}"
     missing = [fix_id for word in _BAD for fix_id in ids.get(word, ())]
     for word, names in (("missing", missing), ("left out", ids.get("disabled"))):
-        text += f"; {word}: {', '.join(names)}" if names else ""
+        text += f"; {word}: {', '.join(names) if len(names) <= _NAMED else len(names)}" if names else ""
     return text
 
 

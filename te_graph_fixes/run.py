@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from .checking import VARIABLE, Options
-from .settings import EXPECT, Settings
+from .settings import EXPECT, Settings, nearest
 
 USAGE = """\
 usage: te-graph-fixes run [--required] [--check[=N[,layers=K]] | --check-strict[=N[,layers=K]]] [--] CMD [ARG ...]
@@ -28,7 +28,7 @@ With --check, compare graphs with eager in the first N steps (2); docs/check.md 
 time it takes less memory. With --check-strict, a process that finds a mismatch ends with the status 86.
 With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
 
-exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong use; 1: a bad variable
+exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong use, or a bad variable
 example: te-graph-fixes run --required torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
@@ -42,13 +42,18 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     try:
-        Settings.read()
-        Options.parse(os.environ.get(VARIABLE, ""))
+        settings = Settings.read()
+        if settings.only:
+            from .verdicts import Decision
+
+            Decision.installed(settings)  # that a fix is named without one that it requires shows before the start
     except ValueError as error:
         if list(arguments) == ["--print-env"]:
             print("false")  # so that `eval` fails too
-        return _fail(1, str(error))
-    if list(arguments) == ["--print-env"]:
+        return _fail(BAD_USAGE, str(error))
+    if arguments and arguments[0] == "--print-env":
+        if arguments[1:]:
+            return _fail(BAD_USAGE, "--print-env takes no command: its output is for `eval`")
         print_environment()
         return 0
     required = False
@@ -62,8 +67,11 @@ def main(arguments: Sequence[str]) -> int:
             return _fail(BAD_USAGE, wrong)
         arguments = arguments[1:]
     command = list(arguments[1:] if arguments and arguments[0] == "--" else arguments)
-    if not command or not command[0] or (command[0].startswith("-") and arguments[0] != "--"):
-        return _fail(BAD_USAGE, f"no command, or an unknown option\n{USAGE.rstrip()}")
+    if not command or not command[0]:
+        return _fail(BAD_USAGE, "no command; write for example: te-graph-fixes run python train.py")
+    if command[0].startswith("-") and arguments[0] != "--":
+        near = nearest([option], ("--required", "--check", "--check-strict", "--print-env"))
+        return _fail(BAD_USAGE, f"unknown option {command[0]}; {near}see te-graph-fixes run -h")
     problem = _unreachable(command)
     if problem:
         return _fail(BAD_USAGE, problem)
@@ -86,8 +94,8 @@ def _ask_for_check(option: str, following: str = "") -> str:
     os.environ[VARIABLE] = (value or "on") + (",strict" if name == "--check-strict" else "")
     try:
         wanted = Options.parse(os.environ[VARIABLE])
-    except ValueError as error:
-        return str(error)
+    except ValueError:
+        return f"{option} is not understood; valid: {name}, {name}=N, {name}=N,layers=K"
     if wanted is None:
         return f"{option} checks nothing: leave it out, or ask for 1 step or more"
     if following.isdecimal():

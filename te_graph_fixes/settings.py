@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from .checking import VARIABLE as CHECK
+from .checking import Options
 
 SWITCH = "TE_GRAPH_FIXES"
 DISABLE = "TE_GRAPH_FIXES_DISABLE"
@@ -14,7 +17,7 @@ EXPECT = "TE_GRAPH_FIXES_EXPECT"
 VERBOSE = "TE_GRAPH_FIXES_VERBOSE"
 REQUIRED = "TE_GRAPH_FIXES_REQUIRED"
 """Set by ``te-graph-fixes run --required`` in every process below it."""
-VARIABLES = (SWITCH, DISABLE, STRICT, EXPECT, VERBOSE, REQUIRED, "TE_GRAPH_FIXES_CHECK")
+VARIABLES = (SWITCH, DISABLE, STRICT, EXPECT, VERBOSE, REQUIRED, CHECK)
 
 UPSTREAM = "upstream"
 """The value of `SWITCH` for the corrections that upstream has merged in a later release."""
@@ -71,6 +74,13 @@ class Settings:
         return found
 
 
+def chosen_by(environ: Mapping[str, str] = os.environ) -> str:
+    """The variables that leave fixes out, with the value where it is a word for all."""
+    word = f"={_word(environ)}" if _word(environ) in (*_FALSE, UPSTREAM) else ""
+    named = {f"{SWITCH}{word}": _word(environ) not in (*_TRUE, ""), DISABLE: environ.get(DISABLE)}
+    return " and ".join(name for name, chooses in named.items() if chooses)
+
+
 def _split(environ: Mapping[str, str], name: str) -> list[str]:
     value = environ.get(name, "")
     found = [part.strip() for part in value.split(",") if part.strip()]
@@ -93,7 +103,7 @@ def _switch(environ: Mapping[str, str]) -> frozenset[str] | None:
         from .fixes import CATALOGUE
 
         return frozenset(fix.id for fix in CATALOGUE.values() if fix.merged)
-    return fix_ids(_split(environ, SWITCH), SWITCH, "on, off, upstream, ")
+    return fix_ids(_split(environ, SWITCH), SWITCH, ("on", "off", UPSTREAM))
 
 
 def _flag(value: object, where: str) -> bool | None:
@@ -106,7 +116,7 @@ def _flag(value: object, where: str) -> bool | None:
     return word in _TRUE if word else None
 
 
-def fix_ids(ids: Iterable[str], where: str = "", also: str = "") -> frozenset[str]:
+def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> frozenset[str]:
     """``ids`` as a set; ValueError, which begins with ``where`` they come from, unless all are ids of fixes."""
     if isinstance(ids, str):
         raise ValueError(f"{where} must be a collection of fix ids, not the string {ids!r}")
@@ -120,8 +130,9 @@ def fix_ids(ids: Iterable[str], where: str = "", also: str = "") -> frozenset[st
         unknown = sorted(map(str, wanted - set(CATALOGUE)))
         if unknown:
             prefix = f"{where}: " if where else ""
-            near = nearest(unknown, CATALOGUE)
-            raise ValueError(f"{prefix}unknown fix {', '.join(unknown)}; {near}valid: {also}see te-graph-fixes list")
+            near = nearest(unknown, [*CATALOGUE, *also])
+            valid = "".join(f"{word}, " for word in also)
+            raise ValueError(f"{prefix}unknown fix {', '.join(unknown)}; {near}valid: {valid}see te-graph-fixes list")
     return wanted
 
 
@@ -130,7 +141,7 @@ def nearest(unknown: Iterable[str], known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     names = list(known)
-    near = [name for word in unknown for name in get_close_matches(word, names, 2)]
+    near = [name for word in unknown for name in get_close_matches(word, names, 2) if name != word]
     return f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
 
 
@@ -139,8 +150,9 @@ def _require_known(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         if name.startswith(SWITCH) and name not in VARIABLES:
             raise ValueError(f"{name} is no setting; {nearest([name], VARIABLES)}valid: {', '.join(VARIABLES)}")
+    Options.parse(environ.get(CHECK, ""))
     expect = environ.get(EXPECT, "")
     if expect and not re.fullmatch(r"te=[^,=]+(,[a-z0-9-]+=[a-z-]+)+", expect):
         raise ValueError(
-            f"{EXPECT}={expect!r} is not understood; it must be what `te-graph-fixes run --print-env` prints"
+            f"{EXPECT}={expect!r} is not understood; it must be what `te-graph-fixes run --print-env` prints, or unset"
         )

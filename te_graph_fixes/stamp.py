@@ -20,6 +20,7 @@ MADE, MODULES = "made", "modules"
 OPEN = ".te-graph-fixes.open"
 """The folder in TE's that stands while `te_graph_fixes.bake` exchanges files."""
 _BEGIN = "# Corrected on disk by te-graph-fixes "
+_ADVICE = "take the edit back, or install TransformerEngine anew"
 _DIGEST = "# sha256 of all above: "
 _STAMP = re.compile(rf"^{_BEGIN}(?P<version>\S+)\n(?P<facts>(?:#  ? ?\S.*\n)+){_DIGEST}(?P<digest>\w+)\n", re.MULTILINE)
 
@@ -85,14 +86,15 @@ def of_tree(location: str) -> Stamp | None:
         return None
     for name, stamp in stamps.items():
         if stamp is None:
-            raise ChangedStampError(f"{name} was changed after te-graph-fixes had corrected it on disk")
+            file = f"pytorch/{name.replace('.', '/')}.py"
+            raise ChangedStampError(f"{file} was edited after te-graph-fixes had corrected it on disk: {_ADVICE}")
     first, *others = stamps.values()
     assert first is not None
     if any(stamp != first for stamp in others):
-        raise ChangedStampError("te-graph-fixes has corrected it on disk more than once, and not the whole each time")
+        raise ChangedStampError(f"te-graph-fixes has corrected it on disk more than once: {_ADVICE}")
     if missing := sorted(set(first.facts[MODULES]) - stamps.keys()):
-        others_are = f"the other modules are those of te-graph-fixes {first.version}"
-        raise ChangedStampError(f"{missing[0]} is not as te-graph-fixes has written it, though {others_are}")
+        file = f"pytorch/{missing[0].replace('.', '/')}.py"
+        raise ChangedStampError(f"{file} is not the one that te-graph-fixes {first.version} has written: {_ADVICE}")
     return first
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .engine import EngineError, Installation, compile_patches
-from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
+from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, OLDEST, UNRECOGNIZED, Fix, Verdict
 from .fixes import CATALOGUE
 from .settings import EXPECT, Settings
 from .source import Source, TENotFoundError, without_collections
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 DISABLED = "disabled"
 ON_DISK = "corrected on disk by"
-OLDEST = "2.10"
-"""The oldest release that is tested: nothing is applied to those before it."""
-
 _COMPARE = {">=": operator.ge, "<": operator.lt}
 
 
@@ -40,7 +37,8 @@ def verdicts(source: Source) -> dict[str, Verdict]:
     if on_disk := _on_disk(source):
         return on_disk
     if _is_too_old(source.version):
-        reason = f"version {source.version} is older than {OLDEST}, the oldest that is tested"
+        advice = "upgrade it, or switch graphs off"
+        reason = f"version {source.version} is older than {OLDEST}, the oldest that is tested: {advice}"
         return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, reason))
     found = {fix.id: fix.verdict(source) for fix in CATALOGUE.values()}
     for fix_id, verdict in found.items():
@@ -167,7 +165,9 @@ class Decision:
             for fix_id, required in unmet.items():
                 why = chosen[required].verdict
                 if self.settings.only is not None and why == DISABLED and not self.settings.with_required:
-                    raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; name both")
+                    whole = ",".join(sorted(set().union(*map(with_required, self.settings.only))))
+                    advice = f"leave {required} enabled" if required in self.settings.disable else f"write {whole}"
+                    raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; {advice}")
                 reason = f"it requires {required}, which is {why}: one without the other is wrong"
                 chosen[fix_id] = replace(chosen[fix_id], verdict=why, reason=reason)
         return chosen
@@ -179,6 +179,27 @@ class Decision:
             for fix_id in wanted & _applicable(self.verdicts).keys():
                 wanted |= with_required(fix_id)
         return wanted - self.settings.disable
+
+    @property
+    def left_out(self) -> list[str]:
+        """The fixes that the settings leave out though this TE may need them."""
+        unwanted = [fix_id for fix_id, chosen in self.decisions.items() if chosen.verdict == DISABLED]
+        return [fix_id for fix_id in unwanted if self.verdicts[fix_id].verdict in (APPLICABLE, UNRECOGNIZED)]
+
+    @property
+    def refused(self) -> dict[str, list[str]]:
+        """The fixes that cannot be applied, by reason."""
+        found: dict[str, list[str]] = {}
+        for fix_id, verdict in self.decisions.items():
+            if verdict.verdict == UNRECOGNIZED:
+                found.setdefault(verdict.reason, []).append(fix_id)
+        return found
+
+    @property
+    def refusal(self) -> str:
+        """Why no fix at all can be applied; "" where some can."""
+        first, *others = self.refused or [""]
+        return first if not others and len(self.refused.get(first, ())) == len(CATALOGUE) else ""
 
     @property
     def to_apply(self) -> dict[str, Verdict]:

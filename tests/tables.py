@@ -30,29 +30,14 @@ def fixes() -> str:
 
 
 def _row(fix: Fix) -> str:
-    _, end = _bounds(fix)
     links = ", ".join(f"[{_name(link)}]({link})" for link in fix.upstream)
-    state = f"fixed in 2.{end}" if end else "open"
-    return f"| `{fix.id}` | {fix.symptom} | {in_words(fix)} | {state}{f': {links}' if links else ''} |"
+    state = f"{f'fixed in {fix.merged}: ' if fix.merged else 'open; about it: '}{links}" if links else "open"
+    return f"| `{fix.id}` | {fix.symptom} | {fix.versions} | {state} |"
 
 
 def _name(link: str) -> str:
     _, repository, _, number = link.rsplit("/", 3)
     return f"#{number}" if repository == "TransformerEngine" else f"{repository} #{number}"
-
-
-def _bounds(fix: Fix) -> tuple[str | None, str | None]:
-    """The minor versions between which the defect is: the first one that has it, and the first one that has not."""
-    found = re.fullmatch(r"(?:>=2\.(\d+))?,?(?:<2\.(\d+))?", fix.affected)
-    assert found, fix.affected
-    return found[1], found[2]
-
-
-def in_words(fix: Fix) -> str:
-    """``2.10 to 2.16`` for ``>=2.10,<2.17``. Nothing is applied to versions before 2.10."""
-    start, end = _bounds(fix)
-    first, last = f"2.{max(int(start or 0), 10)}", f"2.{int(end) - 1}" if end else "main"
-    return first if first == last else f"{first} to {last}"
 
 
 def size() -> str:

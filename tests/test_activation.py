@@ -697,19 +697,20 @@ def test_a_fix_that_is_named_without_what_it_requires_is_an_error(
     world: World, by: str, disable: str, strict: str
 ) -> None:
     names = ["graph", "linear"] if disable else ["graph"]
+    advice = "leave linear enabled" if disable else "write graph,linear"
     environment = {"TE_GRAPH_FIXES": ",".join(names), "TE_GRAPH_FIXES_DISABLE": disable} if by == "environment" else {}
     world.run(
         f"""
 if {bool(environment)}:
     for _ in range(2):
         found = attempt(importlib.import_module, "te_graph_fixes")
-        assert found == "ValueError: graph requires linear: one without the other is wrong; name both", found
+        assert found == "ValueError: graph requires linear: one without the other is wrong; {advice}", found
 else:
     import te_graph_fixes
     for name in ("te_graph_fixes", "transformer_engine.pytorch"):
         importlib.import_module(name)
         found = attempt(te_graph_fixes.activate, {names}, {[disable] if disable else []})
-        assert found == "ValueError: graph requires linear: one without the other is wrong; name both", found
+        assert found == "ValueError: graph requires linear: one without the other is wrong; {advice}", found
         assert set(statuses().values()) == {{"pending" if name == "te_graph_fixes" else "applied"}}
 """,
         TE_GRAPH_FIXES_STRICT=strict,

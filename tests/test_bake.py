@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from te_graph_fixes import bake
 from te_graph_fixes.cli import main
 from te_graph_fixes.fix import NOT_NEEDED, UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.settings import DISABLE, Settings
+from te_graph_fixes.settings import DISABLE, SWITCH, Settings
 from te_graph_fixes.source import Source
 from te_graph_fixes.stamp import above
 from te_graph_fixes.verdicts import Decision, verdicts
@@ -298,7 +299,7 @@ def test_what_is_not_recognised_fails_the_build(tmp_path: Path, capsys: pytest.C
     before = content(tree)
     status, out, err = run(capsys, "bake", "--te", tree)
     assert (status, out) == (1, "")
-    assert "nothing was changed, since not every fix that is needed can be applied. backward-amax-reduction: " in err
+    assert "nothing was changed, because not every fix that is needed can be applied. backward-amax-red" in err
     assert content(tree) == before
     assert run(capsys, "bake", "--te", tree, "--overlay", tmp_path / "overlay")[0] == 1
     assert not (tmp_path / "overlay").exists()
@@ -337,6 +338,23 @@ def test_what_is_left_out_stays_left_out(
     assert run(capsys, "diff", "--te", tree)[:2] == (1, "")
 
 
+def test_a_stray_variable_fails_the_build(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = copy(tmp_path)
+    before = content(tree)
+    monkeypatch.setenv(SWITCH, "off")
+    status, out, err = run(capsys, "bake", "--te", tree)
+    assert (status, out, content(tree)) == (1, "", before)
+    assert re.search(r"nothing was changed: \d+ fixes are left out by TE_GRAPH_FIXES=off\n$", err)
+    monkeypatch.setenv(SWITCH, "none-outputs")
+    status, out, _ = run(capsys, "bake", "--te", tree)
+    assert status == 0
+    assert re.search(
+        rf" \(\d+ are left out by TE_GRAPH_FIXES\). Undo: te-graph-fixes bake --undo --source {tree}\n", out
+    )
+
+
 def change(path: Path, old: str, new: str) -> None:
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
@@ -351,24 +369,24 @@ def edit(old: str, new: str) -> Callable[[Path], object]:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a line is edited": (edit("import contextlib", "import contextlib as c"), "graph was changed"),
-    "a comment is edited": (edit("# Copyright", "# copyright"), "graph was changed"),
-    "a line is appended": (edit("# sha256 of all", "X = 1\n# sha256 of all"), "graph was changed"),
-    "a line stands behind": (lambda tree: append(tree / GRAPH, "X = 1\n"), "graph was changed"),
-    "an entry is added": (edit("# made: ", "# made: another-fix, "), "graph was changed"),
-    "an entry is dropped": (edit("tuple-samples", "none-outputs"), "graph was changed"),
-    "the digest is edited": (edit("of all above: ", "of all above: 0"), "graph was changed"),
+    "a line is edited": (edit("import contextlib", "import contextlib as c"), "pytorch/graph.py was edited"),
+    "a comment is edited": (edit("# Copyright", "# copyright"), "pytorch/graph.py was edited"),
+    "a line is appended": (edit("# sha256 of all", "X = 1\n# sha256 of all"), "pytorch/graph.py was edited"),
+    "a line stands behind": (lambda tree: append(tree / GRAPH, "X = 1\n"), "pytorch/graph.py was edited"),
+    "an entry is added": (edit("# made: ", "# made: another-fix, "), "pytorch/graph.py was edited"),
+    "an entry is dropped": (edit("tuple-samples", "none-outputs"), "pytorch/graph.py was edited"),
+    "the digest is edited": (edit("of all above: ", "of all above: 0"), "pytorch/graph.py was edited"),
     "the stamp is taken off": (
         lambda tree: (tree / GRAPH).write_text(above((tree / GRAPH).read_text())),
-        "graph is not as te-graph-fixes has written it",
+        "pytorch/graph.py is not the one",
     ),
     "an added module is edited": (
         lambda tree: change(tree / "transformer_engine/pytorch/_te_graph_order.py", "import", "import os, "),
-        "_te_graph_order was changed",
+        "pytorch/_te_graph_order.py was edited",
     ),
     "an added module is gone": (
         lambda tree: (tree / "transformer_engine/pytorch/_te_graph_order.py").unlink(),
-        "_te_graph_order is not as te-graph-fixes has written it",
+        "pytorch/_te_graph_order.py is not the one",
     ),
 }
 
@@ -392,13 +410,16 @@ def test_what_was_changed_later_is_said(
     assert {verdict.verdict for verdict in found.values()} == {UNRECOGNIZED}
     assert all(verdict.reason.startswith(reason) for verdict in found.values()), found["warmup-reset"].reason
     before = content(tree)
+    status, out, _ = run(capsys, "status", "--te", tree)
+    assert (status, len(out.splitlines())) == (1, 2)
+    assert "take the edit back, or install TransformerEngine anew" in out.splitlines()[0]
     assert run(capsys, "bake", "--te", tree)[0] == 1
     status, _, err = run(capsys, "bake", "--undo", "--te", tree)
     if kind == "an added module is gone":
         assert (status, (tree / GRAPH).read_bytes()) == (0, (source("2.12.0") / GRAPH).read_bytes())
         return
     assert (status, content(tree)) == (1, before)
-    assert "changed after the bake: put that back first, then undo" in err
+    assert "edited after the bake: take the edit back and undo again, or install TransformerEngine anew" in err
 
 
 def test_a_te_that_was_installed_over_a_bake(baked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,7 +482,8 @@ def test_an_overlay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     status, _, err = run(capsys, "status", "--te", tree, "--overlay", folder)
     assert status == 1
-    assert f"{tree / GRAPH} is not mounted: TransformerEngine's own is there" in err
+    files = len(manifest["files"])
+    assert re.fullmatch(rf"{files} of {files} files are not mounted, first {tree}/\S+: mount what .*\n", err)
     for each in manifest["files"]:
         shutil.copy(folder / each["path"], tree / each["path"])
     assert run(capsys, "status", "--te", tree, "--overlay", folder)[0] == 0
@@ -471,6 +493,7 @@ def test_an_overlay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "neither the overlay's nor" in run(capsys, "status", "--te", tree, "--overlay", folder)[2]
     assert run(capsys, "status", "--te", source("2.14.0"), "--overlay", folder)[0] == 1
     assert "the overlay is for 2.12.0" in run(capsys, "status", "--te", source("2.14.0"), "--overlay", folder)[2]
-    assert "no overlay in" in run(capsys, "status", "--te", tree, "--overlay", tmp_path)[2]
+    missing = f"te-graph-fixes: no overlay in {tmp_path}: MANIFEST.json: No such file or directory\n"
+    assert run(capsys, "status", "--te", tree, "--overlay", tmp_path)[2] == missing
     assert "is not empty" in run(capsys, "bake", "--te", source("2.12.0"), "--overlay", tmp_path)[2]
     assert run(capsys, "bake", "--te", source("2.12.0"), "--overlay", folder)[0] == 0

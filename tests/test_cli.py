@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import te_graph_fixes
+from te_graph_fixes import answers
 from te_graph_fixes.cli import main
 from te_graph_fixes.engine import patched
 from te_graph_fixes.fix import APPLICABLE, GROUPS
@@ -21,7 +22,7 @@ from te_graph_fixes.project import issues
 from te_graph_fixes.settings import DISABLE, SWITCH
 from te_graph_fixes.source import Source
 from te_graph_fixes.stamp import above, of_text
-from te_graph_fixes.verdicts import verdicts
+from te_graph_fixes.verdicts import verdicts, with_required
 from tests import newest
 from tests.published import COVERED, needed, source
 
@@ -83,7 +84,7 @@ def test_status_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     count = len(needed("2.12.0"))
     first, second, *_ = out.splitlines()
     known = f"TransformerEngine 2.12.0: {count} of {len(CATALOGUE)} known defects; all {count} can be corrected"
-    assert first == f"{known}. Next: te-graph-fixes run CMD, or te-graph-fixes bake"
+    assert first == f"{known}. Next: te-graph-fixes bake --source {source('2.12.0')}"
     assert second == f"in {source('2.12.0')}/transformer_engine (te-graph-fixes {te_graph_fixes.__version__})"
     affected = {fix: fix_of.symptom for fix, fix_of in CATALOGUE.items() if fix in needed("2.12.0")}
     assert listed(out) == affected
@@ -120,12 +121,36 @@ def test_a_fix_is_explained(fix: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert (status, err) == (0, "")
     record = CATALOGUE[fix]
     assert out.startswith(f"{fix} ({record.group}): {record.summary}\n\nsymptom    {record.symptom}\n")
+    assert f"\naffected   {record.users}\nversions   TransformerEngine {record.versions}\n" in out
     assert f"\nhere       TransformerEngine {version}: it has this defect: " in out
     assert f"\nleave out  TE_GRAPH_FIXES_DISABLE={fix}\n" in out
-    assert all(f"\nupstream   {link}" in out for link in record.upstream)
-    names = {edit.module.rpartition(".")[2] for edit in needed(version)[fix].edits}
-    assert all(re.search(rf"^\+\+\+ b/.*/{name}.py$", out, re.MULTILINE) for name in names)
-    assert "Corrected on disk" not in out
+    assert all(link in re.findall("^upstream .*", out, re.MULTILINE)[0] for link in record.upstream)
+    wanted = " ".join(sorted(with_required(fix)))
+    assert re.search(rf"\nchange     \d+ lines.*: te-graph-fixes diff {wanted} --source {source(version)}\n", out)
+    for dependent in (other for other in CATALOGUE.values() if fix in other.requires):
+        assert dependent.id in re.findall("also leaves out (.*): wrong without it", out)[0]
+    assert out.count(record.symptom) == 1
+
+
+@pytest.mark.parametrize("fix", CATALOGUE)
+def test_an_explanation_is_for_users(fix: str) -> None:
+    """No marks of reStructuredText, no paths of a checkout, and the patch itself in place of a whole diff."""
+    text = "\n".join(answers.explain(CATALOGUE[fix], None, 0, ""))
+    account, _, patch = text.partition("\nThe change, in TE's own lines:\n\n")
+    assert patch.startswith("@@ ")
+    assert re.search(r"^\+", patch, re.MULTILINE) or re.search("^-", patch, re.MULTILINE)
+    assert not re.search(r"``|docs/|shipped/|^Symptom|^Upstream:", account, re.MULTILINE)
+    assert not re.search(r" lines|now\.? cost", account.partition("\n\n")[2].splitlines()[0])
+
+
+def test_a_fix_of_a_baked_te_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = altered(tmp_path, "2.12.0", "graph.py", "import contextlib", "import contextlib  # changed")
+    assert run(capsys, "bake", "--source", tree)[0] == 0
+    out = run(capsys, "explain", "warmup-reset", "--source", tree)[1]
+    assert f"\nleave out  te-graph-fixes bake --undo --source {tree}, then bake with {DISABLE}=warmup-reset\n" in out
+    assert "\nchange " not in out
 
 
 def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,9 +181,42 @@ def test_a_source_that_is_not_recognised(capsys: pytest.CaptureFixture[str], tmp
     tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
     status, out, _ = run(capsys, "status", "--source", tree)
     assert status == 1
-    assert re.search(r"\d+ of \d+ known defects can be corrected; \d+ cannot. Next: te-graph-fixes issue", out)
-    assert "\ncannot be corrected\n" in out
-    assert "  looked for one definition of _make_graphed_callables in" in out
+    answered = r"\d+ of \d+ known defects; all \d+ can be corrected; \d+ more may be there. Next: te-graph-fixes issue "
+    assert re.search(answered, out)
+    assert f"\nnot recognised, so it may be there (te-graph-fixes issue --source {tree} says why)\n" in out
+    assert listed(out)["backward-dw-order"] == CATALOGUE["backward-dw-order"].symptom
+    assert "looked for" not in out
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "answered"),
+    [
+        (SWITCH, "off", "none will be corrected, because TE_GRAPH_FIXES=off is set. Next: unset TE_GRAPH_FIXES"),
+        (SWITCH, "upstream", r"\d+ will be corrected, \d+ are left out by TE_GRAPH_FIXES=upstream. Next: te-graph-"),
+        (SWITCH, "none-outputs", r"1 will be corrected, \d+ are left out by TE_GRAPH_FIXES. Next: te-graph-fixes bake"),
+        (DISABLE, "replay-arguments", r"\d+ will be corrected, 1 is left out by TE_GRAPH_FIXES_DISABLE. Next: te-gra"),
+    ],
+)
+def test_what_the_settings_leave_out_is_still_a_defect(
+    variable: str, value: str, answered: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    status, out, _ = run(capsys, "status", "--source", source("2.12.0"))
+    assert status == 0
+    assert re.match(rf"TransformerEngine 2.12.0: {len(needed('2.12.0'))} of \d+ known defects; {answered}", out)
+    assert set(listed(out)) == set(needed("2.12.0"))
+
+
+def test_a_te_that_is_too_old_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "because version 2.9.0 is older than 2.10, the oldest that is tested: upgrade it, or switch graphs off"
+    status, out, _ = run(capsys, "status", "--source", source("2.9.0"))
+    assert (status, len(out.splitlines())) == (1, 2)
+    assert out.startswith(f"TransformerEngine 2.9.0: nothing is applied, {reason}\n")
+    assert run(capsys, "bake", "--source", source("2.9.0")) == (
+        1,
+        "",
+        f"te-graph-fixes: nothing was changed, {reason}\n",
+    )
 
 
 def test_no_te(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -181,8 +239,8 @@ def test_a_source_whose_corrected_text_does_not_compile(capsys: pytest.CaptureFi
     assert words["grouped-linear-skip-flag"] == "applicable"
     status, out, err = run(capsys, "diff", "--source", tree)
     assert status == 1
-    for fix in unbuildable:
-        assert f"te-graph-fixes: {fix} is unrecognized: " in err
+    refused = [line for line in err.splitlines() if " cannot be applied: " in line]
+    assert all(any(fix in line for line in refused) for fix in unbuildable)
     subprocess.run(["git", "apply", "-p1", "-"], input=out, text=True, cwd=tree, check=True)
     compile(path.read_text(), "graph.py", "exec")
     again = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"].values()
@@ -210,15 +268,18 @@ def test_status_leaves_out_what_the_settings_leave_out(
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv(SWITCH, "warmup-reset")
     status, _, err = run(capsys, "status", "--source", source("2.12.0"))
-    assert status == 1
-    assert "warmup-reset requires " in err
+    assert status == 2
+    assert err.endswith("; write grouped-linear-skip-flag,stale-fp8-weights,warmup-reset\n")
+    monkeypatch.setenv(SWITCH, err.split()[-1])
+    assert run(capsys, "status", "--source", source("2.12.0"))[0] == 0
 
 
 def test_the_package_folder_itself_and_no_folder(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(source("2.12.0") / "transformer_engine")
-    assert run(capsys, "status", "--source", ".")[:2] == run(capsys, "status", "--source", source("2.12.0"))[:2]
+    here, there = (run(capsys, "status", "--source", each) for each in (".", source("2.12.0")))
+    assert (here[0], here[1].splitlines()[1:]) == (there[0], there[1].splitlines()[1:])
     for command in ("status", "diff"):
         assert run(capsys, command, "--source", "")[0] == 2
 
@@ -244,7 +305,7 @@ def test_output_that_cannot_be_written(command: str) -> None:
 
 def test_a_bad_setting_is_said_where_it_counts() -> None:
     environment = {**os.environ, SWITCH: "wormup-reset"}
-    for command, status in (("list", 0), ("--version", 0), ("status", 1), ("diff", 1), ("run true", 1)):
+    for command, status in (("list", 0), ("--version", 0), ("status", 2), ("diff", 2), ("run true", 2)):
         done = subprocess.run(
             [sys.executable, "-m", "te_graph_fixes", *command.split()],
             cwd=ROOT,
@@ -254,8 +315,8 @@ def test_a_bad_setting_is_said_where_it_counts() -> None:
             check=False,
         )
         assert done.returncode == status, command
-        assert (
-            done.stderr.count("TE_GRAPH_FIXES: unknown fix wormup-reset; did you mean warmup-reset? valid: ") == status
+        assert ("TE_GRAPH_FIXES: unknown fix wormup-reset; did you mean warmup-reset? valid: " in done.stderr) == bool(
+            status
         )
         assert "Traceback" not in done.stderr
 
@@ -310,7 +371,7 @@ def test_diff_of_one_fix(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_diff_of_a_fix_that_needs_another(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "diff", "--source", source("2.12.0"), "warmup-reset")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "warmup-reset requires " in err
 
 
@@ -322,13 +383,14 @@ def test_diff_of_a_fix_that_is_not_needed_is_empty_and_says_why(capsys: pytest.C
 
 def test_a_diff_without_changes_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "off")
-    expected = (0, "", "te-graph-fixes: no changes: `te-graph-fixes status --all` says why\n")
-    assert run(capsys, "diff", "--source", source("2.12.0")) == expected
+    te = source("2.12.0")
+    expected = (0, "", f"te-graph-fixes: no changes: `te-graph-fixes status --all --source {te}` says why\n")
+    assert run(capsys, "diff", "--source", te) == expected
 
 
 def test_diff_of_an_unknown_fix(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "wormup-reset")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert (
         err == "te-graph-fixes: unknown fix wormup-reset; did you mean warmup-reset? valid: see te-graph-fixes list\n"
     )
@@ -343,15 +405,36 @@ def test_list_has_every_fix(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "list")
     assert status == 0
     for fix in CATALOGUE.values():
-        assert f"{fix.id}: {fix.summary}\n" in out
+        assert f"  {fix.id}: {fix.symptom}\n    TransformerEngine {fix.versions}; " in out
         assert all(link in out for link in fix.upstream)
+    assert [line for line in out.splitlines() if line and line[0] != " "] == list(GROUPS)
+    assert "TransformerEngine 2.10 to 2.11; corrected in TransformerEngine 2.12" in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["status", "--no-such-option"]])
+@pytest.mark.parametrize("arguments", [[], ["status", "--source"], ["bake", "--undo", "--overlay", "x"]])
 def test_bad_arguments(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as failure:
         main(arguments)
     assert failure.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["statsu"], "no command statsu; did you mean status? see te-graph-fixes -h"),
+        (["status", "--jsno"], "status does not take --jsno; did you mean --json? see te-graph-fixes status -h"),
+        (["list", "all"], "list does not take all; see te-graph-fixes list -h"),
+    ],
+)
+def test_what_is_mistyped_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, *arguments) == (2, "", f"te-graph-fixes: {said}\n")
+
+
+@pytest.mark.parametrize("command", ["explain", "diff", "verify"])
+def test_an_unknown_fix_is_wrong_use(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, command, "wormup-reset")
+    assert (status, out) == (2, "")
+    assert "did you mean warmup-reset" in err
 
 
 def test_the_module_is_the_command() -> None:

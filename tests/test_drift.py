@@ -20,12 +20,12 @@ from packaging.version import Version
 
 from te_graph_fixes.cli import main
 from te_graph_fixes.engine import compile_patches, patched
-from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict
+from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, OLDEST, UNRECOGNIZED, Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import ModuleSource, Source
 from te_graph_fixes.stamp import above
-from te_graph_fixes.verdicts import OLDEST, Decision, expected, verdicts
+from te_graph_fixes.verdicts import Decision, expected, verdicts
 from tests.published import COVERED, VERSIONS, examined, needed, source, unset_names
 
 LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.12"}
@@ -56,11 +56,11 @@ def test_verdicts(version: str) -> None:
 def test_te_before_the_oldest_that_is_tested_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     tree = examined("2.9.0")[0]
     assert main(["status", "--source", tree.location]) == 1
-    assert capsys.readouterr().out.count("version 2.9.0 is older than 2.10, the oldest that is tested") == len(
-        CATALOGUE
-    )
+    reason = "version 2.9.0 is older than 2.10, the oldest that is tested"
+    assert capsys.readouterr().out.count(reason) == 1
     assert main(["diff", "--source", tree.location]) == 1
-    assert capsys.readouterr().out == ""
+    out, err = capsys.readouterr()
+    assert (out, err.count(reason)) == ("", 1)
 
 
 @pytest.mark.parametrize("version", [None, "unknown", "2.10.0rc1", "2.10.0.dev0+abc"])

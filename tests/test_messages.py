@@ -13,7 +13,7 @@ import te_graph_fixes
 from te_graph_fixes.checking import Options
 from te_graph_fixes.fix import UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.messages import problem_summary
+from te_graph_fixes.messages import announce, problem_summary
 from te_graph_fixes.project import how_to_report
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import Source
@@ -23,7 +23,7 @@ from tests.child import ROOT
 from tests.published import VERSIONS, examined
 
 STIFF = re.compile(r"leads? (one|you) to expect|the source decides|from now on|what is graphed|somebody", re.IGNORECASE)
-ADVICE = re.compile(r"valid: |must be |write |name both|leave it out|unset |call |import |install |see |did you mean")
+ADVICE = re.compile(r"valid: |must be |write |leave it out|unset |call |import |install |see |did you mean")
 PACKAGE = ROOT / "te_graph_fixes"
 EVERY = pytest.mark.parametrize("fix_id", CATALOGUE)
 
@@ -83,7 +83,7 @@ def test_a_reason_of_what_is_not_recognized(tmp_path: Path) -> None:
 BAD_SETTINGS: dict[str, Callable[[], object]] = {
     "no-such-fix": lambda: te_graph_fixes.activate(only=["no-such-fix"]),
     "warmup-rest": lambda: te_graph_fixes.activate(disable=["warmup-rest"]),
-    "warmup-reset": lambda: te_graph_fixes.activate(only=["warmup-reset"]),
+    "warmup-reset requires": lambda: te_graph_fixes.activate(only=["warmup-reset"]),
     "perhaps": lambda: Settings.read(environ={"TE_GRAPH_FIXES_STRICT": "perhaps"}),
     "loud": lambda: Settings.read(environ={"TE_GRAPH_FIXES_VERBOSE": "loud"}),
     "','": lambda: Settings.read(environ={"TE_GRAPH_FIXES": ","}),
@@ -116,6 +116,19 @@ def test_a_warning_names_what_is_wrong_and_what_to_do() -> None:
     assert "none-outputs" not in text
     assert not STIFF.search(text)
     assert problem_summary(Report("2.12.0", {"none-outputs": fixes["none-outputs"]}), early=0) == ""
+
+
+def test_where_nothing_can_be_applied_fixes_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(
+        "2.99.0", {fix: FixStatus("unrecognized", f"looked for {fix}, found none", (), ()) for fix in CATALOGUE}
+    )
+    text = problem_summary(report, early=0)
+    count = len(CATALOGUE)
+    assert f"2.99.0: {count} of {count} fixes that are needed cannot be applied. Its graphs may give wrong" in text
+    assert "stop the job or switch graphs off" in text
+    assert len(text) < 300
+    announce(report, verbose=None)
+    assert capsys.readouterr().err.endswith(f": no fix applied to TransformerEngine 2.99.0; missing: {count}\n")
 
 
 def test_a_report_goes_where_the_metadata_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

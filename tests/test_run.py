@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.run import FOLDER
+from tests.published import source
 
 ROOT = Path(__file__).parent.parent
 STATE = "import sys, transformer_engine.pytorch; print('te_graph_fixes' in sys.modules)"
@@ -283,7 +284,7 @@ def test_print_env(run: Run, folder: Path) -> None:
 
 def test_print_env_fails_where_eval_does(run: Run) -> None:
     found = run("--print-env", environment={"TE_GRAPH_FIXES": "warmup-rest"})
-    assert found.returncode == 1
+    assert found.returncode == 2
     assert "unknown fix warmup-rest; did you mean warmup-reset" in found.stderr
     assert subprocess.run(["sh", "-c", found.stdout], check=False).returncode != 0
 
@@ -310,8 +311,14 @@ def test_an_unexpected_te_is_said(run: Run) -> None:
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
-        ([], 2, "usage"),
-        (["--unknown", "python"], 2, "unknown option"),
+        ([], 2, "no command; write for example: te-graph-fixes run python train.py\n"),
+        (
+            ["--chek", "ls"],
+            2,
+            "unknown option --chek; did you mean --check or --check-strict? see te-graph-fixes run -h\n",
+        ),
+        (["--check-strict=x", "ls"], 2, "run: --check-strict=x is not understood; valid: --check-strict, "),
+        (["--print-env", "ls"], 2, "--print-env takes no command"),
         ([""], 2, "no command"),
         (["--", ""], 2, "no command"),
         (["no-such-command-anywhere"], 127, "cannot start no-such-command-anywhere: No such file or directory"),
@@ -335,8 +342,15 @@ def test_options_of_the_program_are_left_alone(run: Run, options: list[str]) -> 
 
 def test_bad_settings_are_refused_before_the_program_starts(run: Run) -> None:
     found = run(sys.executable, "-c", "print(1)", environment={"TE_GRAPH_FIXES": "warmup-rest"})
-    assert (found.returncode, found.stdout) == (1, "")
+    assert (found.returncode, found.stdout) == (2, "")
     assert "unknown fix warmup-rest; did you mean warmup-reset" in found.stderr
+
+
+def test_a_fix_without_what_it_requires_is_refused_before_the_program_starts(run: Run) -> None:
+    environment = {"TE_GRAPH_FIXES": "warmup-reset", "TE_GRAPH_FIXES_DISABLE": ""}
+    found = run(sys.executable, "-c", "print(1)", environment=environment, python_path=str(source("2.12.0")))
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.endswith("; write grouped-linear-skip-flag,stale-fp8-weights,warmup-reset\n")
 
 
 def test_help(run: Run) -> None:

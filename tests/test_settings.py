@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.settings import DISABLE, EXPECT, REQUIRED, STRICT, SWITCH, VERBOSE, Settings
+from te_graph_fixes.settings import CHECK, DISABLE, EXPECT, REQUIRED, STRICT, SWITCH, VERBOSE, Settings
 
 
 @pytest.mark.parametrize("value", [None, "", " ", "on", "ON", "1", "true", "yes"])
@@ -68,6 +68,11 @@ def test_strict(value: str, strict: bool) -> None:
         ({SWITCH: ","}, f"{SWITCH}=',' names no fix: unset it, or see te-graph-fixes list"),
         ({DISABLE: " ,,"}, f"{DISABLE}=' ,,' names no fix: unset it, or see te-graph-fixes list"),
         ({VERBOSE: "2"}, f"{VERBOSE}='2' is not understood; valid: 1, true, yes, on, 0, false, no, off"),
+        (
+            {SWITCH: "of"},
+            f"{SWITCH}: unknown fix of; did you mean off? valid: on, off, upstream, see te-graph-fixes list",
+        ),
+        ({CHECK: "2,layer=4"}, f"'2,layer=4' is not understood by {CHECK}; valid: on, off, N, "),
         ({EXPECT: "te"}, f"{EXPECT}='te' is not understood; it must be what `te-graph-fixes run"),
         ({"TE_GRAPH_FIXES_DISBALE": "x"}, "TE_GRAPH_FIXES_DISBALE is no setting; did you mean "),
         (
