@@ -167,7 +167,8 @@ def undo(location: Path) -> list[Changed]:
     if others and any(each.original for each in ours):
         raise BakeError(
             f"{', '.join(others)} in {location} was edited after the bake: take the edit back and undo "
-            "again, or install TransformerEngine anew")
+            "again, or install TransformerEngine anew"
+        )
     with _writing(location):
         if others:
             for each in ours:
