@@ -83,7 +83,7 @@ main_grad = weakref.ref(layer.weight.main_grad)
 layer.weight.main_grad = None
 print(main_grad() is None)
 layer.reset()
-held = [each for each in gc.get_objects() if type(each).__name__ == "_Addresses" and each._names]
+held = [each for each in gc.get_objects() if type(each).__name__ == "_Addresses" and each._places]
 print({id(each) for one in held for each in one._parameters} == {id(kept.weight)})
 """
 

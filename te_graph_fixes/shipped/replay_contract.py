@@ -12,7 +12,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter, getitem, is_
+from itertools import groupby
+from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any
 
 import torch
@@ -335,13 +336,13 @@ def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Place]:
 
 
 def _fused(modules: Iterable[torch.nn.Module]) -> list[_Place]:
-    """Where the ``main_grad``s are found into which a backward adds its wgrads."""
+    """Where the ``main_grad``s are found into which a backward adds its wgrads: those of weights."""
     fused = [
         module
         for module in modules
         if getattr(module, "fuse_wgrad_accumulation", False) or getattr(module, "_accumulate_into_main_grad", False)
     ]
-    parameters = {id(p): p for p in _own_parameters(fused) if p.requires_grad}.values()
+    parameters = {id(p): p for p in _own_parameters(fused) if p.requires_grad and p.dim() > 1}.values()
     has_one = [p for p in parameters if isinstance(vars(p).get("main_grad"), torch.Tensor) and p.main_grad.numel()]
     return [(vars(parameter), "main_grad", "the main_grad of a parameter") for parameter in has_one]
 
@@ -351,12 +352,13 @@ class _Addresses:
 
     def __init__(self, places: Sequence[_Place]) -> None:
         self.looked = -1
-        self._dictionaries = [dictionary for dictionary, _, _ in places]
-        self._names = [name for _, name, _ in places]
-        self._kinds = [kind for _, _, kind in places]
+        self._places = places
         tensors = [dictionary[name] for dictionary, name, _ in places]
         # main_grads and the like are not held: their memory may be given up while no graph is replayed.
         self._parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+        self._owners = list(_by_owner(places[: len(self._parameters)]))
+        self._dictionaries = [dictionary for dictionary, _, _ in places[len(self._parameters) :]]
+        self._names = [name for _, name, _ in places[len(self._parameters) :]]
         plain = [i for i, t in enumerate(tensors) if type(t) in (torch.nn.Parameter, torch.Tensor)]
         self._plain = plain
         self._addresses = [t.data_ptr() if i in set(plain) else 0 for i, t in enumerate(tensors)]
@@ -367,27 +369,44 @@ class _Addresses:
 
     def check(self, name: str) -> None:
         """RuntimeError where one is not there, or elsewhere."""
-        if not self._names:
+        if not self._places:
             return
         try:
-            tensors = [*map(getitem, self._dictionaries, self._names)]
-            right = all(map(is_, tensors, self._parameters)) and _are_at(tensors, self._addresses, self._plain)
+            tensors = self._parameters
+            if self._names:
+                tensors = [*tensors, *map(getitem, self._dictionaries, self._names)]
+            if self._are_same() and _are_at(tensors, self._addresses, self._plain):
+                return
         except (KeyError, RuntimeError, TypeError):
-            right = False
-        if not right:
-            raise RuntimeError(
-                f"{name}: {self._moved()} is not where it was when this graph was captured (its data was replaced, "
-                "moved or resized), and the graph would go on with the old memory. Write into it in place, or capture "
-                "again"
-            )
+            pass
+        raise RuntimeError(
+            f"{name}: {self._moved()} is not where it was when this graph was captured (its data was replaced, "
+            "moved or resized), and the graph would go on with the old memory. Write into it in place, or capture "
+            "again"
+        )
+
+    def _are_same(self) -> bool:
+        for owner, named, same in self._owners:  # noqa: SIM110 (a generator would take longer than all the rest)
+            if not all(map(is_, named(owner), same)):
+                return False
+        return True
 
     def _moved(self) -> str:
-        for i, (dictionary, name) in enumerate(zip(self._dictionaries, self._names, strict=True)):
+        for i, (dictionary, name, kind) in enumerate(self._places):
             tensor = dictionary.get(name)
             same = tensor is self._parameters[i] if i < len(self._parameters) else isinstance(tensor, torch.Tensor)
             if not same or (i in self._plain and _address(tensor) != self._addresses[i]):
-                return f"{self._kinds[i]} ({name})" if self._kinds[i] == "a parameter" else self._kinds[i]
+                return f"{kind} ({name})" if kind == "a parameter" else kind
         return "a parameter"
+
+
+def _by_owner(places: Iterable[_Place]) -> Iterator[tuple[Mapping[str, Any], Any, Any]]:
+    """The dictionaries of modules, each with what gets its parameters in one call, and who these are."""
+    for _, group in groupby(places, lambda place: id(place[0])):
+        found = [*group]
+        owner, names = found[0][0], [name for _, name, _ in found]
+        get = itemgetter(names[0], *names)  # one name alone would not give a tuple
+        yield owner, get, get(owner)
 
 
 def _warn_once(text: str, about: str) -> None:
