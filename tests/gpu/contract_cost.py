@@ -3,9 +3,9 @@
     python tests/gpu/contract_cost.py [SECONDS FOR EACH]
 
 Four transformer layers with fused wgrads, four microbatches, in an order and without one; small, as a step that waits
-for the host (hidden 1024, 512 tokens), and large. Both settings, all fixes and all but this one, are captured in this
-process, and their steps take turns. The microseconds are what the fix adds on the host to a replay, the ratio is the
-time of a step with it over that without, until the GPU is done; each is the median of all pairs, with its 95 % interval.
+for the host, and large. Both settings, all fixes and all but this one, are captured in this process, and their steps
+take turns. The microseconds are what the fix adds on the host to a replay, the ratio is the time of a step with it over
+that without, until the GPU is done; each is the median of the pairs, with its 95 % interval.
 """
 
 from __future__ import annotations
