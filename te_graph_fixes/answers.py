@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 
 from . import __version__, fixes
@@ -118,7 +119,8 @@ def _account(fix: Fix) -> str:
     """How the defect comes about and what the fix does: what its module says below title, upstream and symptom."""
     paragraphs = str(inspect.getdoc(_module(fix))).split("\n\n")[1:]
     text = "\n\n".join(each for each in paragraphs if not each.startswith(("Upstream:", "Symptom")))
-    return re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", text.replace("``", "`"))
+    text = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", text.replace("``", "`"))
+    return "\n\n".join(each if each[0].isdigit() else textwrap.fill(each, 118) for each in text.split("\n\n"))
 
 
 def _patch(fix: Fix) -> str:

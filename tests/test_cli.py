@@ -140,7 +140,6 @@ def test_an_explanation_is_for_users(fix: str) -> None:
     assert patch.startswith("@@ ")
     assert re.search(r"^\+", patch, re.MULTILINE) or re.search("^-", patch, re.MULTILINE)
     assert not re.search(r"``|docs/|shipped/|^Symptom|^Upstream:", account, re.MULTILINE)
-    assert not re.search(r" lines|now\.? cost", account.partition("\n\n")[2].splitlines()[0])
 
 
 def test_a_fix_of_a_baked_te_is_explained(

@@ -57,7 +57,7 @@ def test_the_rules_can_be_broken(text: str) -> None:
 @EVERY
 def test_a_record(fix_id: str) -> None:
     fix = CATALOGUE[fix_id]
-    assert problems(fix.summary, 120) + problems(fix.symptom, 110) == []
+    assert problems(fix.summary, 120) + problems(fix.symptom, 110) + problems(fix.users.replace("; ", ", "), 112) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -74,6 +74,7 @@ FIX = Fix(
     summary="a graph that needs no backward switches off the backward's amax reduction of the whole autocast",
     symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
     group="FP8 state",
+    users="recipe DelayedScaling with a graph first in an autocast that has no backward: a frozen layer, a teacher",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(

@@ -29,7 +29,8 @@ FIX = Fix(
     summary="with num_warmup_iters=0 nobody knows which modules a graph runs",
     symptom="num_warmup_iters=0: FP8 scales never change, delayed wgrads are missing, or KeyError",
     group="FP8 state",
+    users="make_graphed_callables(num_warmup_iters=0)",
     upstream=(),
     affected=">=2.10",
-    examine=SemanticPatch(PATCH, "there may be no warmup to learn from"),
+    examine=SemanticPatch(PATCH, "num_warmup_iters=0 runs no warmup, which would show the modules of a graph"),
 )

@@ -155,6 +155,7 @@ FIX = Fix(
     summary="gradients that a replayed backward_dw computes do not reach the parameters",
     symptom="delayed wgrads: gradients of biases and unfused weights never arrive, are garbage, or stop with an error",
     group="pipelines and delayed wgrads",
+    users="delay_wgrad_compute with biases, or with weights whose wgrads are not fused into main_grad",
     upstream=(),
     affected=">=2.10",
     examine=examine,

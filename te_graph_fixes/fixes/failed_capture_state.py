@@ -148,6 +148,7 @@ FIX = Fix(
     summary="a capture that fails leaves the process damaged, and hides why it failed",
     symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
+    users="programs that catch an exception of a capture and go on",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(PATCH, "what a capture changes is put back only where it succeeds"),

@@ -2,7 +2,9 @@
 
 Upstream: open, TE 2.10 to main
 
-Symptom: modules of a graph never get new scales (0.20 to 2.16 in all that follows, gradients of exactly 0) where they
+Symptom: modules of a graph never get new scales (errors of 0.20 to 2.16, gradients of exactly 0).
+
+It happens to modules which
 
 1. are run by ``sub.forward(x)``, or are a `te.ops.Linear` or another fused operation that is captured by itself;
 2. run in a ``te.autocast`` of their own; inside an outer one of another recipe it is an ``AttributeError``;
@@ -97,8 +99,9 @@ PATCH = """
 FIX = Fix(
     id="fp8-state-at-replay",
     summary="replays leave out what eager forwards do with the scales of delayed scaling",
-    symptom="delayed scaling: scales never change with sub.forward(), te.ops.Linear alone or a nested autocast",
+    symptom="FP8 scales stay at their first value: modules called by .forward(), te.ops.Linear alone, an own autocast",
     group="FP8 state",
+    users="recipe DelayedScaling (Megatron-Core fp8_recipe=delayed), and attention in FP8 (fp8_dpa) in current scaling",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(

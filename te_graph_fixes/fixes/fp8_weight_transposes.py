@@ -3,7 +3,9 @@
 Upstream: open, TE 2.10 to main
 
 Symptom: with FP8 parameters (``quantized_model_init``) dgrads are those of the weights at capture (error 1.0 to 1.4),
-or come from memory that is somebody else's by then. It happens
+or come from memory that is somebody else's by then.
+
+It happens
 
 1. after ``quantize_master_weights`` (``cast_master_weights_to_fp8``) with its default arguments, as ZeRO optimizers
    call it: it marks the transposes invalid, or drops the columnwise data of block scaling; the next forward makes them;
@@ -41,6 +43,7 @@ FIX = Fix(
     summary="replays use transposes of FP8 primary weights from before the last update",
     symptom="FP8 parameters built under no_grad or given by quantize_master_weights: dgrads off by 1.0",
     group="FP8 state",
+    users="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(

@@ -50,6 +50,7 @@ FIX = Fix(
     summary="parameter grads that nobody reads, because their wgrads are in main_grad, are copied at each replay",
     symptom="fused wgrad: the backward takes 15 to 20 % longer, and needs the weights' size again in memory",
     group="speed",
+    users="fuse_wgrad_accumulation (Megatron-Core gradient_accumulation_fusion)",
     upstream=(
         "https://github.com/NVIDIA/TransformerEngine/pull/2937",
         "https://github.com/NVIDIA/Megatron-LM/pull/5893",

@@ -90,6 +90,7 @@ FIX = Fix(
     summary="FP8 GroupedLinear ignores the graph's skip flag",
     symptom="FP8 experts: outputs off by 1.0 after the first optimizer step, or wgrads at 0.577 of their norm",
     group="gradients",
+    users="fp8_weight_caching with captured FP8 experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",
     upstream=(
         "https://github.com/NVIDIA/TransformerEngine/pull/3051",
         "https://github.com/NVIDIA/TransformerEngine/pull/3052",

@@ -31,8 +31,9 @@ PATCH = """
 FIX = Fix(
     id="leaf-grad-lifetime",
     summary="grads that a graph returns for leaf inputs are overwritten by its next replay",
-    symptom=".grad of an input that is a leaf, as a parameter passed as an input, off by 1.0 over three microbatches",
+    symptom="a parameter that is passed as an input gets the last microbatch's gradient several times",
     group="gradients",
+    users="callables with parameters, or other leaves that need a gradient, among their inputs, as in NeMo Automodel",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(

@@ -45,8 +45,9 @@ PATCH = """
 FIX = Fix(
     id="nested-autocast",
     summary="modules inside a captured one lose FP8 where their class is captured as well",
-    symptom="a module inside a captured one, of a captured class, computes without FP8, or te.ops.Sequential crashes",
+    symptom="inner modules lose FP8 if their class is captured elsewhere too, or te.ops.Sequential crashes",
     group="FP8 state",
+    users="captured modules inside of which others of the same class run, or beside which such a class is captured",
     upstream=("https://github.com/NVIDIA/TransformerEngine/issues/1207",),
     affected=">=2.10",
     examine=SemanticPatch(

@@ -106,6 +106,7 @@ FIX = Fix(
     summary="parameter grads that a graph returns are overwritten by its next replay",
     symptom="gradients in .grad of parameters: off by 1.0 over three microbatches, often inf",
     group="gradients",
+    users="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights beside fused ones",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2937",),
     affected="<2.19",
     examine=SemanticPatch(

@@ -87,8 +87,9 @@ PATCH = """
 FIX = Fix(
     id="parameter-hooks",
     summary="hooks of parameters run in warmup and capture, and what they do becomes part of the graph",
-    symptom="hooks of parameters run in warmup and capture too: what they add up counts twice",
+    symptom="gradient hooks also run during capture, so what they sum counts twice",
     group="gradients",
+    users="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(

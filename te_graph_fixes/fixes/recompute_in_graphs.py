@@ -83,6 +83,7 @@ FIX = Fix(
     summary="what a recompute in a graph does to the scales of delayed scaling is left out",
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
+    users="recipe DelayedScaling with te.checkpoint inside a captured module",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(

@@ -40,6 +40,7 @@ FIX = Fix(
     summary="FP8GlobalStateManager.reset() frees the skip flag that graphs with cached weights read",
     symptom="after FP8GlobalStateManager.reset() earlier graphs keep old FP8 weights, or read memory of others",
     group="FP8 state",
+    users="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(PATCH, "reset() forgets the skip flag of graphs", names={"STATE": skip_flag_state}),

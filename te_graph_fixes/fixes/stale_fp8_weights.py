@@ -3,7 +3,9 @@
 Upstream: open, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
 
 Symptom: after an optimizer step the outputs of graphed FP8 modules are off by about 1.0, because weights are not
-quantized again. It happens
+quantized again.
+
+It happens
 
 1. to modules that carry ``is_first_microbatch``, as Megatron-Core's do, where the capture does not cache weights
    (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 where attention is not captured). Warmup leaves False
@@ -73,6 +75,7 @@ FIX = Fix(
     summary="graphs go on with the FP8 weights of their capture",
     symptom="FP8 without cached weights: graphs go on with the weights of their capture, outputs off by 1.0",
     group="FP8 state",
+    users="FP8 graphs without fp8_weight_caching, and graphs behind another FP8 module in one autocast",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/3298",),
     affected=">=2.10",
     examine=SemanticPatch(

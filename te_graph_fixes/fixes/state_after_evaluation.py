@@ -54,6 +54,7 @@ FIX = Fix(
     summary="an evaluation in bf16 or another recipe takes a graph's FP8 state from its modules",
     symptom="after an evaluation in bf16 or another recipe te.ops graphs raise, and checkpoints lose FP8 state",
     group="evaluation and checkpoints",
+    users="an evaluation in bf16 or another recipe between two training steps",
     upstream=(),
     affected=">=2.10",
     requires=("fp8-state-at-replay",),

@@ -47,8 +47,9 @@ PATCH = """
 FIX = Fix(
     id="static-buffer-reuse",
     summary="static buffers are handed on between layers whose buffers differ",
-    symptom="layers of several kinds in one _order, buffers reused: gradients off by 1.0, or wrong outputs",
+    symptom="mixed layer types in one pipeline order: gradients off by 1.0, or wrong outputs",
     group="pipelines and delayed wgrads",
+    users="_reuse_graph_input_output_buffers (Megatron-Core sets it) with layers of several kinds",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(PATCH, "static buffers are handed on by shape, dtype and layout"),

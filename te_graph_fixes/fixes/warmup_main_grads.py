@@ -57,8 +57,9 @@ TO_2_9 = f"""
 FIX = Fix(
     id="warmup-main-grads",
     summary="warmup adds its wgrads to main_grad, and the next step of training begins with them",
-    symptom="a capture adds garbage to main_grad: the next step's fused wgrads are anything, up to NaN",
+    symptom="a capture adds garbage to main_grad: the next step's fused wgrads start from random values, or NaN",
     group="gradients",
+    users="fused wgrads (Megatron-Core gradient_accumulation_fusion) that are zeroed before the capture",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(PATCH + DELAYED, "warmup adds its wgrads to main_grad"),

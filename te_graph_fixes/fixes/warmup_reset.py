@@ -44,6 +44,7 @@ FIX = Fix(
     summary="warmup resets modules to the first microbatch, which the graph then repeats",
     symptom="fused wgrad: only the last microbatch of a step counts, wgrads at 0.577 of their norm for three",
     group="gradients",
+    users="several microbatches with Megatron-Core gradient_accumulation_fusion or own modules with is_first_microbatch",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2715",),
     affected="<2.14",
     examine=SemanticPatch(

@@ -37,6 +37,7 @@ FIX = Fix(
     summary="after a replayed backward_dw, ranks run their gradient hooks in different orders",
     symptom="ranks run their gradient hooks in different orders: hangs, or sums of different buckets",
     group="pipelines and delayed wgrads",
+    users="several ranks with Megatron-Core delay_wgrad_compute and its DDP",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2614",),
     affected=">=2.10",
     examine=SemanticPatch(PATCH, "the modules of a callable are in no order"),

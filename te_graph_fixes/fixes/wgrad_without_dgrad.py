@@ -30,6 +30,7 @@ FIX = Fix(
     summary="no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads",
     symptom="a first layer with delayed wgrads and without bias: RuntimeError in backward, or wrong wgrads",
     group="pipelines and delayed wgrads",
+    users="delay_wgrad_compute in a first layer whose input needs no gradient",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(PATCH, "only parameters with gradients lead a backward to a graph"),
