@@ -32,6 +32,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / each) for each in (".", "example
 os.environ.setdefault("LOCAL_RANK", "0")
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks for no context, which would forbid to fork
 
 import megatron_moe as moe  # noqa: E402
 
@@ -409,12 +410,20 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
     return {"ranks": found}
 
 
-def measure_all(at_once: int, recipes: list[str]) -> None:
-    """Each model of one rank, and whether it fails, in a process of its own, which has imported Megatron already."""
+def start_method() -> str:
+    """``fork``, unless a process that is forked from this one cannot use CUDA, because of what an import has asked."""
     import torch
 
+    probe = multiprocessing.get_context("fork").Process(target=torch.cuda.set_device, args=(0,))
+    probe.start()
+    probe.join()
+    return "spawn" if probe.exitcode else "fork"
+
+
+def measure_all(at_once: int, recipes: list[str]) -> None:
+    """Each model of one rank, and whether it fails, in a process of its own, which has imported Megatron already."""
     importlib.import_module("megatron.core.models.gpt.gpt_model")
-    start = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork").Process
+    start = multiprocessing.get_context(start_method()).Process
     port, running = int(os.environ["MASTER_PORT"]), list[Any]()
     for number, case in enumerate(product(recipes, CONFIGS)):
         while len(running) == at_once:
