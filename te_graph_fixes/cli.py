@@ -345,8 +345,8 @@ def _issue(options: argparse.Namespace) -> int:
         module = source.find(name)
         if module is not None:
             print(f"{hashlib.sha256(module.text.encode()).hexdigest()[:16]}  {module_path(source, name)}")
-    if where := issues():
-        print(f"te-graph-fixes: report it at {where}", file=sys.stderr)
+    where = f"report it at {issues()}" if issues() else "send it to whoever gave you the package"
+    print(f"te-graph-fixes: {where}", file=sys.stderr)
     return 0
 
 

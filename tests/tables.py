@@ -11,6 +11,7 @@ import re
 
 from te_graph_fixes.fix import APPLICABLE, GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.project import PLACEHOLDER
 from tests.child import ROOT, python
 from tests.published import source
 
@@ -53,8 +54,8 @@ def size() -> str:
     needed = [fix for fix in status["fixes"].values() if fix["verdict"] == APPLICABLE]
     return (
         f"In TE {SHOWN} (NeMo 26.04) that is {len(needed)} fixes: about {round(added, -1)} lines added and "
-        f"{round(removed, -1)} removed in {len(changed)} files,\n"
-        f"and {len(new)} small modules, about {round(own, -2):,} lines, that TE then imports."
+        f"{round(removed, -1)} removed in {len(changed)} of its modules,\n"
+        f"and {len(new)} small modules, about {round(own, -2):,} lines, that they import."
     )
 
 
@@ -63,8 +64,12 @@ def _lines(files: list[str], sign: str) -> int:
 
 
 def address() -> str:
-    """Where reports go, as a link that the page can refer to."""
-    return f"[issues]: {urls()['Issues']}"
+    """Where reports go."""
+    url = urls()["Issues"]
+    where = (
+        "whoever gave you the package: the project has no public address yet" if url.startswith(PLACEHOLDER) else url
+    )
+    return f"Reports go to {where}."
 
 
 def urls() -> dict[str, str]:

@@ -14,7 +14,7 @@ from te_graph_fixes.checking import Options
 from te_graph_fixes.fix import UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.messages import announce, problem_summary
-from te_graph_fixes.project import how_to_report
+from te_graph_fixes.project import PLACEHOLDER, how_to_report
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import Source
 from te_graph_fixes.status import FixStatus, Report
@@ -112,7 +112,7 @@ def test_a_warning_names_what_is_wrong_and_what_to_do() -> None:
         "TransformerEngine 2.12.0: warmup-reset cannot be applied: looked for a loop, found none; 1 "
     )
     assert "import te_graph_fixes before graphs are captured" in text
-    assert "`te-graph-fixes issue` prints what a report" in text
+    assert "`te-graph-fixes issue` prints what " in text
     assert "none-outputs" not in text
     assert not STIFF.search(text)
     assert problem_summary(Report("2.12.0", {"none-outputs": fixes["none-outputs"]}), early=0) == ""
@@ -133,10 +133,12 @@ def test_where_nothing_can_be_applied_fixes_are_counted_and_not_listed(capsys: p
 
 def test_a_report_goes_where_the_metadata_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    assert how_to_report() == "`te-graph-fixes issue` prints what a report needs"
+    assert how_to_report() == "`te-graph-fixes issue` prints what whoever gave you the package needs to know"
     (tmp_path / "te_graph_fixes-9.dist-info").mkdir()
-    urls = "Project-URL: Repository, https://x.invalid\nProject-URL: Issues, https://x.invalid/new\n"
-    (tmp_path / "te_graph_fixes-9.dist-info" / "METADATA").write_text(f"Name: te-graph-fixes\nVersion: 9\n{urls}")
+    metadata = tmp_path / "te_graph_fixes-9.dist-info" / "METADATA"
+    metadata.write_text(f"Name: te-graph-fixes\nVersion: 9\nProject-URL: Issues, {PLACEHOLDER}issues\n")
+    assert "example.invalid" not in how_to_report()
+    metadata.write_text("Name: te-graph-fixes\nVersion: 9\nProject-URL: Issues, https://x.invalid/new\n")
     assert how_to_report() == "`te-graph-fixes issue` prints what a report at https://x.invalid/new needs"
 
 

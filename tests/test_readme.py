@@ -25,7 +25,8 @@ GPU = f"{NOT_RUN}it needs a GPU; the program is a test of tests/gpu"
 ELSEWHERE = {
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/test_run.py",
     "te-graph-fixes verify": "tests/test_verify.py",
-    "pip install te_graph_fixes-*.whl": "tests/test_release.py",
+    "pip install --no-deps .": f"{NOT_RUN}tox makes this wheel and installs it into each of its environments",
+    "te-graph-fixes bake": "tests/test_bake.py",
     "pip wheel --no-deps --wheel-dir dist .": "tests/test_release.py",
     "pip install tox && tox run -e demo": ".github/workflows/ci.yml",
     "pip install tox && tox run": ".ci/run",
@@ -72,7 +73,8 @@ def test_no_command_is_forgotten_or_gone() -> None:
 
 def test_the_first_screen_says_what_to_type_what_changes_and_how_to_undo_it() -> None:
     assert len(README.splitlines()) <= 200
-    for said in ("pip install", "status", "run", "verify", "tox run -e demo", "lines added", "deactivate()", "=off"):
+    typed = ("pip install", "status", "run", "verify", "bake", "tox run -e demo", "deactivate()", "=off", "bake --undo")
+    for said in (*typed, "lines added", "make_graphed_callables", 'cuda_graph_impl="transformer_engine"'):
         assert said in FIRST_SCREEN, said
 
 
