@@ -44,7 +44,7 @@ def with_table(page: str) -> str:
 
 def test_the_table_is_what_the_sources_say() -> None:
     page = PAGE.read_text()
-    assert with_table(page) == page
+    assert with_table(page) == page, "run `python -m tests.test_containers`"
 
 
 def test_no_page_installs_the_package_from_an_index() -> None:

@@ -85,7 +85,7 @@ def test_every_variable_is_named() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_is_made_is_as_it_would_be_made(page: Path) -> None:
     """``python -m tests.tables`` makes it."""
-    assert with_parts(page.read_text()) == page.read_text()
+    assert with_parts(page.read_text()) == page.read_text(), "run `python -m tests.tables`"
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
@@ -104,3 +104,10 @@ def test_there_is_one_address() -> None:
     for page in (*COMMANDED, *PAGES):
         made = re.sub(r"<!-- address -->.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
         assert repository not in made, page
+
+
+def test_the_fix_that_contributing_shows_is_the_one_of_the_package() -> None:
+    diff = (ROOT / "CONTRIBUTING.md").read_text().partition("+++ b/te_graph_fixes/fixes/")[2].partition("\n--- ")[0]
+    name, *lines = diff.splitlines()
+    shown = [re.sub(r",  # .*", ",", line.removeprefix("+")) for line in lines]
+    assert shown == (ROOT / "te_graph_fixes" / "fixes" / name).read_text().splitlines()
