@@ -9,16 +9,16 @@ import pytest
 
 from te_graph_fixes.cli import main
 from te_graph_fixes.source import Source
-from tests.child import on_simulator
-from tests.published import TE
+from tests.child import on_simulator, simulate
+from tests.published import COVERED, source
 from tests.test_bake import copy_of
 from tests.test_core_fixes import CASES
 
 
-@pytest.fixture(scope="module")
-def baked(tried_te: TE, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    installed = Source.at(tried_te.path) if tried_te.path else Source.installed()
-    tree = copy_of(Path(installed.location).parent, tmp_path_factory.mktemp("baked"))
+@pytest.fixture(scope="module", params=["installed", *(pytest.param(each, marks=pytest.mark.slow) for each in COVERED)])
+def baked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = Path(Source.installed().location).parent if request.param == "installed" else source(request.param)
+    tree = copy_of(root, tmp_path_factory.mktemp("baked"))
     assert main(["bake", "--te", str(tree)]) == 0
     return tree
 
@@ -42,3 +42,8 @@ assert graph.make_graphed_callables.__code__.co_filename == graph.__file__
 """
     done = on_simulator("-c", program, path=baked)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_check_on_it_finds_nothing(baked: Path) -> None:
+    lines = simulate("tests/check_training.py", CASES[0], CASES[1], path=baked).splitlines()
+    assert [(found["same"], found["found"]) for found in map(json.loads, lines)] == [(True, [])] * 2
