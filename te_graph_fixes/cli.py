@@ -175,7 +175,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 def _status(options: argparse.Namespace) -> int:
     if options.overlay:
         wrong = differences(_source(options), Path(options.overlay))
-        print("\n".join(wrong), file=sys.stderr)
+        for line in wrong:
+            print(line, file=sys.stderr)
         if not wrong:
             print(f"the overlay {options.overlay} is in place")
         return int(bool(wrong))
@@ -313,10 +314,7 @@ def _verify(options: argparse.Namespace) -> int:
     from .verify.runner import no_gpu, verify
 
     Settings.read()
-    try:
-        cases = select(options.wanted, options.quick)
-    except ValueError as error:
-        return _fail(NO_TE, str(error))
+    cases = select(options.wanted, options.quick)
     on_disk = of_tree(Source.installed().location) is not None
     reason = no_gpu()
     if reason:

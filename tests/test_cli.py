@@ -438,6 +438,25 @@ def test_an_unknown_fix_is_wrong_use(command: str, capsys: pytest.CaptureFixture
     assert "did you mean warmup-reset" in err
 
 
+@pytest.mark.parametrize("command", [*cli._parser()[1]])
+def test_each_command_has_help(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "te_graph_fixes", command, "-h"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert re.search(r"^exit status: .*\d", done.stdout, re.MULTILINE)
+    assert f"\nexample: te-graph-fixes {command}" in done.stdout
+
+
+def test_the_help_leads_through_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["-h"])
+    steps = ["status ", "run ", "verify ", "TE_GRAPH_FIXES=off ", "bake ", "bake --undo "]
+    out = capsys.readouterr().out.partition("in this order:")[2]
+    places = [re.search(rf"^  (te-graph-fixes )?{step}", out, re.MULTILINE) for step in steps]
+    assert [place.start() for place in places if place] == sorted(place.start() for place in places if place)
+    assert all(places)
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "te_graph_fixes", "status", "--source", source("2.20.2")],

@@ -353,10 +353,12 @@ def test_a_fix_without_what_it_requires_is_refused_before_the_program_starts(run
     assert found.stderr.endswith("; write grouped-linear-skip-flag,stale-fp8-weights,warmup-reset\n")
 
 
-def test_help(run: Run) -> None:
-    found = run("--help")
-    assert (found.returncode, found.stderr) == (0, "")
-    assert "usage: te-graph-fixes run" in found.stdout
+@pytest.mark.parametrize("option", ["--check", "--check-strict=1"])
+def test_a_check_where_there_is_no_te(run: Run, folder: Path, option: str) -> None:
+    (folder / "site").rename(folder / "gone")
+    found = run(option, sys.executable, "-c", "print(1)")
+    assert (found.returncode, found.stdout) == (0, "1\n")
+    assert "has no TransformerEngine: a program that this interpreter runs is not checked" in found.stderr
 
 
 @pytest.fixture

@@ -97,9 +97,13 @@ def test_every_fix_has_a_case_and_a_quick_one() -> None:
         (HANG, WRONG, "STILL WRONG", False),
         (UNABLE, UNABLE, "could not run: ImportError: no such recipe", False),
         (RIGHT, UNABLE, "not measured with the fixes: ImportError: no such recipe", False),
+        (None, RIGHT, "right", True),
+        (None, WRONG, "STILL WRONG", False),
+        (None, SKIP, "skipped: no FP8", True),
+        (None, HANG, "not measured with the fixes: no result in 60 s", False),
     ],
 )
-def test_verdicts(without: Outcome, with_fixes: Outcome, verdict: str, ok: bool) -> None:
+def test_verdicts(without: Outcome | None, with_fixes: Outcome, verdict: str, ok: bool) -> None:
     row = Row(CASES["linear-bf16"], without, with_fixes)
     assert (row.verdict, row.ok) == (verdict, ok)
 
