@@ -75,7 +75,7 @@ class Fix:
     ``examine`` reads a `Source` and returns a `Verdict`; it raises `UnrecognizedError` where it finds neither the
     defect nor the corrected shape. ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
-    ``check_hints`` says in the words of docs/check.md what a check of graphs against eager finds where the defect is.
+    ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager finds where the defect is.
     ``group`` is one of `GROUPS`. ``users`` are those who have the defect, with the option that leads there.
     """
 

@@ -24,8 +24,8 @@ usage: te-graph-fixes run [--required] [--check[=N[,layers=K]] | --check-strict[
 Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children.
 With --required, the job ends with the status 87 once a process of it, on this machine, has TransformerEngine without
 the fixes; a fix that cannot be applied is an error.
-With --check, compare graphs with eager in the first N steps (2); docs/check.md says what is seen. With K layers at a
-time it takes less memory. With --check-strict, a process that finds a mismatch ends with the status 86.
+With --check, compare graphs with eager in the first N steps (2), and print what differs. With K layers at a time it
+takes less memory. With --check-strict, a process that finds a mismatch ends with the status 86.
 With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
 
 exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong use, or a bad variable
