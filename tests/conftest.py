@@ -22,6 +22,7 @@ TEXT = {
     "test_catalogue.py",
     "test_choices.py",
     "test_cli.py",
+    "test_commits.py",
     "test_containers.py",
     "test_drift.py",
     "test_engine.py",
