@@ -6,9 +6,9 @@ Symptom, by order: wrong weight gradients without an error (``[1,-1,1,-1.5,-1,-1
 (``[1,1,-1,-1,-1.5,-1.5]``), ``KeyError: -1`` (``[1,-1.5,-1]``), ``AssertionError`` (TE 2.10, any).
 
 `_make_graphed_callables` numbers a wgrad by the dgrads before it instead of the wgrads. It hands a microbatch's static
-inputs and grad-output buffer on at its dgrad, although its wgrad reads them later. A plan that is made once from the
-order (`te_graph_fixes/shipped/graph_order.py`) now says where a capture stands and which buffers it uses, and refuses
-illegal orders. Delayed wgrads that an order does not name are captured right after their dgrad, as in TE 2.10.
+inputs and grad-output buffer on at its dgrad, although its wgrad reads them later. A plan made from the order
+(`shipped/graph_order.py`) now says where a capture stands and which buffers it uses, and refuses illegal orders.
+Delayed wgrads that an order does not name are captured right after their dgrad, as in TE 2.10.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import cast
 
 from ..fix import Fix, Verdict, applicable
 from ..patch import edits
-from ..shapes import graph_capture, require_digest
+from ..shapes import graph_capture
 from ..shipped import new_module
 from ..source import Definition, Edit, Source
 
@@ -85,7 +85,7 @@ PATCH = """
 """
 
 CHOICE = "static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)"
-ORDER_HOLDS_WGRADS = f"""{PATCH}
+WITH_WGRADS = f"""{PATCH}
 @@{PLAN.rstrip()}
  _order_without_wgrad = []
 @@
@@ -93,7 +93,7 @@ ORDER_HOLDS_WGRADS = f"""{PATCH}
 +{CHOICE}
 """
 
-ORDER_HOLDS_DGRADS = f"""{PATCH}
+DGRADS_ALONE = f"""{PATCH}
 @@
 -num_model_chunks = max(_order)
 -num_microbatches = len(_order) // num_model_chunks // 2
@@ -132,15 +132,17 @@ ORDER_HOLDS_DGRADS = f"""{PATCH}
 WGRAD = """
 if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
     if wgrad_validation_list[i] is None:
-        ANY_COUNTING: ...
+        ...
+        for ANY_LATER in range(i + 1, len(_order)):
+            ...
+        ...
 elif ceil(c_id) != c_id:
-    ANY_CHECKS: ...
+    ANY_INDEX: ...
     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
     with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
         ...
     continue
 """
-WGRAD_DIGESTS = {"ANY_COUNTING": "0497442149989efa", "ANY_CHECKS": "92ee664737b3b356"}
 
 DGRAD_2_10 = """
 static_input_surface = per_callable_static_input_surfaces[per_callable_bwd_idx]
@@ -159,22 +161,20 @@ def examine(source: Source) -> Verdict:
     if capture.has("_order_without_wgrad = []"):
         reason = "wgrads are numbered by the dgrads before them, and read what was handed on at the dgrad"
         loop = {"LOOP": "i, c_id in enumerate(_order)", "CHUNK": "-ceil(c_id) - 1"}
-        found = [*edits(source, ORDER_HOLDS_WGRADS, loop), *_plain_wgrad(capture)]
+        found = [*edits(source, WITH_WGRADS, loop), *_plain_wgrad(capture)]
     else:
         reason = "the order cannot hold wgrads"
-        loop = {"LOOP": "c_id in _order", "CHUNK": "-c_id - 1"}
-        found = [*edits(source, ORDER_HOLDS_DGRADS, loop), _only_dgrad(capture)]
+        found = [*edits(source, DGRADS_ALONE, {"LOOP": "c_id in _order", "CHUNK": "-c_id - 1"}), _only_dgrad(capture)]
     return applicable(reason, found, new_module(source, "graph_order"))
 
 
 def _plain_wgrad(capture: Definition) -> list[Edit]:
     """Delete what counts and checks an order's wgrads, which the plan does."""
     (found,) = capture.exactly(1, WGRAD)
-    for name, wanted in WGRAD_DIGESTS.items():
-        require_digest(capture, found[name], wanted)
-    wgrad = cast(ast.If, found.node)
+    wgrad, index = cast(ast.If, found.node), found["ANY_INDEX"]
+    capture.exactly(1, "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]", within=index)
     (start, _), (_, end) = map(capture.module.span, (wgrad, cast(ast.If, wgrad.orelse[0]).test))
-    return [Edit(capture.module.name, start, end, "if is_wgrad"), *map(capture.delete, found["ANY_CHECKS"].body)]
+    return [Edit(capture.module.name, start, end, "if is_wgrad"), *map(capture.delete, index.body)]
 
 
 def _only_dgrad(capture: Definition) -> Edit:
