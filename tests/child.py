@@ -9,6 +9,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from te_graph_fixes.verify.cases import Case
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,3 +76,10 @@ def simulate(*arguments: str | Path, path: str | Path = "", **environment: str) 
     done = on_simulator(*arguments, path=path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:
+    """What a child of `verify` says of each case, by its name; it goes no further than one that fails."""
+    given = [case if isinstance(case, str) else case.to_json() for case in cases]
+    output = on_simulator("-m", "te_graph_fixes.verify.child", *given, path=path, **environment).stdout
+    return {line["case"]: line for line in map(json.loads, output.splitlines())}

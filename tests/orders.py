@@ -5,12 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 
-# TransformerEngine #2376: three chunks, eight microbatches.
-PIPELINED = [
-    *(1, 1, 1, 1, 2, 3, 2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5),
-    *(1, -3, -3.5, -2, -2.5, 1, -1, -1.5, 1, -1, -1.5, 1, -1, -1.5, 2, -1, 3, -1.5, 2, -3, -3.5, 3, -2, -2.5),
-    *(2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5, -1, -1.5, -1, -1.5),
-]
+from te_graph_fixes.verify.cases import PIPELINED
 
 # Megatron-Core 0.16.1, get_overlap_moe_expert_parallel_comm_order: first of 2 stages, 2 model chunks of 1 and 2 layers,
 # 4 microbatches. TransformerEngine hands a set of inputs on too early.
@@ -24,7 +19,7 @@ NAMED: dict[str, list[float]] = {
     "two chunks, wgrads last": [1, 2, -2, -1, -2.5, -1.5],
     "two microbatches, wgrads last": [1, 1, -1, -1, -1.5, -1.5],
     "Megatron-Core, uneven layers": UNEVEN,
-    "TE #2376": PIPELINED,
+    "TE #2376": [*PIPELINED],
 }
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from te_graph_fixes.fixes.backward_dw_order import FIX
 from te_graph_fixes.source import Source
-from tests.child import simulate
+from te_graph_fixes.verify.cases import Case
+from tests.child import measured
+from tests.orders import NAMED, random_orders
 from tests.published import source
 
 GRAPH = "transformer_engine.pytorch.graph"
-
-WITH = f"{FIX.id},capture-without-warmup"
-"""The fix with what it requires."""
 
 # Text of TE's that decides what the edits mean, and something that means another thing.
 EVERYWHERE = {
@@ -79,58 +77,14 @@ def test_another_plan_module_is_unrecognized(tmp_path: Path) -> None:
     assert "another version of a module that this package provides" in verdict.reason
 
 
-def sweep(setting: str, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The summary of ``tests/gpu/order_sweep.py`` and its other lines, in a child process on the simulator."""
-    output = simulate("tests/gpu/order_sweep.py", *arguments, TE_GRAPH_FIXES=setting)
-    *lines, summary = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return summary, lines
-
-
-SHORT = ("--recipes", "bf16", "--longest", "20")
-
-
-def test_every_order_gives_what_eager_gives() -> None:
-    summary, lines = sweep(WITH, "Linear", "LayerNormLinear", "GroupedLinear", "--random", "4", "--longest", "20")
-    assert summary["bit-identical"] == summary["cases"] >= 12 * 4, lines
-    assert summary["applied"] == WITH.split(",")
-    assert summary["inference"] == 0.0
-
-
-@pytest.mark.slow
-def test_long_orders_give_what_eager_gives() -> None:
-    summary, lines = sweep(WITH, "Linear", "LayerNormLinear", "GroupedLinear", "--random", "7")
-    assert summary["bit-identical"] == summary["cases"] == 12 * 12, lines
-
-
-@pytest.mark.parametrize("variant", ["--share", "--whole"])
-def test_shared_samples_and_orders_without_wgrads(variant: str) -> None:
-    summary, lines = sweep(WITH, "Linear", "--random", "4", *SHORT, variant)
-    assert summary["bit-identical"] == summary["cases"] >= 6, lines
-
-
-def test_chunks_of_two_layers_without_wgrads() -> None:
-    summary, lines = sweep(WITH, "LayerNormLinear", *SHORT, "--whole", "--layers", "2")
-    assert summary["bit-identical"] == summary["cases"] == 6, lines
-
-
-def test_illegal_orders_are_refused() -> None:
-    summary, _ = sweep(WITH, "Linear", "--illegal", "40")
-    assert summary["refused"] == 40
-
-
-def test_all_fixes_together() -> None:
-    summary, lines = sweep("on", "GroupedLinear", *SHORT)
-    assert summary["bit-identical"] == summary["cases"] == 6, lines
-    assert FIX.id in summary["applied"]
-
-
-@pytest.mark.parametrize("variant", [(), ("--share",), ("--whole",)])
-def test_without_the_fix(variant: tuple[str, ...]) -> None:
-    summary, lines = sweep("off", "Linear", *SHORT, *variant)
-    works = variant == ("--whole",) and (Source.installed().version or "").startswith("2.10.")
-    assert (summary["bit-identical"] == summary["cases"]) == works, lines
-
-
-def test_illegal_orders_without_the_fix() -> None:
-    summary, _ = sweep("off", "Linear", "--illegal", "5")
-    assert summary["refused"] == 0
+@pytest.mark.parametrize("module", ["LayerNormLinear", "GroupedLinear"])
+def test_orders_give_what_eager_gives(module: str) -> None:
+    orders = [order for order in [*NAMED.values(), *random_orders(4, 4)] if len(order) < 30]
+    options = {"module": module, "delay": True, "mark_first": False, "fused": False, "bias": True, "steps": 2}
+    cases = [
+        Case(f"{order}, {reuse}", (), "training:compare", {**options, "order": order, "reuse": reuse})
+        for order, reuse in itertools.product(orders, (False, True))
+    ]
+    found = measured(*cases)
+    assert [case for case, line in found.items() if line["error"]] == []
+    assert len(found) == len(cases)

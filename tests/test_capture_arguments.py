@@ -91,3 +91,19 @@ def test_what_this_te_lacks_is_refused(kind: str) -> None:
     if kind in KINDS:
         pytest.skip(f"this TransformerEngine has {SINCE[kind]}")
     assert "unexpected keyword argument" in on_simulator("-c", PROGRAM, KIND=kind, RECIPE="").stderr
+
+
+IN_INFERENCE_MODE = """
+import te_graph_fixes, torch
+import transformer_engine.pytorch as te
+layer = te.Linear(32, 32, device="cuda")
+with torch.inference_mode():
+    sample, x = torch.randn(2, 32, 32, device="cuda")
+    wanted = layer(x)
+    graphed = te.make_graphed_callables(layer, (sample.requires_grad_(),), allow_unused_input=True)
+    assert torch.equal(graphed(x), wanted)
+"""
+
+
+def test_modules_in_training_are_captured_in_inference_mode() -> None:
+    simulate("-c", IN_INFERENCE_MODE)

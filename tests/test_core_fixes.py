@@ -6,12 +6,11 @@ into ``main_grad``, an optimizer step between steps.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.child import on_simulator, simulate
+from tests.child import measured, simulate
 from tests.published import TE
 
 SKIP_FLAG, WARMUP, ACCESSORS = "grouped-linear-skip-flag", "warmup-reset", "skip-flag-accessors"
@@ -42,9 +41,7 @@ def errors_without(te: TE) -> dict[str, dict[str, list[float]]]:
 
 def measure(te: TE, setting: str, *cases: str, **environment: str) -> dict[str, dict[str, Any]]:
     """What a child says of the cases, with ``setting`` in ``TE_GRAPH_FIXES``."""
-    command = ("-m", "te_graph_fixes.verify.child", *cases)
-    done = on_simulator(*command, path=te.path, TE_GRAPH_FIXES=setting, **environment)
-    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+    return measured(*cases, path=te.path, TE_GRAPH_FIXES=setting, **environment)
 
 
 @pytest.fixture(scope="module")

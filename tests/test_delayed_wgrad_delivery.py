@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.fixes.delayed_wgrad_delivery import FIX
 from te_graph_fixes.shipped.delayed_wgrad import accumulate_grads, deliver_grads, take_grads
 from te_graph_fixes.source import Source
-from tests.child import on_simulator
+from tests.child import simulate
 from tests.published import source
 
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
@@ -151,72 +149,18 @@ def test_a_capture_leaves_grads_and_hooks_as_they_were(fails: bool) -> None:
     assert (module.hooks_run, module.wgrad_accumulation_and_reduce_hooks) == (0, [module.count])
 
 
-def run(setting: str, *words: str, program: str = "tests/gpu/delayed_wgrad_delivery.py") -> list[Any]:
-    """The lines of JSON of the cases that match ``words`` in a child process on the simulator."""
-    done = on_simulator(program, *words, TE_GRAPH_FIXES=setting)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
-
-
-def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [case for case in cases if [case.get(name) for name in ("eager", "graph", "hooks", "left")] != [0] * 4]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "order"),
-    [("bf16", "late"), ("fp8-current", "reused")],
-)
-def test_every_gradient_arrives(recipe: str, order: str) -> None:
-    cases = run("on", recipe, order, "bias", "-split")
-    assert not wrong(cases)
-    assert len(cases) == 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["one-graph", "single", "pipelined", "late", "reused"])
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
-def test_every_gradient_of_every_case_arrives(recipe: str, order: str) -> None:
-    cases = run("on", recipe, order, "-split")
-    assert not wrong(cases)
-    assert len(cases) == 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("other", sorted(set(CATALOGUE) - {FIX.id, *FIX.requires}))
-def test_it_goes_with_every_other_fix(other: str) -> None:
-    named = [other]
-    for fix in named:
-        named += [required for required in CATALOGUE[fix].requires if required not in named]
-    cases = run(f"{ALONE},{','.join(named)}", "bf16", "one-graph", "bias", "plain", "GroupedLinear")
-    assert not wrong(cases)
-    assert len(cases) == 1
-
-
-def test_it_needs_no_other_fix_than_it_says() -> None:
-    (case,) = run(ALONE, "bf16", "one-graph", "bias", "plain", "Linear")
-    assert not wrong([case])
-    assert FIX.id in case["applied"]
-
-
-def test_without_the_fix_gradients_are_lost() -> None:
-    (case,) = run("off", "bf16", "one-graph", "bias", "plain", "Linear")
-    assert case["left"] > 0
-    assert (case["eager"], case["graph"], case["hooks"]) == (1.0, 1.0, 1.0)
-    assert case["parameters"]["eager"]["weight"] > 0.5
-    assert case["parameters"]["graph"]["weight"] == 1.0
-
-
-def test_without_the_fix_captures_of_an_mlp_with_bias_fail() -> None:
-    (case,) = run("off", "bf16", "one-graph", "bias", "plain", "LayerNormMLP")
-    assert "'NoneType' object has no attribute 'to'" in case["failed"]
+def run(setting: str) -> list[list[bool]]:
+    """What `main` prints in a child process on the simulator."""
+    return [json.loads(line) for line in simulate(__file__, TE_GRAPH_FIXES=setting).splitlines() if line[0] == "["]
 
 
 def test_no_autograd_node_of_the_warmup_is_left_for_a_capture() -> None:
-    assert run(ALONE, program=__file__) == [[False, False]]
+    assert run(ALONE) == [[False, False]]
 
 
 @pytest.mark.skipif(not LEAKS, reason="this TE keeps no output of the warmup")
 def test_without_the_fix_autograd_nodes_of_the_warmup_are_left() -> None:
-    assert run("off", program=__file__) == [[True, True]]
+    assert run("off") == [[True, True]]
 
 
 def main() -> None:

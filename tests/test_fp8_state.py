@@ -1,11 +1,10 @@
 """``fp8-weight-transposes``, ``cached-weight-lifetime`` and ``state-after-evaluation`` on the simulator.
 
-Programs of ``te_graph_fixes/verify/evaluation.py``, those of ``verify`` and others, one after another in one process.
+Programs of ``te_graph_fixes/verify/evaluation.py`` that are no cases of ``verify``, one after another in one process.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify.cases import CASES, Case
-from tests.child import on_simulator, simulate
+from tests.child import measured, on_simulator, simulate
 
 TRANSPOSES, CACHED, STATE = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
 STATE_ALONE = f"{STATE},fp8-state-at-replay"
@@ -53,64 +52,40 @@ OTHERS = {
 """Programs that are not in ``verify``: the fix, the events and the options."""
 
 WITHOUT = {
-    "fp8-params-of-master": ("first", 0.9),
-    "fp8-params-no-grad": ("first", 0.9),
-    "fp8-experts-no-grad": ("first", 0.9),
-    "inference-and-training": ("infer-later", 0.9),
-    "inference-and-eager-training": ("eager-later", 0.9),
-    "cached-after-other-recipe": ("other", 0.02),
-    "checkpoint-after-bf16": None,
-    "forward-method-after-others": None,
-    "ops-after-bf16": None,
-    "ops-after-other-recipe": None,
     "master-mlp": ("first", 0.9),
     "master-ops": ("first", 0.9),
-    "fp8-params-block-no-grad": ("first", 0.9),
     "operation-by-forward": ("save", 0.9),
     "shared-experts": ("infer-later", 0.9),
     "shared-mlp": ("infer-later", 0.9),
 }
-"""The event that is wrong without the fixes, and by how much at least; None where a replay or the checkpoint raises."""
+"""The event that is wrong without the fixes, and by how much at least."""
 
-CASE = {name: CASES[name] for name in WITHOUT if name in CASES} | {
-    name: Case(name, (fix,), "evaluation:compare", {"events": events, **options})
+CASE = [
+    Case(name, (fix,), "evaluation:compare", {"events": events, **options})
     for name, (fix, events, options) in OTHERS.items()
-}
-
-
-def measure(setting: str, *names: str) -> dict[str, dict[str, Any]]:
-    """What a child says of the cases, with ``setting`` in ``TE_GRAPH_FIXES``."""
-    cases = [CASE[name].to_json() for name in names]
-    done = on_simulator("-m", "te_graph_fixes.verify.child", *cases, TE_GRAPH_FIXES=setting)
-    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+]
 
 
 @pytest.fixture(scope="module")
-def fixed() -> dict[str, dict[str, Any]]:
-    return measure("on", *CASE)
+def fixed() -> dict[str, Any]:
+    return measured(*CASE)
 
 
-@pytest.mark.parametrize("name", CASE)
-def test_replay_is_eager_bit_for_bit(fixed: dict[str, dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_replay_is_eager_bit_for_bit(fixed: dict[str, Any], name: str) -> None:
     assert (fixed[name]["outcome"], fixed[name].get("error")) == ("measured", 0.0), fixed[name]
 
 
 @pytest.fixture(scope="module")
-def without() -> dict[str, dict[str, Any]]:
-    return measure(EVERYTHING_ELSE, *(name for name, wrong in WITHOUT.items() if wrong))
+def without() -> dict[str, Any]:
+    return measured(*(case for case in CASE if case.name in WITHOUT), TE_GRAPH_FIXES=EVERYTHING_ELSE)
 
 
 @pytest.mark.skipif(not set(FIXES) & NEEDED, reason="this TE has the corrected code")
 @pytest.mark.parametrize("name", WITHOUT)
-def test_without_the_fixes_it_is_not(without: dict[str, dict[str, Any]], name: str) -> None:
-    wrong = WITHOUT[name]
-    if wrong is None:
-        found = measure(EVERYTHING_ELSE, name)[name]
-        assert found["outcome"] == "failed"
-        assert found["detail"].startswith(("TypeError: 'NoneType'", "AttributeError: "))
-    else:
-        event, least = wrong
-        assert max(without[name]["measures"]["errors"][event]) > least
+def test_without_the_fixes_it_is_not(without: dict[str, Any], name: str) -> None:
+    event, least = WITHOUT[name]
+    assert max(without[name]["measures"]["errors"][event]) > least
 
 
 OWNERS = """

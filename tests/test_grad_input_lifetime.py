@@ -1,24 +1,17 @@
-"""``grad-input-lifetime``: the plan of lifetimes on its own, and gradients that are being sent, on the simulator."""
+"""``grad-input-lifetime``: the plan of lifetimes on its own. `verify` has programs that send gradients."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.shipped.graph_order import grad_input_releases
-from te_graph_fixes.source import Source
-from tests.child import simulate
 from tests.pipeline_orders import interleaved, layer_wise
-
-FIX = CATALOGUE["grad-input-lifetime"]
 
 
 @dataclass
@@ -164,26 +157,3 @@ def test_one_microbatch_may_be_divided_anyhow(layers: int) -> None:
     order = [*range(1, layers + 1), *range(-layers, 0)]
     found = released_before(order, grad_input_releases(order, [1] * layers), [1] * layers)
     assert found == {}, "every grad input may be in use to the end"
-
-
-def run(*names: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """``tests/gpu/grad_input_lifetime.py check`` in a child process on the simulator."""
-    output = simulate("tests/gpu/grad_input_lifetime.py", "check", "64", "64", *names)
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return {(line["schedule"], line["setting"]): line for line in lines}
-
-
-@pytest.mark.skipif(FIX.verdict(Source.installed()).verdict != "applicable", reason="this TE has the corrected code")
-@pytest.mark.parametrize("schedule", ["first", "longer", "wgrads"])
-def test_what_is_sent_stays_intact(schedule: str) -> None:
-    found = run(schedule)
-    assert found[schedule, "without"]["overwritten"][0] > 0
-    assert found[schedule, "without"]["received_wrong"][0] > 0
-    assert found[schedule, "with"]["overwritten"] == [0, 0]
-    assert found[schedule, "with"]["received_wrong"] == [0, 0]
-
-
-def test_model_chunks_are_right_as_they_are() -> None:
-    for line in run("model chunks", "one layer").values():
-        assert line["overwritten"] == [0, 0]
-        assert line["received_wrong"] == [0, 0]

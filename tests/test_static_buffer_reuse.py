@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from te_graph_fixes.source import Source
 from te_graph_fixes.verify.driver.program import Program
-from tests.child import on_simulator, simulate
+from tests.child import measured, on_simulator, simulate
 from tests.explore.scripts import script
 
 FIX = "static-buffer-reuse"
@@ -31,8 +30,7 @@ LEAVES_OUT_NONE = (
 
 
 def errors(setting: str) -> dict[str, list[float]]:
-    found = simulate("-m", "te_graph_fixes.verify.child", "reused-buffers", TE_GRAPH_FIXES=setting)
-    return json.loads(found)["measures"]["errors"]  # type: ignore[no-any-return]
+    return measured("reused-buffers", TE_GRAPH_FIXES=setting)["reused-buffers"]["measures"]["errors"]  # type: ignore[no-any-return]
 
 
 def test_buffers_are_handed_on_to_what_is_alike() -> None:

@@ -26,8 +26,21 @@ from tests.child import on_simulator, python
 
 ROOT = Path(__file__).parent.parent
 ON_SIMULATOR = (sys.executable, "-m", "tests.simulator", "-m", "te_graph_fixes.verify.child")
+BESIDE = (
+    *("recompute-in-an-autocast", "recompute-after-another", "operation-alone", "last-send-before-cooldown"),
+    *("fp8-params-of-master", "fp8-experts-no-grad", "inference-and-eager-training", "cached-after-other-recipe"),
+    *("checkpoint-after-bf16", "forward-method-after-others", "ops-after-other-recipe", "fp8-params-block-no-grad"),
+    *("inference-and-training-in-order", "norm-and-bias", "delayed-bias", "delayed-experts-in-order"),
+    *("delayed-mlp-bias", "delayed-experts-bias", "other-module-first", "recomputed-weights", "experts-not-cached"),
+)
+"""Cases that are not quick, and about what those that are leave out."""
 SIMULATED = [
-    pytest.param(case, gpu, marks=() if case.quick and gpu == "hopper" else pytest.mark.slow, id=f"{case.name}-{gpu}")
+    pytest.param(
+        case,
+        gpu,
+        marks=() if (case.quick or case.name in BESIDE) and gpu == "hopper" else pytest.mark.slow,
+        id=f"{case.name}-{gpu}",
+    )
     for case in CASES.values()
     for gpu in [
         "blackwell-rtx"
@@ -72,7 +85,7 @@ def test_cases_on_the_simulator(case: Case, gpu: str, children: Callable[[str, s
     if row.skipped:
         pytest.skip(row.verdict)
     assert row.with_fixes.right, row.with_fixes
-    if case.quick or not APPLICABLE_FIXES & set(case.fixes):
+    if case.quick or case.name in BESIDE or not APPLICABLE_FIXES & set(case.fixes):
         assert row.verdict == ("fixed" if APPLICABLE_FIXES & set(case.fixes) else "not affected")
 
 
