@@ -3,9 +3,9 @@
     python tests/benchmarks/benchmark.py --json benchmark.json --png benchmark.png
 
 Three variants of the same TE are compared, in processes of their own that take turns: ``unpatched``, ``patched`` (by
-this package, in memory) and ``source`` (a copy of TE with the change of ``te-graph-fixes diff`` on disk, this package
-off).
-With ``--imports`` only import times are measured. Needs matplotlib for the picture.
+this package, in memory) and ``source`` (a copy of TE that ``te-graph-fixes bake`` has corrected, this package off).
+With ``--imports`` only import times are measured; in ``baked_import_ms`` ``patched`` is that copy. Needs
+matplotlib for the picture.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from te_graph_fixes.engine import patched
+from te_graph_fixes.bake import in_place
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import Source, TENotFoundError
 from te_graph_fixes.verdicts import Decision
@@ -36,24 +36,20 @@ Samples = dict[str, dict[str, list[float]]]
 """Measure -> variant -> one number for each round."""
 
 
-def patched_copy(source: Source, folder: Path) -> None:
-    """A copy of TE with the fixes in its source; what is not Python is linked to."""
+def baked_copy(source: Source, folder: Path) -> None:
+    """A copy of TE that `te-graph-fixes bake` has corrected; what is not Python is linked to."""
 
     def copy(old: str, new: str) -> str:
         shutil.copyfile(old, new) if old.endswith(".py") else os.symlink(old, new)
         return new
 
-    location = Path(source.location)
-    for entry in location.parent.glob("transformer_engine*"):
+    for entry in Path(source.location).parent.glob("transformer_engine*"):
         if entry.is_dir():
             ignore = shutil.ignore_patterns("__pycache__")
             shutil.copytree(entry, folder / entry.name, copy_function=copy, ignore=ignore, symlinks=False)
         else:
             copy(str(entry), str(folder / entry.name))
-    for name, (_, after) in patched(source, Decision(source, Settings()).to_apply.values()).items():
-        module = source.find(name)
-        path = Path(module.path).relative_to(location.parent) if module else Path(*name.split(".")).with_suffix(".py")
-        (folder / path).write_text(after, encoding="utf-8")
+    in_place(Decision(Source.at(folder), Settings()))
 
 
 class Worker:
@@ -86,29 +82,36 @@ class Worker:
         self._process.wait()
 
 
-def import_ms(*statements: str) -> list[float]:
+def import_ms(*statements: str, path: str = "") -> list[float]:
     """The time that each statement takes in one fresh interpreter, with bytecode as pip installs it."""
     timed = "; ".join(f"{statement}; times.append(time.perf_counter())" for statement in statements)
     code = f"import time; times = [time.perf_counter()]; {timed}; print(*times)"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
     times = list(map(float, done.stdout.split()[-len(statements) - 1 :]))
     return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
 
 
-def imports(te: bool) -> Samples:
+def imports(source: Source | None) -> Samples:
     """Import times of this package and of wrapt, in pairs that run side by side; of TE, torch included, without and
     with this package: it is imported after TE, so that all the fixes are put in place at once, and the time added.
+    And of TE and of a baked copy, in turns, both without this package.
     """
     statements = "import wrapt", "import te_graph_fixes"
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(import_ms, statements))  # fills the caches
         measured = [time for (time,) in pool.map(import_ms, statements * 15)]
     found: Samples = {"import_ms": {WRAPT: measured[::2], PATCHED: measured[1::2]}}
-    if te:
-        rounds = [import_ms("import transformer_engine.pytorch", statements[1]) for _ in range(16)][1:]
+    if source:
+        te = "import transformer_engine.pytorch"
+        rounds = [import_ms(te, statements[1]) for _ in range(16)][1:]
         found["te_import_ms"] = {UNPATCHED: [te for te, _ in rounds], PATCHED: [te + added for te, added in rounds]}
+        with tempfile.TemporaryDirectory() as folder:
+            baked_copy(source, Path(folder))
+            pairs = [(*import_ms(te), *import_ms(te, path=folder)) for _ in range(16)][1:]
+        found["baked_import_ms"] = {UNPATCHED: [plain for plain, _ in pairs], PATCHED: [baked for _, baked in pairs]}
     return found
 
 
@@ -116,7 +119,7 @@ def on_gpu(source: Source) -> tuple[dict[str, Any], Samples]:
     """About the variants, and what they measure in turns."""
     found: Samples = {}
     with tempfile.TemporaryDirectory() as folder:
-        patched_copy(source, Path(folder))
+        baked_copy(source, Path(folder))
         workers = {UNPATCHED: Worker("off"), PATCHED: Worker("on"), SOURCE: Worker("off", Path(folder))}
         try:
             about = {variant: worker.hello() for variant, worker in workers.items()}
@@ -201,7 +204,7 @@ def main() -> int:
         source = None
     if source is None and not options.imports:
         sys.exit("TransformerEngine is not installed: only --imports works")
-    samples = imports(te=source is not None)
+    samples = imports(source)
     about: dict[str, Any] = {}
     if source is not None and not options.imports:
         about, measured = on_gpu(source)
