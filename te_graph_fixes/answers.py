@@ -93,6 +93,7 @@ def explain(fix: Fix, decision: Decision | None, changed: int, where: str) -> It
         baked = found.stamped
         word = "it has this defect" if found.verdict == APPLICABLE else found.verdict
         yield f"here       {name_of(decision.version)}: {word}: {decision.reason(fix.id)}"
+    yield f"cost       {fix.cost}"
     dependent = [other for other in CATALOGUE if fix.id in with_required(other) - {other}]
     yield f"leave out  {f'te-graph-fixes bake --undo{where}, then bake with ' * baked}{DISABLE}={fix.id}"
     if dependent:

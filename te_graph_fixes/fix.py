@@ -77,6 +77,7 @@ class Fix:
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
     ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager finds where the defect is.
     ``group`` is one of `GROUPS`. ``users`` are those who have the defect, with the option that leads there.
+    ``cost`` is said where it is known of the fix alone (docs/results/benchmark.md, grad-input-lifetime.md).
     """
 
     id: str
@@ -89,6 +90,7 @@ class Fix:
     check_hints: tuple[str, ...] = ()
     group: str = ""
     users: str = ""
+    cost: str = "none that was measured: with all fixes a replay takes 0.81 to 1.01 of TE's time"
 
     @property
     def versions(self) -> str:

@@ -122,6 +122,7 @@ def test_a_fix_is_explained(fix: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert out.startswith(f"{fix} ({record.group}): {record.summary}\n\nsymptom    {record.symptom}\n")
     assert f"\naffected   {record.users}\nversions   TransformerEngine {record.versions}\n" in out
     assert f"\nhere       TransformerEngine {version}: it has this defect: " in out
+    assert f"\ncost       {record.cost}\n" in out
     assert f"\nleave out  TE_GRAPH_FIXES_DISABLE={fix}\n" in out
     assert all(link in re.findall("^upstream .*", out, re.MULTILINE)[0] for link in record.upstream)
     wanted = " ".join(sorted(with_required(fix)))
@@ -129,6 +130,7 @@ def test_a_fix_is_explained(fix: str, capsys: pytest.CaptureFixture[str]) -> Non
     for dependent in (other for other in CATALOGUE.values() if fix in other.requires):
         assert dependent.id in re.findall("also leaves out (.*): wrong without it", out)[0]
     assert out.count(record.symptom) == 1
+    assert ("3 µs of the CPU a call" in out) == (fix == "replay-arguments")
 
 
 @pytest.mark.parametrize("fix", CATALOGUE)

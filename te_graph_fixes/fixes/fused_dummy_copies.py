@@ -56,6 +56,7 @@ FIX = Fix(
         "https://github.com/NVIDIA/Megatron-LM/pull/5893",
     ),
     affected=">=2.19",
+    cost="none: a replay takes 0.81 to 0.95 of its time without",
     examine=SemanticPatch(
         PATCH,
         "parameter grads that stand for a wgrad in main_grad are copied",

@@ -79,6 +79,7 @@ FIX = Fix(
     users="Megatron-Core overlap_moe_expert_parallel_comm with virtual pipeline stages of two or more layers",
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5966",),
     affected=">=2.10",
+    cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
     examine=SemanticPatch(
         PATCH,
         "grad inputs are released at the next chunk's dgrad, though a chunk may be one layer of a model chunk",

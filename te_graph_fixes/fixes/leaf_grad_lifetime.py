@@ -36,6 +36,7 @@ FIX = Fix(
     users="callables with parameters, or other leaves that need a gradient, among their inputs, as in NeMo Automodel",
     upstream=(),
     affected=">=2.10",
+    cost="the gradients of inputs that are leaves are copied; not measured",
     examine=SemanticPatch(
         PATCH, "graphs return their static buffers as grads of leaf inputs", provides=("leaf_grads",)
     ),

@@ -69,5 +69,6 @@ FIX = Fix(
     users="own callers of make_graphed_callables that pass other arguments than their samples",
     upstream=(),
     affected=">=2.10",
+    cost="3 µs of the CPU a call, with a dict of tensors 9",
     examine=SemanticPatch(PATCH, "a replay takes whatever it is given", provides=("replay_arguments",)),
 )
