@@ -22,8 +22,10 @@ REFUSED = {
     "graph-twice-before-its-backward": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
     "module-twice-in-a-tuple": "the backward of callable 0 (LayerNormMLP) of microbatch 1 cannot be replayed",
     "captures-nested-in-a-pool": "callable 0 (LayerNormMLP) of capture 2 in its memory pool was replayed since",
+    "replaced-module": "callable 0 (Sequential): a module (1) is not where it was",
+    "moved-before-the-backward": "callable 0 (LayerNormMLP): a parameter (layer_norm_weight) is not where it was",
     "backward-twice": "capture with retain_graph_in_backward=True",
-    "checkpoints-in-flight": "is run again by a checkpoint and may overwrite the",
+    "checkpoints-in-flight": "the forward of callable 0 (LayerNormMLP) of microbatch 0 was replayed since its forward",
     "wgrad-after-the-next-forward": "the backward_dw of callable 0 (Linear) cannot be replayed: the forward of",
     "wgrad-before-the-backward": "callable 0 (Linear): backward_dw() without a backward before it",
     "data-of-a-parameter": "callable 0 (LayerNormMLP): a parameter (fc2_weight) is not where it was",
@@ -83,7 +85,7 @@ main_grad = weakref.ref(layer.weight.main_grad)
 layer.weight.main_grad = None
 print(main_grad() is None)
 layer.reset()
-held = [each for each in gc.get_objects() if type(each).__name__ == "_Addresses" and each._places]
+held = [each for each in gc.get_objects() if type(each).__name__ == "_Addresses" and each._was]
 print({id(each) for one in held for each in one._parameters} == {id(kept.weight)})
 """
 
@@ -110,6 +112,25 @@ def test_it_can_be_switched_off(settings: dict[str, str]) -> None:
 def test_deactivate_takes_it_back() -> None:
     assert "is not where it was" in on_simulator("-c", TRAINED.format("")).stderr
     simulate("-c", TRAINED.format("te_graph_fixes.deactivate()"))
+
+
+RECIPES = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+x = torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+te.make_graphed_callables(layer, (x,), enabled=True, recipe=recipe.Float8CurrentScaling())
+with te.autocast(enabled=True, recipe=recipe.{}()):
+    layer(x)
+"""
+
+
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8BlockScaling"])
+def test_a_graph_is_not_for_another_recipe(recipe: str) -> None:
+    error = on_simulator("-c", RECIPES.format(recipe)).stderr
+    assert f"captured with a Float8CurrentScalingRecipeState and is replayed with a {recipe}" in error
 
 
 AUTOCAST = """

@@ -8,8 +8,9 @@ offloaded and came back elsewhere, where a graph is replayed twice before its ba
 Each replay now looks at what the capture has fixed (`te_graph_fixes/shipped/replay_contract.py`, shipped beside the
 patched modules) and raises `RuntimeError` where its result would be another than eager training's: the sequence of
 replays of one memory pool, the addresses of parameters, ``main_grad`` and the tensors of FP8 parameters, and which
-parameters are trained. The gradients of inputs are returned as copies where a checkpoint may run a graph again before
-they are read (with ``leaf-grad-lifetime``). FP8 graphs of delayed scaling that are replayed for training outside of an
+parameters are trained. Outputs, and the gradients of inputs, are returned as copies where a checkpoint may run a graph
+again before they are read (with ``leaf-grad-lifetime``). One tensor that is the sample of several inputs is copied for
+each of them, since a replay writes into it. FP8 graphs of delayed scaling that are replayed for training outside of an
 autocast are warned of once.
 """
 
@@ -25,6 +26,13 @@ PATCH = """
 +note_capture(args[0], kwargs["pool"])
 
 @@ graph.py _make_graphed_callables
+ per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
++if _order is None:
++    from ._te_replay_contract import with_own_inputs
++
++    # An order hands buffers on; without one each callable writes into its own.
++    sample_args, sample_kwargs = with_own_inputs((sample_args, sample_kwargs), _tree_flatten, _tree_unflatten)
+@@
 +from ._te_replay_contract import Contract, Run
 +
 +warmup_run = Run()
@@ -66,6 +74,11 @@ PATCH = """
  ):
      ...
 
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function
+ class Graphed(torch.autograd.Function):
+     ...
++Graphed.forward = staticmethod(contract.with_kept_outputs(Graphed.forward))
+
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 +contract.replay_forward()
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
@@ -73,6 +86,12 @@ PATCH = """
 +ctx.replayed = contract.time
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
 +contract.replay_backward(ctx)
+
+@@ graph.py _make_graphed_callables
++from ._te_replay_contract import copy_without_graphs
++
+ func.forward = forward
++func.__deepcopy__ = lambda memo, func=func: copy_without_graphs(func, memo)
 
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
 +contract = contracts[graph_idx]

@@ -91,13 +91,13 @@ class _State:
         """Put the values of the module's present state into the held one, and that in its place."""
         meta = _meta(self._attributes, self._mode)
         state: Any = meta.get(STATES[self._mode])
-        if not self._delayed:
-            return
         if type(state) is not type(self._state):
             raise RuntimeError(
                 f"a graph of {type(self._module).__name__} was captured with a {type(self._state).__name__} and is "
                 f"replayed with a {type(state).__name__}: replay it in an autocast with the recipe of the capture"
             )
+        if not self._delayed:
+            return
         if state.amax_history.shape != self._history.shape:
             raise RuntimeError(
                 f"a graph of {type(self._module).__name__} was captured with {len(self._history)} entries of amax "

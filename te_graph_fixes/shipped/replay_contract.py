@@ -9,9 +9,10 @@ backward out, evaluates, drops a step or runs fewer microbatches loses nothing.
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any
@@ -90,6 +91,33 @@ def note_capture(graph: Any, pool: Any) -> None:
     state.names.append("a graph whose capture failed")
 
 
+def with_own_inputs(
+    samples: Any, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[list[Any], Any], Any]
+) -> Any:
+    """The samples of a capture, where a tensor that takes a gradient is in them several times each with its own copy.
+
+    What needs no gradient, as masks, has the same values for all in each step. Parameters are not written.
+    """
+    leaves, spec = flatten(samples)
+    seen: set[int] = set()
+    for i, leaf in enumerate(leaves):
+        if getattr(leaf, "requires_grad", False) and not isinstance(leaf, torch.nn.Parameter):
+            if leaf.data_ptr() in seen:
+                leaves[i] = leaf.detach().clone().requires_grad_()
+            seen.add(leaf.data_ptr())
+    return unflatten(leaves, spec)
+
+
+def copy_without_graphs(module: Any, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` gives for a module with graphs: these read the original's parameters, so a copy has none."""
+    names = ("forward", "backward_dw", "reset", "__deepcopy__")
+    given = {name: vars(module).pop(name) for name in names if name in vars(module)}
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        vars(module).update(given)
+
+
 class Run:
     """What the warmup has run: modules by the number of their callable, and callables in delayed scaling."""
 
@@ -146,12 +174,15 @@ class Contract:
         """When the forward was last replayed."""
         self._delayed_scaling = number in run.delayed
         self._renewed = 0
+        self._keeps_outputs = False
         for state in _recipe_states(functions[number]):
             vars(state).setdefault("contracts", weakref.WeakSet()).add(self)
         modules = run.modules.get(number, set())
         own = [parameter for parameter in _own_parameters(modules) if parameter.numel()]
         self._frozen = list({id(parameter): parameter for parameter in own if not parameter.requires_grad}.values())
-        self._read = self._pool.watch(_owners(functions[number], [*parameters, *own]))
+        self._read = self._pool.watch(
+            [*_submodules(functions[number]), *_owners(functions[number], [*parameters, *own])]
+        )
         self._written = self._pool.watch(_fused(modules))
         if self._backward < 0:
             self._frozen = []
@@ -170,7 +201,7 @@ class Contract:
         grad_enabled = _grad_enabled()
         begins = place <= pool.place
         read = self._read
-        if begins or read.looked != pool.began:
+        if begins or read.looked != pool.began or _address(read.first) != read.first_address:
             read.check(self.name)
         if grad_enabled and self._backward >= 0:
             if self._frozen and any(map(_needs_grad, self._frozen)):
@@ -193,9 +224,21 @@ class Contract:
             pool.may_recompute = checkpointed
         elif checkpointed:
             pool.may_recompute = True
+        self._keeps_outputs = pool.may_recompute and not checkpointed
         self.time = pool.replay(place)
         pool.recomputes = recomputes or pool.recomputes
         read.looked = pool.began
+
+    def with_kept_outputs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The ``forward`` of a graph with copies of its outputs where a checkpoint may overwrite these."""
+
+        def forward_with_kept_outputs(ctx: Any, *args: Any) -> Any:
+            outputs = forward(ctx, *args)
+            if not self._keeps_outputs:
+                return outputs
+            return tuple(output.clone() if isinstance(output, torch.Tensor) else output for output in outputs)
+
+        return forward_with_kept_outputs
 
     def _recompute(self) -> None:
         """RuntimeError where a forward that a checkpoint runs again may overwrite what others have given out."""
@@ -231,6 +274,13 @@ class Contract:
                 f"the backward of {self.name} cannot be replayed: since its forward its modules have run in another "
                 "recipe, which drops the scales and cached weights that it reads. Evaluate in the recipe of the "
                 "capture, or between two steps"
+            )
+        if _address(self._read.first) != self._read.first_address:
+            self._read.check(self.name)
+        if self._dgrad_time is not None:
+            _warn_once(
+                f"{self.name}: the last backward has had no backward_dw(), and its wgrad is lost: call it after each",
+                "no backward_dw",
             )
         time = pool.replay(place)
         if self._written.looked != pool.began and not self._delays_wgrad:
@@ -320,6 +370,13 @@ _Place = tuple[Mapping[str, Any], str, str]
 """A dictionary, the name in it that a tensor has, and what to call it."""
 
 
+def _submodules(function: Any) -> list[_Place]:
+    """Where the modules inside a callable are found."""
+    modules = function.modules() if isinstance(function, torch.nn.Module) else ()
+    children = ((module._modules, name) for module in modules for name, child in module._modules.items() if child)
+    return [(modules, name, "a module") for modules, name in children]
+
+
 def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Place]:
     """Where the ``parameters`` of a callable are found, and the tensors of those in FP8."""
     wanted = {id(parameter) for parameter in parameters if parameter.numel()}
@@ -348,34 +405,42 @@ def _fused(modules: Iterable[torch.nn.Module]) -> list[_Place]:
 
 
 class _Addresses:
-    """Where tensors were at the capture: the same objects, if they are parameters, at the same addresses."""
+    """Where tensors were at the capture: the same objects, if they are parameters or modules, at the same addresses.
+
+    ``first`` was at ``first_address``; it is looked at at each replay, the others once a run.
+    """
 
     def __init__(self, places: Sequence[_Place]) -> None:
         self.looked = -1
-        self._places = places
-        tensors = [dictionary[name] for dictionary, name, _ in places]
+        found = [dictionary[name] for dictionary, name, _ in places]
         # main_grads and the like are not held: their memory may be given up while no graph is replayed.
-        self._parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
-        self._owners = list(_by_owner(places[: len(self._parameters)]))
-        self._dictionaries = [dictionary for dictionary, _, _ in places[len(self._parameters) :]]
-        self._names = [name for _, name, _ in places[len(self._parameters) :]]
-        plain = [i for i, t in enumerate(tensors) if type(t) in (torch.nn.Parameter, torch.Tensor)]
-        self._plain = plain
-        self._addresses = [t.data_ptr() if i in set(plain) else 0 for i, t in enumerate(tensors)]
-
+        held = [each if isinstance(each, (torch.nn.Parameter, torch.nn.Module)) else None for each in found]
+        addresses: list[Any] = [
+            each.data_ptr() if type(each) in (torch.nn.Parameter, torch.Tensor) else None for each in found
+        ]
+        self._was = list(zip(places, held, addresses, strict=True))
+        self._owners = list(_by_owner(place for place, same, _ in self._was if same is not None))
+        placed = [each for each in self._was if each[2] is not None]
+        placed.sort(key=lambda each: each[1] is None)
+        self._parameters = [same for _, same, _ in placed if same is not None]
+        others = [place for place, same, _ in placed if same is None]
+        self._dictionaries, self._names = [each[0] for each in others], [each[1] for each in others]
+        self._addresses = [address for _, _, address in placed]
+        self._all = list(range(len(placed)))
+        self.first = next(iter(self._parameters), torch.empty(0))
+        self.first_address = self.first.data_ptr()
         # Another capture in the pool may have found other tensors at these places.
-        names = ((id(dictionary), name, id(dictionary[name])) for dictionary, name, _ in places)
-        self.key = tuple(zip(names, self._addresses, strict=True))
+        self.key = tuple((id(d), name, id(d[name]), address) for (d, name, _), _, address in self._was)
 
     def check(self, name: str) -> None:
         """RuntimeError where one is not there, or elsewhere."""
-        if not self._places:
+        if not self._was:
             return
         try:
             tensors = self._parameters
             if self._names:
                 tensors = [*tensors, *map(getitem, self._dictionaries, self._names)]
-            if self._are_same() and _are_at(tensors, self._addresses, self._plain):
+            if self._are_same() and _are_at(tensors, self._addresses, self._all):
                 return
         except (KeyError, RuntimeError, TypeError):
             pass
@@ -392,11 +457,11 @@ class _Addresses:
         return True
 
     def _moved(self) -> str:
-        for i, (dictionary, name, kind) in enumerate(self._places):
-            tensor = dictionary.get(name)
-            same = tensor is self._parameters[i] if i < len(self._parameters) else isinstance(tensor, torch.Tensor)
-            if not same or (i in self._plain and _address(tensor) != self._addresses[i]):
-                return f"{kind} ({name})" if kind == "a parameter" else kind
+        for (dictionary, name, kind), same, address in self._was:
+            now: Any = dictionary.get(name)
+            missing = now is not same if same is not None else not isinstance(now, torch.Tensor)
+            if missing or (address is not None and now.data_ptr() != address):
+                return f"{kind} ({name})" if kind in ("a parameter", "a module") else kind
         return "a parameter"
 
 

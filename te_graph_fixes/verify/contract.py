@@ -6,6 +6,7 @@ counts as right (``refused``).
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -233,6 +234,68 @@ def around_the_first(run: Callable[..., Any], graphed: bool) -> Iterator[torch.T
 def checkpoint_of_te(graphed: bool) -> Iterator[torch.Tensor]:
     """`te.checkpoint` around a graph: its forward runs again while the gradient of the next one is to be read."""
     return around_the_first(te.checkpoint, graphed)
+
+
+@right
+def output_behind_a_checkpoint(graphed: bool) -> Iterator[torch.Tensor]:
+    """The output of the second of two blocks is read after the backward, in which the first has run again."""
+    first, second, (x,), (grad,) = mlp(0), mlp(1), data(1), data(1, 8)
+    if graphed:
+        te.make_graphed_callables((first, second), (sample(), sample()))
+    output = second(te.checkpoint(first, x.clone().requires_grad_()))
+    output.backward(grad)
+    yield output.detach()
+
+
+@right
+def one_sample_for_all(graphed: bool) -> Iterator[torch.Tensor]:
+    """Blocks that are captured with the same tensor as their sample."""
+    first, second, (x,), (grad,) = mlp(0), mlp(1), data(1), data(1, 8)
+    if graphed:
+        te.make_graphed_callables((first, second), (sample(),) * 2)
+    second(first(x.clone().requires_grad_())).backward(grad)
+    return grads(first, second)
+
+
+@right
+def deep_copy(graphed: bool) -> Iterator[torch.Tensor]:
+    """A copy of a block with graphs, as an average of weights is made, and trained."""
+    module, (x,), (grad,) = mlp(), data(1), data(1, 8)
+    if graphed:
+        te.make_graphed_callables(module, sample())
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.fc1_weight.mul_(2)
+    copied(x.clone().requires_grad_()).backward(grad)
+    return grads(copied)
+
+
+@broken
+def replaced_module(graphed: bool) -> Iterator[torch.Tensor]:
+    """A module inside a captured one is replaced, as adapters do."""
+    block, (x,), (grad,) = torch.nn.Sequential(mlp(0), mlp(1)), data(1), data(1, 8)
+    if graphed:
+        te.make_graphed_callables(block, sample())
+    block[1] = mlp(2)
+    block(x.clone().requires_grad_()).backward(grad)
+    return grads(block)
+
+
+@broken
+def moved_before_the_backward(graphed: bool) -> Iterator[torch.Tensor]:
+    """Weights are elsewhere between a forward and its backward, as where they are gathered for each."""
+    module, (x,), (grad,) = mlp(), data(1), data(1, 8)
+    if graphed:
+        te.make_graphed_callables(module, sample())
+    inputs = x.clone().requires_grad_()
+    output = module(inputs)
+    kept = [parameter.data for parameter in module.parameters()]
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    for tensor in kept:
+        tensor.zero_()
+    output.backward(grad)
+    return (inputs.grad for _ in range(1))
 
 
 @right
