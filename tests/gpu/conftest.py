@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.source import Source, TENotFoundError
-from te_graph_fixes.verify.runner import WITHOUT, Child, environment, no_gpu
+from te_graph_fixes.verify.runner import Child, no_gpu
 
 
 def _missing() -> str | None:
@@ -38,13 +38,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def child() -> Iterator[Child]:
     """A process with the fixes that the environment asks for."""
     process = Child(os.environ)
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="session")
-def unfixed_child() -> Iterator[Child]:
-    """A process without fixes."""
-    process = Child(environment(WITHOUT))
     yield process
     process.close()
