@@ -113,7 +113,7 @@ def upstream(fix: Fix) -> str:
     links = ", ".join(fix.upstream)
     if fix.merged:
         return f"corrected in TransformerEngine {fix.merged}" + (f": {links}" if links else "")
-    return "open" + (f"; about it: {links}" if links else "")
+    return f"open, about it: {links}" if links else "open"
 
 
 def _account(fix: Fix) -> str:

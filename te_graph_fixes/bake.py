@@ -166,8 +166,8 @@ def undo(location: Path) -> list[Changed]:
     others = [each.path for each in modules if found[each.path] not in (each.original, each.result)]
     if others and any(each.original for each in ours):
         raise BakeError(
-            f"{', '.join(others)} in {location} was edited after the bake: take the edit back and undo "
-            "again, or install TransformerEngine anew"
+            f"{', '.join(others)} in {location} was edited after the bake: take the edit back, or "
+            "install TransformerEngine anew, and undo again"
         )
     with _writing(location):
         if others:

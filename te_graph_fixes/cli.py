@@ -81,7 +81,7 @@ for an image:
   te-graph-fixes bake --undo               give TE's files their very bytes back
 
 exit status: 0 all is well (`status`: every defect can be corrected; `verify`: every replay is right), 1 it is not,
-  2 wrong use, no TE or no GPU. `run` has that of its program.
+  2 wrong use, no TE or no GPU. `run` has that of its program, `verify` also 3: some cases cannot run on this TE.
 """
 
 
@@ -121,7 +121,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     status.add_argument("--all", action="store_true", help="also the defects that this TE does not have")
     status.set_defaults(command=_status)
 
-    what = "explain one fix: its symptom, what it changes, its cost, how to leave it out"
+    what = "explain one fix: its symptom, who has it, what it changes and costs, how to leave it out"
     explain = _command(commands, "explain", what, "warmup-reset", "0; 2 no such fix, or no TE")
     _add_source(explain)
     explain.add_argument("fix", metavar="FIX")
@@ -156,14 +156,14 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     verify.set_defaults(command=_verify)
 
     # For the list of commands only: `__main__` starts `run` without this module.
-    commands.add_parser("run", help="start a program with the fixes active in it and its children")
+    commands.add_parser("run", help="start a program with the fixes in it and its children")
 
     what = "print what a report about a TE that is not recognised needs, and nothing else"
     issue = _command(commands, "issue", what, "> report.txt", "0; 2 no TE")
     _add_source(issue)
     issue.set_defaults(command=_issue)
 
-    listing = _command(commands, "list", "list all fixes", "", "0")
+    listing = _command(commands, "list", "list all fixes: symptom, versions with the defect, upstream", "", "0")
     listing.set_defaults(command=_list)
     return parser, commands.choices
 
@@ -278,7 +278,7 @@ def _bake(options: argparse.Namespace) -> int:
             f"Undo: te-graph-fixes bake --undo{where}"
         )
     else:
-        print(f"{about} needs no change. `te-graph-fixes status --all{where}` says why")
+        print(answers.answer(decision, where))
     return 0
 
 

@@ -20,7 +20,7 @@ MADE, MODULES = "made", "modules"
 OPEN = ".te-graph-fixes.open"
 """The folder in TE's that stands while `te_graph_fixes.bake` exchanges files."""
 _BEGIN = "# Corrected on disk by te-graph-fixes "
-_ADVICE = "take the edit back, or install TransformerEngine anew"
+_ADVICE = "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`"
 _DIGEST = "# sha256 of all above: "
 _STAMP = re.compile(rf"^{_BEGIN}(?P<version>\S+)\n(?P<facts>(?:#  ? ?\S.*\n)+){_DIGEST}(?P<digest>\w+)\n", re.MULTILINE)
 

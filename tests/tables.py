@@ -32,7 +32,7 @@ def fixes() -> str:
 
 def _row(fix: Fix) -> str:
     links = ", ".join(f"[{_name(link)}]({link})" for link in fix.upstream)
-    state = f"{f'fixed in {fix.merged}: ' if fix.merged else 'open; about it: '}{links}" if links else "open"
+    state = f"{f'fixed in {fix.merged}: ' if fix.merged else 'open, about it: '}{links}" if links else "open"
     return f"| `{fix.id}` | {fix.symptom} | {fix.versions} | {state} |"
 
 

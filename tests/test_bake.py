@@ -412,14 +412,16 @@ def test_what_was_changed_later_is_said(
     before = content(tree)
     status, out, _ = run(capsys, "status", "--te", tree)
     assert (status, len(out.splitlines())) == (1, 2)
-    assert "take the edit back, or install TransformerEngine anew" in out.splitlines()[0]
+    assert (
+        "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`" in out.splitlines()[0]
+    )
     assert run(capsys, "bake", "--te", tree)[0] == 1
     status, _, err = run(capsys, "bake", "--undo", "--te", tree)
     if kind == "an added module is gone":
         assert (status, (tree / GRAPH).read_bytes()) == (0, (source("2.12.0") / GRAPH).read_bytes())
         return
     assert (status, content(tree)) == (1, before)
-    assert "edited after the bake: take the edit back and undo again, or install TransformerEngine anew" in err
+    assert "edited after the bake: take the edit back, or install TransformerEngine anew, and undo again" in err
 
 
 def test_a_te_that_was_installed_over_a_bake(baked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,9 @@ def test_a_container_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert run(capsys, "status", "--source", tree)[1].startswith("TransformerEngine 2.14.0+71bbefbf (NeMo 26.04): ")
 
 
-@pytest.mark.parametrize("fix", ["warmup-reset", "skip-flag-accessors", "replay-arguments", "stale-fp8-weights"])
+@pytest.mark.parametrize(
+    "fix", ["warmup-reset", "leaf-grad-lifetime", "skip-flag-accessors", "replay-arguments", "stale-fp8-weights"]
+)
 def test_a_fix_is_explained(fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     version = next(version for version in reversed(COVERED) if fix in needed(version))
     status, out, err = run(capsys, "explain", fix, "--source", source(version))

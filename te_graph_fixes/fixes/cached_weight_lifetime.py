@@ -44,6 +44,7 @@ FIX = Fix(
     symptom="a graph for inference beside training, cached FP8 weights: illegal memory access, or old weights",
     group="evaluation and checkpoints",
     users="fp8_weight_caching (Megatron-Core sets it) with a graph for inference, or an evaluation in another recipe",
+    cost="memory for the FP8 weights that modules have replaced since the capture",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(PATCH, "graphs do not own the FP8 weights that they cache", provides=("fp8_weights",)),

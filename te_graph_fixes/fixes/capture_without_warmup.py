@@ -30,6 +30,7 @@ FIX = Fix(
     symptom="num_warmup_iters=0: FP8 scales never change, delayed wgrads are missing, or KeyError",
     group="FP8 state",
     users="make_graphed_callables(num_warmup_iters=0)",
+    cost="one warmup iteration, where none was asked for",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(PATCH, "num_warmup_iters=0 runs no warmup, which would show the modules of a graph"),

@@ -156,6 +156,7 @@ FIX = Fix(
     symptom="delayed wgrads: gradients of biases and unfused weights never arrive, are garbage, or stop with an error",
     group="pipelines and delayed wgrads",
     users="delay_wgrad_compute with biases, or with weights whose wgrads are not fused into main_grad",
+    cost="memory for the gradients that a wgrad graph delivers, and an addition of each after its replay",
     upstream=(),
     affected=">=2.10",
     examine=examine,

@@ -44,6 +44,7 @@ FIX = Fix(
     symptom="FP8 parameters built under no_grad or given by quantize_master_weights: dgrads off by 1.0",
     group="FP8 state",
     users="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
+    cost="a transpose before the replay, for each weight that has lost its own",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(

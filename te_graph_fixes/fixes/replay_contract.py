@@ -112,6 +112,7 @@ FIX = Fix(
     symptom="garbage after the number of microbatches has grown, or after weights were offloaded and came back",
     group="misuse",
     users="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints around graphs",
+    cost="a look at the address of each parameter, once a step",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(

@@ -40,6 +40,7 @@ FIX = Fix(
     symptom="delayed wgrads of several callables in one capture without _order: off by 1.0, or inf",
     group="pipelines and delayed wgrads",
     users="make_graphed_callables((a, b), ...) without _order, in modules with delay_wgrad_compute",
+    cost="a memory pool of the wgrads' own",
     upstream=(),
     affected=">=2.10",
     examine=SemanticPatch(
