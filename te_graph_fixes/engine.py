@@ -8,12 +8,15 @@ wrapper that another tool has put around it, before or after us, is left alone.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import copy
+import dis
 import inspect
 import io
 import itertools
 import linecache
+import re
 import sys
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
@@ -21,9 +24,11 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from .fix import Verdict
+from .matching import first_line, words
+from .outline import cut_down
 from .source import Edit, ModuleSource, Source
 
 _PATH = "<te_graph_fixes: {}>"
@@ -79,55 +84,86 @@ class FunctionPatch:
     kwdefaults: Mapping[str, object] = field(default_factory=dict)
 
 
-class _Edited(NamedTuple):
-    """A function of the patched text, and the edits in it."""
+Lines: TypeAlias = "tuple[int, int]"
+"""The first line of a function, and its last one."""
 
-    node: ast.FunctionDef
-    edits: tuple[Edit, ...]
+
+class _Edited(NamedTuple):
+    """A function of the patched text, and the edits in it; ``node`` if they may change more than its body."""
+
+    lines: Lines
+    edits: list[Edit]
+    node: ast.FunctionDef | None = None
 
 
 def compile_patches(source: Source, verdicts: Mapping[str, Verdict]) -> list[FunctionPatch]:
     """Compile the functions that the ``verdicts``, by fix, change or rest on, as in their modules.
 
-    Raises `EngineError` unless every edit lies inside a function or adds functions to a class, behind one of its own.
+    Raises `EngineError` unless every edit lies inside a function or adds functions to a class, behind one of its own,
+    and the names that the edits read are set.
     """
     edits, texts = _edits(verdicts.values()), patched(source, verdicts.values())
     rests_on = {place for verdict in verdicts.values() for place in verdict.rests_on}
     patches = []
     for module in map(source.module, sorted(edits.keys() | {name for name, _ in rests_on})):
-        edited = _edited(module, edits[module.name], texts[module.name][1]) if module.name in edits else {}
-        names = edited.keys() | {name for place, name in rests_on if place == module.name}
-        nodes = {name: module.definitions.get(name) for name in sorted(names)}
-        functions = {name: node for name, node in nodes.items() if isinstance(node, ast.FunctionDef)}
-        old_codes = _codes(module, functions)
-        new_codes = _codes(module, {name: new.node for name, new in edited.items()})
-        for name in (name for name, node in nodes.items() if not isinstance(node, ast.ClassDef)):
+        places = {name for place, name in rests_on if place == module.name}
+        functions = _functions(module, places | module.found.keys())
+        text = texts[module.name][1] if module.name in edits else module.text
+        edited = _edited(module, functions, edits.get(module.name, []), text)
+        names = edited.keys() | {name for name in places if name in functions or not module.find(name)}
+        old_codes = _codes(module, module.text, {name: _lines(functions[name]) for name in names & functions.keys()})
+        new_codes = _codes(module, text, {name: function.lines for name, function in edited.items()})
+        for name in sorted(names):
             _, before = old_codes.get(name, (None, None))
             block, after = new_codes.get(name, (None, before))
+            new = edited.get(name, _Edited((0, 0), []))
             if before and after and before.co_freevars != after.co_freevars:
                 raise EngineError(f"the edits change the free variables of {name} in {module.path}")
-            new = edited.get(name)
-            defaults = _new_defaults(module, functions[name], new.node) if before and new else ()
-            its_edits = set(new.edits) if new else set()
+            if before and after and (unset := _unset_names(module, before, after, new.edits)):
+                raise EngineError(f"the edits read {min(unset)} in {name} of {module.path}, where nothing sets it")
+            defaults = _new_defaults(module, functions[name], new.node) if before and new.node else ()
             fixes = {
                 fix
                 for fix, verdict in verdicts.items()
-                if (module.name, name) in verdict.rests_on or its_edits.intersection(verdict.edits)
+                if (module.name, name) in verdict.rests_on or not set(verdict.edits).isdisjoint(new.edits)
             }
             patches.append(FunctionPatch(module.name, name, frozenset(fixes), before, after, block, *defaults))
     return patches
 
 
-def _edited(module: ModuleSource, edits: list[Edit], text: str) -> dict[str, _Edited]:
-    """By qualified name, the functions of the patched ``text`` that have edits; see `compile_patches`."""
+def _functions(module: ModuleSource, places: Iterable[str]) -> dict[str, ast.FunctionDef]:
+    """The functions at these places of a module, and those of the classes there."""
+    found = {place: definition.node for place in places if (definition := module.find(place))}
+    for name, owner in list(found.items()):
+        if isinstance(owner, ast.ClassDef):
+            methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+            names = [node.name for node in methods]
+            found |= {f"{name}.{node.name}": node for node in methods if names.count(node.name) == 1}
+    return {name: node for name, node in found.items() if isinstance(node, ast.FunctionDef)}
+
+
+def _lines(node: ast.FunctionDef) -> Lines:
+    return first_line(node), cast(int, node.end_lineno)
+
+
+def _edited(
+    module: ModuleSource, functions: Mapping[str, ast.FunctionDef], edits: list[Edit], text: str
+) -> dict[str, _Edited]:
+    """By qualified name, those of the ``functions`` that have edits, and new ones, in the patched ``text``."""
     edited: dict[str, _Edited] = {}
-    for qualname, node in module.definitions.items():
-        start, end = module.starts[[*node.decorator_list, node][0].lineno], module.starts[(node.end_lineno or 0) + 1]
-        its_edits = tuple(edit for edit in edits if start < edit.start and edit.end <= end)
-        if its_edits and isinstance(node, ast.FunctionDef):
+    for qualname, node in functions.items():
+        first, last = _lines(node)
+        start, end = module.starts[first], module.starts[last + 1]
+        its_edits = [edit for edit in edits if start < edit.start and edit.end <= end]
+        if its_edits:
+            (body, _), (_, body_end) = map(module.span, (node.body[0], node))
             start, end = (_moved(position, edits) for position in (start, end))
-            functions = _functions(module, qualname, text[start:end], text.count("\n", 0, start))
-            edited |= {name: _Edited(function, its_edits) for name, function in functions.items()}
+            if all(body <= edit.start and edit.end <= body_end for edit in its_edits):
+                lines = text.count("\n", 0, start) + 1, text.count("\n", 0, end - 1) + 1
+                edited[qualname] = _Edited(lines, its_edits)
+            else:
+                parsed = _parsed_functions(module, qualname, text[start:end], text.count("\n", 0, start))
+                edited |= {name: _Edited(_lines(new), its_edits, new) for name, new in parsed.items()}
     if set(edits) != {edit for function in edited.values() for edit in function.edits}:
         raise EngineError(f"an edit of {module.path} is not in a function, or leaves something other than functions")
     return edited
@@ -138,7 +174,7 @@ def _moved(position: int, edits: list[Edit]) -> int:
     return position + sum(len(edit.text) - (edit.end - edit.start) for edit in edits if edit.end <= position)
 
 
-def _functions(module: ModuleSource, qualname: str, text: str, line: int) -> dict[str, ast.FunctionDef]:
+def _parsed_functions(module: ModuleSource, qualname: str, text: str, line: int) -> dict[str, ast.FunctionDef]:
     """The functions of a text that begins behind a ``line``; none unless it has ``qualname``, and functions alone."""
     owner, dot, _ = qualname.rpartition(".")
     above = f"class {owner}:" if owner else ""
@@ -177,18 +213,34 @@ def _dumped(*nodes: ast.AST) -> list[str]:
     return [ast.dump(node) for node in nodes]
 
 
-def _codes(module: ModuleSource, functions: Mapping[str, ast.FunctionDef]) -> dict[str, tuple[CodeType, CodeType]]:
-    """By qualified name, the code of the block that defines a function, as in its module, and that of the function.
+def _unset_names(module: ModuleSource, before: CodeType, after: CodeType, edits: Iterable[Edit]) -> set[str]:
+    """The global names that only the code ``after`` these edits reads, and nobody sets."""
+    known = {name for part in _parts(before) for name in part.co_names} | vars(builtins).keys()
+    named = set().union(*(words(re.sub(r"\.\w+", "", edit.text)) for edit in edits)) - known
+    unset = set[str]()
+    for part in _parts(after):
+        suspects = named.intersection(part.co_names).difference(part.co_varnames, part.co_cellvars, part.co_freevars)
+        if suspects := suspects and suspects - module.global_names:
+            steps = dis.get_instructions(part)
+            unset |= {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} & suspects
+    return unset
 
-    The block is a class with nothing else in it, or the module. What is no definition stays in the module: how a call
-    compiles depends on what is imported.
+
+def _parts(code: CodeType) -> list[CodeType]:
+    """A code object with those in it, and in these."""
+    return [code, *(part for inner in _inner_codes(code) for part in _parts(inner))]
+
+
+def _codes(module: ModuleSource, text: str, functions: Mapping[str, Lines]) -> dict[str, tuple[CodeType, CodeType]]:
+    """By qualified name, the code of the block that a function is in, and that of the function, as in its module.
+
+    What is no definition stays in the module: how a call compiles depends on what is imported.
     """
-    definitions = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-    body: list[ast.stmt] = [node for node in module.tree.body if not isinstance(node, definitions)]
-    for qualname, node in functions.items():
-        owner = module.definitions.get(qualname.rpartition(".")[0])
-        body.append(ast.ClassDef(**{**vars(owner), "body": [node]}) if owner else node)
-    code = compile(ast.Module(body, []), _PATH.format(module.name), "exec", dont_inherit=True)
+    path = _PATH.format(module.name)
+    with contextlib.suppress(SyntaxError, StopIteration):  # lines of a string begin in the first column
+        code = compile(cut_down(text, functions), path, "exec", dont_inherit=True)
+        return {qualname: _block_and_code(code, qualname) for qualname in functions}
+    code = compile(text, path, "exec", dont_inherit=True)
     return {qualname: _block_and_code(code, qualname) for qualname in functions}
 
 

@@ -17,25 +17,27 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, TypeAlias
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from keyword import kwlist
+from typing import Any, NamedTuple, TypeAlias
 
 Node: TypeAlias = "ast.expr | ast.stmt"
 Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
-Siblings: TypeAlias = "list[tuple[list[Any], int]]"
-"""Nodes as the lists that they are in, and their places there."""
-Index: TypeAlias = "Mapping[type, Mapping[str, Siblings]]"
 
 START, END = 0, 1
 BLOCKS = {"body", "orelse", "finalbody"}
+_WORD = re.compile(r"[^\W\d]\w*")
+_STRING_OR_COMMENT = re.compile(r""""[^"\n]*"|'[^'\n]*'|#.*""")
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
 
 
 class StatementRun(ast.stmt):
     """Consecutive statements as one node."""
+
+    _fields = ("body",)
 
     def __init__(self, body: Sequence[ast.stmt]) -> None:
         ast.copy_location(self, body[0])
@@ -58,22 +60,38 @@ class Match(dict[Any, Any]):
 
 
 class Pattern:
-    """The nodes of a pattern, and the type and name that they begin with, in which most nodes differ."""
+    """A pattern, parsed when it is first needed: most are not, as the text of a place does not have all their words."""
 
-    def __init__(self, nodes: Sequence[ast.stmt]) -> None:
-        alone = nodes[0].value if len(nodes) == 1 and isinstance(nodes[0], ast.Expr) else None
-        self.nodes: list[Any] = [alone] if alone else [*nodes]
-        self.kind = type(self.nodes[0])
-        name = first_name(self.nodes[0])
-        self.name = "" if name.startswith("ANY") else name
+    def __init__(self, text: str, parse: Callable[[], Sequence[ast.stmt]]) -> None:
+        self._text, self._parse = text, parse
+        self.words = words(text)
 
     @classmethod
     @cache
     def of(cls, text: str) -> Pattern:
-        return cls(ast.parse(as_python(textwrap.dedent(text))).body)
+        text = textwrap.dedent(text)
+        return cls(text, lambda: ast.parse(as_python(text)).body)
+
+    @cached_property
+    def nodes(self) -> list[Any]:
+        """The statements, or an expression that stands alone."""
+        nodes = self._parse()
+        return [nodes[0].value] if len(nodes) == 1 and isinstance(nodes[0], ast.Expr) else [*nodes]
+
+    @property
+    def kinds(self) -> tuple[type[ast.AST], ...]:
+        """The types of nodes that it may begin with."""
+        kind = type(self.nodes[0])
+        return (ast.Assign, ast.AnnAssign) if kind is ast.Assign else (kind,)
+
+    @cached_property
+    def marks(self) -> set[str]:
+        """The words that each match has in its first statement."""
+        first = self.nodes[0]
+        return words("\n".join(self._text.split("\n")[first.lineno - 1 : first.end_lineno]))
 
     def __str__(self) -> str:
-        return " ".join("; ".join(map(ast.unparse, self.nodes)).split())
+        return " ".join(self._text.split())
 
     def match(self, siblings: list[Any], place: int) -> Iterator[Match]:
         """Each way in which the pattern fits where a node stands."""
@@ -83,6 +101,12 @@ class Pattern:
             match = Match(bindings)
             match.node = run[0] if len(run) == 1 else StatementRun(run)
             yield match
+
+
+def words(text: str) -> set[str]:
+    """The words that stand in whatever a pattern matches."""
+    code = _STRING_OR_COMMENT.sub(" ", text)
+    return {word for word in _WORD.findall(code) if not word.startswith("ANY")}.difference(kwlist)
 
 
 def as_python(text: str) -> str:
@@ -141,45 +165,65 @@ def span(node: Any) -> tuple[Position, Position]:
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
+class Place(NamedTuple):
+    """A node as the list that it is in, and its place there; of a statement, its lines, and the one that it is in."""
+
+    siblings: list[Any]
+    number: int
+    first: int = 0
+    last: int = 0
+    outer: Place | None = None
+
+    @property
+    def node(self) -> Any:
+        return self.siblings[self.number]
+
+
+def statements(root: ast.stmt) -> list[Place]:
+    """A statement and those in it, by their first lines."""
+    found = [Place([root], 0, first_line(root), root.end_lineno or 0)]
+    for place in found:
+        node = place.node
+        blocks = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
+        blocks += [part.body for part in (*getattr(node, "handlers", []), *getattr(node, "cases", []))]
+        for block in blocks:
+            lines = ((first_line(child), child.end_lineno) for child in block)
+            found += [Place(block, number, *its_lines, place) for number, its_lines in enumerate(lines)]
+    return sorted(found, key=lambda place: place.first)
+
+
+def around(places: list[Place], line: int) -> list[Place]:
+    """Those of the `statements` that stand in a line, inner ones first."""
+    found: list[Place] = []
+    for number in range(bisect_right(places, line, key=lambda place: place.first) - 1, -1, -1):
+        if places[number].last >= line:
+            found.append(places[number])
+        elif found:
+            break
+    while found and found[-1].outer:
+        found.append(found[-1].outer)
+    return found
+
+
+def nodes(root: ast.AST, line: int | None = None) -> list[Place]:
+    """All that is in a node, or what stands in a line of it, as far as it is an expression."""
+    found = [Place([root], 0)]
+    for place in found:
+        for part in place.node._fields:
+            value = getattr(place.node, part, None)
+            siblings = value if isinstance(value, list) else [value]
+            for number, child in enumerate(siblings):
+                if not isinstance(child, ast.AST) or not child._fields:
+                    continue
+                if line is None or getattr(child, "lineno", line) <= line <= getattr(child, "end_lineno", line):
+                    found.append(Place(siblings, number))
+    return found
+
+
 def is_in(node: Any, outer: Any) -> bool:
     """Whether a node is a part of another, or that itself."""
     (start, end), (first, last) = span(node), span(outer)
     return first <= start and end <= last
-
-
-def index(root: ast.AST) -> Index:
-    """Where the nodes below ``root`` are, by type and the name that they begin with."""
-    found: dict[type, dict[str, Siblings]] = defaultdict(lambda: defaultdict(list))
-    pending = [root]
-    for node in pending:
-        for part in node._fields:
-            value = getattr(node, part, None)
-            siblings = value if isinstance(value, list) else [value] if value else []
-            for place, child in enumerate(siblings if part not in _NO_SYNTAX else ()):
-                if isinstance(child, ast.AST):
-                    pending.append(child)
-                    name = first_name(child)
-                    found[type(child)][name].append((siblings, place))
-                    if without_annotation(child) is not child:
-                        found[ast.Assign][name].append((siblings, place))
-    return found
-
-
-def first_name(node: object) -> str:
-    """The name that a node begins with, or ""."""
-    while isinstance(node, ast.AST):
-        node = _first_part(node)
-    return node if isinstance(node, str) else ""
-
-
-def _first_part(node: ast.AST) -> object:
-    for part in node._fields:
-        value = getattr(node, part, None)
-        if isinstance(value, list):
-            value = next((each for each in value if each is not None), None)
-        if value is not None and part not in _NO_SYNTAX:
-            return value
-    return None
 
 
 def _match_run(
@@ -215,7 +259,7 @@ def is_apart(node: object, bindings: Bindings) -> bool:
         case ast.Pass() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
             return True
         case ast.Expr(value=ast.Call(func=function)):
-            return first_name(function) not in bound
+            return bound.isdisjoint(part.id for part in ast.walk(function) if isinstance(part, ast.Name))
         case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
             return name not in bound
         case ast.If(body=body, orelse=[]):

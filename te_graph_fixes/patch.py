@@ -21,9 +21,8 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
 one. Behind ``-`` lines they take their place. Of a statement only the parts that differ are edited, so that other
 fixes may change the rest (`te_graph_fixes.rewriting`). ``ANY_NAME`` in ``+`` lines is the text that it has matched.
 
-A variable that ``+`` lines read has to be there: a parameter or variable of the place or of what is around it, a name
-of the module, or one that the patch sets. What ``+`` lines make must not be there yet. Where a hunk does not fit, the
-error says at which line of the patch it begins.
+What ``+`` lines make must not be there yet. Where a hunk does not fit, the error says at which line of the patch it
+begins.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, cast
 
 from .fix import Verdict, applicable, not_applicable, not_needed
-from .matching import Match, Pattern
+from .matching import Match, Pattern, StatementRun
 from .rewriting import Change, Insertion, Line, PatchError, Side, compare
-from .scopes import require_names, require_unswitched, used_names
 from .shipped import new_module
 from .source import Definition, Edit, Source, UnrecognizedError, unrecognized
 
@@ -101,7 +99,7 @@ def _corrected(source: Source, text: str) -> list[Edit] | UnrecognizedError:
         named = [node for _, match in matches for node in match.statements]
         try:
             for place, match in matches:
-                require_unswitched(place, match.node, named)
+                place.require_unswitched(match.node, named)
         except UnrecognizedError as error:
             return error
     return found
@@ -117,24 +115,19 @@ def _tried(source: Source, text: str, names: Mapping[str, Callable[[Source], str
         return error
 
 
-def edits(source: Source, text: str, names: Mapping[str, str] | None = None, sets: Iterable[str] = ()) -> list[Edit]:
-    """The edits of a patch, which may read what others ``sets``; raises `UnrecognizedError` if a hunk does not fit."""
+def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
+    """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
-    hunks = read(text)
-    found = []
-    for ways in hunks:
-        others = [hunk for others in hunks if others is not ways for hunk in others]
-        found += _only(source, ways, others, set(sets))
-    return found
+    return [edit for ways in read(text) for edit in _only(source, ways)]
 
 
-def _only(source: Source, ways: Sequence[Hunk], others: Sequence[Hunk], sets: set[str]) -> list[Edit]:
-    """The edits of the only one of these hunks that fits; they may read what ``others`` set, or ``sets``."""
+def _only(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
+    """The edits of the only one of these hunks that fits."""
     found, errors = [], []
     for hunk in ways:
         try:
-            found.append(hunk.edits(source, others, sets))
+            found.append(hunk.edits(source))
         except UnrecognizedError as error:
             errors.append(f"{error} (line {hunk.number} of the patch)")
     if len(found) > 1:
@@ -187,21 +180,6 @@ def _sections(text: str) -> list[tuple[Line, list[Line]]]:
 
 
 @dataclass(frozen=True)
-class Rewriting:
-    """What becomes of the pattern of a hunk.
-
-    ``made`` must not be there yet, ``reads`` are names that have to be there, ``sets`` names that others may read.
-    ``top`` are the lines for the start of the place.
-    """
-
-    changes: Sequence[Change] = ()
-    made: Sequence[Pattern] = ()
-    reads: set[str] = field(default_factory=set)
-    sets: set[str] = field(default_factory=set)
-    top: str = ""
-
-
-@dataclass(frozen=True)
 class Hunk:
     """One hunk, compiled when it is first used; its attributes raise `PatchError`."""
 
@@ -213,8 +191,8 @@ class Hunk:
 
     def check(self) -> None:
         """Compile it."""
-        if not self.rewriting.top:
-            self.pattern  # noqa: B018
+        if not self.top:
+            self.pattern.nodes  # noqa: B018
 
     @cached_property
     def old(self) -> Side:
@@ -225,44 +203,51 @@ class Hunk:
         return side
 
     @cached_property
-    def pattern(self) -> Pattern:
-        return Pattern(self.old.body)
+    def new(self) -> Side:
+        return Side(self.lines, " +", "what the hunk makes")
 
     @cached_property
-    def rewriting(self) -> Rewriting:
-        if all(line.mark == " " for line in self.lines):
-            return Rewriting()
-        new = Side(self.lines, " +", "what the hunk makes")
-        reads, sets = used_names(new.body)
-        if "at its start" in self.notes:
-            return Rewriting([], [Pattern(new.body)], reads, sets, new.added(new.body))
-        known = set().union(*used_names(self.old.body))
-        changes = compare(self.old, new)
-        made = [Pattern(change.made) for change in changes if isinstance(change, Insertion)]
-        if len(made) < len(changes) and any(line.mark == "+" for line in self.lines):
-            made = [Pattern(new.body)]
-        return Rewriting(changes, made, {name for name in reads - known if not name.startswith("ANY")}, sets)
+    def pattern(self) -> Pattern:
+        text = "\n".join(line.text for line in self.lines if line.mark in " -")
+        return Pattern(text, self._parse)
 
-    def edits(self, source: Source, others: Iterable[Hunk], sets: set[str]) -> list[Edit]:
-        """The edits, which may read what ``others`` set, or ``sets``; raises `UnrecognizedError` if it does not fit."""
+    def _parse(self) -> Sequence[ast.stmt]:
+        """What the pattern looks for, in which the changes have marked what they need to know the place of."""
+        self.changes  # noqa: B018
+        return self.old.body
+
+    @cached_property
+    def changes(self) -> Sequence[Change]:
+        return compare(self.old, self.new) if any(line.mark != " " for line in self.lines) else []
+
+    @property
+    def top(self) -> str:
+        """The lines for the start of the place."""
+        return self.new.added(self.new.body) if "at its start" in self.notes else ""
+
+    @cached_property
+    def made(self) -> list[Pattern]:
+        """What must not be there yet."""
+        whole = Pattern("\n".join(line.text for line in self.lines if line.mark in " +"), lambda: self.new.body)
+        if "at its start" in self.notes:
+            return [whole]
+        insertions = [change for change in self.changes if isinstance(change, Insertion)]
+        if len(insertions) < len(self.changes) and any(line.mark == "+" for line in self.lines):
+            return [whole]
+        return [Pattern(insertion.text, partial(list, insertion.made)) for insertion in insertions]
+
+    def edits(self, source: Source) -> list[Edit]:
+        """The edits; raises `UnrecognizedError` if it does not fit."""
         place = self._find(source)
         if place is None:
             return []
-        new = self.rewriting
-        for pattern in new.made:
+        matches = [] if "at its start" in self.notes else self._matches(place)
+        for pattern in self.made:
             if place.has(pattern):
                 raise unrecognized(f"no `{str(pattern)[:80]}`", place, "it already")
-        missing = new.reads - sets
-        if missing:
-            missing = missing.difference(*(other.rewriting.sets for other in others))
-        if new.top:
-            first = _first_statement(place)
-            require_names(place, first, missing)
-            return [place.insert_before(first, new.top)]
-        matches = self._matches(place)
-        for match in matches:
-            require_names(place, match.node, missing)
-        return [edit for match in matches for change in new.changes for edit in change.edits(place, match)]
+        if "at its start" in self.notes:
+            return [place.insert_before(_first_statement(place), self.top)]
+        return [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
 
     def found(self, source: Source) -> list[tuple[Definition, Match]]:
         """Where it matches, however often."""
@@ -273,12 +258,12 @@ class Hunk:
         """The function or class; None where it is not there, and need not be."""
         module = source.module(f"{PYTORCH}.{self.file.replace('/', '.')}")
         if not self.place:
-            return Definition(module, "the module", cast(Any, module.tree))
-        if "if there" in self.notes and module.find(self.place) is None:
-            return None
+            return Definition(module, "the module", cast(Any, StatementRun(module.tree.body)))
         outer, *inner = self.place.split(".")
-        while inner and f"{outer}.{inner[0]}" in module.definitions:
+        if inner and (f"\nclass {outer}(" in module.text or f"\nclass {outer}:" in module.text):
             outer = f"{outer}.{inner.pop(0)}"
+        if "if there" in self.notes and module.find(outer) is None:
+            return None
         found = module.definition(outer)
         for name in inner:
             found = found.inner(name)

@@ -13,21 +13,26 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import re
 import sys
 import textwrap
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from .matching import Match, Node, Pattern, Siblings, first_line, index, is_in, span
+from .matching import Match, Node, Pattern, Place, around, first_line, is_in, nodes, span, statements
+from .outline import global_names, parsed
 
 TE = "transformer_engine"
 Kind = TypeVar("Kind", bound=ast.AST)
+_COMPARING = (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Constant, ast.expr_context)
 _NEVER = 1_000_000_007
+_WORD = re.compile(r"\w+")
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
 
 
@@ -141,10 +146,10 @@ def _version(folder: str) -> str | None:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """The text of one module, as Python reads it, and its syntax tree.
+    """The text of one module, as Python reads it, and the functions and classes in it.
 
-    ``newline`` is the line break of the file, ``consulted`` what `find` was asked for, ``cache`` what has been found
-    out about the module, by keys of those who did.
+    ``newline`` is the line break of the file, ``consulted`` what `find` was asked for, ``found`` what it has found,
+    ``cache`` where nodes are below others.
     """
 
     name: str
@@ -152,6 +157,7 @@ class ModuleSource:
     text: str
     newline: str = "\n"
     consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
+    found: dict[str, Definition | None] = field(default_factory=dict, init=False, compare=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
@@ -183,26 +189,19 @@ class ModuleSource:
         return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
 
     @cached_property
-    def names(self) -> set[str]:
+    def global_names(self) -> set[str]:
         """What the module defines, imports or sets, in conditions too."""
-        found: set[str] = set()
-        pending: list[Any] = list(self.tree.body)
-        while pending:
-            node = pending.pop()
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
-            elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                found.update((each.asname or each.name).partition(".")[0] for each in node.names)
-            else:
-                found.update({node.id} if isinstance(node, ast.Name) else ())
-                pending += ast.iter_child_nodes(node)
-        return found
+        return global_names(self.text)
 
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
         self.consulted.add((self.name, qualname))
-        node = self.definitions.get(qualname)
-        return Definition(self, qualname, node) if node else None
+        if qualname not in self.found:
+            name = qualname.rpartition(".")[2]
+            is_there = f"def {name}" in self.text or f"class {name}" in self.text
+            node = is_there and (parsed(self.text, qualname) or self.definitions.get(qualname))
+            self.found[qualname] = Definition(self, qualname, node) if node else None
+        return self.found[qualname]
 
     def definition(self, qualname: str) -> Definition:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
@@ -210,12 +209,15 @@ class ModuleSource:
             raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
         return found
 
-    def positions_of(self, root: ast.AST, kind: type[ast.AST], name: str = "") -> Siblings:
-        """Where nodes of a type, with ``name`` those that begin with it, are below ``root``: list, and place in it."""
+    def outline_of(self, root: Any) -> tuple[list[Place], Mapping[str, list[int]]]:
+        """The statements in a function or class, and in which lines its words stand."""
         if root not in self.cache:
-            self.cache[root] = index(root)
-        positions = self.cache[root][kind]
-        return positions[name] if name else [*chain(*positions.values())]
+            lines = defaultdict[str, list[int]](list)
+            for number in range(first_line(root), root.end_lineno + 1):
+                for word in _WORD.findall(self.line(number)):
+                    lines[word].append(number)
+            self.cache[root] = statements(root), lines
+        return cast("tuple[list[Place], Mapping[str, list[int]]]", self.cache[root])
 
     def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
@@ -237,6 +239,7 @@ class Definition:
     node: ast.FunctionDef | ast.ClassDef
     outer: ast.FunctionDef | ast.ClassDef | None = None
     """Of a function or class inside a function, the outermost one."""
+    _inner: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
@@ -244,9 +247,12 @@ class Definition:
     def matches(self, pattern: str | Pattern, within: ast.AST | None = None) -> list[Match]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
+        _, lines_of = self.module.outline_of(self.outer or self.node)
+        if not pattern.words <= lines_of.keys():
+            return []
         found: dict[object, Match] = {}
-        for siblings, place in self._positions_of(pattern.kind, pattern.name, within or self.node):
-            for match in pattern.match(siblings, place):
+        for place in self._places(pattern.marks, pattern.kinds):
+            for match in pattern.match(place.siblings, place.number):
                 if within is None or is_in(match.node, within):
                     found[tuple(map(span, (match.node, *match.values())))] = match
         return sorted(found.values(), key=lambda match: span(match.node))
@@ -273,30 +279,64 @@ class Definition:
             raise unrecognized(f"`{wanted}` exactly {times}", self, f"it {len(found)} times{lines}")
         return found
 
+    def require_unswitched(self, at: Node, known: Sequence[Node]) -> None:
+        """Raise `UnrecognizedError` where a node stands in a condition, not one of the ``known``, that may be a switch.
+
+        What is no switch compares variables that the function reads elsewhere too.
+        """
+        stands_in = [place.node for place in self._at(at.lineno)]
+        conditions = [node for node in stands_in if isinstance(node, (ast.If, ast.IfExp, ast.While))]
+        tests = [node.test for node in conditions if node not in known and is_in(at, node) and not is_in(at, node.test)]
+        in_tests = {node for test in tests for node in ast.walk(test)}
+        for node in in_tests:
+            name = node.id if isinstance(node, ast.Name) else ""
+            is_variable = name and name not in self.module.global_names and self._reads(name, in_tests)
+            if not is_variable and not isinstance(node, _COMPARING):
+                raise unrecognized("a correction that cannot be switched off", self, f"`{ast.unparse(node)}` around it")
+
+    def _reads(self, name: str, left_out: Collection[ast.AST]) -> bool:
+        """Whether a variable is read here, those nodes ``left_out``."""
+        _, lines_of = self.module.outline_of(self.outer or self.node)
+        nodes = (place.node for line in lines_of[name] for place in self._at(line))
+        return any(isinstance(node, ast.Name) and node.id == name and node not in left_out for node in nodes)
+
+    def _at(self, line: int) -> list[Place]:
+        """The statements and expressions in a line."""
+        statements, _ = self.module.outline_of(self.outer or self.node)
+        places = around(statements, line)
+        return [*places, *nodes(places[0].node, line)]
+
     @property
     def parameters(self) -> set[str]:
         """The names of this function's parameters."""
         arguments = cast(ast.FunctionDef, self.node).args
         return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
 
-    def nodes(self, kind: type[Kind], name: str = "") -> list[Kind]:
-        """Every node of a type in this definition, itself left out; with ``name``, those that begin with it."""
-        return sorted((nodes[place] for nodes, place in self._positions_of(kind, name, self.node)), key=span)
-
-    def _positions_of(self, kind: type[ast.AST], name: str, within: ast.AST) -> Siblings:
-        """Where the nodes of a type are in a node, with ``name`` those that begin with it."""
-        positions = self.module.positions_of(self.outer or self.node, kind, name)
-        if within is (self.outer or self.node):
-            return positions
-        inner = [(nodes, place) for nodes, place in positions if is_in(nodes[place], within)]
-        return [(nodes, place) for nodes, place in inner if nodes[place] is not self.node]
+    def _places(self, words: Collection[str], kinds: tuple[type[ast.AST], ...]) -> Iterable[Place]:
+        """Where nodes of these types may be that have all these words, here and around."""
+        root = self.outer or self.node
+        statements, lines_of = self.module.outline_of(root)
+        found: dict[Any, Place] = {}
+        for line in min((lines_of[word] for word in words), key=len, default=[None]):
+            places = statements if line is None else around(statements, line)
+            if not issubclass(kinds[0], ast.stmt):
+                places = nodes(root if line is None else places[0].node, line)
+            found.update((place.node, place) for place in places if isinstance(place.node, kinds))
+        return [
+            place
+            for node, place in found.items()
+            if is_in(node, self.node) and all(_is_among(lines_of[word], node) for word in words)
+        ]
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
-        found: list[Any] = [*self.nodes(ast.FunctionDef, name), *self.nodes(ast.ClassDef, name)]
-        if len(found) != 1:
-            raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
-        return Definition(self.module, f"{self.qualname}.{name}", found[0], self.outer or self.node)
+        if name not in self._inner:
+            places = self._places([name], (ast.FunctionDef, ast.ClassDef))
+            found = [place.node for place in places if place.node.name == name and place.node is not self.node]
+            if len(found) != 1:
+                raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
+            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", found[0], self.outer or self.node)
+        return self._inner[name]
 
     def text(self, node: Node) -> str:
         """The source text of ``node``."""
@@ -340,3 +380,9 @@ class Definition:
         line = self.module.line(node.lineno)
         indent = line[: len(line) - len(line.lstrip(" \t"))]
         return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
+
+
+def _is_among(lines: list[int], node: Any) -> bool:
+    """Whether a node stands in one of these lines."""
+    at = bisect_left(lines, first_line(node))
+    return at < len(lines) and lines[at] <= node.end_lineno

@@ -320,9 +320,10 @@ def test_a_function_that_has_run_often_is_recognised(standin: Callable[..., Stan
         "def run(x):\n\ty = 'ü' + x\n\treturn y\n".encode(),
         "FORM = 'a\x0cb'\n\x0c\ndef run(x):\n    y = 'ü' + x\n    return y\n".encode(),
         "'''\u2028'''\ndef run(x):\n    y = 'ü' + x\n    return y".encode(),
+        "def other():\n    return '''\na = (\n'''\n\ndef run(x):\n    y = 'ü' + x\n    return y\n".encode(),
         "from __future__ import annotations\ndef run(x: NoSuch) -> Nor:\n    y = 'ü' + x\n    return y\n".encode(),
     ],
-    ids=["latin-1", "bom", "crlf", "tabs", "form feed", "no last line break", "future"],
+    ids=["latin-1", "bom", "crlf", "tabs", "form feed", "no last line break", "string", "future"],
 )
 def test_any_text_of_a_module_is_corrected(standin: Callable[..., StandIn], content: bytes) -> None:
     package = standin(content)
@@ -375,6 +376,7 @@ def signature(package: StandIn, text: str, new: str) -> Verdict:
     """A verdict that replaces all of the module after the first three characters, the word ``def``, which stays."""
     from te_graph_fixes.source import Edit
 
+    assert package.source.module(CODE).find("run")
     return applicable("a test", [Edit(CODE, 3, len(text) - 1, new[3:].rstrip("\n"))])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import py_compile
 import zipfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from te_graph_fixes.outline import parsed
 from te_graph_fixes.source import (
     Definition,
     ModuleSource,
@@ -17,6 +19,7 @@ from te_graph_fixes.source import (
     UnrecognizedError,
     without_collections,
 )
+from tests.published import source
 
 CODE = "transformer_engine.pytorch.code"
 
@@ -97,7 +100,9 @@ def test_bytecode_without_source_is_unrecognized(tmp_path: Path) -> None:
         Source.at(tmp_path).module(CODE)
 
 
-@pytest.mark.parametrize("content", [b"def run(:\n", b"\xff\xfe bad", b"# coding: no-such\nx = 1\n", b"x = 1\0\n"])
+@pytest.mark.parametrize(
+    "content", [b"def run(:\n", b"\xff\xfe bad", b"# coding: no-such\nx = 1\n", b"def run(x): return 1\0\n"]
+)
 def test_a_module_that_cannot_be_read_or_parsed_is_unrecognized(tmp_path: Path, content: bytes) -> None:
     (tree(tmp_path) / "transformer_engine" / "pytorch" / "code.py").write_bytes(content)
     with pytest.raises(UnrecognizedError, match=r"cannot (read|parse)"):
@@ -135,6 +140,17 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
     module = ModuleSource(CODE, "code.py", text)
     definitions = [module.find(name) for name in ("f", "A.f")]
     assert [each.qualname for each in definitions if each] == ([found] if found else [])
+
+
+def test_what_is_parsed_alone_is_what_it_is_in_its_module() -> None:
+    alone = 0
+    for path in (source("2.20.2") / "transformer_engine" / "pytorch" / "module").glob("*.py"):
+        module = ModuleSource(CODE, str(path), path.read_text())
+        for name, node in module.definitions.items():
+            found = parsed(module.text, name)
+            assert found is None or ast.dump(found, include_attributes=True) == ast.dump(node, include_attributes=True)
+            alone += found is not None
+    assert alone > 200
 
 
 @pytest.mark.parametrize(

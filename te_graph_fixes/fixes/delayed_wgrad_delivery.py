@@ -119,7 +119,7 @@ def examine(source: Source) -> Verdict:
     capture = graph_capture(source)
     attributes = capture.inner("make_graphed_attribute_functions")
     found = [
-        *edits(source, PATCH, sets=["delayed_grads"]),
+        *edits(source, PATCH),
         _at_start(attributes, "delayed_grads = static_delayed_grads.get(graph_idx, [])"),
     ]
     if "skip_backward_post_hook" in capture.text(capture.node):

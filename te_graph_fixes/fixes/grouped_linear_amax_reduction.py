@@ -30,10 +30,10 @@ UPSTREAM = """
 @@ module/grouped_linear.py _GroupedLinear.backward
  if ctx.reduce_and_update_bwd_fp8_tensors and not is_graph_capturing():
      FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-@@ module/grouped_linear.py
- FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 @@
  from ..graph import is_graph_capturing
+@@ module/grouped_linear.py _GroupedLinear._backward_grouped_tensor (if there, 0 times)
+ FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 """
 
 

@@ -64,9 +64,13 @@ UPSTREAM = """
  non_tensor_args = (..., cache_weight, skip_fp8_weight_update, self.save_original_input, ...)
 @@ module/grouped_linear.py _GroupedLinear.forward
  (*ANY, cache_weight, skip_fp8_weight_update, save_original_input, *ANY) = non_tensor_args
-@@ module/grouped_linear.py (2 times)
+@@
  ANY(..., skip_update_flag=skip_fp8_weight_update)
-@@ (2 times)
+@@
+ ANY(..., skip_update_flag=ANY)
+@@ module/grouped_linear.py _GroupedLinear._prepare_weights_for_grouped_tensor_gemm
+ ANY(..., skip_update_flag=skip_fp8_weight_update)
+@@
  ANY(..., skip_update_flag=ANY)
 """
 FLAGS = (

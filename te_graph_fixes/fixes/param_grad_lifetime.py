@@ -22,25 +22,25 @@ from ..shapes import SHARE_DUMMIES
 PATCH = (
     SHARE_DUMMIES
     + """
-@@ graph.py
+@@ graph.py make_graphed_callables
  def make_graphed_callables(
      ...,
 +    clone_param_grads_on_return: bool = True,
  ):
      ...
-@@ graph.py make_graphed_callables
+@@
  _make_graphed_callables(
      ...,
 +    clone_param_grads_on_return=clone_param_grads_on_return,
  )
 
-@@ graph.py
+@@ graph.py _make_graphed_callables
  def _make_graphed_callables(
      ...,
 +    clone_param_grads_on_return: bool = True,
  ):
      ...
-@@ graph.py _make_graphed_callables (0 times)
+@@ (0 times)
  ANY_GRAD.clone()
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
@@ -62,11 +62,11 @@ PATCH = (
 )
 
 UPSTREAM = """
-@@ graph.py
- def make_graphed_callables(..., clone_param_grads_on_return: bool = True, ...): ...
-@@
+@@ graph.py _make_graphed_callables
  def _make_graphed_callables(..., clone_param_grads_on_return: bool = True, ...): ...
 @@ graph.py make_graphed_callables
+ def make_graphed_callables(..., clone_param_grads_on_return: bool = True, ...): ...
+@@
  _make_graphed_callables(..., clone_param_grads_on_return=clone_param_grads_on_return)
 
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots

@@ -39,19 +39,6 @@ DELAYED = """
  need_bwd_dw_graph[func_idx] = ANY
 +for main_grad, kept in main_grads: main_grad.copy_(kept)
 """
-TO_2_9 = f"""
-@@ graph.py _make_graphed_callables{KEEP}
- grad_inputs = torch.autograd.grad(
-     outputs=ANY_OUTPUTS,
-     inputs=tuple(i for i in static_input_surface if i.requires_grad),
-     grad_outputs=ANY_GRADS,
-     only_inputs=True,
-     allow_unused=allow_unused_input,
- )
-+for main_grad, kept in main_grads: main_grad.copy_(kept)
-@@ (0 times)
- need_bwd_dw_graph
-"""
 
 
 FIX = Fix(

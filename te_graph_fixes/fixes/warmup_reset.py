@@ -13,8 +13,12 @@ loop is removed. Removing it would freeze FP8 weights instead: those of experts 
 
 from __future__ import annotations
 
+import re
+
 from ..fix import Fix
 from ..patch import SemanticPatch
+from ..shapes import graph_capture
+from ..source import Source, unrecognized
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -23,20 +27,18 @@ PATCH = """
 -        ANY_MODULE.is_first_microbatch = True
 """
 
-UPSTREAM = """
-@@ graph.py _make_graphed_callables
- visited_te_modules = {}
-@@ graph.py (0 times)
- ANY.is_first_microbatch
-@@ graph.py (3 times)
- "is_first_microbatch"
-@@ graph.py (2 times)
- user_kwargs["is_first_microbatch"]
-@@ module/base.py (0 times)
- ANY.is_first_microbatch
-@@ module/base.py (0 times)
- "is_first_microbatch"
-"""
+
+def leaves_it_alone(source: Source) -> str:
+    """Why nothing is to be done where neither graphs nor the base of modules set ``is_first_microbatch``."""
+    graph_capture(source)
+    for file, uses in (("graph", 3), ("module.base", 0)):  # graphs read a keyword of that name
+        module = source.module(f"transformer_engine.pytorch.{file}")
+        found = re.findall(r"""["'.]is_first_microbatch\b""", module.text)
+        if len(found) != uses or any(each.startswith(".") for each in found):
+            raise unrecognized(
+                f"is_first_microbatch {uses} times, never as an attribute,", module.path, ", ".join(found)
+            )
+    return "warmup leaves is_first_microbatch alone"
 
 
 FIX = Fix(
@@ -50,7 +52,7 @@ FIX = Fix(
     examine=SemanticPatch(
         PATCH,
         "modules are reset to the first microbatch after warmup",
-        corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")],
+        settled=leaves_it_alone,
     ),
     requires=("grouped-linear-skip-flag", "stale-fp8-weights"),
     check_hints=("backward main_grad",),
