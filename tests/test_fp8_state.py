@@ -1,6 +1,6 @@
 """``fp8-weight-transposes``, ``cached-weight-lifetime`` and ``state-after-evaluation`` on the simulator.
 
-Programs of ``te_graph_fixes/verify/evaluation.py`` that are no cases of ``verify``, one after another in one process.
+Programs that are no cases of ``verify``, one after another in one process.
 """
 
 from __future__ import annotations
@@ -22,47 +22,64 @@ STATE_ALONE = f"{STATE},fp8-state-at-replay"
 FIXES = TRANSPOSES, CACHED, STATE
 EVERYTHING_ELSE = ",".join(sorted(set(CATALOGUE) - set(FIXES)))
 NEEDED = {fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE}
-STEPS = ("first", "later", "update") * 2 + ("first", "later")
-SHARED = tuple(CASES["inference-and-training"].options["events"])
+STEPS = ("step",) * 3
+SHARED = CASES["inference-and-training"].options
 
-OTHERS = {
-    "master-mlp": (TRANSPOSES, STEPS, {"module": "LayerNormMLP", "fp8_params": True, "update": "master"}),
-    "master-ops": (TRANSPOSES, STEPS, {"module": "ops.Linear", "fp8_params": True, "update": "master"}),
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "master-mlp": (
+        TRANSPOSES,
+        {"modules": ("layernorm_mlp",), "recipe": "current", "fp8_params": True, "optimizer": "master weights"},
+    ),
+    "master-ops": (
+        TRANSPOSES,
+        {"modules": ("operation",), "recipe": "current", "fp8_params": True, "optimizer": "master weights"},
+    ),
     "fp8-params-operation": (
-        *(STATE, ("first", "update", "bf16", "first", "update", "save", "first", "update", "save")),
-        {"module": "ops.Linear", "recipe": "fp8-delayed", "fp8_params": True, "alone": True},
+        STATE,
+        {
+            "modules": ("operation",),
+            "recipe": "delayed",
+            "fp8_params": True,
+            "events": ("step", "evaluate_in_bf16", "step", "save", "step", "save"),
+        },
     ),
     "no-grad-load": (
-        *(TRANSPOSES, (*STEPS, "update", "eager-first", "first")),
-        {"module": "LayerNormLinear", "recipe": "fp8-delayed", "fp8_params": True, "no_grad": True, "update": "load"},
+        TRANSPOSES,
+        {
+            "modules": ("layernorm_linear",),
+            "recipe": "delayed",
+            "fp8_params": True,
+            "built_without_grad": True,
+            "events": ("step", "save", "step", "load", "eager_step", "step"),
+        },
     ),
     "operation-by-forward": (
-        *(STATE, ("first", "update", "save", "bf16", "first", "update", "save", "other", "first", "save")),
-        {"module": "ops.Linear", "recipe": "fp8-current", "other": "fp8-delayed", "alone": True, "by_forward": True},
+        STATE,
+        {
+            "modules": ("CallsOperation",),
+            "recipe": "current",
+            "other": "delayed",
+            "events": ("step", "save", "evaluate_in_bf16", "step", "save", "evaluate_in_other", "step", "save"),
+        },
     ),
-    "shared-experts": (
-        *(CACHED, SHARED),
-        {"module": "GroupedLinear", "recipe": "fp8-delayed", "cache": True, "captures": ["infer", "train"]},
-    ),
-    "shared-mlp": (
-        *(CACHED, SHARED),
-        {"module": "LayerNormMLP", "cache": True, "pipelined": True, "captures": ["infer", "train"]},
-    ),
+    "shared-experts": (CACHED, {**SHARED, "modules": ("grouped_linear",), "recipe": "delayed"}),
+    "shared-mlp": (CACHED, {**SHARED, "modules": ("layernorm_mlp",), "order": (1, -1) * 2}),
 }
-"""Programs that are not in ``verify``: the fix, the events and the options."""
+"""Programs that are not in ``verify``, with the fix that they are about."""
 
 WITHOUT = {
-    "master-mlp": ("first", 0.9),
-    "master-ops": ("first", 0.9),
-    "operation-by-forward": ("save", 0.9),
-    "shared-experts": ("infer-later", 0.9),
-    "shared-mlp": ("infer-later", 0.9),
+    "master-mlp": ("dgrads", 0.1),
+    "master-ops": ("dgrads", 0.5),
+    "no-grad-load": ("dgrads", 0.9),
+    "operation-by-forward": ("FP8 state", 0.9),
+    "shared-experts": ("outputs", 0.9),
+    "shared-mlp": ("outputs", 0.9),
 }
-"""The event that is wrong without the fixes, and by how much at least."""
+"""What is wrong without the fixes, and by how much at least."""
 
 CASE = [
-    Case(name, (fix,), "evaluation:compare", {"events": events, **options})
-    for name, (fix, events, options) in OTHERS.items()
+    Case(name, (fix,), "programs:compare", {"events": STEPS, "takes_grads": True, **options})
+    for name, (fix, options) in OTHERS.items()
 ]
 
 
@@ -84,28 +101,27 @@ def without() -> dict[str, Any]:
 @pytest.mark.skipif(not set(FIXES) & NEEDED, reason="this TE has the corrected code")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_the_fixes_it_is_not(without: dict[str, Any], name: str) -> None:
-    event, least = WITHOUT[name]
-    assert max(without[name]["measures"]["errors"][event]) > least
+    kind, least = WITHOUT[name]
+    assert max(without[name]["measures"]["errors"][kind]) > least
 
 
 OWNERS = """
-import gc, weakref, torch, te_graph_fixes
+import gc, weakref, te_graph_fixes, torch
 import transformer_engine.pytorch as te
-from te_graph_fixes.verify.evaluation import Program, capture, infer, make_module
-from te_graph_fixes.verify.training import make_recipe
+from te_graph_fixes.verify.driver.events import Training
+from te_graph_fixes.verify.driver.program import Program
+from te_graph_fixes.verify.driver.setting import use
 
-recipes = {name: make_recipe(name) for name in ("fp8-delayed", "fp8-current")}
-recipe = recipes["fp8-delayed"]
-program = Program((), recipe="fp8-delayed", cache=True)
-module = make_module(program, recipe, 1)
-graph = capture(program, module, recipe, "infer")["infer-first"]
+options = {"inference": "first", "not_captured": (0,), "events": ("infer",)}
+use(Program(recipe="delayed", other="current", weights="cached", **options))
+training = Training(graphed=True)
+(module,) = training.layers
 weight = module._fp8_workspaces["weight"]
 states = [module.fp8_meta[name] for name in ("scaling_fwd", "scaling_bwd")]
 held = [weight._data, weight._scale_inv, *(state.scale for state in states), *(state.amax_history for state in states)]
 held = [weakref.ref(tensor) for tensor in held]
-forward = type(module).forward
-x = torch.randn(256, 128, dtype=torch.bfloat16, device="cuda")
-infer(module, lambda x: forward(module, x, is_first_microbatch=True), x, recipes["fp8-current"])
+training.event = "an evaluation"
+training.evaluation("current")
 del weight, states
 te.quantization.FP8GlobalStateManager.reset()  # forgets the scales that it updated
 gc.collect()
@@ -120,17 +136,15 @@ def test_a_graph_owns_what_it_reads() -> None:
 
 
 MISUSE = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-from te_graph_fixes.verify.evaluation import Program, capture, make_module
-from te_graph_fixes.verify.training import make_recipe
+import te_graph_fixes
+from te_graph_fixes.verify.driver.events import Training
+from te_graph_fixes.verify.driver.program import Program
+from te_graph_fixes.verify.driver.setting import autocast, random, use
 
-delayed, current = map(make_recipe, ("fp8-delayed", "fp8-current"))
-program = Program(())
-module = make_module(program, delayed, 1)
-graph = capture(program, module, delayed, "train")["first"]
-with te.autocast(enabled=True, recipe=current):
-    graph(torch.randn(256, 128, dtype=torch.bfloat16, device="cuda"))
+use(Program(recipe="delayed"))
+graph = Training(graphed=True).calls[0][0]
+with autocast("current"):
+    graph(random())
 """
 
 

@@ -84,7 +84,16 @@ def _training(name: str, fixes: Iterable[str], quick: bool = False, **options: A
 
 
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
-    return Case(name, tuple(fixes), "programs:compare", {"name": name, **options}, quick)
+    """A `Program` of the driver, of three steps if its events are not given; no ``.grad`` is added to another."""
+    return Case(name, tuple(fixes), "programs:compare", {"events": _STEPS, "takes_grads": True, **options}, quick)
+
+
+def _programs(
+    name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
+) -> Case:
+    """Several, with ``shared`` options."""
+    options = {"programs": programs, "events": _STEPS, **shared}
+    return Case(name, tuple(fixes), "programs:compare_each", options, quick)
 
 
 def _order(name: str, order: Iterable[float], quick: bool = False, **options: Any) -> Case:
@@ -98,12 +107,8 @@ def _contract(name: str, *fixes: str, quick: bool = False) -> Case:
     return Case(name, fixes, "contract:compare", {"name": name}, quick)
 
 
-def _events(name: str, fixes: Iterable[str], events: str, quick: bool = False, **options: Any) -> Case:
-    """Events of ``verify.evaluation``, by name."""
-    return Case(name, tuple(fixes), "evaluation:compare", {"events": tuple(events.split()), **options}, quick)
-
-
-_STEPS = "first later update first later update first later"
+_STEPS = ("step",) * 3
+_EVALUATED = ("step", "save", "evaluate_in_bf16", "step", "save", "evaluate_in_other", "step", "save")
 
 _ALL = (
     _training("experts-fp8-delayed", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-delayed", quick=True),
@@ -158,36 +163,101 @@ _ALL = (
     _training("delayed-bias-fp8", (DELIVERY,), delay=True, mark_first=False, bias=True, recipe="fp8-current"),
     _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
     _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
-    Case("delayed-forward-method", (DELIVERY,), "gradients:delayed_wgrads", {"together": False}),
-    Case("delayed-together", (MEMORY,), "gradients:delayed_wgrads", {"together": True}, quick=True),
+    _program("delayed-forward-method", (DELIVERY,), modules=("CallsForward",), fused=True, delay=True),
+    _program(
+        *("delayed-together", (MEMORY,), True),
+        modules=("layernorm_linear", "layernorm_linear"),
+        together=True,
+        fused=True,
+        delay=True,
+    ),
     Case("hook-order", (HOOK_ORDER, HOOKS), "callables:hook_order", quick=True),
-    Case("plain-data-delayed", (UNREACHED, DELIVERY), "callables:plain_data", quick=True),
+    _program(
+        *("plain-data-delayed", (UNREACHED, DELIVERY), True),
+        modules=("linear", "layernorm_linear"),
+        delay=True,
+        input_grads=False,
+    ),
     Case("reused-buffers", (BUFFERS,), "callables:reused_buffers", quick=True),
     Case("output-strides", (WEAK,), "callables:output_strides", quick=True),
     Case("output-dtypes", (WEAK,), "callables:output_dtypes", quick=True),
-    Case("none-output", ("none-outputs",), "callables:none_output", quick=True),
+    _programs(
+        *("none-output", ("none-outputs",), {"without an order": {}, "in order": {"order": (1, -1)}}),
+        quick=True,
+        modules=("WithNone",),
+        takes_grads=True,
+    ),
     _training(
         "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, mark_first=False, reuse=True, tuples=True
     ),
     Case("failed-capture", (SAFETY,), "aftermath:failed_capture", quick=True),
     Case("subclass-after-capture", (SUBCLASS,), "aftermath:subclass_after_capture", quick=True),
-    _program("nested-modules", (NESTED,), quick=True),
-    _program("nested-operations", (NESTED,), recipe="fp8-current"),
-    _program("experts-after-steps", (EXPERTS,), quick=True),
-    _program("frozen-first", (REDUCTION,), quick=True),
-    _program("self-distillation", (REDUCTION,)),
-    _program("plain-torch-first", (REDUCTION,)),
-    _program("forward-method", (STATE,), quick=True),
-    _program("operations-in-bf16", (STATE,)),
-    _program("own-autocast", (STATE,)),
-    _program("own-autocast-of-another", (STATE,)),
-    _program("checkpoint", (STATE,)),
-    _program("recompute-behind-another", (RECOMPUTE,), quick=True),
-    _program("recompute-in-an-autocast", (RECOMPUTE,)),
-    _program("recompute-after-another", (RECOMPUTE,)),
-    _program("reset-between-steps", (RESET,), recipe="fp8-current", quick=True),
-    _program("calibration", (CALIBRATING,), quick=True),
-    _program("other-rng-states", (RNG_STATES,), quick=True),
+    _program("nested-modules", (NESTED,), True, modules=("nested", "Block", "linear"), recipe="delayed", together=True),
+    _program("nested-operations", (NESTED,), modules=("nested_operations",), recipe="current"),
+    _program(
+        *("experts-after-steps", (EXPERTS,), True),
+        modules=("grouped_linear",),
+        recipe="delayed",
+        first="eager",
+        events=("step", "recapture", "step"),
+    ),
+    _program("frozen-first", (REDUCTION,), True, first="frozen", recipe="delayed", weights="cached"),
+    _program("self-distillation", (REDUCTION,), modules=("Block",), first="distillation", recipe="delayed"),
+    _program("plain-torch-first", (REDUCTION,), first="plain", recipe="delayed"),
+    _program(
+        "forward-method", (STATE,), True, modules=("CallsForward", "operation"), recipe="delayed", order=(1, -1) * 2
+    ),
+    _program(
+        *("operations-in-bf16", (STATE,)),
+        modules=("nested_operations", "Block"),
+        recipe="delayed",
+        in_bf16=(0,),
+        together=True,
+        events=("step", "recapture", "step"),
+    ),
+    _program("own-autocast", (STATE,), modules=("OwnAutocast",), recipe="current", other="delayed"),
+    _program(
+        *("own-autocast-of-another", (STATE,)),
+        modules=("OwnAutocast",),
+        recipe="delayed",
+        other="current",
+        events=("step", "recapture", "step"),
+    ),
+    _program("checkpoint", (STATE,), modules=("Block", "linear"), not_captured=(1,), recompute=True, recipe="delayed"),
+    _program(
+        *("recompute-behind-another", (RECOMPUTE,), True),
+        modules=("Recomputed",),
+        recipe="delayed",
+        first="eager",
+        order=(1, -1) * 2,
+    ),
+    _program(
+        *("recompute-in-an-autocast", (RECOMPUTE,)),
+        modules=("Recomputed", "linear"),
+        recipe="delayed",
+        autocasts="nested",
+    ),
+    _program(
+        *("recompute-after-another", (RECOMPUTE,)),
+        modules=("layernorm_linear", "Recomputed"),
+        recipe="delayed",
+        weights="cached",
+        order=(2, 2, -2, 1, -2, -1, 1, -1),
+    ),
+    _program(
+        *("reset-between-steps", (RESET,), True),
+        recipe="current",
+        weights="cached",
+        events=("step", "reset_fp8", "step", "reset_fp8", "step"),
+    ),
+    _program("calibration", (CALIBRATING,), True, modules=("Block",), recipe="delayed", calibrating=True),
+    _program(
+        *("other-rng-states", (RNG_STATES,), True),
+        modules=("Dropped",),
+        recipe="delayed",
+        tracker=True,
+        events=("step", "save", "reseed_tracker", "step", "load", "step"),
+    ),
     Case("misused-arguments", (ARGUMENTS,), "refusal:misused_arguments", quick=True),
     _contract("more-microbatches", CONTRACT, quick=True),
     _contract("fewer-microbatches", CONTRACT),
@@ -222,83 +292,103 @@ _ALL = (
     Case("outside-of-the-autocast", (CONTRACT,), "contract:warned", {"name": "outside-of-the-autocast"}),
     _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
-    _events("fp8-params-of-master", (TRANSPOSES,), _STEPS, recipe="fp8-delayed", fp8_params=True, update="master"),
-    _events("fp8-params-block-no-grad", (TRANSPOSES,), _STEPS, recipe="fp8-block", fp8_params=True, no_grad=True),
-    _events(
-        *("operation-alone", (EVALUATION, STATE), "first bf16 first update save bf16 first update first save"),
-        module="ops.Linear",
-        recipe="fp8-delayed",
-        alone=True,
+    _program("fp8-params-of-master", (TRANSPOSES,), recipe="delayed", fp8_params=True, optimizer="master weights"),
+    _program("fp8-params-block-no-grad", (TRANSPOSES,), recipe="block", fp8_params=True, built_without_grad=True),
+    _program(
+        *("operation-alone", (EVALUATION, STATE)),
+        modules=("operation",),
+        recipe="delayed",
+        events=("step", "evaluate_in_bf16", "step", "save", "evaluate_in_bf16", "step", "step", "save"),
     ),
-    _events("fp8-params-no-grad", (TRANSPOSES,), _STEPS, quick=True, fp8_params=True, no_grad=True),
-    _events(
-        *("fp8-experts-no-grad", (TRANSPOSES,), _STEPS),
-        module="GroupedLinear",
+    _program("fp8-params-no-grad", (TRANSPOSES,), True, recipe="current", fp8_params=True, built_without_grad=True),
+    _program(
+        *("fp8-experts-no-grad", (TRANSPOSES,)),
+        modules=("grouped_linear",),
+        recipe="current",
         fp8_params=True,
-        no_grad=True,
-        pipelined=True,
+        built_without_grad=True,
+        order=(1, -1) * 2,
     ),
-    _events(
-        *("inference-and-training", (CACHED,)),
-        "infer-first first later update infer-later infer-first first infer-later later update first infer-later later",
-        quick=True,
-        cache=True,
-        captures=("infer", "train"),
+    _program(
+        *("inference-and-training", (CACHED,), True),
+        recipe="current",
+        weights="cached",
+        inference="first",
+        events=("infer", "step", "infer", "infer", "step", "infer"),
     ),
-    _events(
+    _program(
         *("inference-and-training-in-order", (CACHED,)),
-        "infer-first first later update infer-later first later update first later",
-        cache=True,
-        captures=("infer", "train"),
-        pipelined=True,
+        recipe="current",
+        weights="cached",
+        inference="first",
+        order=(1, -1) * 2,
+        events=("infer", "step", "infer", "step", "step"),
     ),
-    _events(
+    _program(
         *("inference-and-eager-training", (CACHED,)),
-        "infer-first eager-first eager-later update infer-first eager-later update eager-first infer-later",
-        cache=True,
-        recipe="fp8-delayed",
-        captures=("infer",),
+        recipe="delayed",
+        weights="cached",
+        inference="first",
+        not_captured=(0,),
+        events=("step", "infer", "step", "infer", "step"),
     ),
-    _events(
+    _program(
         *("cached-after-other-recipe", (CACHED, EVALUATION)),
-        "first later update other first later update first later other later update first",
-        cache=True,
+        recipe="current",
+        other="delayed",
+        weights="cached",
+        events=("step", "evaluate_in_other", "step", "evaluate_in_other", "step"),
     ),
-    _events(
-        *("checkpoint-after-bf16", (EVALUATION,)),
-        "first update save bf16 first update save other first save",
-        recipe="fp8-delayed",
-        other="fp8-current",
-    ),
-    _events(
+    _program("checkpoint-after-bf16", (EVALUATION,), recipe="delayed", other="current", events=_EVALUATED),
+    _program(
         *("forward-method-after-others", (EVALUATION, STATE)),
-        "first update save bf16 first update save other first save",
-        recipe="fp8-delayed",
-        other="fp8-current",
-        by_forward=True,
+        modules=("CallsForward",),
+        recipe="delayed",
+        other="current",
+        events=_EVALUATED,
     ),
-    _events(
-        *("ops-after-bf16", (EVALUATION,)),
-        "first update bf16 save first update save bf16 first first save",
-        quick=True,
-        module="ops.Linear",
-        recipe="fp8-delayed",
+    _program(
+        *("ops-after-bf16", (EVALUATION,), True),
+        modules=("one_operation",),
+        recipe="delayed",
+        events=("step", "evaluate_in_bf16", "save", "step", "save", "evaluate_in_bf16", "step", "step", "save"),
     ),
-    _events(
+    _program(
         *("ops-after-other-recipe", (EVALUATION,)),
-        "first update other first update save other first first save",
-        module="ops.Linear",
-        recipe="fp8-delayed",
-        other="fp8-current",
+        modules=("one_operation",),
+        recipe="delayed",
+        other="current",
+        events=("step", "evaluate_in_other", "step", "save", "evaluate_in_other", "step", "save"),
     ),
     _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
-    Case("recomputed-weights", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights"),
-    Case("recomputed-weights-mxfp8", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights", {"recipe": "mxfp8"}),
-    Case("recomputed-weights-nvfp4", (STALE, WARMUP, PARAM_GRADS), "gradients:recomputed_weights", {"recipe": "nvfp4"}),
+    *(
+        _programs(
+            *(name, (STALE, WARMUP, PARAM_GRADS)),
+            {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}},
+            modules=("Recomputed",),
+            recipe=recipe,
+            weights="marked",
+        )
+        for name, recipe in (
+            ("recomputed-weights", "current"),
+            ("recomputed-weights-mxfp8", "mxfp8"),
+            ("recomputed-weights-nvfp4", "nvfp4"),
+        )
+    ),
     Case("main-grads-at-capture", (MAIN_GRADS,), "gradients:main_grads_at_capture", quick=True),
     Case("tied-weight", (PARAM_GRADS,), "gradients:tied_weight", quick=True),
     Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
-    Case("parameter-hooks", (PARAMETER_HOOKS, PARAM_GRADS), "gradients:parameter_hooks", quick=True),
+    _programs(
+        *("parameter-hooks", (PARAMETER_HOOKS, PARAM_GRADS)),
+        {
+            f"{hooks}{' in order' if order else ''}": {"hooks": hooks, "order": order}
+            for hooks in ("adds", "takes", "doubles", "of the node")
+            for order in ((), (1, -1))
+        },
+        quick=True,
+        modules=("layernorm_linear",),
+        bias=True,
+    ),
 )
 
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")

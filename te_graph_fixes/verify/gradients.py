@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .training import HIDDEN, TOKENS, error, make_recipe, require_recomputation
+from .training import HIDDEN, TOKENS, error
 
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
 STEPS = 3
-MICROBATCHES = 2
 ORDER = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
 """One of two stages, two chunks of two layers, four microbatches."""
-
-
-class Marking(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection that marks first microbatches, as Megatron-Core's do."""
-
-    is_first_microbatch: bool
-
-    def forward(self, x: torch.Tensor) -> Any:
-        out = super().forward(x, is_first_microbatch=self.is_first_microbatch)
-        self.is_first_microbatch = False
-        return out
-
-
-class Recomputed(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-    """A projection whose activations are recomputed in its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Marking(HIDDEN, HIDDEN, bias=False, **OPTIONS)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return te.checkpoint(self.inner, x)
-
-
-class CallsForward(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-    """Calls the ``forward`` of its layers, not the layers, so that no forward hook runs."""
-
-    def __init__(self, *layers: torch.nn.Module) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor, **marks: bool) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer.forward(x, **marks)
-        return x
 
 
 class Auxiliary(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
@@ -81,59 +44,6 @@ class Output(torch.nn.Module):  # type: ignore[misc,unused-ignore]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, self.weight)
-
-
-def recomputed_weights(recipe: str = "fp8-current") -> dict[str, Any]:
-    """Activation recompute in a graph that does not cache weights: the errors of each step.
-
-    The graph is captured without an order, then with one, after a replay of another graph that caches its weights.
-    """
-    require_recomputation()
-    wanted, *found = (_train_recomputed(make_recipe(recipe), capture) for capture in (None, _alone, _after_cached))
-    pairs = [(step, right) for steps in found for step, right in zip(steps, wanted, strict=True)]
-    return {"errors": {"steps": [error(step, right) for step, right in pairs]}}
-
-
-def _alone(module: Any, recipe: Any) -> Any:
-    return te.make_graphed_callables(module, (_random(),), enabled=True, recipe=recipe)
-
-
-def _after_cached(module: Any, recipe: Any) -> Any:
-    options = {"enabled": True, "recipe": recipe}
-    other = te.Linear(HIDDEN, HIDDEN, **OPTIONS)
-    other = te.make_graphed_callables(other, (_random(),), cache_quantized_params=True, **options)
-    for first in (True, False):
-        with te.autocast(enabled=True, recipe=recipe):
-            other(_random(), is_first_microbatch=first)
-    (run,) = te.make_graphed_callables((module,), ((_random(),),), _order=[1, -1], **options)
-    return run
-
-
-def _train_recomputed(recipe: Any, capture: Callable[[Any, Any], Any] | None) -> list[list[torch.Tensor]]:
-    FP8GlobalStateManager.reset()
-    torch.manual_seed(1)
-    module = Recomputed()
-    module.inner.is_first_microbatch = True
-    weight = module.inner.weight
-    run = capture(module, recipe) if capture else module
-    torch.manual_seed(2)
-    steps = []
-    for _ in range(STEPS):
-        module.inner.is_first_microbatch = True
-        weight.grad = None
-        found = []
-        for _ in range(MICROBATCHES):
-            if not capture:
-                module.inner.is_first_microbatch = True
-            x = _random()
-            with te.autocast(enabled=True, recipe=recipe):
-                out = run(x)
-            out.backward(torch.randn_like(out))
-            found += [out.detach().clone(), _grad(x)]
-        steps.append([*found, _grad(weight)])
-        with torch.no_grad():
-            weight.sub_(0.1 * weight.grad)
-    return steps
 
 
 def tied_weight() -> dict[str, Any]:
@@ -226,58 +136,6 @@ def _train_mlps(layers: Sequence[Any], runs: Sequence[Any], microbatches: int) -
     return found + [each.main_grad.clone() if each.dim() == 2 else _grad(each) for each in parameters]
 
 
-def parameter_hooks() -> dict[str, Any]:
-    """Hooks of four kinds on the parameters of a graph: for each the error of what they did and kept.
-
-    The graph is captured without an order, then with one.
-    """
-    errors = {}
-    for kind, register in HOOKS.items():
-        wanted = _train_hooked(register, graphed=False)
-        errors[kind] = [error(_train_hooked(register, True, order), wanted) for order in (None, [1, -1])]
-    return {"errors": errors}
-
-
-def _add(parameter: Any, total: torch.Tensor) -> object:
-    def add(each: Any) -> None:
-        total.add_(each.grad)
-
-    return parameter.register_post_accumulate_grad_hook(add)
-
-
-def _take(parameter: Any, total: torch.Tensor) -> object:
-    def take(each: Any) -> None:
-        total.add_(each.grad)
-        each.grad = None
-
-    return parameter.register_post_accumulate_grad_hook(take)
-
-
-def _double(parameter: Any, total: torch.Tensor) -> object:
-    return parameter.register_hook(lambda grad: grad * 2)
-
-
-def _of_node(parameter: Any, total: torch.Tensor) -> object:
-    """As Megatron-Core's DDP does, on a stream of its own: what accumulates on the default one cannot be captured."""
-
-    def take(*_: Any) -> None:
-        total.add_(parameter.grad)
-        parameter.grad = None
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-    node.register_hook(take)
-    return node
-
-
-HOOKS: dict[str, Callable[[Any, torch.Tensor], object]] = {
-    "adds": _add,
-    "takes": _take,
-    "doubles": _double,
-    "of the node": _of_node,
-}
-
-
 def main_grads_at_capture() -> dict[str, Any]:
     """How far ``main_grad`` is after a capture from what it was before, with wgrads in the backward and delayed."""
     errors = {}
@@ -290,48 +148,6 @@ def main_grads_at_capture() -> dict[str, Any]:
         te.make_graphed_callables(layer, (_random(),), allow_unused_input=True)
         errors["delayed" if delayed else "backward"] = [error([layer.weight.main_grad], [wanted])]
     return {"errors": errors}
-
-
-def delayed_wgrads(together: bool) -> dict[str, Any]:
-    """Delayed wgrads of two layers, captured ``together`` or in a module that calls their ``forward``: their errors."""
-    wanted, found = (_train_delayed(together, graphed) for graphed in (False, True))
-    return {"errors": {"wgrads": [error(*pair) for pair in zip(found, wanted, strict=True)]}}
-
-
-def _train_delayed(together: bool, graphed: bool) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    options = {"bias": False, "fuse_wgrad_accumulation": True, "delay_wgrad_compute": graphed, **OPTIONS}
-    layers = _fused(*(te.LayerNormLinear(HIDDEN, HIDDEN, **options) for _ in range(2)))
-    runs = layers if together else [CallsForward(*layers)]
-    if graphed:
-        te.make_graphed_callables(tuple(runs), tuple((_random(),) for _ in runs))
-    torch.manual_seed(2)
-    for layer in layers:
-        layer.weight.main_grad.zero_()
-    for _ in range(STEPS):
-        out = _random()
-        for run in runs:
-            out = run(out)
-        out.backward(torch.randn_like(out))
-        for run in runs if graphed else ():
-            run.backward_dw()
-    return [layer.weight.main_grad for layer in layers]
-
-
-def _train_hooked(
-    register: Callable[[Any, torch.Tensor], object], graphed: bool, order: list[int] | None = None
-) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    layer = te.LayerNormLinear(HIDDEN, HIDDEN, **OPTIONS)
-    totals = [torch.zeros(parameter.shape, device="cuda") for parameter in layer.parameters()]
-    held = [register(parameter, total) for parameter, total in zip(layer.parameters(), totals, strict=True)]
-    (run,) = te.make_graphed_callables((layer,), ((_random(),),), _order=order) if graphed else (layer,)
-    torch.manual_seed(2)
-    for _ in range(STEPS):
-        out = run(_random())
-        out.backward(torch.randn_like(out))
-    del held
-    return totals + [_grad(parameter) for parameter in layer.parameters() if parameter.grad is not None]
 
 
 def _fused(*layers: Any) -> list[Any]:

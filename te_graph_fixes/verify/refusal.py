@@ -9,8 +9,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
 
-from .programs import linear
-from .training import Setup, capture, make_module, random
+from .training import HIDDEN, Setup, capture, make_module, random
 
 
 def illegal_order() -> dict[str, Any]:
@@ -24,12 +23,16 @@ def illegal_order() -> dict[str, Any]:
     return {"errors": {"refused": [1.0]}, "message": "captured"}
 
 
+def _linear() -> Any:
+    return te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device="cuda")
+
+
 class Named(torch.nn.Module):  # type: ignore[misc,unused-ignore]
     """A projection of the sum of what a dict holds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = linear()
+        self.linear = _linear()
 
     def forward(self, x: torch.Tensor, *, others: dict[str, torch.Tensor]) -> Any:
         return self.linear(x + others["a"] - 2 * others["b"])
@@ -66,7 +69,7 @@ def linear_of(module: Named, x: torch.Tensor, others: dict[str, torch.Tensor]) -
 def _forward_alone(x: torch.Tensor) -> Any:
     """The output of a graph without a backward."""
     with torch.no_grad():
-        graphed = te.make_graphed_callables(linear(), (x.clone().requires_grad_(),), allow_unused_input=True)
+        graphed = te.make_graphed_callables(_linear(), (x.clone().requires_grad_(),), allow_unused_input=True)
     return graphed(x.clone().requires_grad_())
 
 

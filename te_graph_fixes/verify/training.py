@@ -27,13 +27,16 @@ LEARNING_RATE = 0.1
 FIRST = "is_first_microbatch"
 
 RECIPES: dict[str, tuple[str, str]] = {
-    "fp8-delayed": ("DelayedScaling", "is_fp8_available"),
-    "fp8-current": ("Float8CurrentScaling", "is_fp8_available"),
-    "fp8-block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "delayed": ("DelayedScaling", "is_fp8_available"),
+    "current": ("Float8CurrentScaling", "is_fp8_available"),
+    "block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
     "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
     "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
-"""By the name of a recipe, TE's class and the function that says whether this GPU has it. ``bf16`` needs neither."""
+"""By the name of a recipe, TE's class and the function that says whether this GPU has it. ``bf16`` needs neither.
+
+``fp8-`` may stand before the name.
+"""
 
 
 class Skipped(Exception):
@@ -120,7 +123,7 @@ def make_recipe(name: str) -> Any:
     """The recipe of this name, None for ``bf16``; `Skipped` where the GPU lacks it."""
     if name == "bf16":
         return None
-    recipe, available = RECIPES[name]
+    recipe, available = RECIPES[name.removeprefix("fp8-")]
     has, why = getattr(te, available)(return_reason=True)
     if not has:
         raise Skipped(" ".join(why.split()))

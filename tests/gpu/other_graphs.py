@@ -127,7 +127,7 @@ class Job:
         """What each step computes; inputs grow, so that scales have to follow."""
         import torch
 
-        from te_graph_fixes.verify.programs import fp8_state
+        from te_graph_fixes.verify.driver.training import fp8_state
 
         for self.number in range(STEPS):
             for slot in self.slots:
@@ -156,7 +156,7 @@ class Slot:
     """The memory of one microbatch's input, output and output grad."""
 
     def __init__(self) -> None:
-        from te_graph_fixes.verify.programs import random
+        from te_graph_fixes.verify.training import random
 
         self.x, self.grad = random().requires_grad_(), random()
         self.out: Any = None
@@ -164,7 +164,7 @@ class Slot:
     def load(self, step: int) -> None:
         import torch
 
-        from te_graph_fixes.verify.programs import random
+        from te_graph_fixes.verify.training import random
 
         with torch.no_grad():
             self.x.copy_(random() * 3**step)
@@ -332,12 +332,11 @@ def beside_te(job: Job, first: bool, number: int = 0) -> None:
     import torch
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.programs import OPTIONS, random
-    from te_graph_fixes.verify.training import HIDDEN, make_recipe
+    from te_graph_fixes.verify.training import HIDDEN, make_recipe, random
 
     if len(job.besides) == number:
         recipe, rng = make_recipe(job.recipe), torch.cuda.get_rng_state()
-        job.besides.append(te.Linear(HIDDEN, HIDDEN, **OPTIONS))
+        job.besides.append(te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device="cuda"))
         if job.graphed:
             options = {"enabled": recipe is not None, "recipe": recipe, "cache_quantized_params": recipe is not None}
             te.make_graphed_callables(job.besides[number], (random().requires_grad_(),), **options)

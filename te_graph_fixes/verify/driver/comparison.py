@@ -10,15 +10,19 @@ import torch
 from .events import OF_GRAPHS
 
 
-def differences(found: Any, wanted: Any) -> dict[str, float]:
-    """Where two runs differ, with the largest error: the norm of the difference over the norm of what is wanted."""
-    errors = {}
+def errors(found: Any, wanted: Any) -> dict[str, float]:
+    """By all that is compared, the largest error: the norm of the difference over the norm of what is wanted."""
+    result = {}
     for name in sorted({*wanted, *found} - {OF_GRAPHS}):
-        pairs = list(zip(found.get(name, ()), wanted.get(name, ()), strict=False))
-        same = len(found.get(name, ())) == len(wanted.get(name, ()))
-        if not same or not all(map(equal, *zip(*pairs, strict=True))) if pairs else not same:
-            errors[name] = max((error(*pair) for pair in pairs), default=1.0) if same else 1.0
-    return errors
+        both = found.get(name, ()), wanted.get(name, ())
+        alike = len(both[0]) == len(both[1])
+        result[name] = max(map(error, *both), default=0.0) if alike else 1.0
+    return result
+
+
+def differences(found: Any, wanted: Any) -> dict[str, float]:
+    """Those of the `errors` that are not 0.0."""
+    return {name: size for name, size in errors(found, wanted).items() if size}
 
 
 def equal(found: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
@@ -31,7 +35,7 @@ def equal(found: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
 def error(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
     if equal(found, wanted):
         return 0.0
-    if found is None or wanted is None or found.shape != wanted.shape:
+    if found is None or wanted is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
         return 1.0
     result = float((found.double() - wanted.double()).norm() / wanted.double().norm())
     return result if math.isfinite(result) else math.inf

@@ -175,6 +175,13 @@ def misuse_backward(t: Training) -> None:
     refused(t, backward)
 
 
+def dirty() -> None:
+    """Give memory that nobody owns another content: NaN in FP8. The simulator does this by itself."""
+    for power in range(9, 19):
+        held = [torch.full((2**power,), 0x7F, dtype=torch.uint8, device="cuda") for _ in range(32)]
+        del held
+
+
 OF_GRAPHS = "memory with graphs"
 """What eager training has nothing to compare with: runs through graphs are compared by it, with and without a fix."""
 
@@ -187,6 +194,8 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
         t.event = f"{number} {event}"
         globals()[event](t)
         t.state()
+        if not SIMULATED:
+            dirty()
     if graphed:
         if SIMULATED:
             t.seen[OF_GRAPHS] = [torch.tensor([torch.cuda.memory_reserved(), torch.cuda.memory_allocated()])]

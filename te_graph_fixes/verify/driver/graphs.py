@@ -36,6 +36,7 @@ class Captured:
         self.seen: dict[str, list[torch.Tensor | None]] = {}
         self.event = "made"
         self.called: list[str] = []
+        self.nodes: list[Any] = []
         OPTIONS.update(bias=program.bias, fuse_wgrad_accumulation=program.fused)
         OPTIONS["delay_wgrad_compute"] = program.delay and graphed
         with (
@@ -75,6 +76,9 @@ class Captured:
         self.input = sample()
         if graphed:
             self.capture()
+        if program.takes_grads:
+            for parameter in self.weights:
+                parameter.main_grad.zero_()
         for number, layer in enumerate(self.layers if program.late_hooks else ()):
             self.hook_parameters(number, layer)
         for layer in self.layers if program.module_hooks else ():
@@ -93,6 +97,9 @@ class Captured:
             for parameter in fused(layer):
                 parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
                 parameter.grad_added_to_main_grad = False
+        if program.takes_grads:
+            for parameter in layer.parameters():
+                parameter.taken = torch.zeros_like(parameter)
         if not program.late_hooks:
             self.hook_parameters(number, layer)
         if program.wgrad_hooks and self.graphed:
@@ -113,7 +120,7 @@ class Captured:
             self.called.append(f"hook {number}")
             if program.hooks == "reduces":
                 dist.all_reduce(parameter.grad)
-            elif program.hooks == "takes":
+            elif program.hooks in ("takes", "of the node"):
                 parameter.taken.add_(parameter.grad)  # on the stream of a capture: nothing may be freed here
                 parameter.grad = None
             return each * 2 if program.hooks == "doubles" else None
@@ -121,6 +128,10 @@ class Captured:
         parameter.taken = torch.zeros_like(parameter)
         if program.hooks == "doubles":
             parameter.register_hook(hook)
+        elif program.hooks == "of the node":
+            with torch.cuda.stream(torch.cuda.Stream()):  # what accumulates on the default one cannot be captured
+                self.nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+            self.nodes[-1].register_hook(lambda *_: hook(parameter))
         else:
             parameter.register_post_accumulate_grad_hook(hook)
 

@@ -74,6 +74,10 @@ def operation() -> Any:
     return te.ops.Linear(HIDDEN, HIDDEN, bias=program.bias, dtype=torch.bfloat16, device="cuda")
 
 
+def one_operation() -> Any:
+    return te.ops.Sequential(operation())
+
+
 def operations() -> Any:
     return te.ops.Sequential(operation(), operation())
 
@@ -115,6 +119,25 @@ class Wide(torch.nn.Sequential):
     def __init__(self) -> None:
         sizes = (HIDDEN, 128, 128, HIDDEN)
         super().__init__(*(te.Linear(*each, **OPTIONS) for each in itertools.pairwise(sizes)))
+
+
+class SpecialInside(Block):
+    """One projection is of a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = subclassed()
+
+
+class CallsOperation(torch.nn.Module):
+    """Calls ``forward`` of an operation, not the operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operation = operation()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.operation.forward(x)
 
 
 class ListBlock(torch.nn.Module):

@@ -21,8 +21,11 @@ class Program:
     - ``inside``: only the first projection of a layer is captured, where it has one
     - ``strided``: inputs and output grads are not contiguous; ``in_place``: what the residual is added
     - ``same_input``: one tensor, that of the capture if there is one, gets the values of every microbatch
+    - ``hooks``: what those of parameters do; ``of the node`` they take grads as those of Megatron-Core's DDP do
     - ``module_hooks``: layers have hooks, registered after the capture
     - ``offload``: what autograd saves is copied; ``late_hooks``: parameters get their hooks after the capture
+    - ``takes_grads``: the caller takes a ``.grad`` once it is there, so that none is added to another, and zeroes each
+      ``main_grad`` before it trains
     - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
     - ``events``: what happens, in order
     """
@@ -72,6 +75,7 @@ class Program:
     fp8_mha: bool = False
     same_input: bool = False
     module_hooks: bool = False
+    takes_grads: bool = False
     events: tuple[str, ...] = ("step", "step")
 
     def __str__(self) -> str:

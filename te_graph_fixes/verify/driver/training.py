@@ -140,8 +140,17 @@ class Training(Captured):
             if program.delay and entry < 0 and (entry % 1 or entry - 0.5 not in program.order):
                 for number in reversed(layers):
                     self.wgrad(number, microbatch, eager)
+            if program.takes_grads:
+                self.take_grads()
         self.see("dgrads", *late)
         self.update(0.0 if skip else rate, skip)
+
+    def take_grads(self) -> None:
+        """Let no gradient be added to an earlier one."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.taken.add_(parameter.grad)
+                parameter.grad = None
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
         """The delayed wgrads of a layer; those of eager training are done, and only the hooks are left to call."""
@@ -161,7 +170,7 @@ class Training(Captured):
         for parameter in self.parameters:
             if parameter in self.weights:
                 grad = parameter.main_grad
-            elif program.hooks == "takes":
+            elif program.takes_grads or program.hooks in ("takes", "of the node"):
                 grad = parameter.taken.clone() if hasattr(parameter, "taken") else None
             else:
                 grad = parameter.grad
