@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def test_ranks_that_agree(torchrun: list[str]) -> None:
     assert "2 ranks, 0 differ from rank 0" in found.stdout
     ours = [line for line in found.stderr.splitlines() if " te_graph_fixes " in line]
     assert len(ours) == 1, ours
-    assert ours[0].startswith("rank 0 INFO te_graph_fixes TransformerEngine ")
+    assert re.match(r"rank 0 INFO te_graph_fixes \d+ fixes applied to TransformerEngine ", ours[0])
 
 
 def test_a_rank_with_another_te(torchrun: list[str], other_te: Path) -> None:
@@ -85,8 +86,7 @@ def test_a_rank_with_another_te(torchrun: list[str], other_te: Path) -> None:
     warned = [line for line in found.stderr.splitlines() if "TEGraphFixesWarning" in line]
     assert all(line.startswith("rank 1 WARNING py.warnings") for line in warned)
     assert ["is not that of the other processes" in line for line in warned] == [True, False]
-    assert "backward-dw-order, " in warned[1]
-    assert "cannot be applied" in warned[1]
+    assert re.search(r"\d+ of \d+ fixes that are needed cannot be applied", warned[1])
 
 
 def test_reports_can_be_sent_and_compared() -> None:
