@@ -60,3 +60,19 @@ def test_every_main_grad_of_every_rank_is_that_of_eager() -> None:
         assert all(line["eager_again_different"] == line["before_capture_different"] == 0 for line in lines)
         assert min(different["no fixes"] + different["all others"]) > 0
         assert different["all fixes"] == [0, 0, 0]
+
+
+def test_more_microbatches_than_captured_raise_by_name() -> None:
+    """Captured with four microbatches, run with four, two and eight, in two ranks of two virtual stages each."""
+    program = ["-m", "tests.simulator", "tests/megatron_on_simulator.py", "megatron_microbatches.py"]
+    done = subprocess.run(
+        [sys.executable, "tests/gpu/megatron_microbatches.py", str(STAGES), *program],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cannot be replayed: the" in done.stdout
