@@ -235,18 +235,25 @@ def captured_operations() -> int:
     return len(kinds)
 
 
-def weights_kept() -> int:
-    """Quantized weights that a capture leaves in a module, which is to keep none, after one that caches weights."""
+def left_by_a_capture() -> tuple[int, bool]:
+    """Cached weights and the mark of a first microbatch in a module that keeps none, captured after one that does."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     layers = [te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    forward = layers[1].forward
+
+    def marked(x: torch.Tensor) -> Any:
+        layers[1].is_first_microbatch = False
+        return forward(x)
+
+    layers[1].forward, layers[1].is_first_microbatch = marked, True
     sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     for layer, cached in zip(layers, (True, False), strict=True):
         options = {"enabled": True, "recipe": Float8CurrentScaling(), "cache_quantized_params": cached}
         te.make_graphed_callables(layer, (sample,), **options)
-    return len(layers[1]._fp8_workspaces)
+    return len(layers[1]._fp8_workspaces), layers[1].is_first_microbatch
 
 
 def numbers_of_the_tracker() -> bool:
@@ -284,7 +291,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "grouped-linear-amax-reduction": reductions_in_capture,
     "param-grad-lifetime": copies_turned_off,
     "rng-states-at-replay": numbers_of_the_tracker,
-    "stale-fp8-weights": weights_kept,
+    "stale-fp8-weights": left_by_a_capture,
     "wgrad-hook-order": captured_operations,
 }
 

@@ -47,6 +47,10 @@ PATCH = """
 +    skip_fp8_weight_update = FLAG
 +    if skip_fp8_weight_update is not None:
 +        is_first_microbatch = False
++    elif is_first_microbatch is False:
++        from .._te_first_microbatches import flag_of_capture
++
++        skip_fp8_weight_update = flag_of_capture()
 +
 """
 
@@ -105,6 +109,7 @@ FIX = Fix(
         PATCH,
         "GroupedLinear passes None as skip_fp8_weight_update",
         names={"FLAG": _skip_tensor},
+        provides=("first_microbatches",),
         corrected=[
             (UPSTREAM.format(reads=reads, assignments=2 * reads, flag=flag), "GroupedLinear passes the skip flag on")
             for reads in (1, 2)

@@ -9,8 +9,9 @@ It happens
 
 1. to modules that carry ``is_first_microbatch``, as Megatron-Core's do, where the capture does not cache weights
    (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 where attention is not captured). Warmup leaves False
-   behind, and without the graph's skip flag False means that weights are never quantized. It now means what it means
-   for wgrads: quantize, and accumulate. Before TE 2.14 it needs `warmup-reset` to show;
+   behind, and without a skip flag False means that weights are never quantized. Such a graph now has a flag of its own,
+   which says before each replay what its modules say eagerly (`te_graph_fixes/shipped/first_microbatches.py`). Before
+   TE 2.14 it needs `warmup-reset` to show;
 2. to a capture that does not cache weights, after one that does: it reads the skip flag of the other;
 3. where another FP8 module runs before the graph in the same autocast: the graph does not set the skip flag, which
    still has the value of another graph or microbatch. Every graph that caches weights sets it now.
@@ -23,51 +24,70 @@ from ..patch import SemanticPatch
 from ..shapes import MODULES, skip_flag_state
 
 GRAPH = """
-@@ graph.py is_graph_capturing
- return ANY
 @@ graph.py _make_graphed_callables
++from ._te_first_microbatches import Marks
++
 +@contextlib.contextmanager
-+def own_skip_flag():
-+    # Captures that cache weights share one skip flag. Hide it from those that do not.
++def own_skip_flag(marks=None):
++    # Captures that cache weights share one skip flag. Hide it from those that do not; their graphs have one each.
 +    state = STATE
 +    skip_flag = state.skip_fp8_weight_update_tensor
 +    if not cache_quantized_params:
 +        state.skip_fp8_weight_update_tensor = None
++        Marks.of_capture = marks
 +    try:
 +        yield
 +    finally:
 +        state.skip_fp8_weight_update_tensor = skip_flag
++        Marks.of_capture = None
 +
  visited_te_modules = ANY_EMPTY
 @@
 -with torch.cuda.stream(torch.cuda.Stream()):
-+with own_skip_flag(), torch.cuda.stream(torch.cuda.Stream()):
++with own_skip_flag(Marks()), torch.cuda.stream(torch.cuda.Stream()):
      ...
 @@ (2 times)
++fwd_graph.marks = Marks(func)
 -with ..., _graph_context_wrapper(fwd_graph, pool=mempool):
-+with own_skip_flag(), ..., _graph_context_wrapper(fwd_graph, pool=mempool):
++with own_skip_flag(fwd_graph.marks), ..., _graph_context_wrapper(fwd_graph, pool=mempool):
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, pool=mempool):
 +with own_skip_flag(), ..., _graph_context_wrapper(bwd_graph, pool=mempool):
      ...
+@@ graph.py _make_graphed_callables.Graphed.forward
+-if ctx.is_first_module and skip_fp8_weight_update is not None:
++if isinstance(skip_fp8_weight_update, bool):
+     ...
++if fwd_graph.marks.are_read:
++    skip_fp8_weight_update = fwd_graph.marks.take()
+@@ graph.py make_graphed_callables
++marked = [each for func in modules for each in func.modules() if hasattr(each, "is_first_microbatch")]
++marks = [each.is_first_microbatch for each in marked]
+ saved_fp8_tensors = save_fp8_tensors(...)
 @@
--ctx.is_first_module and skip_fp8_weight_update is not None
-+isinstance(skip_fp8_weight_update, bool)
+ restore_fp8_tensors(modules, saved_fp8_tensors)
++for each, mark in zip(marked, marks):
++    each.is_first_microbatch = mark
 """
 
 LAYER = """
-@@ module/FILE.py CLASS.forward
-+if is_first_microbatch is False:
-+    from ..graph import is_graph_capturing as is_capturing
-+
+@@ module/FILE.py CLASS.forward (at least once)
+ if skip_fp8_weight_update is not None:
+     is_first_microbatch = False
++if is_first_microbatch is False and skip_fp8_weight_update is None:
 +    # Captured without a skip flag, "not the first microbatch" would mean that weights are never quantized.
-+    if is_capturing() and STATE.skip_fp8_weight_update_tensor is None:
-+        is_first_microbatch = None
++    from .._te_first_microbatches import flag_of_capture
 +
- ANY_FLAG = torch.is_grad_enabled()
++    skip_fp8_weight_update = flag_of_capture()
 """
-PATCH = GRAPH + "".join(LAYER.replace("FILE", file).replace("CLASS", name) for file, name in MODULES.items())
+EARLIER_EXPERTS = """
+@@ (or)
+ non_tensor_args = (..., None, self.save_original_input, ...)
+"""
+"""Up to 2.16 it is `grouped-linear-skip-flag` that gives experts a flag."""
+LAYERS = "".join(LAYER.replace("FILE", file).replace("CLASS", name) for file, name in MODULES.items())
+PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 
 
 FIX = Fix(
@@ -82,6 +102,8 @@ FIX = Fix(
         PATCH,
         "graphs without a skip flag of their own never quantize their weights again",
         names={"STATE": skip_flag_state},
+        provides=("first_microbatches",),
     ),
+    requires=("grouped-linear-skip-flag",),
     check_hints=("fp8 output", "fp8 gradient"),
 )

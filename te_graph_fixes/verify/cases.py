@@ -123,6 +123,10 @@ _ALL = (
     _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
     _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, fit=True, steps=6, quick=True),
     *(
+        _training(f"{name}-kept", (STALE,), module=module, recipe="fp8-delayed", cache=False)
+        for name, module in (("weights", "Linear"), ("experts", "GroupedLinear"))
+    ),
+    *(
         _training(f"{name}-not-cached", (STALE, WARMUP, PARAM_GRADS), module=module, recipe="fp8-current", cache=False)
         for name, module in (("norm", "LayerNormLinear"), ("mlp", "LayerNormMLP"), ("experts", "GroupedLinear"))
     ),

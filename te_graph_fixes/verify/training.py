@@ -131,12 +131,7 @@ def make_recipe(name: str) -> Any:
 
 
 def make_module(setup: Setup, seed: int, graphed: bool) -> Any:
-    """A module of ``setup``; equal seeds give equal weights.
-
-    Where graphs are told not to cache weights, eager does not either: with delayed scaling a weight that is kept has
-    the scale of the first microbatch, one that is quantized again that of its own.
-    """
-    marks = setup.mark_first and (graphed or setup.cache is not False)
+    """A module of ``setup``; equal seeds give equal weights."""
     options: dict[str, Any] = {
         "bias": setup.bias,
         "fuse_wgrad_accumulation": setup.fused,
@@ -166,7 +161,7 @@ def make_module(setup: Setup, seed: int, graphed: bool) -> Any:
         module.is_first_microbatch = False
         return out
 
-    if marks:
+    if setup.mark_first:
         module.is_first_microbatch = True
         module.forward = marked
     elif arguments:

@@ -93,9 +93,6 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not (p.in_bf16 or p.calibrating or "OwnAutocast" in p.modules)
         )
     ),
-    "eager caches the scales of the first microbatch, a graph that does not cache cannot": lambda p: (
-        not (p.weights == "marked" and "delayed" in (p.recipe, p.other))
-    ),
     "marks belong to what passes them on": lambda p: (
         p.weights == "plain"
         or (not {"Tied", *OPERATIONS} & {*p.modules} and p.first in ("", "eager", "frozen", "teacher", "cached"))
