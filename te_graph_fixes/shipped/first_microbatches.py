@@ -7,6 +7,7 @@ attribute is read and cleared before it, and a flag tells the graph what it said
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class Marks:
     """Those of the graph that is being captured, if it does not cache weights for its caller."""
 
     def __init__(self, module: Any = None) -> None:
-        modules = getattr(module, "modules", tuple)()
+        modules: Iterable[Any] = getattr(module, "modules", tuple)()
         self._modules = [each for each in modules if hasattr(each, "is_first_microbatch")]
         self.flag = torch.zeros(1, device="cuda")
         self.are_read = False
