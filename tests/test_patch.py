@@ -69,7 +69,8 @@ def blocks(draw: st.DrawFn, names: Iterator[int], depth: int = 0) -> list[Marked
     lines: list[Marked] = [(" ", depth, f"t{next(names)} = {draw(EXPRESSIONS)}")]
     kinds = ["keep", "insert", "delete", "change", "other"] + ["block", "new head", "new block"] * (depth < 2)
     for kind in draw(st.lists(st.sampled_from(kinds), max_size=5)):
-        name, first, second = f"t{next(names)}", draw(EXPRESSIONS), draw(EXPRESSIONS)
+        name, first = f"t{next(names)}", draw(EXPRESSIONS)
+        second = draw(EXPRESSIONS.filter(first.__ne__))
         if kind == "keep":
             lines.append((" ", depth, f"{name} = {first}"))
         if kind in ("delete", "change", "other"):
