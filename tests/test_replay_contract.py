@@ -26,11 +26,17 @@ REFUSED = {
     "moved-before-the-backward": "callable 0 (LayerNormMLP): a parameter (layer_norm_weight) is not where it was",
     "backward-twice": "capture with retain_graph_in_backward=True",
     "checkpoints-in-flight": "the forward of callable 0 (LayerNormMLP) of microbatch 0 was replayed since its forward",
+    "checkpoint-outside-of-the-autocast": "Use te.checkpoint, which enters the autocast again",
+    "checkpoints-of-two-microbatches": "modified by an inplace operation",
+    "checkpoints-of-one-module": "a checkpoint runs this graph again with its own output",
+    "recomputed-for-another-microbatch": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
+    "targets-of-two-microbatches": "modified by an inplace operation",
     "wgrad-after-the-next-forward": "the backward_dw of callable 0 (Linear) cannot be replayed: the forward of",
     "wgrad-before-the-backward": "callable 0 (Linear): backward_dw() without a backward before it",
     "data-of-a-parameter": "callable 0 (LayerNormMLP): a parameter (fc2_weight) is not where it was",
     "offloaded-weights": "Write into it in place, or capture again",
     "loaded-weights": "Write into it in place, or capture again",
+    "other-main-grad-under-way": "(Linear) of microbatch 1: the main_grad of a parameter is not where",
     "other-main-grad": "callable 0 (Linear): the main_grad of a parameter is not where it was",
     "data-of-an-fp8-parameter": "callable 0 (Linear): the _data of a parameter is not where it was",
     "unfrozen-parameters": "parameters that needed no gradient when this graph was captured need one now",
@@ -38,7 +44,7 @@ REFUSED = {
 """What the errors say of the programs that have to raise."""
 UNAFFECTED = {
     *("fewer-microbatches", "captures-after-each-other-in-a-pool", "checkpoints-in-delayed-scaling"),
-    "written-in-place",
+    *("written-in-place", "checkpoint-inside-of-the-autocast"),
 }
 """Programs that are right without the fixes, and stay so."""
 

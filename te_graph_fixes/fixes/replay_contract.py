@@ -80,7 +80,7 @@ PATCH = """
 +Graphed.forward = staticmethod(contract.with_kept_outputs(Graphed.forward))
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
-+contract.replay_forward()
++contract.replay_forward(flatten_user_args)
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
 +ctx.replayed = contract.time

@@ -25,6 +25,7 @@ QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 
 _address = torch.Tensor.data_ptr
+_increment_version = torch.autograd.graph.increment_version
 _needs_grad = attrgetter("requires_grad")
 _grad_enabled = torch.is_grad_enabled
 _backward_task = torch._C._current_graph_task_id
@@ -44,13 +45,13 @@ class _Pool:
     """What has been replayed of the graphs of one memory pool. Places are counted from 0 in the order of captures.
 
     ``clock`` counts replays and ``last`` has, for each place, when it was last replayed. Since ``began`` the places
-    have only increased, up to ``place``; ``recomputes``: a forward within a backward was the first of these.
+    have only increased, up to ``place``.
     ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read.
     """
 
     __slots__ = (
         *("__weakref__", "began", "captures", "clock", "contracts", "last"),
-        *("may_recompute", "names", "place", "recomputes", "watched"),
+        *("may_recompute", "names", "place", "watched"),
     )
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class _Pool:
         self.names: list[str] = []
         self.clock = self.began = self.captures = 0
         self.place = -1
-        self.recomputes = self.may_recompute = False
+        self.may_recompute = False
         self.contracts: list[weakref.ref[Contract]] = []
         self.watched: weakref.WeakValueDictionary[Any, _Addresses] = weakref.WeakValueDictionary()
 
@@ -72,7 +73,6 @@ class _Pool:
         self.clock = clock = self.clock + 1
         if place <= self.place:
             self.began = clock
-            self.recomputes = False
         self.place = place
         self.last[place] = clock
         return clock
@@ -119,19 +119,22 @@ def copy_without_graphs(module: Any, memo: dict[int, Any]) -> Any:
 
 
 class Run:
-    """What the warmup has run: modules by the number of their callable, and callables in delayed scaling."""
+    """What the warmup has run: modules by the number of their callable, and recipes of callables in FP8."""
 
     def __init__(self) -> None:
         self.modules: dict[int, set[torch.nn.Module]] = {}
-        self.delayed: set[int] = set()
+        self.recipes: dict[int, Any] = {}
 
     def note(self, number: int, module: torch.nn.Module) -> None:
         """Note that a callable has run ``module``, in the autocast of the capture or in one of its own."""
         self.modules.setdefault(number, set()).add(module)
         manager = FP8GlobalStateManager
-        in_fp8 = hasattr(module, "fp8_meta") and manager.is_fp8_enabled() and manager.fp8_graph_capturing()
-        if in_fp8 and manager.get_fp8_recipe().delayed():
-            self.delayed.add(number)
+        if manager.is_fp8_enabled() and manager.fp8_graph_capturing():
+            recipe = manager.get_fp8_recipe()
+            of_operations = (getattr(each, "_fp8_metas", None) for each in module.modules())
+            quantizes = hasattr(module, "fp8_meta") or any(of_operations)
+            if quantizes and (recipe.fp8_dpa or not hasattr(module, "unfused_attention")):
+                self.recipes[number] = recipe
 
 
 class Contract:
@@ -168,11 +171,13 @@ class Contract:
         self._retains_graph, self._delays_wgrad = retains_graph, delays_wgrad
         self._dgrad_time: int | None = None
         self._inputs = range(inputs)
+        self._outputs = [tensor for tensor in returned[0] if isinstance(tensor, torch.Tensor)]
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
         self._pool.contracts.append(weakref.ref(self))
         self.time = 0
         """When the forward was last replayed."""
-        self._delayed_scaling = number in run.delayed
+        self._recipe = run.recipes.get(number)
+        self._recomputed = False
         self._renewed = 0
         self._keeps_outputs = False
         for state in _recipe_states(functions[number]):
@@ -190,12 +195,13 @@ class Contract:
     def release(self) -> None:
         """Let the parameters go."""
         self._frozen, self._read, self._written = [], _Addresses([]), _Addresses([])
+        self._outputs = []
 
     def note_other_scales(self) -> None:
         """Note that the scales of the graphs have other values now: an evaluation in another recipe took the old."""
         self._renewed = self._pool.clock
 
-    def replay_forward(self) -> None:
+    def replay_forward(self, inputs: Iterable[Any]) -> None:
         """RuntimeError where the forward, which is replayed next, would not compute what the module does now."""
         pool, place = self._pool, self._forward
         grad_enabled = _grad_enabled()
@@ -209,24 +215,26 @@ class Contract:
                     f"{self.name}: parameters that needed no gradient when this graph was captured need one now, and "
                     "would get none. Capture again"
                 )
-            if self._delayed_scaling and not FP8GlobalStateManager.is_fp8_enabled():
+            if self._recipe and self._recipe.delayed() and not FP8GlobalStateManager.is_fp8_enabled():
                 _warn_once(
                     f"{self.name}: this graph was captured in FP8 with delayed scaling and is replayed outside of an "
                     "autocast: it computes in FP8, and its scales stay as they are. Replay it in the autocast of the "
                     "capture",
                     "outside of an autocast",
                 )
-        recomputes = begins and _backward_task() != -1
+        self._recomputed = recomputes = _backward_task() != -1
         if recomputes:
-            self._recompute()
+            self._recompute(inputs)
         checkpointed = not grad_enabled or _saved_tensors_hooks(True) is not None
+        if not recomputes:
+            for tensor in self._outputs:
+                _increment_version(tensor)  # autograd raises where an eager operation still has to read the old values
         if begins and not recomputes:
             pool.may_recompute = checkpointed
         elif checkpointed:
             pool.may_recompute = True
         self._keeps_outputs = pool.may_recompute and not checkpointed
         self.time = pool.replay(place)
-        pool.recomputes = recomputes or pool.recomputes
         read.looked = pool.began
 
     def with_kept_outputs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,8 +248,20 @@ class Contract:
 
         return forward_with_kept_outputs
 
-    def _recompute(self) -> None:
-        """RuntimeError where a forward that a checkpoint runs again may overwrite what others have given out."""
+    def _recompute(self, inputs: Iterable[Any]) -> None:
+        """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out."""
+        if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
+            raise RuntimeError(
+                f"{self.name}: a checkpoint runs this graph again outside of the autocast of its capture: the graph "
+                "would compute in FP8, its module would not. Use te.checkpoint, which enters the autocast again, or "
+                "run the backward in the autocast"
+            )
+        outputs = {tensor.data_ptr() for tensor in self._outputs if tensor.numel()}
+        if any(isinstance(each, torch.Tensor) and each.data_ptr() in outputs for each in inputs):
+            raise RuntimeError(
+                f"{self.name}: a checkpoint runs this graph again with its own output, which is overwritten. Capture "
+                "the module once for each time that a step calls it (`_order`)"
+            )
         pool, place = self._pool, self._forward
         last = pool.last
         for reference in pool.contracts:
@@ -266,8 +286,8 @@ class Contract:
         """RuntimeError where what its forward, at ``ctx.replayed``, has left for it is not there any more."""
         pool, place, since = self._pool, self._backward, ctx.replayed
         if since < pool.began or place <= pool.place:
-            if pool.recomputes and pool.last[self._forward] >= pool.began:
-                since = pool.last[self._forward]  # torch.utils.checkpoint has run it again, with the same inputs
+            if self._recomputed:
+                since = self.time  # torch.utils.checkpoint has run it again, with the same inputs
             self._require(since, self._forward, place, self._retains_graph)
         if since <= self._renewed:
             raise RuntimeError(
@@ -283,7 +303,8 @@ class Contract:
                 "no backward_dw",
             )
         time = pool.replay(place)
-        if self._written.looked != pool.began and not self._delays_wgrad:
+        self._recomputed = False
+        if not self._delays_wgrad:
             self._look_backward()
         if pool.may_recompute:
             ctx.copied_inputs = self._inputs
@@ -303,12 +324,13 @@ class Contract:
         self._dgrad_time = None
         if self._wgrad_pool is pool:
             pool.replay(self._wgrad)
-        if self._written.looked != pool.began:
-            self._look_backward()
+        self._look_backward()
 
     def _look_backward(self) -> None:
-        self._written.check(self.name)
-        self._written.looked = self._pool.began
+        written, began = self._written, self._pool.began
+        if written.looked != began or written.is_elsewhere():
+            written.check(self.name)
+            written.looked = began
 
     def _require(self, since: int, first: int, end: int, again: bool) -> None:
         """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``."""
@@ -431,6 +453,13 @@ class _Addresses:
         self.first_address = self.first.data_ptr()
         # Another capture in the pool may have found other tensors at these places.
         self.key = tuple((id(d), name, id(d[name]), address) for (d, name, _), _, address in self._was)
+
+    def is_elsewhere(self) -> bool:
+        """Whether the first of those that are not held is not where it was."""
+        if not self._names:
+            return False
+        tensor = self._dictionaries[0].get(self._names[0])
+        return tensor is None or _address(tensor) != self._addresses[len(self._parameters)]
 
     def check(self, name: str) -> None:
         """RuntimeError where one is not there, or elsewhere."""

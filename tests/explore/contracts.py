@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 
+from te_graph_fixes.verify.contract import REFUSED
 from te_graph_fixes.verify.training import error, make_recipe
 
 HIDDEN, TOKENS = 32, 32
@@ -186,7 +188,8 @@ def judge(seed: int) -> dict[str, str]:
     try:
         found = list(Training(program, graphed=True).run())
     except RuntimeError as reason:
-        return {"verdict": "refused" if "callable " in str(reason) else "crash", "why": str(reason)} | given
+        refused = re.search(REFUSED, str(reason))
+        return {"verdict": "refused" if refused else "crash", "why": str(reason)} | given
     wrong = error(found, wanted)
     if wrong and error(list(Training(program, graphed=False).run()), wanted):
         return {"verdict": "unstable"} | given
