@@ -163,6 +163,40 @@ def test_without_the_fix_autograd_nodes_of_the_warmup_are_left() -> None:
     assert run("off") == [[True, True]]
 
 
+BIAS_TAKEN = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from te_graph_fixes.verify.training import error, make_recipe
+found = []
+for delay in (False, True):
+    recipe, x = make_recipe("fp8-current"), torch.ones(64, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    torch.manual_seed(1)
+    layer = te.LayerNormMLP(64, 64, delay_wgrad_compute=delay, params_dtype=torch.bfloat16, device="cuda")
+    taken = {}
+    def take(parameter):
+        if parameter.grad is not None:
+            taken[parameter] = taken.get(parameter, 0) + parameter.grad
+        parameter.grad = None
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    for _ in range(2):
+        with te.autocast(enabled=True, recipe=recipe):
+            out = layer(x)
+        out.backward(x.detach())
+        if delay:
+            layer.backward_dw()
+    kept = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
+    found.append([grad + taken.get(p, 0) for grad, p in zip(kept, layer.parameters())])
+print(error(found[1], found[0]))
+"""
+
+
+def test_biases_arrive_where_a_hook_takes_their_grad() -> None:
+    assert float(simulate("-c", BIAS_TAKEN)) == 0.0
+    with pytest.raises(AssertionError, match="'NoneType' object has no attribute 'to'"):
+        simulate("-c", BIAS_TAKEN, TE_GRAPH_FIXES="off")
+
+
 def main() -> None:
     """Capture two forwards of a module whose parameter gets no gradient from the dgrad."""
     import transformer_engine.pytorch as te
