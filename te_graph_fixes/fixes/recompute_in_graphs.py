@@ -6,12 +6,13 @@ Symptom: `te.checkpoint` in a captured module, delayed scaling, behind a module 
 backward, or in an autocast inside another that is off: scales of the backward or of the forward stay as they were, in
 the second case all of them (outputs and gradients off by 2.7 on the simulator). Weights cached, and another graph's
 first microbatch between forward and backward: the recomputation quantizes its weights (gradients off by 0.08).
+A capture after an evaluation: its warmup updates the scales of all other modules (outputs off by 0.19).
 
 A recomputation has an autocast of its own, and updates the scales of the forward as it leaves it; the first module in
 it updates those of the backward. The former is captured, with the modules that happen to be registered then; the latter
-is left to whichever graph is the first of an autocast. Both are now done after each replay of such a backward, and
-before it the skip flag, which all graphs share, is that of its own forward. Other captures than TE's own, as those of
-`torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
+is left to whichever graph is the first of an autocast. Both are now left out of warmup and capture, and done after each
+replay of such a backward. Before it the skip flag, which all graphs share, is that of its own forward. Other captures
+than TE's own, as those of `torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PATCH = """
 +flag_of_graphs = STATE.skip_fp8_weight_update_tensor
 +recomputing_graphs = set()
 +@contextlib.contextmanager
-+def updates_left_out(bwd_graph):
++def updates_left_out(bwd_graph=None):
 +    FP8GlobalStateManager.update_in_capture = False
 +    try:
 +        yield
@@ -42,6 +43,10 @@ PATCH = """
 +        del FP8GlobalStateManager.update_in_capture
 +
  visited_te_modules = ANY_EMPTY
+@@
+-with torch.cuda.stream(torch.cuda.Stream()):
++with updates_left_out(), torch.cuda.stream(torch.cuda.Stream()):
+     ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, pool=mempool):
 +with updates_left_out(bwd_graph), ..., _graph_context_wrapper(bwd_graph, pool=mempool):

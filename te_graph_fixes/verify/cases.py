@@ -242,6 +242,12 @@ _ALL = (
         autocasts="nested",
     ),
     _program(
+        *("recompute-in-a-later-capture", (RECOMPUTE,)),
+        modules=("linear", "Recomputed"),
+        recipe="delayed",
+        events=("evaluate", "recapture"),
+    ),
+    _program(
         *("recompute-after-another", (RECOMPUTE,)),
         modules=("layernorm_linear", "Recomputed"),
         recipe="delayed",
