@@ -422,6 +422,7 @@ def start_method() -> str:
 
 def measure_all(at_once: int, recipes: list[str]) -> None:
     """Each model of one rank, and whether it fails, in a process of its own, which has imported Megatron already."""
+    moe.stand_in_for_apex()
     importlib.import_module("megatron.core.models.gpt.gpt_model")
     start = multiprocessing.get_context(start_method()).Process
     port, running = int(os.environ["MASTER_PORT"]), list[Any]()
