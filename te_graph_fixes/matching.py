@@ -27,7 +27,7 @@ Node: TypeAlias = "ast.expr | ast.stmt"
 Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
-START, END = 0, 1
+START, END, SET = 0, 1, 2
 BLOCKS = {"body", "orelse", "finalbody"}
 _WORD = re.compile(r"[^\W\d]\w*")
 _STRING_OR_COMMENT = re.compile(r""""[^"\n]*"|'[^'\n]*'|#.*""")
@@ -90,13 +90,20 @@ class Pattern:
         first = self.nodes[0]
         return words("\n".join(self._text.split("\n")[first.lineno - 1 : first.end_lineno]))
 
+    @cached_property
+    def set_names(self) -> Bindings:
+        """The variables that the pattern sets, which no other statement may set or call in between."""
+        nodes = (node for root in self.nodes for node in ast.walk(root))
+        names = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        return {(SET, name.id): name for name in names if not name.id.startswith("ANY")}
+
     def __str__(self) -> str:
         return " ".join(self._text.split())
 
     def match(self, siblings: list[Any], place: int) -> Iterator[Match]:
         """Each way in which the pattern fits where a node stands."""
         following = siblings[place:]
-        for bindings, rest in _match_run(self.nodes, following, {}):
+        for bindings, rest in _match_run(self.nodes, following, self.set_names):
             run = following[: len(following) - len(rest)]
             match = Match(bindings)
             match.node = run[0] if len(run) == 1 else StatementRun(run)

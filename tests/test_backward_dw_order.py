@@ -27,7 +27,6 @@ EVERYWHERE = {
     "another wgrad graph": ("bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]", "bwd_dw_graph = bwd_dw_graphs[0]"),
     "another key": ("if static_grad_outputs_keys in static_grad_outputs_dict:", "if static_grad_outputs_dict:"),
     "another queue": ("fwd_sample_qs = {}", "fwd_sample_qs = []"),
-    "no pytree": ("import tree_unflatten as _tree_unflatten", "import tree_unflatten"),
     "other chunks": ("previous_per_callable_bwd_idx = None", "previous_per_callable_bwd_idx = 0"),
 }
 SINCE_2_11 = {

@@ -269,6 +269,14 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
                 compile_patches(source, {"fix": verdict})
 
 
+@pytest.mark.parametrize("between", ["a = c", "a.clear()", "if c:\n    a = c"])
+def test_what_a_pattern_sets_is_touched_by_nothing_in_between(between: str) -> None:
+    change = hunk(" a = 1\n-b = 2\n+b = 3")
+    assert applied(function("a = 1\nlog(a)\nb = 2\n"), change) == function("a = 1\nlog(a)\nb = 3\n")
+    with pytest.raises(UnrecognizedError):
+        edits(source_of(function(f"a = 1\n{between}\nb = 2\n")), change)
+
+
 @pytest.mark.parametrize(
     ("patch", "count"),
     [
