@@ -106,6 +106,7 @@ def unfreeze(t: Training) -> None:
 
 def reset_fp8(t: Training) -> None:
     FP8GlobalStateManager.reset()
+    t.other = torch.ones(1, device="cuda")  # may get the memory of the skip flag that graphs read
 
 
 def raise_in_autocast(t: Training) -> None:

@@ -24,6 +24,7 @@ class Training(Captured):
     """Steps and evaluations, eagerly or through the graphs, and what has been seen of them so far."""
 
     saved: list[dict[str, torch.Tensor]]
+    other: torch.Tensor
     saved_states: dict[str, torch.Generator]
 
     def see(self, what: str, *values: torch.Tensor | None) -> None:
