@@ -169,15 +169,23 @@ def undo(location: Path) -> list[Changed]:
             f"{', '.join(others)} in {location} was edited after the bake: take the edit back, or "
             "install TransformerEngine anew, and undo again"
         )
+    if others:
+        _delete([root / each.path for each in ours], kept)
+        return ours
     with _writing(location):
-        if others:
-            for each in ours:
-                (root / each.path).unlink()
-            shutil.rmtree(kept)
-        else:
-            os.rename(kept, location / OPEN)
-    recover(location)
+        os.rename(kept, location / OPEN)
+    recover(location)  # an undo is a bake that is taken back
     return ours
+
+
+def _delete(added: Iterable[Path], kept: Path) -> None:
+    """Delete modules that a bake has added, and what it has kept, last."""
+    try:
+        for path in added:
+            path.unlink()
+        shutil.rmtree(kept)
+    except OSError as error:
+        raise BakeError(f"cannot delete {error.filename}: {error.strerror}. Then start this again") from error
 
 
 def recover(location: Path) -> bool:

@@ -32,7 +32,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, cast
 
 from .fix import Verdict, applicable, not_applicable, not_needed
@@ -95,9 +95,9 @@ def _corrected(source: Source, text: str) -> list[Edit] | UnrecognizedError:
     found = _tried(source, text, {})
     if isinstance(found, list):
         hunks = [hunk for ways in read(text) for hunk in ways]
-        matches = [match for hunk in hunks for match in hunk.found(source)]
-        named = [node for _, match in matches for node in match.statements]
         try:
+            matches = [match for hunk in hunks for match in hunk.found(source)]
+            named = [node for _, match in matches for node in match.statements]
             for place, match in matches:
                 place.require_unswitched(match.node, named)
         except UnrecognizedError as error:
@@ -234,7 +234,7 @@ class Hunk:
         insertions = [change for change in self.changes if isinstance(change, Insertion)]
         if len(insertions) < len(self.changes) and any(line.mark == "+" for line in self.lines):
             return [whole]
-        return [Pattern(insertion.text, partial(list, insertion.made)) for insertion in insertions]
+        return [Pattern.of(insertion.text) for insertion in insertions]
 
     def edits(self, source: Source) -> list[Edit]:
         """The edits; raises `UnrecognizedError` if it does not fit."""

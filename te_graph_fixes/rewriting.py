@@ -137,11 +137,10 @@ class Splice:
 
 @dataclass(frozen=True)
 class Insertion:
-    """Put lines above or below a statement; ``made`` are their statements."""
+    """Put lines above or below a statement."""
 
     beside: Spot
     text: str
-    made: list[ast.stmt]
 
     def edits(self, place: Definition, match: Match) -> list[Edit]:
         insert = place.insert_before if self.beside[1] == START else place.insert_after
@@ -224,7 +223,7 @@ class _Comparison:
         first = news[made[0]]
         text = self.new.added(news[made.start : made.stop])
         if not gone:
-            return [Insertion(self.beside(olds, gone.start, first), text, news[made.start : made.stop])]
+            return [Insertion(self.beside(olds, gone.start, first), text)]
         before = olds[gone.start : gone.stop]
         if len(gone) == len(made) == 1 and type(before[0]) is type(first) and "#" not in text:
             changes = self.parts(before[0], first)

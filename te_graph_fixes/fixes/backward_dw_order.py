@@ -6,8 +6,8 @@ Symptom, by order: wrong weight gradients without an error (``[1,-1,1,-1.5,-1,-1
 (``[1,1,-1,-1,-1.5,-1.5]``), ``KeyError: -1`` (``[1,-1.5,-1]``), ``AssertionError`` (TE 2.10, any).
 
 `_make_graphed_callables` numbers a wgrad by the dgrads before it instead of the wgrads. It hands a microbatch's static
-inputs and grad-output buffer on at its dgrad, although its wgrad reads them later. A plan made from the order
-(`shipped/graph_order.py`) now says where a capture stands and which buffers it uses, and refuses illegal orders.
+inputs and grad-output buffer on at its dgrad, although its wgrad reads them later. A plan made from the order now
+says where a capture stands and which buffers it uses, and refuses illegal orders.
 Delayed wgrads that an order does not name are captured right after their dgrad, as in TE 2.10.
 """
 

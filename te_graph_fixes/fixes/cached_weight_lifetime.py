@@ -26,10 +26,10 @@ PATCH = """
 +fwd_graph.cached_weights = CachedWeights(func)
 
 @@ graph.py _make_graphed_callables.Graphed.forward
-+fwd_graph.cached_weights.refresh(skip_fp8_weight_update)
  for i in range(len_user_args):
      if ANY_OTHER:
          static_input_surface[i].copy_(inputs[i])
++fwd_graph.cached_weights.refresh(skip_fp8_weight_update)
 @@ (at least once)
  fwd_graph.replay()
 

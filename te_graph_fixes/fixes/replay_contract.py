@@ -80,12 +80,12 @@ PATCH = """
 +Graphed.forward = staticmethod(contract.with_kept_outputs(Graphed.forward))
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
-+contract.replay_forward(flatten_user_args)
++contract.before_forward(flatten_user_args)
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
 +ctx.replayed = contract.time
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
-+contract.replay_backward(ctx)
++contract.before_backward(ctx)
 
 @@ graph.py _make_graphed_callables
 +from ._te_replay_contract import copy_without_graphs
@@ -96,10 +96,10 @@ PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
 +contract = contracts[graph_idx]
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
-+contract.replay_wgrad()
++contract.before_wgrad()
  bwd_dw_graphs[graph_idx].replay()
 @@ (or)
-+contract.replay_wgrad()
++contract.before_wgrad()
  bwd_dw_graph.replay()
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset (at its start)
 +contract.release()

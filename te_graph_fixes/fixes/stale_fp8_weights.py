@@ -85,7 +85,7 @@ EARLIER_EXPERTS = """
 @@ (or)
  non_tensor_args = (..., None, self.save_original_input, ...)
 """
-"""Up to 2.16 it is `grouped-linear-skip-flag` that gives experts a flag."""
+"""The other shape of the last hunk of `LAYERS`, of experts: up to 2.16 `grouped-linear-skip-flag` gives their flag."""
 LAYERS = "".join(LAYER.replace("FILE", file).replace("CLASS", name) for file, name in MODULES.items())
 PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 

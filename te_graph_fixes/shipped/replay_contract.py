@@ -201,7 +201,7 @@ class Contract:
         """Note that the scales of the graphs have other values now: an evaluation in another recipe took the old."""
         self._renewed = self._pool.clock
 
-    def replay_forward(self, inputs: Iterable[Any]) -> None:
+    def before_forward(self, inputs: Iterable[Any]) -> None:
         """RuntimeError where the forward, which is replayed next, would not compute what the module does now."""
         pool, place = self._pool, self._forward
         grad_enabled = _grad_enabled()
@@ -270,10 +270,12 @@ class Contract:
                 continue
             outputs, grads = other._returned
             if other._backward >= 0 and last[other._backward] > last[other._forward]:
+                # Its backward has run: a forward captured before that may write where its grads are.
                 risk, given_out = place < other._backward and last[other._backward] >= pool.began, grads
             else:
-                later = other._microbatch != self._microbatch
-                risk, given_out = later and not other._forward <= place < other._backward, outputs
+                # Its backward is to come: only graphs captured in between leave its outputs alone.
+                is_other = other._microbatch != self._microbatch
+                risk, given_out = is_other and not other._forward <= place < other._backward, outputs
             if risk and any(_uses(storage) > before for storage, before in given_out):
                 what = "gradient that the backward" if given_out is grads else "output that the forward"
                 raise RuntimeError(
@@ -282,7 +284,7 @@ class Contract:
                     "memory with no other graph, or put the checkpoint into the module that is captured"
                 )
 
-    def replay_backward(self, ctx: Any) -> None:
+    def before_backward(self, ctx: Any) -> None:
         """RuntimeError where what its forward, at ``ctx.replayed``, has left for it is not there any more."""
         pool, place, since = self._pool, self._backward, ctx.replayed
         if since < pool.began or place <= pool.place:
@@ -311,7 +313,7 @@ class Contract:
         if self._delays_wgrad:
             self._dgrad_time = time
 
-    def replay_wgrad(self) -> None:
+    def before_wgrad(self) -> None:
         """RuntimeError where there is no dgrad whose wgrad this is, or what it has left is not there any more."""
         since, pool = self._dgrad_time, self._pool
         if since is None:
