@@ -3,35 +3,39 @@
 A choice is ``without FIX`` (all but this one, and those that require it), ``only FIX`` (this one with those that it
 requires) or ``upstream``; by default all of them, for the fixes that the installed TE needs. Each case of `verify` is
 measured with TE alone and with the choice. A line of JSON says what a choice makes of the cases that are wrong with it,
-which of these it makes worse than TE alone does, and which of them for a known reason. ``--cases`` names the cases, or
-fixes whose cases are meant.
+and which of these it makes worse than TE alone does; the exit status is 1 if there is one. ``--cases`` names the cases,
+or fixes whose cases are meant, ``--workers`` how many choices are measured at a time.
+
+TE is imported once. Each choice is made in a fork of that process, and each case is measured in a fork of this one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
+import importlib
 import json
+import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+import te_graph_fixes
 from te_graph_fixes.fix import APPLICABLE
-from te_graph_fixes.settings import DISABLE, SWITCH
+from te_graph_fixes.settings import DISABLE, SWITCH, VERBOSE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts, with_required
+from te_graph_fixes.verify import child
 from te_graph_fixes.verify.cases import Case, select
-from te_graph_fixes.verify.runner import Child, Outcome
+from te_graph_fixes.verify.runner import Outcome
 
-REASONS = {
-    "nested-operations": "nested-autocast",
-    "norm-not-cached": "param-grad-lifetime",
-    "mlp-not-cached": "param-grad-lifetime",
-}
-"""Cases that may be worse where a fix is left out, for a reason that docs/survey.md gives."""
-UNSTEADY = {"wgrad-after-the-next-forward"}
-"""Cases that read memory which others write: with TE alone they give 1.43 or inf."""
+from .simulator import install
 
-COMMAND = (sys.executable, "-m", "tests.simulator", "-m", "te_graph_fixes.verify.child")
+LIMIT = 300
+"""Seconds that a case may take."""
 GARBAGE = 15.0
 """A larger error comes from memory that nothing has written, and is another one in each run."""
 ALIKE = 1.01
@@ -45,7 +49,7 @@ def choices() -> list[str]:
 
 
 def variables(choice: str) -> dict[str, str]:
-    """The environment variables that make a choice."""
+    """The environment variables that make a choice, or ``off``: TE alone."""
     word, _, fix_id = choice.partition(" ")
     if word == "without":
         return {SWITCH: "on", DISABLE: fix_id}
@@ -53,12 +57,29 @@ def variables(choice: str) -> dict[str, str]:
 
 
 def measured(choice: str, cases: Sequence[Case]) -> dict[str, Outcome]:
-    """The outcome of each case with a choice, or with ``off``: TE alone."""
-    child = Child({**os.environ, DISABLE: "", **variables(choice)}, COMMAND)
-    try:
-        return {case.name: child.measure(case, 600.0) for case in cases}
-    finally:
-        child.close()
+    """Make a choice in this process, and measure each case in a fork of it."""
+    os.environ.update(variables(choice))
+    te_graph_fixes.activate()
+    return {case.name: _in_a_fork(case) for case in cases}
+
+
+def _in_a_fork(case: Case) -> Outcome:
+    reads, writes = os.pipe()
+    if (process := os.fork()) == 0:
+        signal.alarm(LIMIT)
+        os.dup2(writes, 1)
+        try:
+            child.main([case.name])
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads) as pipe:
+        line = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if not line:
+        return Outcome("failed", detail=f"the process ended with status {status}")
+    found = json.loads(line)
+    return Outcome(**{name: value for name, value in found.items() if name not in ("case", "last")})
 
 
 def worse(found: Outcome, alone: Outcome) -> bool:
@@ -72,31 +93,41 @@ def _rank(outcome: Outcome) -> int:
     return 0 if outcome.right else 2 if outcome.outcome == "measured" else 1
 
 
-def report(names: Iterable[str], cases: Sequence[Case]) -> Iterator[dict[str, object]]:
-    """What each choice makes of the cases."""
-    alone = {name: found for name, found in measured("off", cases).items() if found.outcome != "skipped"}
-    yield {"choice": "off", "cases": len(alone), "wrong": {name: f.text for name, f in alone.items() if f.wrong}}
-    kept = [case for case in cases if case.name in alone]
-    for name in names:
-        found = measured(name, kept)
-        bad = [case for case in found if case not in UNSTEADY and worse(found[case], alone[case])]
-        explained = {case for case in bad if REASONS.get(case, case) not in (case, *found[case].applied)}
-        yield {
-            "choice": name,
-            "applied": len(next(iter(found.values())).applied),
-            "wrong": {case: each.text for case, each in found.items() if not each.right},
-            "worse": {case: f"{alone[case].text} -> {found[case].text}" for case in bad if case not in explained},
-            "explained": sorted(explained),
-        }
+def compared(choice: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> dict[str, Any]:
+    """What a choice makes of the cases."""
+    found = measured(choice, cases)
+    return {
+        "choice": choice,
+        "applied": len(next(iter(found.values())).applied),
+        "wrong": {name: each.text for name, each in found.items() if not each.right},
+        "worse": {
+            name: f"{alone[name].text} -> {each.text}" for name, each in found.items() if worse(each, alone[name])
+        },
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("choices", nargs="*", metavar="CHOICE")
     parser.add_argument("--cases", nargs="*", default=[], metavar="CASE")
+    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
-    for line in report(options.choices or choices(), select(options.cases)):
-        print(json.dumps(line), flush=True)
+    te_graph_fixes.deactivate()
+    os.environ.update({DISABLE: "", VERBOSE: "0"})
+    install()
+    importlib.import_module("te_graph_fixes.verify.training")
+    gc.freeze()  # no fork looks through what is here
+    chosen, any_worse = options.choices or choices(), False
+    with multiprocessing.get_context("fork").Pool(options.workers, maxtasksperchild=1) as pool:
+        each = pool.map(functools.partial(measured, "off"), ([case] for case in select(options.cases)), chunksize=1)
+        alone = {name: found for part in each for name, found in part.items() if found.outcome != "skipped"}
+        wrong = {name: found.text for name, found in alone.items() if found.wrong}
+        print(json.dumps({"choice": "off", "cases": len(alone), "wrong": wrong}), flush=True)
+        cases = [case for case in select(options.cases) if case.name in alone]
+        for line in pool.imap_unordered(functools.partial(compared, cases=cases, alone=alone), chosen):
+            print(json.dumps(line), flush=True)
+            any_worse = any_worse or bool(line["worse"])
+    sys.exit(any_worse)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the settings choose: a fix goes only with what it requires, and no choice is worse than TransformerEngine alone.
 
-`tests.choices` measures that; what it found worse has a requirement here, or a reason in docs/survey.md.
+`tests.choices` measures that; what it found worse has a requirement here. `test_choices_on_the_simulator.py` holds the
+cases that were worse.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def decision(version: str, **variables: str) -> Decision:
         ("capture-without-warmup", ["backward-dw-order"]),
         ("wgrad-without-dgrad", ["delayed-wgrad-delivery"]),
         ("fp8-state-at-replay", ["state-after-evaluation", "calibration-recipe"]),
+        ("nested-autocast", ["fp8-state-at-replay", "state-after-evaluation", "calibration-recipe"]),
+        ("param-grad-lifetime", ["warmup-reset", "delayed-wgrad-delivery"]),
     ],
 )
 def test_what_requires_a_fix_is_left_out_with_it(left_out: str, with_it: list[str]) -> None:

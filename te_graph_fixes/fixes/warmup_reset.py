@@ -8,7 +8,8 @@ Symptom: fused wgrad overwrites ``main_grad`` at every replay, so that only the 
 After warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on every module that has the attribute, as
 Megatron's do. The capture that follows reads it and freezes "first microbatch" into the graph: no accumulation. The
 loop is removed. Removing it would freeze FP8 weights instead: those of experts that do not read the graph's skip flag
-(`grouped-linear-skip-flag`), and those of a capture that does not cache weights (`stale-fp8-weights`).
+(`grouped-linear-skip-flag`), and those of a capture that does not cache weights (`stale-fp8-weights`). Where norms and
+biases get wrong gradients (`param-grad-lifetime`), it makes the training that follows from them no better.
 """
 
 from __future__ import annotations
@@ -54,6 +55,6 @@ FIX = Fix(
         "modules are reset to the first microbatch after warmup",
         settled=leaves_it_alone,
     ),
-    requires=("grouped-linear-skip-flag", "stale-fp8-weights"),
+    requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),
     check_hints=("backward main_grad",),
 )

@@ -1,0 +1,23 @@
+"""No choice of fixes is worse than TransformerEngine alone: the cases of `tests.choices` that were, until a requirement.
+
+All cases with all choices take half an hour of one core for each TransformerEngine: ``python -m tests.choices``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.child import on_simulator
+
+WORSE = {
+    "without stale-fp8-weights": ("weights-not-cached", "experts-not-cached"),
+    "without capture-without-warmup": ("no-warmup",),
+    "without nested-autocast": ("nested-operations",),
+    "without param-grad-lifetime": ("norm-not-cached", "mlp-not-cached"),
+}
+
+
+@pytest.mark.parametrize("choice", WORSE)
+def test_what_was_worse_is_not(choice: str) -> None:
+    done = on_simulator("-m", "tests.choices", choice, "--cases", *WORSE[choice])
+    assert done.returncode == 0, done.stdout + done.stderr
