@@ -1,4 +1,4 @@
-"""No choice of fixes is worse than TransformerEngine alone: the cases of `tests.choices` that were, until a requirement.
+"""No choice of fixes is worse than TransformerEngine alone: cases of `tests.choices` that were, until a requirement.
 
 All cases with all choices take half an hour of one core for each TransformerEngine: ``python -m tests.choices``.
 """

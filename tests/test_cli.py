@@ -271,7 +271,7 @@ def test_status_leaves_out_what_the_settings_leave_out(
     monkeypatch.setenv(SWITCH, "warmup-reset")
     status, _, err = run(capsys, "status", "--source", source("2.12.0"))
     assert status == 2
-    assert err.endswith("; write grouped-linear-skip-flag,stale-fp8-weights,warmup-reset\n")
+    assert err.endswith("; write grouped-linear-skip-flag,param-grad-lifetime,stale-fp8-weights,warmup-reset\n")
     monkeypatch.setenv(SWITCH, err.split()[-1])
     assert run(capsys, "status", "--source", source("2.12.0"))[0] == 0
 
