@@ -2,9 +2,9 @@
 
 A bake in place is all or nothing. In the package folder of TransformerEngine (TE) stands, while it goes on,
 
-    .te-graph-fixes.part    the new files, and links to those that they replace, are being gathered; TE is as it was
-    .te-graph-fixes.open    files are being exchanged; until the end TE cannot be imported and says why
-    .te-graph-fixes         it is done; the old files are kept for ``bake --undo``
+    .te-graph-fixes.part    the new modules, and links to those that they replace, are being gathered; TE is as it was
+    .te-graph-fixes.open    modules are being exchanged; until the end TE cannot be imported and says why
+    .te-graph-fixes         it is done; the old modules are kept for ``bake --undo``
 
 and the next call after one that was killed deletes the first, or takes back by the second what was done. Once the
 folder is open files are renamed and deleted, and nothing is written: a full disk does not stop it.
@@ -21,7 +21,7 @@ import py_compile
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from . import __version__
@@ -62,7 +62,7 @@ class Corrected:
 
 @dataclass(frozen=True)
 class Changed:
-    """One file: its path from the folder that holds TE, and its SHA-256 before and after; None: there is none."""
+    """A module: its path from the folder that holds TE, and its SHA-256 before and after; None: there is none."""
 
     path: str
     original: str | None
@@ -72,12 +72,11 @@ class Changed:
 def corrected(decision: Decision) -> list[Corrected]:
     """Every module that the fixes to be applied change or add, with its stamp, in the order of the paths."""
     texts = patched(decision.source, decision.to_apply.values())
-    words: dict[str, list[str]] = {MADE: [*decision.to_apply], NOT_NEEDED: [], NOT_APPLICABLE: []}
-    for fix_id, verdict in decision.verdicts.items():
-        if verdict.verdict in words:
-            words[verdict.verdict].append(fix_id)
-    words[MODULES] = [name.removeprefix(f"{PACKAGE}.") for name in sorted(texts)]
-    stamp = Stamp(__version__, {word: tuple(names) for word, names in words.items() if names})
+    facts = {MADE: tuple(decision.to_apply)}
+    for word in (NOT_NEEDED, NOT_APPLICABLE):
+        facts[word] = tuple(fix_id for fix_id, each in decision.verdicts.items() if each.verdict == word)
+    facts[MODULES] = tuple(name.removeprefix(f"{PACKAGE}.") for name in sorted(texts))
+    stamp = Stamp(__version__, {word: names for word, names in facts.items() if names})
     files = []
     for name, (before, after) in texts.items():
         here = tuple(fix_id for fix_id, verdict in decision.to_apply.items() if name in verdict.targets)
@@ -90,10 +89,7 @@ def corrected(decision: Decision) -> list[Corrected]:
 def module_path(source: Source, module: str) -> str:
     """The path of a module's file, from the folder that holds TE."""
     found = source.find(module)
-    parts = module.split(".")
-    if found is not None and os.path.basename(found.path) == "__init__.py":
-        parts.append("__init__")
-    return str(PurePosixPath(*parts)) + ".py"
+    return os.path.relpath(found.path, os.path.dirname(source.location)) if found else f"{module.replace('.', '/')}.py"
 
 
 def require_whole(decision: Decision) -> None:
@@ -144,13 +140,13 @@ def in_place(decision: Decision) -> list[Changed]:
             shutil.rmtree(opened / RESULT)
             os.rename(opened, kept)
         except BaseException:
-            recover(location)
+            roll_back(location)
             raise
-    return _modules(kept)
+    return _changed(kept)
 
 
 def undo(location: Path) -> list[Changed]:
-    """Give every file that `in_place` changed its very bytes back, and delete those that it added.
+    """Give every module that `in_place` changed its very bytes back, and delete those that it added.
 
     Raises `BakeError` where somebody has changed them since. Where TE was installed anew over them, what is deleted are
     only the modules that were added.
@@ -160,35 +156,28 @@ def undo(location: Path) -> list[Changed]:
         raise BakeError(
             f"no bake to undo in {location}: what `te-graph-fixes diff | patch` has changed, `patch -R` changes back"
         )
-    modules = _modules(kept)
-    found = {each.path: _sha256_of(root / each.path) for each in modules}
-    ours = [each for each in modules if found[each.path] == each.result]
-    others = [each.path for each in modules if found[each.path] not in (each.original, each.result)]
+    found = {each: _sha256_of(root / each.path) for each in _changed(kept)}
+    ours = [each for each, digest in found.items() if digest == each.result]
+    others = [each.path for each, digest in found.items() if digest not in (each.original, each.result)]
     if others and any(each.original for each in ours):
         raise BakeError(
             f"{', '.join(others)} in {location} was edited after the bake: take the edit back, or "
             "install TransformerEngine anew, and undo again"
         )
-    if others:
-        _delete([root / each.path for each in ours], kept)
-        return ours
-    with _writing(location):
-        os.rename(kept, location / OPEN)
-    recover(location)  # an undo is a bake that is taken back
+    try:
+        if not others:
+            os.rename(kept, location / OPEN)
+            roll_back(location)  # an undo is a bake that is taken back
+            return ours
+        for each in ours:
+            _delete(root / each.path)
+        shutil.rmtree(kept)
+    except OSError as error:
+        raise BakeError(f"cannot change {error.filename}: {error.strerror}. Mend that, and undo again") from error
     return ours
 
 
-def _delete(added: Iterable[Path], kept: Path) -> None:
-    """Delete modules that a bake has added, and what it has kept, last."""
-    try:
-        for path in added:
-            path.unlink()
-        shutil.rmtree(kept)
-    except OSError as error:
-        raise BakeError(f"cannot delete {error.filename}: {error.strerror}. Then start this again") from error
-
-
-def recover(location: Path) -> bool:
+def roll_back(location: Path) -> bool:
     """Take back what an interrupted bake, or an interrupted undo, has left; whether there was any."""
     part, opened = location / PART, location / OPEN
     found = part.exists() or opened.exists()
@@ -199,7 +188,7 @@ def recover(location: Path) -> bool:
         if part.exists():
             shutil.rmtree(part)
     except OSError as error:
-        raise BakeError(f"{location} is half changed and cannot be put back: {error}. Then start this again") from error
+        raise BakeError(f"{location} is half changed: {error}. Mend that, and start this again") from error
     return found
 
 
@@ -212,44 +201,43 @@ def _gather(decision: Decision, part: Path) -> None:
     modules = _write_modules(decision, part / RESULT)
     if INIT not in modules:  # it makes way for the guard
         _keep(root / INIT, part / RESULT / INIT)
-    files = []
-    for path in (*sorted({*modules} - {INIT}), INIT):
-        new = part / RESULT / path
-        py_compile.compile(str(new), dfile=str(root / path), doraise=True)
-        bytecode = {each.relative_to(base) for base in (root, part / RESULT) for each in _bytecode(base / path)}
-        files += [path, *map(str, sorted(bytecode))]
-    for path in files:
-        if (root / path).exists():
-            _keep(root / path, part / ORIGINAL / path)
+    modules = [*sorted({*modules} - {INIT}), INIT]
+    for path in modules:
+        py_compile.compile(str(part / RESULT / path), dfile=str(root / path), doraise=True)
+        for old in (root / path, *_bytecode(root / path)):
+            if old.exists():
+                _keep(old, part / ORIGINAL / old.relative_to(root))
     for which in (ORIGINAL, RESULT):
         _write(part / which / "guard.py", _GUARD.encode(), root / INIT)
-    _write_manifest(decision, part, _compare(files, root, part / RESULT))
+    _write_manifest(decision, part, modules, part / RESULT)
 
 
 def _put(opened: Path, which: str) -> None:
-    """Put the files of one side in place, as many as are not there yet."""
-    root = opened.parent.parent
-    guard = opened / which / "guard.py"
-    if guard.exists():
-        _replace(guard, root / INIT)
+    """Put the modules of one side in place with their bytecode, as far as they are not there yet."""
+    root, side = opened.parent.parent, opened / which
+    if (side / "guard.py").exists():
+        _replace(side / "guard.py", root / INIT)
     for each in _read_manifest(opened)["files"]:
-        staged, place = opened / which / each.path, root / each.path
+        staged, place = side / each.path, root / each.path
         if staged.exists() and not (place.exists() and staged.samefile(place)):
             _replace(staged, place)
         elif getattr(each, which) is None:
-            _delete_bytecode(place)
-            place.unlink(missing_ok=True)
+            _delete(place)
+        for compiled in _bytecode(staged):
+            place.with_name("__pycache__").mkdir(exist_ok=True)
+            os.replace(compiled, place.parent / "__pycache__" / compiled.name)
 
 
 def _replace(staged: Path, place: Path) -> None:
-    _delete_bytecode(place)
-    place.parent.mkdir(exist_ok=True)
-    os.replace(staged, _target(place))
-
-
-def _delete_bytecode(module: Path) -> None:
-    for compiled in _bytecode(module):
+    """Exchange a module for another one, through links, which stay links; its bytecode first."""
+    for compiled in _bytecode(place):
         compiled.unlink()
+    os.replace(staged, place.resolve())
+
+
+def _delete(module: Path) -> None:
+    for path in (*_bytecode(module), module):
+        path.unlink(missing_ok=True)
 
 
 def _bytecode(module: Path) -> list[Path]:
@@ -257,16 +245,11 @@ def _bytecode(module: Path) -> list[Path]:
     return sorted(module.parent.glob(f"__pycache__/{module.stem}.*.pyc"))
 
 
-def _target(path: Path) -> Path:
-    """The file that a path names, through links, which stay links."""
-    return Path(os.path.realpath(path))
-
-
 def _keep(path: Path, place: Path) -> None:
     """Another link to a file, or a copy where that cannot be."""
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.link(_target(path), place)
+        os.link(path.resolve(), place)
     except OSError:
         shutil.copy2(path, place)
         _own(place, path)
@@ -297,17 +280,21 @@ def _write_modules(decision: Decision, folder: Path) -> list[str]:
     return [each.path for each in files]
 
 
-def _write_manifest(decision: Decision, folder: Path, files: list[Changed], **more: object) -> dict[str, Any]:
+def _write_manifest(
+    decision: Decision, folder: Path, modules: Iterable[str], results: Path, **more: object
+) -> dict[str, Any]:
+    """Write down what is made of TE, with the digests of its modules and of those in the folder ``results``."""
     source = decision.source
+    root = Path(source.location).parent
     manifest: dict[str, Any] = {
         "te_graph_fixes_version": __version__,
         "te_version": source.version,
         "te_location": source.location,
         "fixes": {fix_id: verdict.verdict for fix_id, verdict in decision.decisions.items()},
-        "files": [asdict(each) for each in files],
+        "files": [asdict(Changed(path, _sha256_of(root / path), _sha256_of(results / path))) for path in modules],
         **more,
     }
-    _write(folder / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n", Path(source.location).parent / INIT)
+    _write(folder / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n", root / INIT)
     return manifest
 
 
@@ -316,14 +303,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return {**manifest, "files": [Changed(**each) for each in manifest["files"]]}
 
 
-def _modules(folder: Path) -> list[Changed]:
+def _changed(kept: Path) -> list[Changed]:
     """The modules that a bake changed or added."""
-    files = _read_manifest(folder)["files"]
-    return [each for each in files if each.path.endswith(".py") and each.original != each.result]
-
-
-def _compare(paths: Iterable[str], original: Path, result: Path) -> list[Changed]:
-    return [Changed(path, _sha256_of(original / path), _sha256_of(result / path)) for path in paths]
+    return [each for each in _read_manifest(kept)["files"] if each.original != each.result]
 
 
 def _sha256_of(path: Path) -> str | None:
@@ -355,7 +337,7 @@ def overlay(decision: Decision, folder: Path) -> dict[str, Any]:
         shutil.rmtree(part, ignore_errors=True)
         modules = _write_modules(decision, part)
         unchanged = {path: _sha256_of(root / path) for path in sorted(read - {*modules})}
-        manifest = _write_manifest(decision, part, _compare(modules, root, part), unchanged=unchanged)
+        manifest = _write_manifest(decision, part, modules, part, unchanged=unchanged)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(part, folder)
     return manifest
@@ -393,15 +375,13 @@ def mounts(folder: Path, manifest: dict[str, Any]) -> str:
     root, paths = Path(manifest["te_location"]).parent, [each["path"] for each in manifest["files"]]
     binds = [f"{folder / path}:{root / path}" for path in paths]
     read_only = ",".join(f"{bind}:ro" for bind in binds)
-    volume = [
-        f"  - {{name: te-graph-fixes, mountPath: {root / path}, subPath: {path}, readOnly: true}}" for path in paths
-    ]
+    volume = [f"{{name: te-graph-fixes, mountPath: {root / path}, subPath: {path}, readOnly: true}}" for path in paths]
     lines = {
         "docker, podman": " ".join(f"-v {bind}:ro" for bind in binds),
         "pyxis: srun": f"--container-mounts={read_only}",
         "enroot start": " ".join(f"--mount {bind}" for bind in binds),
         "apptainer exec": f"--bind {read_only}",
-        f"Kubernetes: a volume te-graph-fixes that holds {folder}, and in the container": "\n".join(
+        f"Kubernetes: a volume te-graph-fixes that holds {folder}, and in the container": "\n  - ".join(
             ["volumeMounts:", *volume]
         ),
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import hashlib
+import importlib.metadata
 import io
 import itertools
 import json
@@ -11,7 +13,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ from .bake import (
     module_path,
     mounts,
     overlay,
-    recover,
     require_whole,
+    roll_back,
     undo,
 )
 from .engine import EngineError
@@ -42,34 +44,6 @@ from .stamp import ChangedStampError, above, of_tree
 from .verdicts import Decision, expected, with_required
 
 NO_TE = WRONG_USE = 2
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser, commands = _parser()
-    if given and given[0].isidentifier() and given[0] not in commands:
-        return _fail(WRONG_USE, f"no command {given[0]}; {nearest(given[:1], commands)}see te-graph-fixes -h")
-    options, unknown = parser.parse_known_args(given)
-    if unknown:
-        command = commands[given[0]]
-        near = nearest(unknown, command._option_string_actions)
-        return _fail(WRONG_USE, f"{given[0]} does not take {unknown[0]}; {near}see te-graph-fixes {given[0]} -h")
-    try:
-        return int(options.command(options))
-    except TENotFoundError as error:
-        return _fail(NO_TE, str(error))
-    except ValueError as error:
-        return _fail(WRONG_USE, str(error))
-    except (EngineError, BakeError, ChangedStampError) as error:
-        return _fail(1, str(error))
-
-
-def _fail(status: int, message: str) -> int:
-    print(f"te-graph-fixes: {message}", file=sys.stderr)
-    return status
-
-
 _EPILOG = """\
 in this order:
   te-graph-fixes status                    is my TE affected, and can it be corrected?
@@ -83,95 +57,77 @@ for an image:
 exit status: 0 all is well (`status`: every defect can be corrected; `verify`: every replay is right), 1 it is not,
   2 wrong use, no TE or no GPU. `run` has that of its program, `verify` also 3: some cases cannot run on this TE.
 """
+_parser = argparse.ArgumentParser(
+    prog="te-graph-fixes",
+    description="Correct the CUDA-graph defects of the installed TransformerEngine (TE).",
+    epilog=_EPILOG,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+)
+_parser.add_argument("--version", action="version", version=f"te-graph-fixes {__version__}")
+_commands = _parser.add_subparsers(required=True, metavar="COMMAND")
+COMMANDS: dict[str, argparse.ArgumentParser] = _commands.choices
+Command = Callable[[argparse.Namespace], int]
 
 
-def _command(commands: Any, name: str, what: str, example: str, statuses: str) -> argparse.ArgumentParser:
-    """A command whose help ends with its exit statuses and an example."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=f"exit status: {statuses}\nexample: te-graph-fixes {name} {example}".rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
+def _argument(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, settings
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and that of each command."""
-    parser = argparse.ArgumentParser(
-        prog="te-graph-fixes",
-        description="Correct the CUDA-graph defects of the installed TransformerEngine (TE).",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"te-graph-fixes {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    status = _command(
-        commands,
-        "status",
-        "say which known defects TE has, and whether they can be corrected",
-        "--source /usr/lib/python3/dist-packages",
-        "0 every defect can be corrected, or TE has none; 1 one cannot, or the overlay is not in place; 2 no TE",
-    )
-    _add_source(status)
-    status.add_argument("--json", action="store_true", help="print JSON")
-    status.add_argument("--overlay", metavar="DIR", help="whether the overlay of `bake` is mounted")
-    status.add_argument("--all", action="store_true", help="also the defects that this TE does not have")
-    status.set_defaults(command=_status)
-
-    what = "explain one fix: its symptom, who has it, what it changes and costs, how to leave it out"
-    explain = _command(commands, "explain", what, "warmup-reset", "0; 2 no such fix, or no TE")
-    _add_source(explain)
-    explain.add_argument("fix", metavar="FIX")
-    explain.set_defaults(command=_explain)
-
-    what = "print the change as a unified diff for `patch -p1`"
-    statuses = "0; 1 a fix that is needed cannot be applied; 2 no TE, or no such fix"
-    diff = _command(commands, "diff", what, "> te.patch", statuses)
-    _add_source(diff)
-    diff.add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)")
-    diff.set_defaults(command=_diff)
-
-    what = "write the changes into TE's files, all or none; for image builds"
-    statuses = "0 everything that this TE needs is in; 1 nothing was changed, and why; 2 no TE"
-    bake = _command(commands, "bake", what, "", statuses)
-    _add_source(bake)
-    either = bake.add_mutually_exclusive_group()
-    either.add_argument("--undo", action="store_true", help="give TE's files their very bytes back")
-    either.add_argument(
-        "--overlay", metavar="DIR", help="write the changed files into DIR, to be mounted, and leave TE alone"
-    )
-    bake.set_defaults(command=_bake)
-
-    what = "measure on a GPU each defect without and with the fixes"
-    statuses = """0 every replay is right, bit for bit; 1 one is not, or was not measured;
-  2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all others are right"""
-    verify = _command(commands, "verify", what, "--quick", statuses)
-    verify.add_argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)")
-    verify.add_argument("--json", action="store_true", help="print JSON")
-    verify.add_argument("--quick", action="store_true", help="one or two cases for each fix")
-    verify.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for one case (default: 60)")
-    verify.set_defaults(command=_verify)
-
-    # For the list of commands only: `__main__` starts `run` without this module.
-    commands.add_parser("run", help="start a program with the fixes in it and its children")
-
-    what = "print what a report about a TE that is not recognised needs, and nothing else"
-    issue = _command(commands, "issue", what, "> report.txt", "0; 2 no TE")
-    _add_source(issue)
-    issue.set_defaults(command=_issue)
-
-    listing = _command(commands, "list", "list all fixes: symptom, versions with the defect, upstream", "", "0")
-    listing.set_defaults(command=_list)
-    return parser, commands.choices
+SOURCE = _argument("--source", "--te", metavar="DIR", help="a site-packages folder or checkout that holds TE")
+JSON = _argument("--json", action="store_true", help="print JSON")
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", "--te", metavar="DIR", help="a site-packages folder or checkout that holds TE")
+def _command(what: str, statuses: str, example: str, *arguments: Any) -> Callable[[Command], Command]:
+    """Make a command of the function below, whose help ends with its exit statuses and an example."""
+
+    def add(function: Command) -> Command:
+        name = function.__name__[1:]
+        parser = _commands.add_parser(
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=f"exit status: {statuses}\nexample: te-graph-fixes {name} {example}".rstrip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for names, settings in arguments:
+            parser.add_argument(*names, **settings)
+        parser.set_defaults(command=function)
+        return function
+
+    return add
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0].isidentifier() and given[0] not in COMMANDS:
+        return _fail(WRONG_USE, f"no command {given[0]}; {nearest(given[:1], COMMANDS)}see te-graph-fixes -h")
+    options, unknown = _parser.parse_known_args(given)
+    if unknown:
+        near = nearest(unknown, COMMANDS[given[0]]._option_string_actions)
+        return _fail(WRONG_USE, f"{given[0]} does not take {unknown[0]}; {near}see te-graph-fixes {given[0]} -h")
+    try:
+        return int(options.command(options))
+    except (TENotFoundError, ValueError) as error:
+        return _fail(WRONG_USE, error)
+    except (EngineError, BakeError, ChangedStampError) as error:
+        return _fail(1, error)
+
+
+def _fail(status: int, message: object) -> int:
+    print(f"te-graph-fixes: {message}", file=sys.stderr)
+    return status
+
+
+@_command(
+    "say which known defects TE has, and whether they can be corrected",
+    "0 every defect can be corrected, or TE has none; 1 one cannot, or the overlay is not in place; 2 no TE",
+    "--source /usr/lib/python3/dist-packages",
+    SOURCE,
+    JSON,
+    _argument("--overlay", metavar="DIR", help="whether the overlay of `bake` is mounted"),
+    _argument("--all", action="store_true", help="also the defects that this TE does not have"),
+)
 def _status(options: argparse.Namespace) -> int:
     if options.overlay:
         wrong = differences(_source(options), Path(options.overlay))
@@ -185,51 +141,18 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps(_status_dict(decision, options.source is not None), indent=2))
     else:
         print("\n".join(answers.status(decision, _where(options), options.all)))
-    return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))
-
-
-def _explain(options: argparse.Namespace) -> int:
-    (fix_id,) = fix_ids([options.fix])
-    try:
-        decision = _decision(options, Settings())
-    except TENotFoundError as error:
-        print(f"te-graph-fixes: {error}", file=sys.stderr)
-        print("\n".join(answers.explain(CATALOGUE[fix_id], None, 0, "")))
-        return NO_TE
-    only = Decision(decision.source, Settings(frozenset(with_required(fix_id))), decision.verdicts)
-    files = [replace(file, after=above(file.after)) for file in corrected(only)]
-    changed = [line for file in files for line in itertools.islice(_unified(file), 2, None) if line[0] in "+-"]
-    print("\n".join(answers.explain(CATALOGUE[fix_id], decision, len(changed), _where(options))))
-    return 0
-
-
-def _decision(options: argparse.Namespace, settings: Settings) -> Decision:
-    """What `te_graph_fixes.activate` with these settings does to the TE that the options name."""
-    return Decision(_source(options), settings)
-
-
-def _source(options: argparse.Namespace) -> Source:
-    return Source.installed() if options.source is None else Source.at(options.source)
-
-
-def _where(options: argparse.Namespace) -> str:
-    return "" if options.source is None else f" --source {shlex.quote(options.source)}"
-
-
-def _version(source: Source) -> str:
-    return source.version or "(version unknown)"
+    return _is_incomplete(decision)
 
 
 def _status_dict(decision: Decision, by_source: bool) -> dict[str, object]:
-    version = decision.version
     return {
         "te_graph_fixes_version": __version__,
-        "te_version": version,
+        "te_version": decision.version,
         "source": decision.source.location,
         "fixes": {
             fix_id: {
                 "verdict": verdict.verdict,
-                "expected": expected(CATALOGUE[fix_id], version),
+                "expected": expected(CATALOGUE[fix_id], decision.version),
                 "reason": decision.reason(fix_id, by_source),
                 "upstream": list(CATALOGUE[fix_id].upstream),
             }
@@ -238,62 +161,48 @@ def _status_dict(decision: Decision, by_source: bool) -> dict[str, object]:
     }
 
 
+@_command(
+    "explain one fix: its symptom, who has it, what it changes and costs, how to leave it out",
+    "0; 2 no such fix, or no TE",
+    "warmup-reset",
+    SOURCE,
+    _argument("fix", metavar="FIX"),
+)
+def _explain(options: argparse.Namespace) -> int:
+    (fix_id,) = fix_ids([options.fix])
+    try:
+        decision = _decision(options, Settings())
+    except TENotFoundError as error:
+        print("\n".join(answers.explain(CATALOGUE[fix_id], None, 0, "")))
+        return _fail(NO_TE, error)
+    only = Decision(decision.source, Settings(frozenset(with_required(fix_id))), decision.verdicts)
+    files = [replace(file, after=above(file.after)) for file in corrected(only)]
+    changed = [line for file in files for line in itertools.islice(_unified(file), 2, None) if line[0] in "+-"]
+    print("\n".join(answers.explain(CATALOGUE[fix_id], decision, len(changed), _where(options))))
+    return 0
+
+
+@_command(
+    "print the change as a unified diff for `patch -p1`",
+    "0; 1 a fix that is needed cannot be applied; 2 no TE, or no such fix",
+    "> te.patch",
+    SOURCE,
+    _argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)"),
+)
 def _diff(options: argparse.Namespace) -> int:
     names = options.fixes
     decision = _decision(options, Settings(fix_ids(names)) if names else Settings.read())
     for fix_id in names:
         verdict = decision.decisions[fix_id]
         if verdict.verdict not in (APPLICABLE, UNRECOGNIZED):
-            print(f"te-graph-fixes: {fix_id} is {verdict.verdict}: {verdict.reason}", file=sys.stderr)
+            _note(f"{fix_id} is {verdict.verdict}: {verdict.reason}")
     for reason, ids in decision.refused.items():
-        print(f"te-graph-fixes: {', '.join(ids)} cannot be applied: {reason}", file=sys.stderr)
+        _note(f"{', '.join(ids)} cannot be applied: {reason}")
     if not (names or decision.to_apply):
-        print(f"te-graph-fixes: no changes: `te-graph-fixes status --all{_where(options)}` says why", file=sys.stderr)
+        _note(f"no changes: `te-graph-fixes status --all{_where(options)}` says why")
     for file in corrected(decision):
         sys.stdout.writelines(_unified(file))
-    return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))
-
-
-def _bake(options: argparse.Namespace) -> int:
-    source = _source(options)
-    location = Path(source.location)
-    if options.overlay:
-        return _overlay(_decision(options, Settings.read()), Path(os.path.abspath(options.overlay)))
-    with locked(location):
-        recovered = recover(location)
-        if recovered:
-            print("te-graph-fixes: took back what an interrupted command had left", file=sys.stderr)
-        if options.undo:
-            if not recovered or (location / KEPT).exists():
-                print(f"{len(undo(location))} files of {location} are as they were before the bake")
-            return 0
-        decision = _decision(options, Settings.read())
-        require_whole(decision)
-        changed = [each for each in in_place(decision) if each.original != each.result]
-    about, where = f"TransformerEngine {_version(source)} in {location}", _where(options)
-    if changed:
-        left = f" ({len(decision.left_out)} are left out by {chosen_by()})" if decision.left_out else ""
-        print(
-            f"{len(decision.to_apply)} fixes are now in {about}: {len(changed)} files{left}. "
-            f"Undo: te-graph-fixes bake --undo{where}"
-        )
-    else:
-        print(answers.answer(decision, where))
-    return 0
-
-
-def _overlay(decision: Decision, folder: Path) -> int:
-    require_whole(decision)
-    if not decision.to_apply:
-        raise BakeError("there is nothing to correct, so there is no overlay to make")
-    manifest = overlay(decision, folder)
-    print(mounts(folder, manifest))
-    print(
-        f"te-graph-fixes: {len(manifest['files'])} files with {len(decision.to_apply)} fixes are in {folder}. "
-        f"In the container: te-graph-fixes status --overlay {folder}",
-        file=sys.stderr,
-    )
-    return 0
+    return _is_incomplete(decision)
 
 
 def _unified(file: Corrected) -> Iterator[str]:
@@ -309,6 +218,65 @@ def _unified(file: Corrected) -> Iterator[str]:
             yield line if line.startswith("@") else line[:-1] + file.newline
 
 
+@_command(
+    "write the changes into TE's files, all or none; for image builds",
+    "0 everything that this TE needs is in; 1 nothing was changed, and why; 2 no TE",
+    "",
+    SOURCE,
+    _argument("--undo", action="store_true", help="give TE's files their very bytes back"),
+    _argument("--overlay", metavar="DIR", help="write the changed files into DIR, to be mounted, and leave TE alone"),
+)
+def _bake(options: argparse.Namespace) -> int:
+    if options.undo and options.overlay:
+        raise ValueError("bake takes --undo or --overlay, not both: an overlay is undone by not mounting it")
+    if options.overlay:
+        return _overlay(_decision(options, Settings.read()), Path(os.path.abspath(options.overlay)))
+    location = Path(_source(options).location)
+    with locked(location):
+        interrupted = roll_back(location)
+        if interrupted:
+            _note("took back what an interrupted command had left")
+        if options.undo:
+            if not interrupted or (location / KEPT).exists():
+                print(f"{len(undo(location))} files of {location} are as they were before the bake")
+            return 0
+        decision = _decision(options, Settings.read())
+        require_whole(decision)
+        changed = in_place(decision)
+    if changed:
+        left = f" ({len(decision.left_out)} are left out by {chosen_by()})" if decision.left_out else ""
+        print(
+            f"{len(decision.to_apply)} fixes are now in TransformerEngine {decision.version or '(version unknown)'} in "
+            f"{location}: {len(changed)} files{left}. Undo: te-graph-fixes bake --undo{_where(options)}"
+        )
+    else:
+        print(answers.answer(decision, _where(options)))
+    return 0
+
+
+def _overlay(decision: Decision, folder: Path) -> int:
+    require_whole(decision)
+    if not decision.to_apply:
+        raise BakeError("there is nothing to correct, so there is no overlay to make")
+    manifest = overlay(decision, folder)
+    print(mounts(folder, manifest))
+    _note(
+        f"{len(manifest['files'])} files with {len(decision.to_apply)} fixes are in {folder}. "
+        f"In the container: te-graph-fixes status --overlay {folder}"
+    )
+    return 0
+
+
+@_command(
+    "measure on a GPU each defect without and with the fixes",
+    """0 every replay is right, bit for bit; 1 one is not, or was not measured;
+  2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all others are right""",
+    "--quick",
+    _argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)"),
+    JSON,
+    _argument("--quick", action="store_true", help="one or two cases for each fix"),
+    _argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for one case (default: 60)"),
+)
 def _verify(options: argparse.Namespace) -> int:
     from .verify.cases import select
     from .verify.runner import no_gpu, verify
@@ -316,35 +284,38 @@ def _verify(options: argparse.Namespace) -> int:
     Settings.read()
     cases = select(options.wanted, options.quick)
     on_disk = of_tree(Source.installed().location) is not None
-    reason = no_gpu()
-    if reason:
-        print(f"te-graph-fixes: verify needs a GPU: {reason}", file=sys.stderr)
-        return NO_TE
+    if reason := no_gpu():
+        return _fail(NO_TE, f"verify needs a GPU: {reason}")
     return verify(cases, options.json, options.limit, on_disk)
 
 
+# `__main__` starts `run` without this module.
+_commands.add_parser("run", help="start a program with the fixes in it and its children")
+
+
+@_command(
+    "print what a report about a TE that is not recognised needs, and nothing else",
+    "0; 2 no TE",
+    "> report.txt",
+    SOURCE,
+)
 def _issue(options: argparse.Namespace) -> int:
     """Versions, verdicts and digests of the files that they are about: no paths, variables or source text."""
-    import hashlib
-
     decision = _decision(options, Settings())
     source = decision.source
     print(f"te-graph-fixes {__version__}, TransformerEngine {source.version or '(version unknown)'}")
-    packages = ("torch", "megatron-core", "wrapt")
-    known = [f"{name} {_installed(name) or '-'}" for name in packages]
-    print(f"Python {platform.python_version()}, {', '.join(known)}, {platform.system()} {platform.machine()}\n")
+    packages = [f"{name} {_installed(name)}" for name in ("torch", "megatron-core", "wrapt")]
+    print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
     for fix_id, verdict in decision.decisions.items():
         guess = expected(CATALOGUE[fix_id], source.version)
-        print(f"{fix_id}: {verdict.verdict}" + (_unexpected(verdict.verdict, guess)))
+        print(f"{fix_id}: {verdict.verdict}{_unexpected(verdict.verdict, guess)}")
         if verdict.verdict == UNRECOGNIZED:
             print("    " + verdict.reason.replace(source.location, TE))
     print()
     for name in sorted(decision.modules):
-        module = source.find(name)
-        if module is not None:
+        if (module := source.find(name)) is not None:
             print(f"{hashlib.sha256(module.text.encode()).hexdigest()[:16]}  {module_path(source, name)}")
-    where = f"report it at {issues()}" if issues() else "send it to whoever gave you the package"
-    print(f"te-graph-fixes: {where}", file=sys.stderr)
+    _note(f"report it at {issues()}" if issues() else "send it to whoever gave you the package")
     return 0
 
 
@@ -354,15 +325,36 @@ def _unexpected(verdict: str, guess: str | None) -> str:
     return "" if guess is None or (verdict != UNRECOGNIZED and here == published) else f" (expected: {guess})"
 
 
-def _installed(name: str) -> str | None:
-    from importlib.metadata import version
-
+def _installed(name: str) -> str:
     try:
-        return version(name)
+        return importlib.metadata.version(name)
     except Exception:  # not there, or its metadata is broken
-        return None
+        return "-"
 
 
+@_command("list all fixes: symptom, versions with the defect, upstream", "0", "")
 def _list(_: argparse.Namespace) -> int:
     print("\n".join(answers.listing()))
     return 0
+
+
+def _note(message: str) -> None:
+    print(f"te-graph-fixes: {message}", file=sys.stderr)
+
+
+def _decision(options: argparse.Namespace, settings: Settings) -> Decision:
+    """What `te_graph_fixes.activate` with these settings does to the TE that the options name."""
+    return Decision(_source(options), settings)
+
+
+def _source(options: argparse.Namespace) -> Source:
+    return Source.installed() if options.source is None else Source.at(options.source)
+
+
+def _where(options: argparse.Namespace) -> str:
+    return "" if options.source is None else f" --source {shlex.quote(options.source)}"
+
+
+def _is_incomplete(decision: Decision) -> int:
+    """The exit status: 1 where a fix that is needed cannot be applied."""
+    return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))

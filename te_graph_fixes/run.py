@@ -33,6 +33,7 @@ example: te-graph-fixes run --required torchrun --nproc-per-node 8 pretrain_gpt.
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
 FILTER = "ignore::te_graph_fixes_run.Started"
+OPTIONS = ("--required", "--check", "--check-strict", "--print-env")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
@@ -41,69 +42,62 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
+    command, required = list(arguments), False
     try:
         settings = Settings.read()
         if settings.only:
             from .verdicts import Decision
 
             Decision.installed(settings)  # that a fix is named without one that it requires shows before the start
+        if command == ["--print-env"]:
+            print_environment()
+            return 0
+        while command and command[0].startswith("-") and command[0] != "--":
+            given = command.pop(0)
+            option, equals, value = given.partition("=")
+            if given == "--required":
+                required = True
+            elif option in ("--check", "--check-strict"):
+                _ask_for_check(option, value if equals else "on", command)
+            elif option == "--print-env":
+                raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
+            else:
+                raise ValueError(
+                    f"unknown option {given}; {nearest([option, given], OPTIONS)}see te-graph-fixes run -h"
+                )
+        command = command[1:] if command[:1] == ["--"] else command
+        _require_reachable(command)
     except ValueError as error:
-        if list(arguments) == ["--print-env"]:
+        if "--print-env" in arguments:
             print("false")  # so that `eval` fails too
-        return _fail(BAD_USAGE, str(error))
-    if arguments and arguments[0] == "--print-env":
-        if arguments[1:]:
-            return _fail(BAD_USAGE, "--print-env takes no command: its output is for `eval`")
-        print_environment()
-        return 0
-    required = False
-    while arguments and (option := arguments[0].partition("=")[0]) in ("--required", "--check", "--check-strict"):
-        if option == "--required":
-            required = True
-            wrong = "" if arguments[0] == option else f"{arguments[0]}: write --required alone"
-        else:
-            wrong = _ask_for_check(*arguments[:2])
-        if wrong:
-            return _fail(BAD_USAGE, wrong)
-        arguments = arguments[1:]
-    command = list(arguments[1:] if arguments and arguments[0] == "--" else arguments)
-    if not command or not command[0]:
-        return _fail(BAD_USAGE, "no command; write for example: te-graph-fixes run python train.py")
-    if command[0].startswith("-") and arguments[0] != "--":
-        near = nearest([option], ("--required", "--check", "--check-strict", "--print-env"))
-        return _fail(BAD_USAGE, f"unknown option {command[0]}; {near}see te-graph-fixes run -h")
-    problem = _unreachable(command)
-    if problem:
-        return _fail(BAD_USAGE, problem)
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these at its start, and a program would inherit that
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+        return _fail(BAD_USAGE, error)
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these at its start, and a program would inherit that
+        signal.signal(name, signal.SIG_DFL)
+    environ = {**os.environ, **variables()}
     try:
         if required:
             from .required import run
 
-            return run(command, {**os.environ, **variables()})
-        os.execvpe(command[0], command, {**os.environ, **variables()})
+            return run(command, environ)
+        os.execvpe(command[0], command, environ)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         return _fail(NOT_FOUND if missing else NOT_EXECUTABLE, f"cannot start {command[0]}: {error.strerror}")
 
 
-def _ask_for_check(option: str, following: str = "") -> str:
-    """Set the variable that asks for a check; returns what is wrong with the option, or ""."""
-    name, _, value = option.partition("=")
-    os.environ[VARIABLE] = (value or "on") + (",strict" if name == "--check-strict" else "")
+def _ask_for_check(name: str, value: str, following: Sequence[str]) -> None:
+    """Set the variable that asks for a check; ValueError where the value, or what follows the option, says nothing."""
+    os.environ[VARIABLE] = value + (",strict" if name == "--check-strict" else "")
     try:
         wanted = Options.parse(os.environ[VARIABLE])
-    except ValueError:
-        return f"{option} is not understood; valid: {name}, {name}=N, {name}=N,layers=K"
+    except ValueError as error:
+        raise ValueError(f"{name}={value} is not understood; valid: {name}, {name}=N, {name}=N,layers=K") from error
     if wanted is None:
-        return f"{option} checks nothing: leave it out, or ask for 1 step or more"
-    if following.isdecimal():
-        return f"no program is called {following}; write {name}={following} for the steps"
+        raise ValueError(f"{name}={value} checks nothing: leave it out, or ask for 1 step or more")
+    if following and following[0].isdecimal():
+        raise ValueError(f"no program is called {following[0]}; write {name}={following[0]} for the steps")
     if importlib.util.find_spec("transformer_engine") is None:
-        message = f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked"
-        print(f"te-graph-fixes run: {message}", file=sys.stderr)
-    return ""
+        _fail(0, f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
 
 
 def variables() -> dict[str, str]:
@@ -134,26 +128,28 @@ def print_environment() -> None:
         print(f"export {EXPECT}={shlex.quote(fingerprint(source.version, verdicts(source)))}")
 
 
-def _unreachable(command: Sequence[str]) -> str | None:
-    """Why the Python that ``command`` starts would not run our ``sitecustomize``, if its options say so."""
+def _require_reachable(command: Sequence[str]) -> None:
+    """Raise ValueError where there is no command, or a Python whose options keep it from our ``sitecustomize``."""
+    if not command or not command[0]:
+        raise ValueError("no command; write for example: te-graph-fixes run python train.py")
     if not re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])):
-        return None
+        return
     words = iter(command[1:])
     for word in words:
         options = re.fullmatch(r"-([a-zA-Z]*?)(?:([cmWX])(.*))?", word)
         if word == "-" or options is None:
-            break
+            return
         flags, last, value = options.groups()
-        for flag in "EIS":
-            if flag in flags:
-                return f"cannot reach {command[0]} -{flag}: drop -{flag}, or `import te_graph_fixes` in the program"
+        if found := re.search("[EIS]", flags):
+            raise ValueError(
+                f"cannot reach {command[0]} -{found[0]}: drop -{found[0]}, or `import te_graph_fixes` in the program"
+            )
         if last in ("c", "m"):
-            break
+            return
         if last and not value:
             next(words, None)
-    return None
 
 
-def _fail(status: int, message: str) -> int:
+def _fail(status: int, message: object) -> int:
     print(f"te-graph-fixes run: {message}", file=sys.stderr)
     return status

@@ -120,19 +120,14 @@ def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> fr
     """``ids`` as a set; ValueError, which begins with ``where`` they come from, unless all are ids of fixes."""
     if isinstance(ids, str):
         raise ValueError(f"{where} must be a collection of fix ids, not the string {ids!r}")
-    try:
-        wanted = frozenset(ids)
-    except TypeError as error:
-        raise ValueError(f"{where} must be a collection of fix ids, not {ids!r}") from error
-    if wanted:
+    if wanted := frozenset(ids):
         from .fixes import CATALOGUE
 
-        unknown = sorted(map(str, wanted - set(CATALOGUE)))
-        if unknown:
+        if unknown := sorted(map(str, wanted - set(CATALOGUE))):
             prefix = f"{where}: " if where else ""
+            valid = ", ".join([*also, "see te-graph-fixes list"])
             near = nearest(unknown, [*CATALOGUE, *also])
-            valid = "".join(f"{word}, " for word in also)
-            raise ValueError(f"{prefix}unknown fix {', '.join(unknown)}; {near}valid: {valid}see te-graph-fixes list")
+            raise ValueError(f"{prefix}unknown fix {', '.join(unknown)}; {near}valid: {valid}")
     return wanted
 
 

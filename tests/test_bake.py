@@ -27,10 +27,10 @@ from te_graph_fixes.fix import NOT_NEEDED, UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
 from te_graph_fixes.source import Source
-from te_graph_fixes.stamp import above
 from te_graph_fixes.verdicts import Decision, verdicts
 from tests.child import ROOT
 from tests.published import COVERED, needed, source
+from tests.test_cli import RENAMED, altered, copy_of, run
 
 GRAPH = "transformer_engine/pytorch/graph.py"
 
@@ -41,17 +41,6 @@ def copy(folder: Path, version: str = "2.12.0") -> Path:
     for name in ("graph.py", "__init__.py", "module/base.py"):
         compiled = folder / "transformer_engine" / "pytorch" / name
         subprocess.run([sys.executable, "-m", "py_compile", compiled], check=True)
-    return folder
-
-
-def copy_of(root: Path, folder: Path) -> Path:
-    """A folder with the Python files of the TE that another holds, but those for JAX, and its metadata."""
-    package = root / "transformer_engine"
-    python = [path for path in package.rglob("*.py") if "jax" not in path.parts]
-    for path in (*root.glob("transformer_engine-*.dist-info/METADATA"), *python):
-        place = folder / path.relative_to(root)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(path.read_bytes())
     return folder
 
 
@@ -70,11 +59,6 @@ def content(tree: Path) -> dict[str, tuple[int, int, str]]:
 
 def modules(tree: Path) -> dict[str, str]:
     return {name: found for name, (*_, found) in content(tree).items() if name.endswith(".py") and "/." not in name}
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    status = main([str(argument) for argument in arguments])
-    return (status, *capsys.readouterr())
 
 
 @pytest.mark.parametrize("version", COVERED)
@@ -203,12 +187,12 @@ def test_killed_at_any_write(make: Callable[[Path], Decision], tmp_path: Path, m
     before, original = content(tree), code(tree, names)
 
     def bake_it() -> None:
-        bake.recover(location)
+        bake.roll_back(location)
         if not (location / bake.KEPT).exists():
             bake.in_place(decision)
 
     def undo_it() -> None:
-        bake.recover(location)
+        bake.roll_back(location)
         if (location / bake.KEPT).exists():
             bake.undo(location)
 
@@ -293,16 +277,13 @@ def test_a_site_packages_that_cannot_be_written(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_what_is_not_recognised_fails_the_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree = copy(tmp_path)
-    graph = tree / GRAPH
-    graph.write_text(graph.read_text().replace("def _make_graphed_callables(", "def _renamed("))
+    tree = altered(tmp_path, "2.12.0", *RENAMED)
     before = content(tree)
-    status, out, err = run(capsys, "bake", "--te", tree)
-    assert (status, out) == (1, "")
-    assert "nothing was changed, because not every fix that is needed can be applied. backward-amax-red" in err
+    for arguments in ([], ["--overlay", tmp_path / "overlay"]):
+        status, out, err = run(capsys, "bake", "--te", tree, *arguments)
+        assert (status, out) == (1, "")
+        assert "nothing was changed, because not every fix that is needed can be applied. backward-amax-red" in err
     assert content(tree) == before
-    assert run(capsys, "bake", "--te", tree, "--overlay", tmp_path / "overlay")[0] == 1
-    assert not (tmp_path / "overlay").exists()
 
 
 def test_another_version_of_the_package(
@@ -357,37 +338,23 @@ def test_a_stray_variable_fails_the_build(
 
 def change(path: Path, old: str, new: str) -> None:
     assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new, 1))
+    before, _, after = path.read_text().rpartition(old) if old else (path.read_text(), "", "")
+    path.write_text(before + new + after)
 
 
-def append(path: Path, text: str) -> None:
-    path.write_text(path.read_text() + text)
-
-
-def edit(old: str, new: str) -> Callable[[Path], object]:
-    return lambda tree: change(tree / GRAPH, old, new)
-
-
-CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a line is edited": (edit("import contextlib", "import contextlib as c"), "pytorch/graph.py was edited"),
-    "a comment is edited": (edit("# Copyright", "# copyright"), "pytorch/graph.py was edited"),
-    "a line is appended": (edit("# sha256 of all", "X = 1\n# sha256 of all"), "pytorch/graph.py was edited"),
-    "a line stands behind": (lambda tree: append(tree / GRAPH, "X = 1\n"), "pytorch/graph.py was edited"),
-    "an entry is added": (edit("# made: ", "# made: another-fix, "), "pytorch/graph.py was edited"),
-    "an entry is dropped": (edit("tuple-samples", "none-outputs"), "pytorch/graph.py was edited"),
-    "the digest is edited": (edit("of all above: ", "of all above: 0"), "pytorch/graph.py was edited"),
-    "the stamp is taken off": (
-        lambda tree: (tree / GRAPH).write_text(above((tree / GRAPH).read_text())),
-        "pytorch/graph.py is not the one",
-    ),
-    "an added module is edited": (
-        lambda tree: change(tree / "transformer_engine/pytorch/_te_graph_order.py", "import", "import os, "),
-        "pytorch/_te_graph_order.py was edited",
-    ),
-    "an added module is gone": (
-        lambda tree: (tree / "transformer_engine/pytorch/_te_graph_order.py").unlink(),
-        "pytorch/_te_graph_order.py is not the one",
-    ),
+ADDED = "transformer_engine/pytorch/_te_graph_order.py"
+EDITED = "pytorch/graph.py was edited"
+CHANGES: dict[str, tuple[str, str, str, str]] = {
+    "a line is edited": (GRAPH, "import contextlib", "import contextlib as c", EDITED),
+    "a comment is edited": (GRAPH, "# Copyright", "# copyright", EDITED),
+    "a line is appended": (GRAPH, "# sha256 of all", "X = 1\n# sha256 of all", EDITED),
+    "a line stands behind": (GRAPH, "", "X = 1\n", EDITED),
+    "an entry is added": (GRAPH, "# made: ", "# made: another-fix, ", EDITED),
+    "an entry is dropped": (GRAPH, "tuple-samples", "none-outputs", EDITED),
+    "the digest is edited": (GRAPH, "of all above: ", "of all above: 0", EDITED),
+    "the stamp is taken off": (GRAPH, "# Corrected on disk", "# C", "pytorch/graph.py is not the one"),
+    "an added module is edited": (ADDED, "import", "import os, ", "pytorch/_te_graph_order.py was edited"),
+    "an added module is gone": (ADDED, "", "", "pytorch/_te_graph_order.py is not the one"),
 }
 
 
@@ -404,8 +371,11 @@ def test_what_was_changed_later_is_said(
 ) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(baked, tree)
-    work, reason = CHANGES[kind]
-    work(tree)
+    name, old, new, reason = CHANGES[kind]
+    if old or new:
+        change(tree / name, old, new)
+    else:
+        (tree / name).unlink()
     found = verdicts(Source.at(tree))
     assert {verdict.verdict for verdict in found.values()} == {UNRECOGNIZED}
     assert all(verdict.reason.startswith(reason) for verdict in found.values()), found["warmup-reset"].reason

@@ -11,7 +11,7 @@ from te_graph_fixes.cli import main
 from te_graph_fixes.source import Source
 from tests.child import on_simulator, simulate
 from tests.published import COVERED, source
-from tests.test_bake import copy_of
+from tests.test_cli import copy_of
 from tests.test_core_fixes import CASES
 
 

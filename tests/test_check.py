@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -87,6 +86,7 @@ sample = lambda: torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requir
 BEFORE
 graphed = te.make_graphed_callables(tuple(layers), tuple((sample(),) for _ in layers))
 for step in range(STEPS):
+    IN_STEP
     x = sample()
     for layer in graphed:
         x = layer(x)
@@ -96,13 +96,19 @@ for step in range(STEPS):
             if parameter.requires_grad:
                 parameter -= 0.1 * parameter.grad
             parameter.grad = None
+AFTER
 print("trained")
 """
 
 
-def loop(steps: int = 4, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    program = textwrap.dedent(LOOP).replace("STEPS", str(steps)).replace("BEFORE", before)
-    return on_simulator("-c", program, **environment)
+def loop(
+    before: str = "", steps: int = 4, in_step: str = "", after: str = "", first: str = "", check: str = "2"
+) -> subprocess.CompletedProcess[str]:
+    """Train four layers, with lines of a program at some places."""
+    program = first + LOOP
+    for place, text in {"BEFORE": before, "STEPS": str(steps), "IN_STEP": in_step, "AFTER": after}.items():
+        program = program.replace(place, text)
+    return on_simulator("-c", program, TE_GRAPH_FIXES_CHECK=check)
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -110,62 +116,61 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line.removeprefix("te-graph-fixes check: ") for line in found]
 
 
-def test_the_report_of_a_job() -> None:
-    done = loop(TE_GRAPH_FIXES_CHECK="2")
-    assert done.returncode == 0, done.stderr
-    assert lines(done)[-1].startswith("2 steps, 4 callables, ")
-    assert lines(done)[-1].endswith(" tensors compared: all equal")
+RECOMPUTED = """
+class Recomputed(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+    def forward(self, x):
+        return te.checkpoint(self.layer, x)
+layers = torch.nn.ModuleList(map(Recomputed, layers))
+"""
+FUSED = """
+options = {"dtype": torch.bfloat16, "device": "cuda"}
+fused = lambda: te.ops.Sequential(te.ops.LayerNorm(32, **options), te.ops.Linear(32, 32, **options))
+layers = torch.nn.ModuleList(fused() for _ in layers)
+"""
+AGAIN = "for _ in range(2): te.make_graphed_callables(te.Linear(32, 32, **options), (sample(),))\n"
+EQUAL = "2 steps, 4 callables, .* tensors compared: all equal"
+ONE_STEP = "all equal; one step cannot show weights that are stale after an optimizer step: check 2"
 
 
-def test_layers_take_turns() -> None:
-    done = loop(steps=6, TE_GRAPH_FIXES_CHECK="2,layers=2")
-    assert lines(done)[-1].startswith("4 steps, 4 callables, "), done.stderr
-
-
-def test_a_job_that_ends_early_is_reported() -> None:
-    assert lines(loop(steps=1, TE_GRAPH_FIXES_CHECK="2"))[-1].startswith("1 step, 4 callables, ")
-
-
-@pytest.mark.parametrize(("asked", "steps"), [("1", 4), ("2", 1)])
-def test_what_one_step_cannot_see_is_said(asked: str, steps: int) -> None:
-    last = lines(loop(steps=steps, TE_GRAPH_FIXES_CHECK=asked))[-1]
-    assert last.endswith(": all equal; one step cannot show weights that are stale after an optimizer step: check 2")
+@pytest.mark.parametrize(
+    ("job", "last"),
+    [
+        ({}, EQUAL),
+        ({"check": "2,layers=2", "steps": 6}, "4 steps, 4 callables, .*all equal"),
+        ({"check": "1"}, f"1 step, 4 callables, .*{ONE_STEP}"),
+        ({"steps": 1}, f"1 step, 4 callables, .*{ONE_STEP}"),
+        ({"first": "import transformer_engine.pytorch\n"}, EQUAL),
+        ({"before": RECOMPUTED}, EQUAL),
+        ({"before": FUSED}, EQUAL),
+        ({"before": "sys.exit()"}, ".*, as no graph of TransformerEngine's make_graphed_callables has been replayed"),
+        (
+            {"after": AGAIN},
+            "rank 0, graphs that are captured from here on are not compared: the checked steps are over",
+        ),
+    ],
+    ids=["all", "layers", "one step", "an early end", "TE first", "checkpoint", "te.ops", "no graphs", "late graphs"],
+)
+def test_the_last_line_of_a_job(job: dict[str, Any], last: str) -> None:
+    done = loop(**{"first": "import sys\n", **job})
+    assert re.fullmatch(last, lines(done)[-1]), done.stderr
 
 
 def test_parameters_that_differ_alike_share_a_line() -> None:
     broken = BROKEN.replace("forward(x)", "forward(x.roll(1, -1))").replace("out.detach().mul_(2)", "")
     broken += "layers = torch.nn.ModuleList([te.LayerNormMLP(32, 64, **options)])\n"
-    found = [line for line in lines(loop(before=broken, TE_GRAPH_FIXES_CHECK="2")) if ", backward: .grad of " in line]
+    found = [line for line in lines(loop(broken)) if ", backward: .grad of " in line]
     assert len(found) == 1, found
     assert re.search(r"\.grad of \w+ is off by \S+ of its norm \(4 more like it: \w+, \w+, \w+, \.\.\.\)", found[0])
 
 
 def test_a_job_that_fails_is_reported() -> None:
-    program = textwrap.dedent(LOOP).replace("STEPS", "4").replace("BEFORE", "") + "    if step: raise SystemError\n"
-    done = on_simulator("-c", program.replace('print("trained")', ""), TE_GRAPH_FIXES_CHECK="3")
+    done = loop(in_step="if step == 2: raise SystemError", check="3")
     assert done.returncode == 1
     assert "SystemError" in done.stderr
     assert lines(done)[-1].startswith("2 steps, 4 callables, ")
-
-
-def test_a_job_without_graphs_is_told_why_nothing_is_compared() -> None:
-    done = on_simulator("-c", "import te_graph_fixes, transformer_engine.pytorch", TE_GRAPH_FIXES_CHECK="2")
-    assert lines(done)[-1].endswith("as no graph of TransformerEngine's make_graphed_callables has been replayed")
-
-
-def test_graphs_that_come_after_the_steps() -> None:
-    again = "for _ in range(2): te.make_graphed_callables(te.Linear(32, 32, **options), (sample(),))\n"
-    program = textwrap.dedent(LOOP).replace("STEPS", "4").replace("BEFORE", "") + again
-    done = on_simulator("-c", program, TE_GRAPH_FIXES_CHECK="2")
-    assert lines(done)[-2].endswith(" tensors compared: all equal"), done.stderr
-    assert "graphs that are captured from here on are not compared" in lines(done)[-1]
-
-
-def test_te_imported_first() -> None:
-    program = "import transformer_engine.pytorch\n" + textwrap.dedent(LOOP).replace("STEPS", "4").replace("BEFORE", "")
-    done = on_simulator("-c", program, TE_GRAPH_FIXES_CHECK="2")
-    assert lines(done)[-1].startswith("2 steps, 4 callables, "), done.stderr
-    assert lines(done)[-1].endswith(" tensors compared: all equal")
 
 
 def test_programs_of_many_kinds() -> None:
@@ -207,7 +212,7 @@ for layer in layers:
     ("before", "reason"), [(SHARDED, "DTensor"), (OVERLAPPED, "userbuffers")], ids=["sharded", "overlapped"]
 )
 def test_modules_that_are_left_out(before: str, reason: str) -> None:
-    done = loop(before=before, TE_GRAPH_FIXES_CHECK="2")
+    done = loop(before)
     assert done.stdout == "trained\n", done.stderr
     assert "callable 0 (Linear) is not compared, nor are others like it: " in lines(done)[0]
     assert reason in lines(done)[0]
@@ -235,14 +240,14 @@ graph._make_graphed_callables = make_broken
 
 
 def test_a_defect_that_is_not_in_the_catalogue() -> None:
-    done = loop(before=BROKEN, TE_GRAPH_FIXES_CHECK="2")
+    done = loop(BROKEN)
     assert done.stdout == "trained\n"
     assert any("forward: output 0 is off by 1 of its norm" in line for line in lines(done)), done.stderr
     assert " differ" in lines(done)[-1]
 
 
 def test_a_strict_check_ends_the_process() -> None:
-    done = loop(before=BROKEN, TE_GRAPH_FIXES_CHECK="2,strict")
+    done = loop(BROKEN, check="2,strict")
     assert done.returncode == DIFFERENT, done.stderr
     assert done.stdout == ""
     assert "ends with status 86" in lines(done)[-1]
@@ -258,7 +263,7 @@ def noisy(self, x, *args, **kwargs):
     return forward(self, x, *args, **kwargs) * (1 if torch.cuda.is_current_stream_capturing() else next(factors))
 te.Linear.forward = noisy
 """
-    found = lines(loop(before=before, TE_GRAPH_FIXES_CHECK="2"))
+    found = lines(loop(before))
     assert any("is not reproducible" in line and "two eager runs differ by" in line for line in found)
     assert "all equal, but for" in found[-1]
     assert "that eager itself does not reproduce" in found[-1]
@@ -273,39 +278,10 @@ def once(self, x, *args, **kwargs):
     return forward(self, x, *args, **kwargs)
 te.Linear.forward, done = once, []
 """
-    program = (
-        textwrap.dedent(LOOP)
-        .replace("STEPS", "3")
-        .replace("BEFORE", before)
-        .replace("for step", "done.append(1)\nfor step", 1)
-    )
-    done = on_simulator("-c", program, TE_GRAPH_FIXES_CHECK="2")
+    done = loop(before, in_step="done.append(1)")
     assert done.stdout == "trained\n", done.stderr
     assert "callable 0 (Linear) is not compared, nor are others like it: it raised in its eager run" in lines(done)[0]
     assert lines(done)[-1].endswith("4 callables are left out")
-
-
-RECOMPUTED = """
-class Recomputed(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-    def forward(self, x):
-        return te.checkpoint(self.layer, x)
-layers = torch.nn.ModuleList(map(Recomputed, layers))
-"""
-FUSED = """
-options = {"dtype": torch.bfloat16, "device": "cuda"}
-fused = lambda: te.ops.Sequential(te.ops.LayerNorm(32, **options), te.ops.Linear(32, 32, **options))
-layers = torch.nn.ModuleList(fused() for _ in layers)
-"""
-
-
-@pytest.mark.parametrize("before", [RECOMPUTED, FUSED], ids=["recomputed", "te.ops"])
-def test_layers_of_other_kinds(before: str) -> None:
-    found = lines(loop(before=before, TE_GRAPH_FIXES_CHECK="2"))
-    assert found[-1].startswith("2 steps, 4 callables, "), found
-    assert found[-1].endswith(" tensors compared: all equal")
 
 
 @pytest.mark.parametrize(
@@ -329,36 +305,6 @@ def test_options(text: str, wanted: Options | None) -> None:
 def test_options_that_are_not_understood(text: str) -> None:
     with pytest.raises(ValueError, match=r"(?i)check"):
         Options.parse(text)
-
-
-def test_run_hands_the_options_on() -> None:
-    code = "import os; print(os.environ['TE_GRAPH_FIXES_CHECK'])"
-    for option, wanted in (("--check", "on"), ("--check=3,layers=2", "3,layers=2"), ("--check-strict=1", "1,strict")):
-        done = python("-m", "te_graph_fixes", "run", option, sys.executable, "-c", code)
-        assert done.stdout.strip() == wanted, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--check=x"], "--check=x is not understood; valid: --check, --check=N"),
-        (["--check-strict=0"], "--check-strict=0 is not understood; valid: --check-strict, --check-strict=N"),
-        (["--check=0"], "--check=0 checks nothing: leave it out"),
-        (["--check=off"], "--check=off checks nothing: leave it out"),
-        (["--check", "3"], "write --check=3 for the steps"),
-    ],
-)
-def test_run_says_what_is_wrong_with_the_options(options: list[str], said: str) -> None:
-    done = python("-m", "te_graph_fixes", "run", *options, sys.executable, "-c", "print('started')")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert said in done.stderr
-
-
-def test_run_reads_the_variable_before_it_starts_anything() -> None:
-    done = python("-m", "te_graph_fixes", "run", sys.executable, "-c", "print()", TE_GRAPH_FIXES_CHECK="two")
-    assert done.returncode == 2
-    assert done.stderr.startswith("te-graph-fixes run: 'two' is not understood by TE_GRAPH_FIXES_CHECK")
 
 
 def test_nothing_is_imported_where_it_is_off() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,16 +34,31 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
     return (status, *capsys.readouterr())
 
 
-def altered(folder: Path, version: str, module: str, old: str, new: str) -> Path:
-    """A tree with the files that the fixes read, one of them changed."""
-    for path in (source(version) / "transformer_engine").rglob("*.py"):
-        copy = folder / path.relative_to(source(version))
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    path = folder / "transformer_engine" / "pytorch" / module
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
+def copy_of(root: Path, folder: Path) -> Path:
+    """A folder with the Python files of the TE that another holds, but those for JAX, and its metadata."""
+    python = [path for path in (root / "transformer_engine").rglob("*.py") if "jax" not in path.parts]
+    for path in (*root.glob("transformer_engine-*.dist-info/METADATA"), *python):
+        place = folder / path.relative_to(root)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(path.read_bytes())
     return folder
+
+
+def altered(folder: Path, version: str, old: str = "", new: str = "", module: str = "graph.py", says: str = "") -> Path:
+    """A copy of a TE with another text in a module, or whose metadata ``says`` another version."""
+    copy_of(source(version), folder)
+    metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
+    changes = [(folder / "transformer_engine" / "pytorch" / module, old, new)]
+    if says:
+        changes.append((metadata, f"\nVersion: {version}\n", f"\nVersion: {says}\n"))
+    for path, before, after in changes:
+        text = path.read_text()
+        assert before in text
+        path.write_text(text.replace(before, after))
+    return folder
+
+
+RENAMED = "def _make_graphed_callables(", "def _renamed("
 
 
 @pytest.mark.parametrize(
@@ -53,7 +69,7 @@ def altered(folder: Path, version: str, module: str, old: str, new: str) -> Path
 def test_a_diff_fits_whatever_breaks_the_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bytes, new: bytes
 ) -> None:
-    tree = altered(tmp_path, "2.12.0", "graph.py", "import contextlib", "import contextlib  # changed")
+    tree = altered(tmp_path, "2.12.0")
     graph = tree / "transformer_engine" / "pytorch" / "graph.py"
     graph.write_bytes(graph.read_bytes().replace(old, new))
     status, out, _ = run(capsys, "diff", "--source", tree)
@@ -77,21 +93,22 @@ def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
         yield Path(found.path) if found else tree.joinpath(*name.split(".")).with_suffix(".py"), after.encode()
 
 
-def test_status_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "status", "--source", source("2.12.0"))
+@pytest.mark.parametrize("version", ["2.10.0", "2.12.0", "2.15.0", COVERED[-1]])
+def test_status_as_text(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "status", "--source", source(version))
     assert status == 0
-    count = len(needed("2.12.0"))
+    count = len(needed(version))
     first, second, *_ = out.splitlines()
-    known = f"TransformerEngine 2.12.0: {count} of {len(CATALOGUE)} known defects; all {count} can be corrected"
-    assert first == f"{known}. Next: te-graph-fixes bake --source {source('2.12.0')}"
-    assert second == f"in {source('2.12.0')}/transformer_engine (te-graph-fixes {te_graph_fixes.__version__})"
-    affected = {fix: fix_of.symptom for fix, fix_of in CATALOGUE.items() if fix in needed("2.12.0")}
+    known = f"TransformerEngine {version}: {count} of {len(CATALOGUE)} known defects; all {count} can be corrected"
+    assert first == f"{known}. Next: te-graph-fixes bake --source {source(version)}"
+    assert second == f"in {source(version)}/transformer_engine (te-graph-fixes {te_graph_fixes.__version__})"
+    affected = {fix: fix_of.symptom for fix, fix_of in CATALOGUE.items() if fix in needed(version)}
     assert listed(out) == affected
     groups = [line for line in out.splitlines()[2:] if line and not line.startswith(" ")]
     assert groups == [group for group in GROUPS if any(CATALOGUE[fix].group == group for fix in affected)]
-    more = run(capsys, "status", "--all", "--source", source("2.12.0"))[1]
-    assert set(listed(more)) == set(CATALOGUE)
-    assert listed(more)["skip-flag-accessors"].startswith("not-needed: ")
+    more = listed(run(capsys, "status", "--all", "--source", source(version))[1])
+    assert set(more) == set(CATALOGUE)
+    assert all(more[fix].startswith(("not-needed: ", "not-applicable: ")) for fix in set(CATALOGUE) - set(affected))
 
 
 def listed(out: str) -> dict[str, str]:
@@ -99,17 +116,8 @@ def listed(out: str) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in out.splitlines() if line.startswith("  "))
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.15.0", COVERED[-1]])
-def test_the_answer_counts_what_the_sources_have(version: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, "status", "--source", source(version))[1]
-    assert f"{version}: {len(needed(version))} of {len(CATALOGUE)} known defects; " in out.splitlines()[0]
-
-
 def test_a_container_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tree = altered(tmp_path, "2.14.0", "graph.py", "import contextlib", "import contextlib  # changed")
-    metadata = tmp_path / "transformer_engine-2.14.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.14.0+71bbefbf\n")
+    tree = altered(tmp_path, "2.14.0", says="2.14.0+71bbefbf")
     assert run(capsys, "status", "--source", tree)[1].startswith("TransformerEngine 2.14.0+71bbefbf (NeMo 26.04): ")
 
 
@@ -148,7 +156,7 @@ def test_an_explanation_is_for_users(fix: str) -> None:
 def test_a_fix_of_a_baked_te_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = altered(tmp_path, "2.12.0", "graph.py", "import contextlib", "import contextlib  # changed")
+    tree = altered(tmp_path, "2.12.0")
     assert run(capsys, "bake", "--source", tree)[0] == 0
     out = run(capsys, "explain", "warmup-reset", "--source", tree)[1]
     assert f"\nleave out  te-graph-fixes bake --undo --source {tree}, then bake with {DISABLE}=warmup-reset\n" in out
@@ -170,17 +178,14 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_source_decides_against_the_version(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tree = altered(tmp_path, "2.15.0", "graph.py", "import contextlib", "import contextlib  # changed")
-    metadata = tmp_path / "transformer_engine-2.17.0+vendor.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.17.0+vendor\n")
+    tree = altered(tmp_path, "2.15.0", says="2.17.0+vendor")
     found = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"]["grouped-linear-skip-flag"]
     assert (found["verdict"], found["expected"]) == ("applicable", "not-needed")
     assert "(the published 2.17.0 does not have this defect)" in found["reason"]
 
 
 def test_a_source_that_is_not_recognised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
+    tree = altered(tmp_path, "2.12.0", *RENAMED)
     status, out, _ = run(capsys, "status", "--source", tree)
     assert status == 1
     answered = r"\d+ of \d+ known defects; all \d+ can be corrected; \d+ more may be there. Next: te-graph-fixes issue "
@@ -221,15 +226,8 @@ def test_a_te_that_is_too_old_is_refused_in_one_line(capsys: pytest.CaptureFixtu
     )
 
 
-def test_no_te(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for command in ("status", "diff"):
-        status, out, err = run(capsys, command, "--source", tmp_path)
-        assert (status, out) == (2, "")
-        assert err.startswith("te-graph-fixes: no transformer_engine package in")
-
-
 def test_a_source_whose_corrected_text_does_not_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tree = altered(tmp_path, "2.12.0", "graph.py", "import contextlib", "import contextlib")
+    tree = altered(tmp_path, "2.12.0")
     path = tree / "transformer_engine" / "pytorch" / "graph.py"
     path.write_text("".join(re.sub("^ +", tabs, line) for line in path.read_text().splitlines(keepends=True)))
     compile(path.read_text(), "graph.py", "exec")
@@ -256,7 +254,7 @@ def tabs(indent: re.Match[str]) -> str:
 def test_status_leaves_out_what_the_settings_leave_out(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = altered(tmp_path, "2.12.0", "module/grouped_linear.py", "skip_fp8_weight_update", "another_name")
+    tree = altered(tmp_path, "2.12.0", "skip_fp8_weight_update", "another_name", "module/grouped_linear.py")
     found = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"]
     unknown = {fix for fix, record in found.items() if record["verdict"] == "unrecognized"}
     assert "grouped-linear-skip-flag" in unknown
@@ -276,14 +274,10 @@ def test_status_leaves_out_what_the_settings_leave_out(
     assert run(capsys, "status", "--source", source("2.12.0"))[0] == 0
 
 
-def test_the_package_folder_itself_and_no_folder(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_folder_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source("2.12.0") / "transformer_engine")
     here, there = (run(capsys, "status", "--source", each) for each in (".", source("2.12.0")))
     assert (here[0], here[1].splitlines()[1:]) == (there[0], there[1].splitlines()[1:])
-    for command in ("status", "diff"):
-        assert run(capsys, command, "--source", "")[0] == 2
 
 
 @pytest.mark.parametrize("command", ["list", "diff", "status", "status --json", "run --help", "run --print-env"])
@@ -324,9 +318,8 @@ def test_a_bad_setting_is_said_where_it_counts() -> None:
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert end.value.code == 0
     assert capsys.readouterr().out == f"te-graph-fixes {te_graph_fixes.__version__}\n"
     status = json.loads(run(capsys, "status", "--json", "--source", source("2.12.0"))[1])
     assert status["te_graph_fixes_version"] == te_graph_fixes.__version__
@@ -335,13 +328,11 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_report_needs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
+    tree = altered(tmp_path, "2.12.0", *RENAMED)
     monkeypatch.setattr(cli, "issues", lambda: "")
     status, out, err = run(capsys, "issue", "--source", tree)
     assert (status, err) == (0, "te-graph-fixes: send it to whoever gave you the package\n")
-    assert out.startswith(
-        f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine (version unknown)\nPython 3."
-    )
+    assert out.startswith(f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine 2.12.0\nPython 3.")
     assert "\nbackward-dw-order: unrecognized" in out
     assert "looked for one definition of _make_graphed_callables in transformer_engine/pytorch/graph.py" in out
     assert str(tmp_path) not in out
@@ -352,14 +343,9 @@ def test_what_a_report_needs(
 
 def test_a_te_that_is_not_as_expected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert newest.main([str(source("2.20.2")), str(source("2.10.0"))]) == 0
-    tree = altered(tmp_path, "2.12.0", "graph.py", "def _make_graphed_callables(", "def _renamed(")
-    metadata = tree / "transformer_engine-2.12.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Name: transformer_engine\nVersion: 2.12.0\n")
-    assert newest.main([str(tree)]) == 1
+    assert newest.main([str(altered(tmp_path / "old", "2.12.0", *RENAMED, says="2.12.0"))]) == 1
     assert "! backward-dw-order          unrecognized   expected applicable" in capsys.readouterr().out
-    metadata.write_text("Name: transformer_engine\nVersion: 2.99.0\n")
-    assert newest.main([str(tree)]) == 1
+    assert newest.main([str(altered(tmp_path / "new", "2.12.0", *RENAMED, says="2.99.0"))]) == 1
     assert "! skip-flag-accessors" not in capsys.readouterr().out
 
 
@@ -374,38 +360,6 @@ def test_diff_of_one_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("def " in line for line in changed) == 2
 
 
-def test_diff_of_a_fix_that_needs_another(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, "diff", "--source", source("2.12.0"), "warmup-reset")
-    assert (status, out) == (2, "")
-    assert "warmup-reset requires " in err
-
-
-def test_diff_of_a_fix_that_is_not_needed_is_empty_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "warmup-reset")
-    assert (status, out) == (0, "")
-    assert err == "te-graph-fixes: warmup-reset is not-needed: warmup leaves is_first_microbatch alone\n"
-
-
-def test_a_diff_without_changes_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "off")
-    te = source("2.12.0")
-    expected = (0, "", f"te-graph-fixes: no changes: `te-graph-fixes status --all --source {te}` says why\n")
-    assert run(capsys, "diff", "--source", te) == expected
-
-
-def test_diff_of_an_unknown_fix(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "wormup-reset")
-    assert (status, out) == (2, "")
-    assert (
-        err == "te-graph-fixes: unknown fix wormup-reset; did you mean warmup-reset? valid: see te-graph-fixes list\n"
-    )
-
-
-def test_the_diff_is_stable(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = (run(capsys, "diff", "--source", source("2.12.0"))[1] for _ in range(2))
-    assert first == second
-
-
 def test_list_has_every_fix(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "list")
     assert status == 0
@@ -416,33 +370,45 @@ def test_list_has_every_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert "TransformerEngine 2.10 to 2.11; corrected in TransformerEngine 2.12" in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["status", "--source"], ["bake", "--undo", "--overlay", "x"]])
-def test_bad_arguments(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as failure:
-        main(arguments)
-    assert failure.value.code == 2
+UNKNOWN = "unknown fix wormup-reset; did you mean warmup-reset? valid: see te-graph-fixes list"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("command", "status", "said"),
     [
-        (["statsu"], "no command statsu; did you mean status? see te-graph-fixes -h"),
-        (["status", "--jsno"], "status does not take --jsno; did you mean --json? see te-graph-fixes status -h"),
-        (["list", "all"], "list does not take all; see te-graph-fixes list -h"),
+        ("statsu", 2, "no command statsu; did you mean status? see te-graph-fixes -h"),
+        ("status --jsno", 2, "status does not take --jsno; did you mean --json? see te-graph-fixes status -h"),
+        ("list all", 2, "list does not take all; see te-graph-fixes list -h"),
+        ("bake --undo --overlay x", 2, "bake takes --undo or --overlay, not both: an overlay is undone by not mount"),
+        ("status --source ''", 2, "no transformer_engine package in ''"),
+        ("diff --source /tmp", 2, "no transformer_engine package in '/tmp': expected /tmp/transformer_engine/__init__"),
+        ("explain wormup-reset", 2, UNKNOWN),
+        ("diff wormup-reset --source 2.15.0", 2, UNKNOWN),
+        ("verify wormup-reset", 2, "did you mean warmup-reset"),
+        ("diff warmup-reset --source 2.12.0", 2, "warmup-reset requires "),
+        ("diff warmup-reset --source 2.15.0", 0, "warmup-reset is not-needed: warmup leaves is_first_microbatch alone"),
+        ("diff --source 2.12.0", 0, "no changes: `te-graph-fixes status --all --source "),
     ],
 )
-def test_what_is_mistyped_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, *arguments) == (2, "", f"te-graph-fixes: {said}\n")
+def test_what_is_said_in_place_of_output(
+    command: str, status: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if status == 0:
+        monkeypatch.setenv(SWITCH, "off")
+    words = [str(source(word)) if word[:2] == "2." else word for word in shlex.split(command)]
+    found = run(capsys, *words)
+    assert found[:2] == (status, "")
+    assert said in found[2]
+    assert found[2].startswith("te-graph-fixes: ")
 
 
-@pytest.mark.parametrize("command", ["explain", "diff", "verify"])
-def test_an_unknown_fix_is_wrong_use(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, command, "wormup-reset")
-    assert (status, out) == (2, "")
-    assert "did you mean warmup-reset" in err
+@pytest.mark.parametrize("arguments", [[], ["status", "--source"]])
+def test_the_usage_is_said_where_something_is_missing(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
 
 
-@pytest.mark.parametrize("command", [*cli._parser()[1]])
+@pytest.mark.parametrize("command", [*cli.COMMANDS])
 def test_each_command_has_help(command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "te_graph_fixes", command, "-h"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -459,15 +425,3 @@ def test_the_help_leads_through_the_commands(capsys: pytest.CaptureFixture[str])
     places = [re.search(rf"^  (te-graph-fixes )?{step}", out, re.MULTILINE) for step in steps]
     assert [place.start() for place in places if place] == sorted(place.start() for place in places if place)
     assert all(places)
-
-
-def test_the_module_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "te_graph_fixes", "status", "--source", source("2.20.2")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("TransformerEngine 2.20.2: ")

@@ -22,7 +22,7 @@ from te_graph_fixes.verdicts import verdicts
 from tests import patches
 from tests.published import COVERED, source
 from tests.tables import urls
-from tests.test_bake import copy_of
+from tests.test_cli import copy_of
 
 pytest.importorskip("build")
 ROOT = Path(__file__).parent.parent

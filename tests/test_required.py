@@ -27,21 +27,18 @@ time.sleep(float(sys.argv[2]))
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """In a TE that is installed for those that `start` starts."""
-    path = tmp_path / "site-packages" / "transformer_engine_torch.cpython-311.so"
-    package = path.with_name("transformer_engine") / "__init__.py"
-    package.parent.mkdir(parents=True)
-    package.touch()
+    """That of a TE which the command knows nothing of."""
+    path = tmp_path / "transformer_engine_torch.cpython-311.so"
     path.write_bytes(b"x" * 4096)
     return path
 
 
-def start(*command: str | Path, te: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str | Path, **environment: str) -> subprocess.Popen[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
     return subprocess.Popen(
         [sys.executable, "-m", "te_graph_fixes", "run", "--required", *map(str, command)],
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": f"{ROOT}:{te}", **environment},
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -68,25 +65,33 @@ def test_a_process_without_it_ends_the_job(library: Path, wrapper: str) -> None:
     assert time.monotonic() - begun < 30
 
 
-@pytest.mark.parametrize("script", ["{wrapper}", "{wrapper}; exec sleep 1", "({wrapper} &); exec sleep 3"])
+SCRIPTS = ["{wrapper}", "{wrapper}; exec sleep 1", "({wrapper} &); exec sleep 3"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS[:2])
 def test_a_short_process_is_seen(library: Path, wrapper: str, script: str) -> None:
     wrapped = f'{wrapper.format(python=sys.executable)} -c "$0" "$1" 0.4'
-    job = start("sh", "-c", script.format(wrapper=wrapped), HAVE_TE, library, te=library.parent)
+    job = start("sh", "-c", script.format(wrapper=wrapped), HAVE_TE, library)
     out, err = job.communicate(timeout=60)
     assert (job.returncode, out) == (required.MISSING, "imported\n"), err
 
 
+def test_a_process_that_becomes_another_is_seen(library: Path) -> None:
+    """One with the fixes that executes an interpreter without them keeps its number."""
+    become = f"import os, sys; os.execv({sys.executable!r}, ['python', '-I', '-c', *sys.argv[1:]])"
+    job = start(sys.executable, "-c", f"import time; time.sleep(1); {become}", HAVE_TE, library, "0.4")
+    assert (job.communicate(timeout=60)[0], job.returncode) == ("imported\n", required.MISSING)
+
+
 def test_a_short_process_with_the_hook_is_right(library: Path) -> None:
-    job = start(sys.executable, "-c", HAVE_TE, library, "0.4", te=library.parent)
+    job = start(sys.executable, "-c", HAVE_TE, library, "0.4")
     assert job.communicate(timeout=60) == ("imported\n", "")
     assert job.returncode == 0
 
 
 def test_who_only_reads_the_library_is_no_suspect(library: Path) -> None:
-    job = start(
-        "sh", "-c", 'env -i cat "$0" >/dev/null; sleep 0.5; env -i cat "$0" >/dev/null', library, te=library.parent
-    )
+    job = start("sh", "-c", 'env -i cat "$0" >/dev/null; sleep 0.5; env -i cat "$0" >/dev/null', library)
     assert job.communicate(timeout=60) == ("", "")
     assert job.returncode == 0
 
@@ -95,7 +100,7 @@ def test_who_only_reads_the_library_is_no_suspect(library: Path) -> None:
 def test_a_program_that_imports_the_package_itself_goes_on(library: Path, before: str, after: str) -> None:
     path = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
     program = f"{path}; {before}\n{HAVE_TE}\n{after}\ntime.sleep(4)"
-    job = start("sh", "-c", f'{sys.executable} -I -c "$0" "$1" 0.3', program, library, te=library.parent)
+    job = start("sh", "-c", f'{sys.executable} -I -c "$0" "$1" 0.3', program, library)
     out, err = job.communicate(timeout=60)
     assert (job.returncode, out) == (0, "imported\n"), err
 

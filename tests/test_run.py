@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.run import FOLDER
 from tests.published import source
 
 ROOT = Path(__file__).parent.parent
 STATE = "import sys, transformer_engine.pytorch; print('te_graph_fixes' in sys.modules)"
+ALL = ",".join(CATALOGUE)
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -59,18 +61,10 @@ def run(folder: Path) -> Run:
     return start
 
 
-def catalogue() -> str:
-    from te_graph_fixes.fixes import CATALOGUE
-
-    return ",".join(CATALOGUE)
-
-
-ALL = catalogue()
-
-
 def script(path: Path, text: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(text))
+    path.write_text(text)
+    path.chmod(0o755)
     return str(path)
 
 
@@ -84,71 +78,54 @@ def test_without_run_nothing_is_active(folder: Path) -> None:
     assert found.stdout == "False\n"
 
 
-@pytest.mark.parametrize("separator", [[], ["--"]])
-def test_python_code(run: Run, separator: list[str]) -> None:
-    assert outcome(run(*separator, sys.executable, "-c", STATE)) == (0, "True\n", "")
+WORKER = f"""
+import multiprocessing, sys
+
+def work():
+    {STATE}
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=work)
+    worker.start()
+    worker.join()
+"""
+FILES = {
+    "job/__init__.py": "",
+    "job/sibling.py": "NAME = 'sibling'\n",
+    "job/train.py": f"import sibling, sys\nprint(sibling.NAME, *sys.argv[1:], __name__)\n{STATE}\n",
+    "job/module.py": STATE,
+    "job/worker.py": WORKER,
+    "job.sh": f'#!/bin/sh\n"{sys.executable}" -c "{STATE}" | cat\n',
+    "warnings.sh": f'#!/bin/sh\nPYTHONWARNINGS=ignore exec "{sys.executable}" -c "{STATE}"\n',
+}
 
 
-def test_a_script_with_arguments_that_imports_its_sibling(run: Run, folder: Path) -> None:
-    script(folder / "job" / "sibling.py", "NAME = 'sibling'\n")
-    train = script(
-        folder / "job" / "train.py", f"import sibling, sys\nprint(sibling.NAME, *sys.argv[1:], __name__)\n{STATE}\n"
-    )
-    assert outcome(run(sys.executable, train, "--run", "-- 1")) == (0, "sibling --run -- 1 __main__\nTrue\n", "")
-
-
-def test_a_module(run: Run, folder: Path) -> None:
-    script(folder / "job" / "train.py", STATE)
-    (folder / "job" / "__init__.py").touch()
-    assert outcome(run(sys.executable, "-m", "job.train")) == (0, "True\n", "")
-
-
-def test_a_shell_script_that_starts_python(run: Run, folder: Path) -> None:
-    path = script(folder / "job.sh", f'#!/bin/sh\n"{sys.executable}" -c "{STATE}" | cat\n')
-    os.chmod(path, 0o755)
-    assert outcome(run(path)) == (0, "True\n", "")
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers(run: Run, folder: Path, method: str) -> None:
-    train = script(
-        folder / "train.py",
-        f"""
-        import multiprocessing
-
-        def work():
-            {STATE}
-
-        if __name__ == "__main__":
-            worker = multiprocessing.get_context({method!r}).Process(target=work)
-            worker.start()
-            worker.join()
-        """,
-    )
-    assert outcome(run(sys.executable, train)) == (0, "True\n", "")
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ([sys.executable, "-c", STATE], ""),
+        (["--", sys.executable, "-c", STATE], ""),
+        ([sys.executable, "job/train.py", "--run", "-- 1"], "sibling --run -- 1 __main__\n"),
+        ([sys.executable, "-m", "job.module"], ""),
+        (["./job.sh"], ""),
+        (["./warnings.sh"], ""),
+        *(([sys.executable, "job/worker.py", method], "") for method in ("fork", "spawn", "forkserver")),
+    ],
+    ids=["code", "separator", "script", "module", "shell", "warnings set anew", "fork", "spawn", "forkserver"],
+)
+def test_what_is_started_has_the_fixes(run: Run, folder: Path, command: list[str], printed: str) -> None:
+    for name, text in FILES.items():
+        script(folder / name, text)
+    assert outcome(run(*command)) == (0, f"{printed}True\n", "")
 
 
 def test_the_package_is_not_imported_before_te(run: Run) -> None:
-    code = "import sys; print('te_graph_fixes' in sys.modules, 'sitecustomize' in sys.modules)"
-    assert outcome(run(sys.executable, "-c", code)) == (0, "False True\n", "")
-
-
-def test_looking_for_te_does_not_import_anything(run: Run) -> None:
-    code = (
-        "import importlib.util, sys; print(importlib.util.find_spec('transformer_engine') is not None,"
-        " 'te_graph_fixes' in sys.modules)"
-    )
-    assert outcome(run(sys.executable, "-c", code)) == (0, "True False\n", "")
-
-
-def test_the_fixes_are_active_and_can_be_taken_back(run: Run) -> None:
     code = """
-import transformer_engine.pytorch, te_graph_fixes
-print({status.status for status in te_graph_fixes.report().fixes.values()})
-te_graph_fixes.deactivate()
+import importlib.util, sys
+found = importlib.util.find_spec("transformer_engine") is not None
+print(found, "te_graph_fixes" in sys.modules, "sitecustomize" in sys.modules)
 """
-    found = run(sys.executable, "-W", "ignore", "-c", code, environment={"TE_GRAPH_FIXES_DISABLE": ""})
-    assert "unrecognized" in found.stdout, found
+    assert outcome(run(sys.executable, "-c", code)) == (0, "True False True\n", "")
 
 
 def test_strict_mode_reaches_the_program(run: Run) -> None:
@@ -192,21 +169,13 @@ def test_another_sitecustomize_that_comes_first_and_does_not_go_on_to_ours(
     script(folder / "own" / "sitecustomize.py", "import sys; sys.own = True")
     code = f"import sys, os; print(sys.own, sys.warnoptions, os.environ['PYTHONPATH'].count('launcher'))\n{STATE}"
     path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH=own:$PYTHONPATH exec "{sys.executable}" "$@"\n')
-    os.chmod(path, 0o755)
     options = [*filter(None, warnings.split(","))]
     found = run(path, "-W", "once", "-c", code, environment={"PYTHONWARNINGS": warnings})
     assert outcome(found) == (0, f"True {[*options, 'once']} 1\nTrue\n", "")
 
 
-def test_where_warnings_are_set_anew_our_sitecustomize_runs(run: Run, folder: Path) -> None:
-    path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONWARNINGS=ignore exec "{sys.executable}" -c "{STATE}"\n')
-    os.chmod(path, 0o755)
-    assert outcome(run(path)) == (0, "True\n", "")
-
-
 def test_where_the_path_is_set_anew_it_is_said(run: Run, folder: Path) -> None:
     path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH="$1" exec "{sys.executable}" -c "{STATE}"\n')
-    os.chmod(path, 0o755)
     found = run(path, os.pathsep.join([str(folder / "site"), str(ROOT)]))
     assert (found.returncode, found.stdout) == (0, "False\n")
     assert found.stderr == "Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'\n"
@@ -220,14 +189,10 @@ def test_the_path_of_the_program_is_its_own(run: Run) -> None:
     assert entries.index("/first") < entries.index("/last")
 
 
-@pytest.mark.parametrize("code", [0, 3, 255])
-def test_the_exit_status_is_the_programs(run: Run, code: int) -> None:
-    assert run(sys.executable, "-c", f"raise SystemExit({code})").returncode == code
-
-
-def test_standard_streams_are_the_programs(run: Run) -> None:
-    code = "import sys; sys.stdout.write(sys.stdin.read().upper()); sys.stderr.write('problem')"
-    assert outcome(run(sys.executable, "-c", code, input="text")) == (0, "TEXT", "problem")
+@pytest.mark.parametrize("status", [0, 3, 255])
+def test_exit_status_and_streams_are_those_of_the_program(run: Run, status: int) -> None:
+    code = f"import sys; print(sys.stdin.read().upper(), end=''); sys.stderr.write('problem'); sys.exit({status})"
+    assert outcome(run(sys.executable, "-c", code, input="text")) == (status, "TEXT", "problem")
 
 
 def test_the_program_takes_the_place_of_run(folder: Path) -> None:
@@ -282,13 +247,6 @@ def test_print_env(run: Run, folder: Path) -> None:
     assert outcome(active) == (0, "True\n", "")
 
 
-def test_print_env_fails_where_eval_does(run: Run) -> None:
-    found = run("--print-env", environment={"TE_GRAPH_FIXES": "warmup-rest"})
-    assert found.returncode == 2
-    assert "unknown fix warmup-rest; did you mean warmup-reset" in found.stderr
-    assert subprocess.run(["sh", "-c", found.stdout], check=False).returncode != 0
-
-
 def test_print_env_without_te(run: Run, folder: Path) -> None:
     (folder / "site" / "transformer_engine" / "__init__.py").unlink()
     (folder / "site").rename(folder / "gone")
@@ -308,31 +266,44 @@ def test_an_unexpected_te_is_said(run: Run) -> None:
     assert different.stderr.count("applicable, this process has te=unknown, warmup-reset=") >= 1
 
 
+NEAR = "unknown fix warmup-rest; did you mean warmup-reset"
+
+
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
-        ([], 2, "no command; write for example: te-graph-fixes run python train.py\n"),
-        (
-            ["--chek", "ls"],
-            2,
-            "unknown option --chek; did you mean --check or --check-strict? see te-graph-fixes run -h\n",
-        ),
-        (["--check-strict=x", "ls"], 2, "run: --check-strict=x is not understood; valid: --check-strict, "),
-        (["--print-env", "ls"], 2, "--print-env takes no command"),
-        ([""], 2, "no command"),
-        (["--", ""], 2, "no command"),
-        (["no-such-command-anywhere"], 127, "cannot start no-such-command-anywhere: No such file or directory"),
-        (["/etc"], 126, "cannot start /etc: Permission denied"),
-        (["python3", "-I", "train.py"], 2, "cannot reach python3 -I: drop -I"),
-        (["/usr/bin/python3.12", "-u", "-X", "dev", "-BE", "-m", "train"], 2, "drop -E"),
-        (["python", "-uS"], 2, "drop -S"),
+        ("", 2, "no command; write for example: te-graph-fixes run python train.py\n"),
+        ("--", 2, "no command"),
+        ("''", 2, "no command"),
+        ("--chek ls", 2, "unknown option --chek; did you mean --check or --check-strict? see te-graph-fixes run -h\n"),
+        ("--required=yes ls", 2, "unknown option --required=yes; did you mean --required? "),
+        ("--check=x ls", 2, "--check=x is not understood; valid: --check, --check=N"),
+        ("--check-strict=x ls", 2, "run: --check-strict=x is not understood; valid: --check-strict, "),
+        ("--check-strict=0 ls", 2, "--check-strict=0 is not understood; valid: --check-strict, --check-strict=N"),
+        ("--check=0 ls", 2, "--check=0 checks nothing: leave it out"),
+        ("--check=off ls", 2, "--check=off checks nothing: leave it out"),
+        ("--check 3 ls", 2, "write --check=3 for the steps"),
+        ("--print-env ls", 2, "--print-env takes nothing beside it"),
+        ("no-such-command-anywhere", 127, "cannot start no-such-command-anywhere: No such file or directory"),
+        ("/etc", 126, "cannot start /etc: Permission denied"),
+        ("python3 -I train.py", 2, "cannot reach python3 -I: drop -I"),
+        ("/usr/bin/python3.12 -u -X dev -BE -m train", 2, "drop -E"),
+        ("python -uS", 2, "drop -S"),
+        ("TE_GRAPH_FIXES=warmup-rest ls", 2, NEAR),
+        ("TE_GRAPH_FIXES=warmup-rest --print-env", 2, NEAR),
+        ("TE_GRAPH_FIXES_CHECK=two ls", 2, "'two' is not understood by TE_GRAPH_FIXES_CHECK"),
+        ("TE_GRAPH_FIXES=warmup-reset ls", 2, "; write grouped-linear-skip-flag,stale-fp8-weights,warmup-reset\n"),
     ],
 )
-def test_what_cannot_be_started(run: Run, command: list[str], status: int, message: str) -> None:
-    found = run(*command)
-    assert (found.returncode, found.stdout) == (status, "")
+def test_what_cannot_be_started(run: Run, command: str, status: int, message: str) -> None:
+    words = shlex.split(command)
+    given = words[0].split("=") if words and words[0].startswith("TE_") else []
+    environment = {"TE_GRAPH_FIXES_DISABLE": "", **dict([given] if given else [])}
+    found = run(*words[bool(given) :], environment=environment, python_path=str(source("2.12.0")))
+    assert found.returncode == status
     assert message in found.stderr
     assert "Traceback" not in found.stderr
+    assert found.stdout == "false\n" * ("--print-env" in words)  # so that `eval` fails too
 
 
 @pytest.mark.parametrize("options", [["-c", "print('-I', 'E')", "-I"], ["-W", "ignore::Warning", "-c", "pass", "-S"]])
@@ -340,17 +311,12 @@ def test_options_of_the_program_are_left_alone(run: Run, options: list[str]) -> 
     assert run(sys.executable, *options).returncode == 0
 
 
-def test_bad_settings_are_refused_before_the_program_starts(run: Run) -> None:
-    found = run(sys.executable, "-c", "print(1)", environment={"TE_GRAPH_FIXES": "warmup-rest"})
-    assert (found.returncode, found.stdout) == (2, "")
-    assert "unknown fix warmup-rest; did you mean warmup-reset" in found.stderr
-
-
-def test_a_fix_without_what_it_requires_is_refused_before_the_program_starts(run: Run) -> None:
-    environment = {"TE_GRAPH_FIXES": "warmup-reset", "TE_GRAPH_FIXES_DISABLE": ""}
-    found = run(sys.executable, "-c", "print(1)", environment=environment, python_path=str(source("2.12.0")))
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.endswith("; write grouped-linear-skip-flag,stale-fp8-weights,warmup-reset\n")
+@pytest.mark.parametrize(
+    ("option", "wanted"), [("--check", "on"), ("--check=3,layers=2", "3,layers=2"), ("--check-strict=1", "1,strict")]
+)
+def test_the_options_of_a_check_are_handed_on(run: Run, option: str, wanted: str) -> None:
+    code = "import os; print(os.environ['TE_GRAPH_FIXES_CHECK'])"
+    assert outcome(run(option, sys.executable, "-c", code)) == (0, f"{wanted}\n", "")
 
 
 @pytest.mark.parametrize("option", ["--check", "--check-strict=1"])

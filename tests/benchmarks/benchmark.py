@@ -94,24 +94,25 @@ def import_ms(*statements: str, path: str = "") -> list[float]:
     return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
 
 
-def imports(source: Source | None) -> Samples:
-    """Import times of this package and of wrapt, in pairs that run side by side; of TE, torch included, without and
-    with this package: it is imported after TE, so that all the fixes are put in place at once, and the time added.
-    And of TE and of a baked copy, in turns, both without this package.
+def imports(source: Source | None, rounds: int) -> Samples:
+    """Import times of this package and of wrapt, in pairs that run side by side; and of TE, torch included, in rounds.
+
+    A round has TE without and with this package, which is imported after TE, so that all the fixes are put in place at
+    once and their time is added; and in turn with it a baked copy of TE, without this package.
     """
     statements = "import wrapt", "import te_graph_fixes"
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(import_ms, statements))  # fills the caches
-        measured = [time for (time,) in pool.map(import_ms, statements * 15)]
+        measured = [time for (time,) in pool.map(import_ms, statements * rounds)]
     found: Samples = {"import_ms": {WRAPT: measured[::2], PATCHED: measured[1::2]}}
     if source:
         te = "import transformer_engine.pytorch"
-        rounds = [import_ms(te, statements[1]) for _ in range(16)][1:]
-        found["te_import_ms"] = {UNPATCHED: [te for te, _ in rounds], PATCHED: [te + added for te, added in rounds]}
         with tempfile.TemporaryDirectory() as folder:
             baked_copy(source, Path(folder))
-            pairs = [(*import_ms(te), *import_ms(te, path=folder)) for _ in range(16)][1:]
-        found["baked_import_ms"] = {UNPATCHED: [plain for plain, _ in pairs], PATCHED: [baked for _, baked in pairs]}
+            turns = [(*import_ms(te, statements[1]), *import_ms(te, path=folder)) for _ in range(rounds + 1)]
+        alone, added, baked = map(list, zip(*turns[1:], strict=True))  # the first one writes bytecode
+        found["te_import_ms"] = {UNPATCHED: alone, PATCHED: list(map(sum, zip(alone, added, strict=True)))}
+        found["baked_import_ms"] = {UNPATCHED: alone, PATCHED: baked}
     return found
 
 
@@ -197,6 +198,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write every sample here")
     parser.add_argument("--png", metavar="FILE", help="draw the picture here")
     parser.add_argument("--imports", action="store_true", help="only import times, of TE too where it is installed")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of import times (default: 15)")
     options = parser.parse_args()
     try:
         source = Source.installed()
@@ -204,7 +206,7 @@ def main() -> int:
         source = None
     if source is None and not options.imports:
         sys.exit("TransformerEngine is not installed: only --imports works")
-    samples = imports(source)
+    samples = imports(source, options.rounds)
     about: dict[str, Any] = {}
     if source is not None and not options.imports:
         about, measured = on_gpu(source)
