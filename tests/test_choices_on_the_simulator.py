@@ -11,6 +11,8 @@ from tests.child import on_simulator
 
 WORSE = {
     "without stale-fp8-weights": ("weights-not-cached", "experts-not-cached"),
+    "without fp8-state-at-replay": ("forward-method-after-others",),
+    "only delayed-wgrad-delivery": ("delayed-bias-fp8", "delayed-mlp-bias"),
     "without capture-without-warmup": ("no-warmup",),
     "without nested-autocast": ("nested-operations",),
     "without param-grad-lifetime": ("norm-not-cached", "mlp-not-cached"),
