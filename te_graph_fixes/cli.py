@@ -49,6 +49,7 @@ in this order:
   te-graph-fixes status                    is my TE affected, and can it be corrected?
   te-graph-fixes run torchrun train.py     start a job with the fixes in memory; nothing on disk changes
   te-graph-fixes verify --quick            on a GPU: are graphs now eager, bit for bit?
+  te-graph-fixes run --check CMD           in the first steps of your own job: are its graphs eager?
   TE_GRAPH_FIXES=off torchrun train.py     undo: without `run`, or with this variable, TE is as it was
 for an image:
   te-graph-fixes bake                      write the fixes into TE's files; the build fails if it cannot

@@ -104,9 +104,9 @@ class _Watch:
         if MARK in maps or (library and _on_disk(process, library[1])):
             self._right.add(process)
         elif library:
-            words = Path("/proc", number, "cmdline").read_bytes().decode(errors="replace").split("\0")
+            words = Path("/proc", number, "cmdline").read_text(errors="replace").replace("\0", " ").split()
             about = (
-                f"process {number} ({' '.join(words).strip()[:200]}) has imported TransformerEngine without the fixes, "
+                f"process {number} ({' '.join(words)[:200]}) has imported TransformerEngine without the fixes, "
                 "so the job was ended. Start that Python without -I, -E and -S and with the environment of this one, "
                 "or `import te_graph_fixes` in it first"
             )

@@ -292,7 +292,11 @@ NEAR = "unknown fix warmup-rest; did you mean warmup-reset"
         ("TE_GRAPH_FIXES=warmup-rest ls", 2, NEAR),
         ("TE_GRAPH_FIXES=warmup-rest --print-env", 2, NEAR),
         ("TE_GRAPH_FIXES_CHECK=two ls", 2, "'two' is not understood by TE_GRAPH_FIXES_CHECK"),
-        ("TE_GRAPH_FIXES=warmup-reset ls", 2, "; write grouped-linear-skip-flag,stale-fp8-weights,warmup-reset\n"),
+        (
+            "TE_GRAPH_FIXES=warmup-reset ls",
+            2,
+            "; write grouped-linear-skip-flag,param-grad-lifetime,stale-fp8-weights,",
+        ),
     ],
 )
 def test_what_cannot_be_started(run: Run, command: str, status: int, message: str) -> None:
