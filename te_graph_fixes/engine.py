@@ -12,27 +12,35 @@ import builtins
 import contextlib
 import copy
 import dis
+import importlib.util
 import inspect
 import io
 import itertools
 import linecache
+import marshal
+import os
 import re
+import struct
 import sys
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from .fix import Verdict
 from .matching import first_line, words
 from .outline import cut_down
+from .shipped import compiled
 from .source import Edit, ModuleSource, Source
 
 _PATH = "<te_graph_fixes: {}>"
 """The name under which tracebacks and `inspect` show the corrected text of a module."""
+_NO_NAME = re.compile(r"\.\w+|\b\w+=(?!=)")
+"""Attributes and keywords."""
 
 
 class EngineError(Exception):
@@ -111,7 +119,7 @@ def compile_patches(source: Source, verdicts: Mapping[str, Verdict]) -> list[Fun
         text = texts[module.name][1] if module.name in edits else module.text
         edited = _edited(module, functions, edits.get(module.name, []), text)
         names = edited.keys() | {name for name in places if name in functions or not module.find(name)}
-        old_codes = _codes(module, module.text, {name: _lines(functions[name]) for name in names & functions.keys()})
+        old_codes = _old_codes(module, {name: _lines(functions[name]) for name in names & functions.keys()})
         new_codes = _codes(module, text, {name: function.lines for name, function in edited.items()})
         for name in sorted(names):
             _, before = old_codes.get(name, (None, None))
@@ -216,11 +224,12 @@ def _dumped(*nodes: ast.AST) -> list[str]:
 def _unset_names(module: ModuleSource, before: CodeType, after: CodeType, edits: Iterable[Edit]) -> set[str]:
     """The global names that only the code ``after`` these edits reads, and nobody sets."""
     known = {name for part in _parts(before) for name in part.co_names} | vars(builtins).keys()
-    named = set().union(*(words(re.sub(r"\.\w+", "", edit.text)) for edit in edits)) - known
+    local = {name for part in _parts(after) for name in (*part.co_varnames, *part.co_cellvars)}
+    named = set().union(*(words(_NO_NAME.sub("", edit.text)) for edit in edits)) - known - local
     unset = set[str]()
     for part in _parts(after):
-        suspects = named.intersection(part.co_names).difference(part.co_varnames, part.co_cellvars, part.co_freevars)
-        if suspects := suspects and suspects - module.global_names:
+        suspects = named.intersection(part.co_names)
+        if suspects and (suspects := suspects - module.global_names):
             steps = dis.get_instructions(part)
             unset |= {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} & suspects
     return unset
@@ -229,6 +238,18 @@ def _unset_names(module: ModuleSource, before: CodeType, after: CodeType, edits:
 def _parts(code: CodeType) -> list[CodeType]:
     """A code object with those in it, and in these."""
     return [code, *(part for inner in _inner_codes(code) for part in _parts(inner))]
+
+
+def _old_codes(module: ModuleSource, functions: Mapping[str, Lines]) -> dict[str, tuple[CodeType, CodeType]]:
+    """As `_codes`, of the text as it is: from Python's cache where that is known to be of this text."""
+    with contextlib.suppress(OSError, NotImplementedError):
+        stat = os.stat(module.path)
+        data = Path(importlib.util.cache_from_source(module.path)).read_bytes()
+        known = struct.pack("<4sIII", importlib.util.MAGIC_NUMBER, 0, int(stat.st_mtime) & 0xFFFFFFFF, stat.st_size)
+        if module.is_file and data.startswith(known):
+            code = marshal.loads(data[len(known) :])
+            return {qualname: _block_and_code(code, qualname) for qualname in functions}
+    return _codes(module, module.text, functions)
 
 
 def _codes(module: ModuleSource, text: str, functions: Mapping[str, Lines]) -> dict[str, tuple[CodeType, CodeType]]:
@@ -303,7 +324,7 @@ class Installation:
                     module.__package__, _, child = name.rpartition(".")
                     self._put(sys.modules[module.__package__], child, module)
                     sys.modules[name] = module
-                    exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+                    exec(compiled(name, text) or compile(text, path, "exec", dont_inherit=True), vars(module))
             for patch in self._patches:
                 if patch.block:
                     self._install(patch, earlier)

@@ -8,26 +8,39 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 _GOES_ON = r"(?:{}[ \t)\]}}#]|[ \t\f]*(?:#|\n|\Z))"
 """How a line begins that does not end what has begun above it with an indent."""
-_DEFINITIONS = re.compile(rf"^(?:@|def |class |async def ).*(?:\n(?={_GOES_ON.format('')}).*)*", re.MULTILINE)
 _ENDS = {indent: re.compile(rf"\n(?!{_GOES_ON.format(indent)})") for indent in ("", "    ")}
+_HEADS = re.compile(r"\n(?:(    )?(def|class) (\w+)[(:]|\w)")
 
 
-def parsed(text: str, qualname: str) -> ast.FunctionDef | ast.ClassDef | None:
-    """The only function or class of that name (``name`` or ``Class.name``); None if the lines do not tell."""
-    *owners, name = qualname.split(".")
-    lines, above = "\n" + text, ""
-    start, end = 0, len(lines)
-    for owner in owners:
-        start, end = _span(lines, owner, "", start, end)
-        above = f"class {owner}:"
-    start, end = _span(lines, name, "    " * len(owners), start, end)
+def heads(text: str) -> Mapping[str, list[int]]:
+    """Where the lines stand that begin functions and classes, line breaks first, by qualified name."""
+    found = defaultdict[str, list[int]](list)
+    owner = ""
+    for head in _HEADS.finditer("\n" + text):
+        if not head[1]:
+            owner = head[3] if head[2] == "class" else ""
+        found[f"{owner}.{head[3]}" if head[1] else head[3] or ""].append(head.start())
+    return found
+
+
+def parsed(text: str, starts: Mapping[str, list[int]], qualname: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """The only function or class of that name (``name`` or ``Class.name``); None if the lines do not tell.
+
+    ``starts`` are the `heads` of the text.
+    """
+    owner, _, name = qualname.rpartition(".")
+    if not len(starts[qualname]) == 1 == len(starts[owner or qualname]):
+        return None
+    start, end = _around("\n" + text, starts[qualname][0], "    " if owner else "")
+    above = f"class {owner}:" if owner else ""
     try:
-        body: Any = ast.parse(above + "\n" * lines.count("\n", 0, start) + lines[start + 1 : end]).body
+        body: Any = ast.parse(above + "\n" * text.count("\n", 0, start) + text[start:end]).body
     except (SyntaxError, ValueError):  # ValueError: Python 3.10 for null bytes
         return None
     nodes = body[0].body if above else body
@@ -35,20 +48,17 @@ def parsed(text: str, qualname: str) -> ast.FunctionDef | ast.ClassDef | None:
     return nodes[0] if is_one else None
 
 
-def _span(text: str, name: str, indent: str, start: int, end: int) -> tuple[int, int]:
-    """Where a definition with an indent begins and ends, line breaks first; empty unless there is exactly one."""
-    heads = [f"\n{indent}{head}" for head in (f"def {name}(", f"class {name}(", f"class {name}:")]
-    if sum(text.count(head, start, end) for head in heads) != 1:
-        return start, start
-    first = max(text.find(head, start, end) for head in heads)
-    ending = _ENDS[indent].search(text, first + 1, end)
-    while (above := text.rfind("\n", start, len(text[:first].rstrip()))) >= 0:
+def _around(text: str, head: int, indent: str) -> tuple[int, int]:
+    """Where a definition begins and ends, line breaks first; empty where its decorators do not tell."""
+    ending = _ENDS[indent].search(text, head + 1)
+    start = head
+    while (above := text.rfind("\n", 0, len(text[:start].rstrip()))) >= 0:
         if text.startswith((f"\n{indent})", f"\n{indent}]"), above):  # it may be the end of a decorator
-            return start, start
+            return head, head
         if not text.startswith((f"\n{indent}@", f"\n{indent}#"), above):
             break
-        first = above
-    return first, ending.start() if ending else end
+        start = above
+    return start, ending.start() if ending else len(text)
 
 
 def cut_down(text: str, functions: Mapping[str, tuple[int, int]]) -> str:
@@ -56,16 +66,20 @@ def cut_down(text: str, functions: Mapping[str, tuple[int, int]]) -> str:
 
     All that stays is in the lines that it was in.
     """
-    every = text.split("\n")
-    lines = _DEFINITIONS.sub(lambda found: "\n" * found.group().count("\n"), text).split("\n")
+    lines, is_inside = text.split("\n"), False
+    kept = []
+    for line in lines:
+        if line and line[0] not in " \t\f)]}#":
+            is_inside = line.startswith(("@", "def ", "class ", "async def "))
+        kept.append("" if is_inside else line)
     above = set()
     for qualname, (first, last) in sorted(functions.items(), key=lambda item: item[1]):
         owner = qualname.rpartition(".")[0]
         if owner and owner not in above:
             above.add(owner)
-            lines[first - 2] = f"class {owner}:"
-        lines[first - 1 : last] = every[first - 1 : last]
-    return "\n".join(lines)
+            kept[first - 2] = f"class {owner}:"
+        kept[first - 1 : last] = lines[first - 1 : last]
+    return "\n".join(kept)
 
 
 def global_names(text: str) -> set[str]:

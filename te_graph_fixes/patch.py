@@ -33,7 +33,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from .fix import Verdict, applicable, not_applicable, not_needed
 from .matching import Match, Pattern, StatementRun
@@ -45,6 +45,7 @@ PYTORCH = "transformer_engine.pytorch"
 _HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py(?: (?P<place>[\w.]+))?)?(?: +\((?P<notes>[^()]*)\))?")
 _NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
 
+Found = TypeVar("Found")
 Absent = tuple[Callable[[Source], bool], str]
 """Whether a feature is absent, and the reason to give then."""
 
@@ -76,65 +77,69 @@ class SemanticPatch:
         for is_absent, reason in self.absent:
             if is_absent(source):
                 return not_applicable(reason)
-        found = _tried(source, self.patch, self.names)
-        upstream = [reason for text, reason in self.corrected if isinstance(_corrected(source, text), list)]
-        if isinstance(found, list) + len(upstream) > 1:
+        defect = _attempt(source, self._edits)
+        corrected = [(_attempt(source, require_correction, text), reason) for text, reason in self.corrected]
+        upstream = [reason for error, reason in corrected if error is None]
+        if isinstance(defect, list) + len(upstream) > 1:
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
         if upstream:
             return not_needed(upstream[0])
-        if isinstance(found, list):
-            modules = {name: text for each in self.provides for name, text in new_module(source, each).items()}
-            return applicable(self.defect, found, modules)
+        if isinstance(defect, list):
+            modules = {name: text for each in self.provides for name, text in new_module(each).items()}
+            return applicable(self.defect, defect, modules)
         if self.settled:
             return not_needed(self.settled(source))
-        raise found
+        raise defect
+
+    def _edits(self, source: Source) -> list[Edit]:
+        return edits(source, self.patch, {name: find(source) for name, find in self.names.items()})
 
 
-def _corrected(source: Source, text: str) -> list[Edit] | UnrecognizedError:
-    """As `_tried`, of a correction: it does not fit where it stands in a condition that may switch it off."""
-    found = _tried(source, text, {})
-    if isinstance(found, list):
-        hunks = [hunk for ways in read(text) for hunk in ways]
-        try:
-            matches = [match for hunk in hunks for match in hunk.found(source)]
-            named = [node for _, match in matches for node in match.statements]
-            for place, match in matches:
-                place.require_unswitched(match.node, named)
-        except UnrecognizedError as error:
-            return error
-    return found
-
-
-def _tried(source: Source, text: str, names: Mapping[str, Callable[[Source], str]]) -> list[Edit] | UnrecognizedError:
-    """The edits of a patch, or why it does not fit; a verdict does not rest on what did not fit."""
+def _attempt(source: Source, find: Callable[..., Found], *arguments: str) -> Found | UnrecognizedError:
+    """What is found in the source, or why it is not; a verdict does not rest on what did not fit."""
     before = set(source.consulted)
     try:
-        return edits(source, text, {name: find(source) for name, find in names.items()})
+        return find(source, *arguments)
     except UnrecognizedError as error:
         source.consulted.intersection_update(before)
         return error
+
+
+def require_correction(source: Source, text: str) -> None:
+    """Raise `UnrecognizedError` unless the patch of a correction fits, in no condition that may switch it off."""
+    found = [match for ways in read(text) for match in _fit(source, ways).matches]
+    known = [node for _, match in found for node in match.statements]
+    for place, match in found:
+        place.require_unswitched(match.node, known)
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
     """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
-    return [edit for ways in read(text) for edit in _only(source, ways)]
+    return [edit for ways in read(text) for edit in _fit(source, ways).edits]
 
 
-def _only(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
-    """The edits of the only one of these hunks that fits."""
-    found, errors = [], []
+def _fit(source: Source, ways: Sequence[Hunk]) -> Fit:
+    """Where the only one of these hunks that fits does."""
+    fits, errors = [], []
     for hunk in ways:
         try:
-            found.append(hunk.edits(source))
+            fits.append(hunk.fit(source))
         except UnrecognizedError as error:
             errors.append(f"{error} (line {hunk.number} of the patch)")
-    if len(found) > 1:
-        raise UnrecognizedError(f"looked for one of {len(ways)} shapes in {ways[0].place}, found {len(found)}")
-    if not found:
+    if len(fits) > 1:
+        raise UnrecognizedError(f"looked for one of {len(ways)} shapes in {ways[0].place}, found {len(fits)}")
+    if not fits:
         raise UnrecognizedError("; or ".join(errors))
-    return found[0]
+    return fits[0]
+
+
+class Fit(NamedTuple):
+    """Where a hunk fits, and its edits there; nowhere if its place is missing and may be."""
+
+    matches: list[tuple[Definition, Match]]
+    edits: list[Edit]
 
 
 @cache
@@ -226,7 +231,7 @@ class Hunk:
         return self.new.added(self.new.body) if "at its start" in self.notes else ""
 
     @cached_property
-    def made(self) -> list[Pattern]:
+    def must_be_absent(self) -> list[Pattern]:
         """What must not be there yet."""
         whole = Pattern("\n".join(line.text for line in self.lines if line.mark in " +"), lambda: self.new.body)
         if "at its start" in self.notes:
@@ -236,23 +241,20 @@ class Hunk:
             return [whole]
         return [Pattern.of(insertion.text) for insertion in insertions]
 
-    def edits(self, source: Source) -> list[Edit]:
-        """The edits; raises `UnrecognizedError` if it does not fit."""
+    def fit(self, source: Source) -> Fit:
+        """Where it fits, and the edits there; raises `UnrecognizedError` if it does not."""
         place = self._find(source)
         if place is None:
-            return []
-        matches = [] if "at its start" in self.notes else self._matches(place)
-        for pattern in self.made:
+            return Fit([], [])
+        is_start = "at its start" in self.notes
+        matches = [] if is_start else self._matches(place)
+        for pattern in self.must_be_absent:
             if place.has(pattern):
                 raise unrecognized(f"no `{str(pattern)[:80]}`", place, "it already")
-        if "at its start" in self.notes:
-            return [place.insert_before(_first_statement(place), self.top)]
-        return [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
-
-    def found(self, source: Source) -> list[tuple[Definition, Match]]:
-        """Where it matches, however often."""
-        place = self._find(source)
-        return [(place, match) for match in place.matches(self.pattern)] if place else []
+        if is_start:
+            return Fit([], [place.insert_before(_first_statement(place), self.top)])
+        edits = [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
+        return Fit([(place, match) for match in matches], edits)
 
     def _find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
@@ -262,14 +264,18 @@ class Hunk:
         outer, *inner = self.place.split(".")
         if inner and (f"\nclass {outer}(" in module.text or f"\nclass {outer}:" in module.text):
             outer = f"{outer}.{inner.pop(0)}"
-        if "if there" in self.notes and module.find(outer) is None:
-            return None
-        found = module.definition(outer)
-        for name in inner:
-            found = found.inner(name)
+        try:
+            found = module.definition(outer)
+            for name in inner:
+                found = found.inner(name)
+        except UnrecognizedError:
+            if "if there" in self.notes:
+                return None
+            raise
         return found
 
     def _matches(self, place: Definition) -> list[Match]:
+        """As many matches as the notes say: at least one, or an exact number."""
         found = place.matches(self.pattern) if "at least once" in self.notes else []
         counts = [int(note.split()[0]) for note in self.notes if note.endswith("times")]
         return found or place.exactly(counts[0] if counts else 1, self.pattern)

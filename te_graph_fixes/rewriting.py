@@ -41,10 +41,8 @@ class Side:
     """The pattern, or what becomes of it: the text and syntax of the lines with one of the ``marks``."""
 
     def __init__(self, lines: Sequence[Line], marks: str, what: str) -> None:
-        dedented = textwrap.dedent("\n".join(line.text for line in lines)).split("\n")
-        kept = [(text, line) for text, line in zip(dedented, lines, strict=True) if line.mark in marks]
-        self.origin = [line for _, line in kept]
-        self.source = ModuleSource(what, what, as_python("\n".join(text for text, _ in kept)))
+        self.origin = [line for line in lines if line.mark in marks]
+        self.source = ModuleSource(what, what, as_python("\n".join(line.text for line in self.origin)))
         self.lines = self.source.text.split("\n")
         try:
             self.body = ast.parse(self.source.text).body

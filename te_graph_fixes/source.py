@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from .matching import Match, Node, Pattern, Place, around, first_line, is_in, nodes, span, statements
-from .outline import global_names, parsed
+from .outline import global_names, heads, parsed
 
 TE = "transformer_engine"
 Kind = TypeVar("Kind", bound=ast.AST)
@@ -129,7 +129,7 @@ class Source:
             text = importlib.util.decode_source(data)
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
-        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n", self.consulted)
+        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n", self.consulted, is_file=True)
 
 
 def _version(folder: str) -> str | None:
@@ -149,7 +149,7 @@ class ModuleSource:
     """The text of one module, as Python reads it, and the functions and classes in it.
 
     ``newline`` is the line break of the file, ``consulted`` what `find` was asked for, ``found`` what it has found,
-    ``cache`` where nodes are below others.
+    ``cache`` where nodes are below others. Where it ``is_file``, the text was read from ``path``.
     """
 
     name: str
@@ -157,6 +157,7 @@ class ModuleSource:
     text: str
     newline: str = "\n"
     consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
+    is_file: bool = False
     found: dict[str, Definition | None] = field(default_factory=dict, init=False, compare=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
@@ -189,6 +190,10 @@ class ModuleSource:
         return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
 
     @cached_property
+    def heads(self) -> Mapping[str, list[int]]:
+        return heads(self.text)
+
+    @cached_property
     def global_names(self) -> set[str]:
         """What the module defines, imports or sets, in conditions too."""
         return global_names(self.text)
@@ -199,7 +204,7 @@ class ModuleSource:
         if qualname not in self.found:
             name = qualname.rpartition(".")[2]
             is_there = f"def {name}" in self.text or f"class {name}" in self.text
-            node = is_there and (parsed(self.text, qualname) or self.definitions.get(qualname))
+            node = is_there and (parsed(self.text, self.heads, qualname) or self.definitions.get(qualname))
             self.found[qualname] = Definition(self, qualname, node) if node else None
         return self.found[qualname]
 

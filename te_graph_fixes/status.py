@@ -9,7 +9,7 @@ from typing import Any
 
 from . import __version__
 
-COPIED = ("_make_graphed_callables", "_graph_context_wrapper")
+COPIED = {"_make_graphed_callables", "_graph_context_wrapper"}
 """Functions of TransformerEngine's graph.py, by which a copy of it is known."""
 
 
@@ -17,11 +17,10 @@ def copies_of_graphs(original: str) -> tuple[str, ...]:
     """The imported modules, except the one called ``original``, that define all of `COPIED`."""
     found = []
     for name, module in list(sys.modules.items()):
-        own = (
-            object.__getattribute__(module, "__dict__") if issubclass(type(module), ModuleType) else {}
-        )  # loads nothing
-        if name != original and all(getattr(own.get(each), "__module__", None) == name for each in COPIED):
-            found.append(name)
+        is_module = issubclass(type(module), ModuleType)
+        own = object.__getattribute__(module, "__dict__") if is_module else {}  # loads nothing
+        if name != original and own.keys() >= COPIED:
+            found += [name] * all(getattr(own[each], "__module__", None) == name for each in COPIED)
     return tuple(sorted(found))
 
 

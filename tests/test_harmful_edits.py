@@ -260,8 +260,10 @@ def corrections(version: str) -> set[tuple[str, str, ast.stmt]]:
         if verdict.verdict == NOT_NEEDED and isinstance(examine, SemanticPatch):
             fitting = [text for text, _ in examine.corrected if fits(tree, text)]
             hunks = [hunk for text in fitting for ways in read(text) for hunk in ways]
-            for place, match in (found for hunk in hunks for found in hunk.found(tree)):
-                parts.add((fix_id, place.module.name, innermost(place.module, match.node)))
+            for hunk in hunks:
+                with suppress(UnrecognizedError):
+                    for place, match in hunk.fit(tree).matches:
+                        parts.add((fix_id, place.module.name, innermost(place.module, match.node)))
     return parts
 
 

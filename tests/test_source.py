@@ -134,6 +134,7 @@ def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two()
         ("class A:\n    def f(self): pass\nclass A:\n    def f(self): pass\n", None),
         ("class A:\n    @property\n    def f(self): pass\n    @f.setter\n    def f(self, x): pass\n", None),
         ("async def f(): pass\n", None),
+        ("class A: pass\nif x:\n    def f(): pass\n", None),
     ],
 )
 def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
@@ -147,7 +148,7 @@ def test_what_is_parsed_alone_is_what_it_is_in_its_module() -> None:
     for path in (source("2.20.2") / "transformer_engine" / "pytorch" / "module").glob("*.py"):
         module = ModuleSource(CODE, str(path), path.read_text())
         for name, node in module.definitions.items():
-            found = parsed(module.text, name)
+            found = parsed(module.text, module.heads, name)
             assert found is None or ast.dump(found, include_attributes=True) == ast.dump(node, include_attributes=True)
             alone += found is not None
     assert alone > 200

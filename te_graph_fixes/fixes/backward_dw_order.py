@@ -164,7 +164,7 @@ def examine(source: Source) -> Verdict:
     else:
         reason = "the order cannot hold wgrads"
         found = [*edits(source, DGRADS_ALONE, {"LOOP": "c_id in _order", "CHUNK": "-c_id - 1"}), _only_dgrad(capture)]
-    return applicable(reason, found, new_module(source, "graph_order"))
+    return applicable(reason, found, new_module("graph_order"))
 
 
 def _plain_wgrad(capture: Definition) -> list[Edit]:

@@ -132,7 +132,7 @@ def examine(source: Source) -> Verdict:
     for name, backward_dw in backward_dw_methods(source).items():
         found += add_instead(name, backward_dw)
     reason = "what backward_dw assigns to .grad is lost, under graphs and at a second microbatch"
-    return applicable(reason, found, new_module(source, "delayed_wgrad"))
+    return applicable(reason, found, new_module("delayed_wgrad"))
 
 
 def _names_outputs(capture: Definition) -> bool:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import pkgutil
+from types import CodeType
 from typing import cast
 
-from ..source import Source, UnrecognizedError
+_NAME = "transformer_engine.pytorch._te_"
 
 
-def module_text(name: str) -> str:
-    """The text of module ``name`` of this package, which may be in a zip."""
-    return cast(bytes, pkgutil.get_data(__name__, f"{name}.py")).decode()
+def new_module(name: str) -> dict[str, str]:
+    """The ``new_modules`` of a verdict whose edits import module ``name`` of this package, which may be in a zip."""
+    return {_NAME + name: cast(bytes, pkgutil.get_data(__name__, f"{name}.py")).decode()}
 
 
-def new_module(source: Source, name: str) -> dict[str, str]:
-    """The ``new_modules`` of a verdict whose edits import module ``name``; empty where ``source`` has it already."""
-    full_name, text = f"transformer_engine.pytorch._te_{name}", module_text(name)
-    found = source.find(full_name)
-    if found is None:
-        return {full_name: text}
-    if found.text != text:
-        raise UnrecognizedError(f"{found.path} is another version of a module that this package provides")
-    return {}
+def compiled(full_name: str, text: str) -> CodeType | None:
+    """What Python has compiled a `new_module` to, if it has that ``text``."""
+    name = f"{__name__}.{full_name.removeprefix(_NAME)}"
+    spec = importlib.util.find_spec(name) if full_name.startswith(_NAME) else None
+    loader = cast("importlib.machinery.SourceFileLoader | None", spec and spec.loader)
+    return loader.get_code(name) if loader and loader.get_source(name) == text else None
