@@ -24,11 +24,10 @@ import struct
 import sys
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from .fix import Verdict
@@ -74,8 +73,7 @@ def _edits(verdicts: Iterable[Verdict]) -> dict[str, list[Edit]]:
     return {name: list(found) for name, found in itertools.groupby(edits, attrgetter("module"))}
 
 
-@dataclass(frozen=True)
-class FunctionPatch:
+class FunctionPatch(NamedTuple):
     """One function of TransformerEngine, as its source has it and as it becomes; None where there is none.
 
     ``fixes`` change it or rest on it. ``block`` is the code of what a changed function is in: for a method, of a class
@@ -89,7 +87,7 @@ class FunctionPatch:
     after: CodeType | None
     block: CodeType | None = None
     defaults: tuple[object, ...] = ()
-    kwdefaults: Mapping[str, object] = field(default_factory=dict)
+    kwdefaults: Mapping[str, object] = MappingProxyType({})
 
 
 Lines: TypeAlias = "tuple[int, int]"

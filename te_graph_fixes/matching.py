@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from keyword import kwlist
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 Node: TypeAlias = "ast.expr | ast.stmt"
@@ -164,7 +165,8 @@ def last_of(node: Any) -> Any:
 
 def first_line(node: Any) -> int:
     """The first line of a statement, decorators included."""
-    return min(int(part.lineno) for part in (node, *getattr(node, "decorator_list", [])))
+    decorators = getattr(node, "decorator_list", None)
+    return int(min(decorators[0].lineno, node.lineno) if decorators else node.lineno)
 
 
 def span(node: Any) -> tuple[Position, Position]:
@@ -190,13 +192,20 @@ def statements(root: ast.stmt) -> list[Place]:
     """A statement and those in it, by their first lines."""
     found = [Place([root], 0, first_line(root), root.end_lineno or 0)]
     for place in found:
-        node = place.node
-        blocks = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
-        blocks += [part.body for part in (*getattr(node, "handlers", []), *getattr(node, "cases", []))]
-        for block in blocks:
-            lines = ((first_line(child), child.end_lineno) for child in block)
-            found += [Place(block, number, *its_lines, place) for number, its_lines in enumerate(lines)]
-    return sorted(found, key=lambda place: place.first)
+        for block in _blocks(place.node):
+            found += [
+                Place(block, number, first_line(child), child.end_lineno, place) for number, child in enumerate(block)
+            ]
+    return sorted(found, key=itemgetter(2))
+
+
+def _blocks(node: ast.AST) -> Iterator[list[Any]]:
+    """The blocks of a statement."""
+    for part in node._fields:
+        if part in BLOCKS:
+            yield getattr(node, part)
+        elif part in ("handlers", "cases"):
+            yield from (each.body for each in getattr(node, part))
 
 
 def around(places: list[Place], line: int) -> list[Place]:

@@ -14,7 +14,6 @@ import keyword
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from .matching import BLOCKS, END, START, Match, as_python, first_line, first_of, is_named_run, is_run, last_of, located
@@ -96,8 +95,7 @@ def with_parentheses(text: str, start: int, end: int) -> tuple[int, int]:
         start, end = text.rindex("(", 0, start), text.index(")", end) + 1
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Text of a patch, which begins in a line with this indent."""
 
     lines: list[str]
@@ -114,8 +112,7 @@ Spot: TypeAlias = "tuple[Any, int]"
 """A located node of a pattern, and which end of it."""
 
 
-@dataclass(frozen=True)
-class Splice:
+class Splice(NamedTuple):
     """Put text between two spots, outside of the parentheses around them."""
 
     start: Spot
@@ -133,8 +130,7 @@ class Splice:
         return [Edit(module.name, start, end, _filled(place, match, self.piece.indented(indent)))]
 
 
-@dataclass(frozen=True)
-class Insertion:
+class Insertion(NamedTuple):
     """Put lines above or below a statement."""
 
     beside: Spot
@@ -145,8 +141,7 @@ class Insertion:
         return [insert(_at(place, match, self.beside), _filled(place, match, self.text))]
 
 
-@dataclass(frozen=True)
-class Replacement:
+class Replacement(NamedTuple):
     """Put lines in the place of those of some statements; without ``text``, delete these.
 
     What stands between the statements, and is no part of the pattern, stays.

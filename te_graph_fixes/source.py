@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from .matching import Match, Node, Pattern, Place, around, first_line, is_in, nodes, span, statements
 from .outline import global_names, heads, parsed
@@ -61,8 +61,7 @@ def without_collections() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """Replace the characters ``start`` to ``end`` of ``module``'s source by ``text``."""
 
     module: str
@@ -217,9 +216,11 @@ class ModuleSource:
     def outline_of(self, root: Any) -> tuple[list[Place], Mapping[str, list[int]]]:
         """The statements in a function or class, and in which lines its words stand."""
         if root not in self.cache:
+            first = first_line(root)
             lines = defaultdict[str, list[int]](list)
-            for number in range(first_line(root), root.end_lineno + 1):
-                for word in _WORD.findall(self.line(number)):
+            text = self.text[self.starts[first] : self.starts[root.end_lineno + 1]]
+            for number, line in enumerate(text.split("\n"), first):
+                for word in _WORD.findall(line):
                     lines[word].append(number)
             self.cache[root] = statements(root), lines
         return cast("tuple[list[Place], Mapping[str, list[int]]]", self.cache[root])

@@ -82,9 +82,7 @@ def turn_round(fix_id: str, number: int) -> None:
         def negated(text: str) -> str:
             return f"{text[:start]}(not ({text[start:end]})){text[end:]}"
 
-        edits = (
-            dataclasses.replace(each, text=negated(each.text)) if each == where else each for each in verdict.edits
-        )
+        edits = (each._replace(text=negated(each.text)) if each == where else each for each in verdict.edits)
         texts = {name: negated(text) if name == where else text for name, text in verdict.new_modules.items()}
         return dataclasses.replace(verdict, edits=tuple(edits), new_modules=texts)
 
