@@ -57,8 +57,10 @@ DENSE: dict[str, Any] = {
 }
 GATED = {"gated_linear_unit": True, "swiglu": True, "normalization": "RMSNorm", "num_query_groups": 2}
 LATENT = {"latent": True, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32}
+MAMBA = {"hybrid": "M*-M", "num_layers": 4, "cuda_graph_scope": "mamba"}
 RECOMPUTE = {"recompute_granularity": "selective"}
 OVERLAP = {**ROUTER, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True}
+CONTEXT = {"context_parallel_size": 2, "fused_attention": True}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CONFIGS: dict[str, dict[str, Any]] = {
     "experts": {},
@@ -100,6 +102,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "recompute-shared": {**ROUTER, **SHARED, **RECOMPUTE, "recompute_modules": ["shared_experts"]},
     "overlap-alone": {**ROUTER, "alone": True},
     "overlap-alone-delayed": {**ROUTER, "alone": True, "delay_wgrad_compute": True},
+    "mamba": {**DENSE, **MAMBA},
+    "mamba-late": {**DENSE, **MAMBA, "cuda_graph_scope": "mamba,attn,mlp", "late": True},
     "latent": {**DROPLESS, **LATENT, "cuda_graph_scope": "attn"},
     "latent-dense-late": {**DENSE, **LATENT, "late": True},
     "latent-recompute": {**ROUTER, **LATENT, **RECOMPUTE, "recompute_modules": ["mla_up_proj", "layernorm"]},
@@ -117,6 +121,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 PAIRS: dict[str, dict[str, Any]] = {
     "tensor-parallel": {**DENSE, **TENSOR},
     "tensor-parallel-late": {**ROUTER, **SHARED, **TENSOR, "late": True},
+    "context-parallel": {**DENSE, **CONTEXT},
+    "context-parallel-attention": {**DENSE, **CONTEXT, "cuda_graph_scope": "attn", "cp_comm_type": "a2a"},
     "expert-parallel": {**ROUTER, "expert_model_parallel_size": 2},
     "data-parallel": {**ROUTER, **SHARED, "reduce": True},
     "data-parallel-optimizer": {**ROUTER, **SHARED, "optimizer": True, "late": True},
@@ -130,7 +136,9 @@ PAIRS: dict[str, dict[str, Any]] = {
 }
 """Those of two ranks.
 
-Ours are ``late``, ``latent``, ``alone`` (the schedule of overlapped all-to-alls, which Megatron refuses for one rank),
+Ours are ``late``, ``latent``, ``hybrid`` (Mamba, attention and MLP layers, a letter each; it needs mamba-ssm and
+causal-conv1d), ``fused_attention`` (TE has no other for context parallelism), ``alone`` (the schedule of overlapped
+all-to-alls, which Megatron refuses for one rank),
 ``reduce`` (gradients, while others are computed), ``optimizer`` (Megatron's distributed one, which gathers parameters
 in hooks of the forward) and what is done ``between`` steps. The rest is Megatron's.
 """
@@ -181,7 +189,7 @@ def start(changed: dict[str, Any]) -> None:
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
-    sizes = ("tensor_model_parallel_size", "expert_model_parallel_size")
+    sizes = ("tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size")
     # an expert is not split between the ranks of tensor parallelism
     parallel_state.initialize_model_parallel(
         expert_tensor_parallel_size=1, **{name: changed[name] for name in sizes if name in changed}
@@ -202,6 +210,7 @@ class Job:
         optimizer: bool = False,
         between: str = "",
         hold: bool = False,
+        hybrid: str = "",
         **changed: Any,
     ) -> None:
         import torch
@@ -224,10 +233,17 @@ class Job:
         torch.manual_seed(1)
         self.graphs, self.late, self.between = graphs, late, between
         self.config = config(recipe, graphs, **changed)
-        layers = get_gpt_decoder_block_spec(self.config, use_transformer_engine=True)
-        ahead = get_gpt_mtp_block_spec(self.config, layers, True) if self.config.mtp_num_layers else None
-        embedding = {"position_embedding_type": "rope", "mtp_block_spec": ahead}
-        self.gpt = GPTModel(self.config, layers, moe.VOCABULARY, moe.TOKENS, **embedding).cuda().bfloat16()
+        sizes, embedding = (moe.VOCABULARY, moe.TOKENS), {"position_embedding_type": "rope"}
+        if hybrid:
+            from megatron.core.models.mamba import MambaModel
+            from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+            model = MambaModel(self.config, mamba_stack_spec, *sizes, hybrid_override_pattern=hybrid, **embedding)
+        else:
+            layers = get_gpt_decoder_block_spec(self.config, use_transformer_engine=True)
+            ahead = get_gpt_mtp_block_spec(self.config, layers, True) if self.config.mtp_num_layers else None
+            model = GPTModel(self.config, layers, *sizes, mtp_block_spec=ahead, **embedding)
+        self.gpt = model.cuda().bfloat16()
         settings = {"overlap_grad_reduce": reduce or optimizer, "fp8_param_gather": "fp8_param" in changed}
         settings |= dict.fromkeys(("use_distributed_optimizer", "overlap_param_gather"), optimizer)
         # As Megatron's training loop does: gradients that accumulate on the default stream cannot be captured.
@@ -323,6 +339,10 @@ def config(recipe: str, graphs: bool, latent: bool = False, alone: bool = False,
         import torch
 
         changed["activation_func"] = torch.nn.functional.silu
+    if changed.pop("fused_attention", False):
+        from megatron.core.transformer.enums import AttnBackend
+
+        changed["attention_backend"] = AttnBackend.fused
     if not graphs:
         for name in WHOLE:
             changed.pop(name, None)
@@ -344,7 +364,10 @@ def config(recipe: str, graphs: bool, latent: bool = False, alone: bool = False,
 
 
 def forward_step(data: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> Any:
+    from megatron.core import parallel_state
+
     tokens = next(data[0] if isinstance(data, list) else data)["tokens"]
+    tokens = tokens[:, : moe.TOKENS // parallel_state.get_context_parallel_world_size()]
     return moe.forward_step(iter([tokens]), model.build_schedule_plan if return_schedule_plan else model)
 
 
