@@ -8,17 +8,24 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from te_graph_fixes.verify.cases import Case
+from te_graph_fixes.verify.runner import Outcome
 
 ROOT = Path(__file__).parent.parent
+CHILD = "te_graph_fixes.verify.child"
+OF_CASES = ("te_graph_fixes.verify.driver.events", "te_graph_fixes.verify.training")
+"""What most cases of `verify` import."""
 
 
 def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
     """That of a child which finds ``path`` first and has no settings but those given."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TE_GRAPH_FIXES", "PYTEST_"))
+    }
     paths = [str(path), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **changed}
 
@@ -50,16 +57,19 @@ def _forks() -> subprocess.Popen[str]:
     )
 
 
-def on_simulator(*arguments: str | Path, path: str | Path = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def on_simulator(
+    *arguments: str | Path, path: str | Path = "", imported: Sequence[str] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     """As `python` with ``-m tests.simulator``, in a fork of a process that has imported torch: it is slow to import.
 
-    ``-c PROGRAM`` runs the text of a program.
+    ``-c PROGRAM`` runs the text of a program. What is ``imported`` has been, by a process for this environment.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = [Path(folder, name) for name in ("stdout", "stderr")]
         request = {
             "arguments": [*map(str, arguments)],
             "environment": _environment(path, environment),
+            "imported": imported,
             "output": [*map(str, output)],
         }
         server = _forks()
@@ -79,7 +89,18 @@ def simulate(*arguments: str | Path, path: str | Path = "", **environment: str) 
 
 
 def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:
-    """What a child of `verify` says of each case, by its name; it goes no further than one that fails."""
-    given = [case if isinstance(case, str) else case.to_json() for case in cases]
-    output = on_simulator("-m", "te_graph_fixes.verify.child", *given, path=path, **environment).stdout
-    return {line["case"]: line for line in map(json.loads, output.splitlines())}
+    """What a child of `verify` says of each case, by its name; after one that fails, another child goes on."""
+    found: dict[str, Any] = {}
+    while left := [each for each in cases if getattr(each, "name", each) not in found]:
+        given = [case if isinstance(case, str) else case.to_json() for case in left]
+        done = on_simulator("-m", CHILD, *given, path=path, imported=(CHILD, *OF_CASES), **environment)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert lines, done.stderr
+        found |= {line["case"]: line for line in lines}
+    return found
+
+
+def outcome(case: Case, **environment: str) -> Outcome:
+    """What a child of `verify` says of a case."""
+    line = measured(case, **environment)[case.name]
+    return Outcome(**{name: value for name, value in line.items() if name not in ("case", "last")})

@@ -108,7 +108,8 @@ def loop(
     program = first + LOOP
     for place, text in {"BEFORE": before, "STEPS": str(steps), "IN_STEP": in_step, "AFTER": after}.items():
         program = program.replace(place, text)
-    return on_simulator("-c", program, TE_GRAPH_FIXES_CHECK=check)
+    imported = () if first else ("te_graph_fixes", "transformer_engine.pytorch")
+    return on_simulator("-c", program, imported=imported, TE_GRAPH_FIXES_CHECK=check)
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:

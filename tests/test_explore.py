@@ -13,21 +13,22 @@ from packaging.specifiers import SpecifierSet
 
 from te_graph_fixes.source import Source
 from te_graph_fixes.verify.driver.program import Program
-from tests.child import python, simulate
+from tests.child import on_simulator, simulate
 from tests.explore.programs import FOUND, OPEN, broken_rule, draw, shrink
 from tests.explore.scripts import script
 
+TE = ("transformer_engine.pytorch",)
 SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))
 
 
 def explore(*arguments: str) -> tuple[int, list[dict[str, object]]]:
     """The exit status, and a line for each finding; the last one is the sum."""
-    done = python("-m", "tests.explore", "--seed", str(SEED), *arguments)
+    done = on_simulator("-m", "tests.explore", "--seed", str(SEED), *arguments, imported=TE)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("seconds", [15, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.full)])
 def test_programs_are_as_without_graphs(seconds: int) -> None:
     status, lines = explore("--programs", str(2 * seconds), "--seconds", str(seconds), "--no-shrink")
     assert status == 0, lines
@@ -107,7 +108,7 @@ def test_a_script_shows_the_defect(program: Program, tmp_path: Path) -> None:
     path.write_text(script(program))
     assert "program." not in path.read_text()
     assert not simulate(path)
-    status = python("-m", "tests.simulator", path, TE_GRAPH_FIXES="off")
+    status = on_simulator(path, TE_GRAPH_FIXES="off")
     assert status.returncode == 1
     assert ("rank 1: " if program.ranks else "") + "0 step: " in status.stdout
 

@@ -13,7 +13,7 @@ import pytest
 from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
-from tests.child import python, simulate
+from tests.child import on_simulator, python, simulate
 
 VERDICTS = {fix: verdict.verdict for fix, verdict in verdicts(Source.installed()).items()}
 NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == APPLICABLE)
@@ -184,10 +184,9 @@ assert found.startswith("FixNotAppliedError"), found
 
 
 def test_without_strict_it_warns_once(tmp_path: Path) -> None:
-    done = python(
+    done = on_simulator(
         "-c",
-        "from tests import simulator\nsimulator.install()\n"
-        + PRELUDE
+        PRELUDE
         + """
 import te_graph_fixes
 import transformer_engine.pytorch
@@ -211,7 +210,7 @@ sys.exit(status)
     modules = {name for verdict in verdicts(Source.installed()).values() for name, _ in verdict.rests_on}
     paths = [module.path for name in modules if (module := Source.installed().find(name))]
     parse = f"import ast; kept = [ast.parse(open(path).read()) for path in {paths}]"
-    rounds = [(_cpu_seconds(status), _cpu_seconds(parse)) for _ in range(8)]
+    rounds = [(_cpu_seconds(status), _cpu_seconds(parse)) for _ in range(5)]
     done = python("-c", status)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -6,7 +6,6 @@ import ast
 import functools
 import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,6 @@ def names(part: str) -> list[str]:
     tree = ast.parse((ROOT / "tests" / "simulator" / "checks" / f"{part}.py").read_text())
     functions = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
     return [f"{part}.{name}" for name in functions if name.startswith("check_")]
-
-
-def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return python("-m", "tests.simulator", *arguments, cwd=cwd, TE_GRAPH_FIXES="off")
 
 
 @functools.cache
@@ -105,18 +100,17 @@ def test_a_script_runs_as_main_with_its_arguments_and_folder(tmp_path: Path) -> 
     script.write_text(
         "import sys, sibling, torch\nprint(__name__, sys.argv[1:], sibling.value, torch.ones(1).is_cuda)\n"
     )
-    done = run(str(script), "-x", "y", cwd=tmp_path)
-    assert (done.stdout, done.stderr) == ("__main__ ['-x', 'y'] 42 True\n", "")
+    assert simulate(script, "-x", "y") == "__main__ ['-x', 'y'] 42 True\n"
 
 
 def test_a_module_runs_as_main_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "some_module.py").write_text("import sys\nprint(__name__, sys.argv)\n")
-    done = run("-m", "some_module", "-m", "z", cwd=tmp_path)
-    assert done.stdout == f"__main__ {[str(tmp_path / 'some_module.py'), '-m', 'z']}\n", done.stderr
+    said = simulate("-m", "some_module", "-m", "z", path=tmp_path)
+    assert said == f"__main__ {[str(tmp_path / 'some_module.py'), '-m', 'z']}\n"
 
 
 def test_no_program_is_an_error() -> None:
-    done = run()
+    done = python("-m", "tests.simulator")
     assert done.returncode == 1
     assert done.stderr.startswith("usage: ")
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +20,9 @@ from te_graph_fixes.verify import runner
 from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
 from tests import choices
-from tests.child import on_simulator, python
+from tests.child import on_simulator, outcome, python
 
 ROOT = Path(__file__).parent.parent
-ON_SIMULATOR = (sys.executable, "-m", "tests.simulator", "-m", "te_graph_fixes.verify.child")
 BESIDE = (
     *("recompute-in-an-autocast", "recompute-after-another", "operation-alone", "last-send-before-cooldown"),
     *("fp8-params-of-master", "fp8-experts-no-grad", "inference-and-eager-training", "cached-after-other-recipe"),
@@ -64,24 +61,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
 
 
-@pytest.fixture(scope="module")
-def children() -> Iterator[Callable[[str, str], Child]]:
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-
-    @functools.cache
-    def start(switch: str, gpu: str) -> Child:
-        started.append(Child({**runner.environment(switch), **path, "TE_SIMULATOR_GPU": gpu}, ON_SIMULATOR))
-        return started[-1]
-
-    started: list[Child] = []
-    yield start
-    for child in started:
-        child.close()
-
-
 @pytest.mark.parametrize(("case", "gpu"), SIMULATED)
-def test_cases_on_the_simulator(case: Case, gpu: str, children: Callable[[str, str], Child]) -> None:
-    row = Row(case, *(children(switch, gpu).measure(case, limit=300) for switch in ("without", "with")))
+def test_cases_on_the_simulator(case: Case, gpu: str) -> None:
+    row = Row(case, *(outcome(case, TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu) for switch in ("off", "on")))
     if row.skipped:
         pytest.skip(row.verdict)
     assert row.with_fixes.right, row.with_fixes
@@ -342,5 +324,5 @@ def test_progress_says_what_runs_and_how_much_is_left() -> None:
     ],
 )
 def test_no_choice_is_worse_than_te_alone(choice: str, cases: str) -> None:
-    _, found = choices.report([choice], select(cases.split()))
-    assert not found["worse"], found
+    done = on_simulator("-m", "tests.choices", choice, "--cases", *cases.split())
+    assert done.returncode == 0, done.stdout + done.stderr

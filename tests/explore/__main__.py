@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from te_graph_fixes.verify.driver.program import Program
+from tests import simulator
 
 from .programs import FOUND, OPEN, draw, shrink
 from .scripts import script
@@ -416,13 +417,11 @@ def main() -> int:
     from te_graph_fixes.source import Source
 
     warnings.simplefilter("ignore")
-    simulated = not has_gpu()
+    simulated = simulator.installed() or not has_gpu()
     options.gpu = os.environ.get("TE_SIMULATOR_GPU", "hopper")
     options.where = {"TE": Source.installed().version, "GPU": f"simulated {options.gpu}" if simulated else "real"}
     if simulated:
-        from tests.simulator import install
-
-        install()
+        simulator.install()
         import transformer_engine.pytorch  # noqa: F401
     Server.forks = options.ranks = simulated and not options.no_fork
     Server.limit = options.limit

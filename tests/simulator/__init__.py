@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 
-__all__ = ["install"]
+__all__ = ["install", "installed"]
 
 _installed = False
 
@@ -31,3 +31,8 @@ def install() -> None:
     device.install()
     runtime.install()
     extension.install()
+
+
+def installed() -> bool:
+    """Whether this process simulates."""
+    return _installed
