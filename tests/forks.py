@@ -32,9 +32,10 @@ KEPT = 6
 
 def enter(request: dict[str, Any], base: list[str]) -> None:
     """Be as a process that was started for this program."""
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    sys.path[:] = [*os.environ["PYTHONPATH"].split(os.pathsep), *base]
+    if "transformer_engine" not in sys.modules:  # else in this environment, to which imports have added
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        sys.path[:] = [*os.environ["PYTHONPATH"].split(os.pathsep), *base]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, name in zip((1, 2), request["output"], strict=True):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
