@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.child import on_simulator
+from tests.child import on_simulator, python
 
 WORSE = {
     "without stale-fp8-weights": ("weights-not-cached", "experts-not-cached"),
@@ -22,4 +22,10 @@ WORSE = {
 @pytest.mark.parametrize("choice", WORSE)
 def test_what_was_worse_is_not(choice: str) -> None:
     done = on_simulator("-m", "tests.choices", choice, "--cases", *WORSE[choice])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_no_choice_is_worse() -> None:
+    done = python("-m", "tests.choices", "--workers", "2", timeout=7200)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,6 @@ from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify import runner
 from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
-from tests import choices
 from tests.child import on_simulator, outcome, python
 
 ROOT = Path(__file__).parent.parent
@@ -309,20 +308,3 @@ def test_progress_says_what_runs_and_how_much_is_left() -> None:
     assert all(re.match(r"\[\d/6, about \d+ s left\] \S+, with(out)? the fixes: 0", line) for line in results)
     assert "(running: " in results[0]
     assert "(running: " not in max(results)
-
-
-@pytest.mark.parametrize(
-    ("choice", "cases"),
-    [
-        ("without stale-fp8-weights", "weights-not-cached experts-not-cached"),
-        ("without fp8-state-at-replay", "operation-alone operations-in-bf16"),
-        ("without wgrad-without-dgrad", "plain-data-delayed"),
-        ("without param-grad-lifetime", "norm-not-cached plain-grad"),
-        ("only calibration-recipe", "nested-operations forward-method-after-others"),
-        ("upstream", "weights-not-cached experts-fp8-delayed plain-grad"),
-        *(pytest.param(choice, "", marks=pytest.mark.slow) for choice in choices.choices()),
-    ],
-)
-def test_no_choice_is_worse_than_te_alone(choice: str, cases: str) -> None:
-    done = on_simulator("-m", "tests.choices", choice, "--cases", *cases.split())
-    assert done.returncode == 0, done.stdout + done.stderr
