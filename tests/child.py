@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 CHILD = "te_graph_fixes.verify.child"
 OF_CASES = ("te_graph_fixes.verify.driver.events", "te_graph_fixes.verify.training")
 """What most cases of `verify` import."""
+Cli = Callable[..., tuple[int, str, str]]
+"""Runs a command of the package: its exit status, output and errors."""
 
 
 def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:

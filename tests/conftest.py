@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from te_graph_fixes.cli import main
 from te_graph_fixes.fixes import CATALOGUE
 from tests import published
+from tests.child import Cli
 
 TEXT = {
     "test_activation.py",
@@ -56,6 +58,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def tried_te(request: pytest.FixtureRequest) -> published.TE:
     """The TE that a test runs on the simulator."""
     return published.te(request.param)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a command in this process."""
+    return lambda *arguments: (main([*map(str, arguments)]), *capsys.readouterr())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -28,9 +28,9 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import Decision, verdicts
-from tests.child import ROOT
+from tests.child import ROOT, Cli
 from tests.published import COVERED, needed, source
-from tests.test_cli import RENAMED, altered, copy_of, run
+from tests.test_cli import RENAMED, altered, copy_of
 
 GRAPH = "transformer_engine/pytorch/graph.py"
 
@@ -46,15 +46,15 @@ def copy(folder: Path, version: str = "2.12.0") -> Path:
 
 def content(tree: Path) -> dict[str, tuple[int, int, str]]:
     """Every file of a tree: its permissions, the time when it was changed, and its content."""
-    files = [path for path in tree.rglob("*") if path.is_file()]
     return {
-        str(path.relative_to(tree)): (
-            path.stat().st_mode,
-            path.stat().st_mtime_ns,
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-        )
-        for path in files
+        str(path.relative_to(tree)): (path.stat().st_mode, path.stat().st_mtime_ns, digest(path))
+        for path in tree.rglob("*")
+        if path.is_file()
     }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def modules(tree: Path) -> dict[str, str]:
@@ -62,12 +62,12 @@ def modules(tree: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("version", COVERED)
-def test_a_bake_and_its_undo(version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bake_and_its_undo(version: str, tmp_path: Path, cli: Cli) -> None:
     tree = copy(tmp_path, version)
     before = content(tree)
     targets = {name for verdict in needed(version).values() for name in verdict.targets}
     expected = {bake.module_path(Source.at(tree), name) for name in targets}
-    status, out, _ = run(capsys, "bake", "--te", tree)
+    status, out, _ = cli("bake", "--te", tree)
     assert status == 0
     assert out.startswith(f"{len(needed(version))} fixes are now in TransformerEngine {version} in {tree}")
     was = {name: digest for name, (*_, digest) in before.items()}
@@ -76,32 +76,26 @@ def test_a_bake_and_its_undo(version: str, tmp_path: Path, capsys: pytest.Captur
     found = verdicts(Source.at(tree))
     assert not [fix for fix, verdict in found.items() if verdict.verdict == UNRECOGNIZED]
     assert {fix for fix, verdict in found.items() if "corrected on disk by" in verdict.reason} == set(needed(version))
-    assert run(capsys, "status", "--te", tree)[0] == 0
+    assert cli("status", "--te", tree)[0] == 0
+    (compiled,), text = (tree / GRAPH).parent.glob("__pycache__/graph.*.pyc"), (tree / GRAPH).stat()
+    times = (int(number) & 0xFFFFFFFF for number in (text.st_mtime, text.st_size))
+    assert compiled.read_bytes()[8:16] == b"".join(number.to_bytes(4, "little") for number in times)
 
     baked = content(tree)
-    assert run(capsys, "bake", "--te", tree)[0] == 0
+    assert cli("bake", "--te", tree)[0] == 0
     assert content(tree) == baked
-    assert run(capsys, "diff", "--te", tree)[:2] == (0, "")
-    assert run(capsys, "bake", "--undo", "--te", tree)[0] == 0
+    assert cli("diff", "--te", tree)[:2] == (0, "")
+    assert cli("bake", "--undo", "--te", tree)[0] == 0
     assert content(tree) == before
-    assert run(capsys, "bake", "--undo", "--te", tree)[0] == 1
+    assert cli("bake", "--undo", "--te", tree)[0] == 1
 
 
-def test_a_bake_is_what_diff_and_patch_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bake_is_what_diff_and_patch_make(tmp_path: Path, cli: Cli) -> None:
     patched, baked = copy(tmp_path / "patched"), copy(tmp_path / "baked")
-    out = run(capsys, "diff", "--te", patched)[1]
+    out = cli("diff", "--te", patched)[1]
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=out, text=True, cwd=patched, check=True, capture_output=True)
-    assert run(capsys, "bake", "--te", baked)[0] == 0
+    assert cli("bake", "--te", baked)[0] == 0
     assert modules(patched) == modules(baked)
-
-
-def test_bytecode_is_that_of_the_new_text(tmp_path: Path) -> None:
-    tree = copy(tmp_path)
-    assert main(["bake", "--te", str(tree)]) == 0
-    (compiled,) = (tree / GRAPH).parent.glob("__pycache__/graph.*.pyc")
-    text = (tree / GRAPH).stat()
-    said = compiled.read_bytes()[8:16]
-    assert said == (int(text.st_mtime) & 0xFFFFFFFF).to_bytes(4, "little") + text.st_size.to_bytes(4, "little")
 
 
 def test_permissions_and_links_stay(tmp_path: Path) -> None:
@@ -276,64 +270,61 @@ def test_a_site_packages_that_cannot_be_written(tmp_path: Path, capfd: pytest.Ca
         path.chmod(0o755)
 
 
-def test_what_is_not_recognised_fails_the_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_recognised_fails_the_build(tmp_path: Path, cli: Cli) -> None:
     tree = altered(tmp_path, "2.12.0", *RENAMED)
     before = content(tree)
     for arguments in ([], ["--overlay", tmp_path / "overlay"]):
-        status, out, err = run(capsys, "bake", "--te", tree, *arguments)
+        status, out, err = cli("bake", "--te", tree, *arguments)
         assert (status, out) == (1, "")
         assert "nothing was changed, because not every fix that is needed can be applied. backward-amax-red" in err
     assert content(tree) == before
 
 
-def test_another_version_of_the_package(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_of_the_package(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = copy(tmp_path)
     with monkeypatch.context() as older:
         older.setattr(bake, "__version__", "0.0.9")
-        assert run(capsys, "bake", "--te", tree)[0] == 0
+        assert cli("bake", "--te", tree)[0] == 0
     before = content(tree)
-    status, _, err = run(capsys, "bake", "--te", tree)
+    status, _, err = cli("bake", "--te", tree)
     assert status == 1
     assert "te-graph-fixes 0.0.9 has corrected" in err
     assert "Take that back with `te-graph-fixes bake --undo`" in err
     assert content(tree) == before
-    assert run(capsys, "bake", "--undo", "--te", tree)[0] == run(capsys, "bake", "--te", tree)[0] == 0
+    assert cli("bake", "--undo", "--te", tree)[0] == cli("bake", "--te", tree)[0] == 0
 
 
-def test_what_is_left_out_stays_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_out_stays_left_out(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = copy(tmp_path)
     monkeypatch.setenv(DISABLE, "replay-arguments")
-    assert run(capsys, "bake", "--te", tree)[0] == 0
-    assert run(capsys, "status", "--te", tree)[0] == run(capsys, "bake", "--te", tree)[0] == 0
+    assert cli("bake", "--te", tree)[0] == 0
+    assert cli("status", "--te", tree)[0] == cli("bake", "--te", tree)[0] == 0
     monkeypatch.delenv(DISABLE)
     verdict = verdicts(Source.at(tree))["replay-arguments"]
     assert verdict.verdict == UNRECOGNIZED
     assert "has corrected this TransformerEngine on disk without it" in verdict.reason
-    status, _, err = run(capsys, "bake", "--te", tree)
+    status, _, err = cli("bake", "--te", tree)
     assert status == 1
     assert "on disk without replay-arguments. Take that back" in err
-    assert run(capsys, "diff", "--te", tree)[:2] == (1, "")
+    assert cli("diff", "--te", tree)[:2] == (1, "")
 
 
-def test_a_stray_variable_fails_the_build(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("value", "status", "said"),
+    [
+        ("off", 1, r"^te-graph-fixes: nothing was changed: \d+ fixes are left out by TE_GRAPH_FIXES=off\n$"),
+        ("none-outputs", 0, r" \(\d+ are left out by TE_GRAPH_FIXES\)\. Undo: te-graph-fixes bake --undo --source "),
+    ],
+)
+def test_a_stray_variable_is_said(
+    value: str, status: int, said: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = copy(tmp_path)
     before = content(tree)
-    monkeypatch.setenv(SWITCH, "off")
-    status, out, err = run(capsys, "bake", "--te", tree)
-    assert (status, out, content(tree)) == (1, "", before)
-    assert re.search(r"nothing was changed: \d+ fixes are left out by TE_GRAPH_FIXES=off\n$", err)
-    monkeypatch.setenv(SWITCH, "none-outputs")
-    status, out, _ = run(capsys, "bake", "--te", tree)
-    assert status == 0
-    assert re.search(
-        rf" \(\d+ are left out by TE_GRAPH_FIXES\). Undo: te-graph-fixes bake --undo --source {tree}\n", out
-    )
+    monkeypatch.setenv(SWITCH, value)
+    found = cli("bake", "--te", tree)
+    assert (found[0], content(tree) == before) == (status, bool(status))
+    assert re.search(said, "".join(found[1:]))
 
 
 def change(path: Path, old: str, new: str) -> None:
@@ -366,9 +357,7 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_was_changed_later_is_said(
-    kind: str, baked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_changed_later_is_said(kind: str, baked: Path, tmp_path: Path, cli: Cli) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(baked, tree)
     name, old, new, reason = CHANGES[kind]
@@ -380,13 +369,13 @@ def test_what_was_changed_later_is_said(
     assert {verdict.verdict for verdict in found.values()} == {UNRECOGNIZED}
     assert all(verdict.reason.startswith(reason) for verdict in found.values()), found["warmup-reset"].reason
     before = content(tree)
-    status, out, _ = run(capsys, "status", "--te", tree)
+    status, out, _ = cli("status", "--te", tree)
     assert (status, len(out.splitlines())) == (1, 2)
     assert (
         "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`" in out.splitlines()[0]
     )
-    assert run(capsys, "bake", "--te", tree)[0] == 1
-    status, _, err = run(capsys, "bake", "--undo", "--te", tree)
+    assert cli("bake", "--te", tree)[0] == 1
+    status, _, err = cli("bake", "--undo", "--te", tree)
     if kind == "an added module is gone":
         assert (status, (tree / GRAPH).read_bytes()) == (0, (source("2.12.0") / GRAPH).read_bytes())
         return
@@ -394,25 +383,19 @@ def test_what_was_changed_later_is_said(
     assert "edited after the bake: take the edit back, or install TransformerEngine anew, and undo again" in err
 
 
-def test_a_te_that_was_installed_over_a_bake(baked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_te_that_was_installed_over_a_bake(baked: Path, tmp_path: Path, cli: Cli) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(baked, tree)
     for name in modules(copy(tmp_path / "new", "2.14.0")):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tmp_path / "new" / name, tree / name)
-    assert run(capsys, "bake", "--te", tree)[0] == 1
-    assert run(capsys, "bake", "--undo", "--te", tree)[0] == 0
+    assert cli("bake", "--te", tree)[0] == 1
+    assert cli("bake", "--undo", "--te", tree)[0] == 0
     assert (tree / GRAPH).read_bytes() == (source("2.14.0") / GRAPH).read_bytes()
-    assert run(capsys, "bake", "--te", tree)[0] == 0
+    assert cli("bake", "--te", tree)[0] == 0
 
 
-def test_every_added_module_has_a_stamp(baked: Path) -> None:
-    added = [*(baked / "transformer_engine/pytorch").glob("_te_*.py")]
-    assert added
-    assert all("\n# Corrected on disk by te-graph-fixes " in path.read_text() for path in added)
-
-
-def test_an_interrupted_bake_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_bake_is_said(tmp_path: Path, cli: Cli) -> None:
     tree, decision = tmp_path, small(tmp_path)
     before = content(tree)
     replaced = itertools.count()
@@ -428,17 +411,17 @@ def test_an_interrupted_bake_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(RuntimeError, match="was interrupted"):
         exec((tree / bake.INIT).read_text())
     assert "was interrupted" in verdicts(Source.at(tree))["warmup-reset"].reason
-    assert run(capsys, "bake", "--undo", "--te", tree)[::2] == (
+    assert cli("bake", "--undo", "--te", tree)[::2] == (
         0,
         "te-graph-fixes: took back what an interrupted command had left\n",
     )
     assert content(tree) == before
 
 
-def test_an_overlay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
     tree, folder = copy(tmp_path / "image"), tmp_path / "overlay"
     before = content(tree)
-    status, out, _ = run(capsys, "bake", "--te", tree, "--overlay", folder)
+    status, out, _ = cli("bake", "--te", tree, "--overlay", folder)
     assert status == 0
     assert content(tree) == before
     manifest = json.loads((folder / "MANIFEST.json").read_text())
@@ -452,20 +435,20 @@ def test_an_overlay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert mount in f"{out.replace(chr(10), ',')}", mount
         assert f"mountPath: {tree / each['path']}, subPath: {each['path']}, readOnly" in out
 
-    status, _, err = run(capsys, "status", "--te", tree, "--overlay", folder)
+    status, _, err = cli("status", "--te", tree, "--overlay", folder)
     assert status == 1
     files = len(manifest["files"])
     assert re.fullmatch(rf"{files} of {files} files are not mounted, first {tree}/\S+: mount what .*\n", err)
     for each in manifest["files"]:
         shutil.copy(folder / each["path"], tree / each["path"])
-    assert run(capsys, "status", "--te", tree, "--overlay", folder)[0] == 0
+    assert cli("status", "--te", tree, "--overlay", folder)[0] == 0
     found = verdicts(Source.at(tree))
     assert {verdict.verdict for verdict in found.values()} <= {NOT_NEEDED, "not-applicable"}
     change(tree / GRAPH, "import", "import os,")
-    assert "neither the overlay's nor" in run(capsys, "status", "--te", tree, "--overlay", folder)[2]
-    assert run(capsys, "status", "--te", source("2.14.0"), "--overlay", folder)[0] == 1
-    assert "the overlay is for 2.12.0" in run(capsys, "status", "--te", source("2.14.0"), "--overlay", folder)[2]
+    assert "neither the overlay's nor" in cli("status", "--te", tree, "--overlay", folder)[2]
+    assert cli("status", "--te", source("2.14.0"), "--overlay", folder)[0] == 1
+    assert "the overlay is for 2.12.0" in cli("status", "--te", source("2.14.0"), "--overlay", folder)[2]
     missing = f"te-graph-fixes: no overlay in {tmp_path}: MANIFEST.json: No such file or directory\n"
-    assert run(capsys, "status", "--te", tree, "--overlay", tmp_path)[2] == missing
-    assert "is not empty" in run(capsys, "bake", "--te", source("2.12.0"), "--overlay", tmp_path)[2]
-    assert run(capsys, "bake", "--te", source("2.12.0"), "--overlay", folder)[0] == 0
+    assert cli("status", "--te", tree, "--overlay", tmp_path)[2] == missing
+    assert "is not empty" in cli("bake", "--te", source("2.12.0"), "--overlay", tmp_path)[2]
+    assert cli("bake", "--te", source("2.12.0"), "--overlay", folder)[0] == 0

@@ -18,9 +18,8 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 from tests.check_breakage import DEFECTS, edits
-from tests.child import on_simulator, python, simulate
+from tests.child import ROOT, on_simulator, python, simulate
 
-ROOT = Path(__file__).parent.parent
 PATIENCE = 60
 """Seconds that rank 0 waits for the others at its end."""
 PROGRAM = "tests/check_training.py"

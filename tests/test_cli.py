@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import te_graph_fixes
-from te_graph_fixes import answers, cli
-from te_graph_fixes.cli import main
+from te_graph_fixes import answers
+from te_graph_fixes.cli import COMMANDS, main
 from te_graph_fixes.engine import patched
 from te_graph_fixes.fix import APPLICABLE, GROUPS
 from te_graph_fixes.fixes import CATALOGUE
@@ -24,14 +23,8 @@ from te_graph_fixes.source import Source
 from te_graph_fixes.stamp import above, of_text
 from te_graph_fixes.verdicts import verdicts, with_required
 from tests import newest
+from tests.child import ROOT, Cli, python
 from tests.published import COVERED, needed, source
-
-ROOT = Path(__file__).parent.parent
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    status = main([str(argument) for argument in arguments])
-    return (status, *capsys.readouterr())
 
 
 def copy_of(root: Path, folder: Path) -> Path:
@@ -66,13 +59,11 @@ RENAMED = "def _make_graphed_callables(", "def _renamed("
     [(b"\n", b"\r\n"), (b"    if is_training:\n", b"    if is_training:  # form\x0cfeed\n"), (b"\n", b"\n\x0c\n")],
     ids=["carriage returns", "form feed in a line", "form feeds on lines of their own"],
 )
-def test_a_diff_fits_whatever_breaks_the_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bytes, new: bytes
-) -> None:
+def test_a_diff_fits_whatever_breaks_the_lines(tmp_path: Path, cli: Cli, old: bytes, new: bytes) -> None:
     tree = altered(tmp_path, "2.12.0")
     graph = tree / "transformer_engine" / "pytorch" / "graph.py"
     graph.write_bytes(graph.read_bytes().replace(old, new))
-    status, out, _ = run(capsys, "diff", "--source", tree)
+    status, out, _ = cli("diff", "--source", tree)
     assert status == 0
     texts = dict(written(tree))
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=out.encode(), cwd=tree, check=True, capture_output=True)
@@ -94,8 +85,8 @@ def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.12.0", "2.15.0", COVERED[-1]])
-def test_status_as_text(version: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "status", "--source", source(version))
+def test_status_as_text(version: str, cli: Cli) -> None:
+    status, out, _ = cli("status", "--source", source(version))
     assert status == 0
     count = len(needed(version))
     first, second, *_ = out.splitlines()
@@ -106,7 +97,7 @@ def test_status_as_text(version: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert listed(out) == affected
     groups = [line for line in out.splitlines()[2:] if line and not line.startswith(" ")]
     assert groups == [group for group in GROUPS if any(CATALOGUE[fix].group == group for fix in affected)]
-    more = listed(run(capsys, "status", "--all", "--source", source(version))[1])
+    more = listed(cli("status", "--all", "--source", source(version))[1])
     assert set(more) == set(CATALOGUE)
     assert all(more[fix].startswith(("not-needed: ", "not-applicable: ")) for fix in set(CATALOGUE) - set(affected))
 
@@ -116,17 +107,17 @@ def listed(out: str) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in out.splitlines() if line.startswith("  "))
 
 
-def test_a_container_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_container_is_named(cli: Cli, tmp_path: Path) -> None:
     tree = altered(tmp_path, "2.14.0", says="2.14.0+71bbefbf")
-    assert run(capsys, "status", "--source", tree)[1].startswith("TransformerEngine 2.14.0+71bbefbf (NeMo 26.04): ")
+    assert cli("status", "--source", tree)[1].startswith("TransformerEngine 2.14.0+71bbefbf (NeMo 26.04): ")
 
 
 @pytest.mark.parametrize(
     "fix", ["warmup-reset", "leaf-grad-lifetime", "skip-flag-accessors", "replay-arguments", "stale-fp8-weights"]
 )
-def test_a_fix_is_explained(fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fix_is_explained(fix: str, cli: Cli) -> None:
     version = next(version for version in reversed(COVERED) if fix in needed(version))
-    status, out, err = run(capsys, "explain", fix, "--source", source(version))
+    status, out, err = cli("explain", fix, "--source", source(version))
     assert (status, err) == (0, "")
     record = CATALOGUE[fix]
     assert out.startswith(f"{fix} ({record.group}): {record.summary}\n\nsymptom    {record.symptom}\n")
@@ -153,18 +144,16 @@ def test_an_explanation_is_for_users(fix: str) -> None:
     assert not re.search(r"``|docs/|shipped/|^Symptom|^Upstream:", account, re.MULTILINE)
 
 
-def test_a_fix_of_a_baked_te_is_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fix_of_a_baked_te_is_explained(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = altered(tmp_path, "2.12.0")
-    assert run(capsys, "bake", "--source", tree)[0] == 0
-    out = run(capsys, "explain", "warmup-reset", "--source", tree)[1]
+    assert cli("bake", "--source", tree)[0] == 0
+    out = cli("explain", "warmup-reset", "--source", tree)[1]
     assert f"\nleave out  te-graph-fixes bake --undo --source {tree}, then bake with {DISABLE}=warmup-reset\n" in out
     assert "\nchange " not in out
 
 
-def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "status", "--json", "--source", source("2.15.0"))
+def test_status_as_json(cli: Cli) -> None:
+    status, out, _ = cli("status", "--json", "--source", source("2.15.0"))
     found = json.loads(out)
     assert status == 0
     assert (found["te_version"], found["source"]) == ("2.15.0", f"{source('2.15.0')}/transformer_engine")
@@ -177,16 +166,16 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_the_source_decides_against_the_version(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_source_decides_against_the_version(cli: Cli, tmp_path: Path) -> None:
     tree = altered(tmp_path, "2.15.0", says="2.17.0+vendor")
-    found = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"]["grouped-linear-skip-flag"]
+    found = json.loads(cli("status", "--json", "--source", tree)[1])["fixes"]["grouped-linear-skip-flag"]
     assert (found["verdict"], found["expected"]) == ("applicable", "not-needed")
     assert "(the published 2.17.0 does not have this defect)" in found["reason"]
 
 
-def test_a_source_that_is_not_recognised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_source_that_is_not_recognised(cli: Cli, tmp_path: Path) -> None:
     tree = altered(tmp_path, "2.12.0", *RENAMED)
-    status, out, _ = run(capsys, "status", "--source", tree)
+    status, out, _ = cli("status", "--source", tree)
     assert status == 1
     answered = r"\d+ of \d+ known defects; all \d+ can be corrected; \d+ more may be there. Next: te-graph-fixes issue "
     assert re.search(answered, out)
@@ -205,45 +194,45 @@ def test_a_source_that_is_not_recognised(capsys: pytest.CaptureFixture[str], tmp
     ],
 )
 def test_what_the_settings_leave_out_is_still_a_defect(
-    variable: str, value: str, answered: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, answered: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    status, out, _ = run(capsys, "status", "--source", source("2.12.0"))
+    status, out, _ = cli("status", "--source", source("2.12.0"))
     assert status == 0
     assert re.match(rf"TransformerEngine 2.12.0: {len(needed('2.12.0'))} of \d+ known defects; {answered}", out)
     assert set(listed(out)) == set(needed("2.12.0"))
 
 
-def test_a_te_that_is_too_old_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_te_that_is_too_old_is_refused_in_one_line(cli: Cli) -> None:
     reason = "because version 2.9.0 is older than 2.10, the oldest that is tested: upgrade it, or switch graphs off"
-    status, out, _ = run(capsys, "status", "--source", source("2.9.0"))
+    status, out, _ = cli("status", "--source", source("2.9.0"))
     assert (status, len(out.splitlines())) == (1, 2)
     assert out.startswith(f"TransformerEngine 2.9.0: nothing is applied, {reason}\n")
-    assert run(capsys, "bake", "--source", source("2.9.0")) == (
+    assert cli("bake", "--source", source("2.9.0")) == (
         1,
         "",
         f"te-graph-fixes: nothing was changed, {reason}\n",
     )
 
 
-def test_a_source_whose_corrected_text_does_not_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_source_whose_corrected_text_does_not_compile(cli: Cli, tmp_path: Path) -> None:
     tree = altered(tmp_path, "2.12.0")
     path = tree / "transformer_engine" / "pytorch" / "graph.py"
     path.write_text("".join(re.sub("^ +", tabs, line) for line in path.read_text().splitlines(keepends=True)))
     compile(path.read_text(), "graph.py", "exec")
-    status, out, _ = run(capsys, "status", "--json", "--source", tree)
+    status, out, _ = cli("status", "--json", "--source", tree)
     words = {fix: found["verdict"] for fix, found in json.loads(out)["fixes"].items()}
     assert status == 1
     unbuildable = [fix for fix, word in words.items() if word == "unrecognized"]
     assert "delayed-wgrad-delivery" in unbuildable
     assert words["grouped-linear-skip-flag"] == "applicable"
-    status, out, err = run(capsys, "diff", "--source", tree)
+    status, out, err = cli("diff", "--source", tree)
     assert status == 1
     refused = [line for line in err.splitlines() if " cannot be applied: " in line]
     assert all(any(fix in line for line in refused) for fix in unbuildable)
     subprocess.run(["git", "apply", "-p1", "-"], input=out, text=True, cwd=tree, check=True)
     compile(path.read_text(), "graph.py", "exec")
-    again = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"].values()
+    again = json.loads(cli("status", "--json", "--source", tree)[1])["fixes"].values()
     assert APPLICABLE not in {found["verdict"] for found in again}
 
 
@@ -252,31 +241,31 @@ def tabs(indent: re.Match[str]) -> str:
 
 
 def test_status_leaves_out_what_the_settings_leave_out(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = altered(tmp_path, "2.12.0", "skip_fp8_weight_update", "another_name", "module/grouped_linear.py")
-    found = json.loads(run(capsys, "status", "--json", "--source", tree)[1])["fixes"]
+    found = json.loads(cli("status", "--json", "--source", tree)[1])["fixes"]
     unknown = {fix for fix, record in found.items() if record["verdict"] == "unrecognized"}
     assert "grouped-linear-skip-flag" in unknown
     assert "warmup-reset" in unknown
     assert found["warmup-reset"]["reason"].startswith("it requires grouped-linear-skip-flag, which is unrecognized")
-    assert run(capsys, "status", "--source", tree)[0] == run(capsys, "diff", "--source", tree)[0] == 1
+    assert cli("status", "--source", tree)[0] == cli("diff", "--source", tree)[0] == 1
     monkeypatch.setenv(DISABLE, ",".join(unknown))
-    status, out, _ = run(capsys, "status", "--json", "--source", tree)
-    assert status == run(capsys, "diff", "--source", tree)[0] == 0
+    status, out, _ = cli("status", "--json", "--source", tree)
+    assert status == cli("diff", "--source", tree)[0] == 0
     assert {fix for fix, record in json.loads(out)["fixes"].items() if record["verdict"] == "disabled"} == unknown
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv(SWITCH, "warmup-reset")
-    status, _, err = run(capsys, "status", "--source", source("2.12.0"))
+    status, _, err = cli("status", "--source", source("2.12.0"))
     assert status == 2
     assert err.endswith("; write grouped-linear-skip-flag,param-grad-lifetime,stale-fp8-weights,warmup-reset\n")
     monkeypatch.setenv(SWITCH, err.split()[-1])
-    assert run(capsys, "status", "--source", source("2.12.0"))[0] == 0
+    assert cli("status", "--source", source("2.12.0"))[0] == 0
 
 
-def test_the_package_folder_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_folder_itself(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source("2.12.0") / "transformer_engine")
-    here, there = (run(capsys, "status", "--source", each) for each in (".", source("2.12.0")))
+    here, there = (cli("status", "--source", each) for each in (".", source("2.12.0")))
     assert (here[0], here[1].splitlines()[1:]) == (there[0], there[1].splitlines()[1:])
 
 
@@ -299,44 +288,33 @@ def test_output_that_cannot_be_written(command: str) -> None:
         assert "Error" not in process.stderr.read()
 
 
-def test_a_bad_setting_is_said_where_it_counts() -> None:
-    environment = {**os.environ, SWITCH: "wormup-reset"}
-    for command, status in (("list", 0), ("--version", 0), ("status", 2), ("diff", 2), ("run true", 2)):
-        done = subprocess.run(
-            [sys.executable, "-m", "te_graph_fixes", *command.split()],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == status, command
-        assert ("TE_GRAPH_FIXES: unknown fix wormup-reset; did you mean warmup-reset? valid: " in done.stderr) == bool(
-            status
-        )
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("command", ["list", "--version", "status", "diff", "run true"])
+def test_a_bad_setting_is_said_where_it_counts(command: str) -> None:
+    done = python("-m", "te_graph_fixes", *command.split(), **{SWITCH: "wormup-reset"})
+    counts = command not in ("list", "--version")
+    assert done.returncode == 2 * counts
+    assert ("TE_GRAPH_FIXES: unknown fix wormup-reset; did you mean warmup-reset? valid: " in done.stderr) == counts
+    assert "Traceback" not in done.stderr
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"te-graph-fixes {te_graph_fixes.__version__}\n"
-    status = json.loads(run(capsys, "status", "--json", "--source", source("2.12.0"))[1])
+    status = json.loads(cli("status", "--json", "--source", source("2.12.0"))[1])
     assert status["te_graph_fixes_version"] == te_graph_fixes.__version__
 
 
-def test_what_a_report_needs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_report_needs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = altered(tmp_path, "2.12.0", *RENAMED)
-    monkeypatch.setattr(cli, "issues", lambda: "")
-    status, out, err = run(capsys, "issue", "--source", tree)
+    monkeypatch.setattr("te_graph_fixes.cli.issues", lambda: "")
+    status, out, err = cli("issue", "--source", tree)
     assert (status, err) == (0, "te-graph-fixes: send it to whoever gave you the package\n")
     assert out.startswith(f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine 2.12.0\nPython 3.")
     assert "\nbackward-dw-order: unrecognized" in out
     assert "looked for one definition of _make_graphed_callables in transformer_engine/pytorch/graph.py" in out
     assert str(tmp_path) not in out
-    published = set(run(capsys, "issue", "--source", source("2.12.0"))[1].splitlines())
+    published = set(cli("issue", "--source", source("2.12.0"))[1].splitlines())
     new = [line.split()[1] for line in out.splitlines() if line.endswith(".py") and line not in published]
     assert new == ["transformer_engine/pytorch/graph.py"]
 
@@ -349,8 +327,8 @@ def test_a_te_that_is_not_as_expected(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "! skip-flag-accessors" not in capsys.readouterr().out
 
 
-def test_diff_of_one_fix(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, "diff", "--source", source("2.15.0"), "skip-flag-accessors")
+def test_diff_of_one_fix(cli: Cli) -> None:
+    status, out, err = cli("diff", "--source", source("2.15.0"), "skip-flag-accessors")
     assert (status, err) == (0, "")
     assert out.startswith(
         "--- a/transformer_engine/pytorch/quantization.py\n+++ b/transformer_engine/pytorch/quantization.py\n"
@@ -360,8 +338,8 @@ def test_diff_of_one_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("def " in line for line in changed) == 2
 
 
-def test_list_has_every_fix(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "list")
+def test_list_has_every_fix(cli: Cli) -> None:
+    status, out, _ = cli("list")
     assert status == 0
     for fix in CATALOGUE.values():
         assert f"  {fix.id}: {fix.symptom}\n    TransformerEngine {fix.versions}; " in out
@@ -391,12 +369,12 @@ UNKNOWN = "unknown fix wormup-reset; did you mean warmup-reset? valid: see te-gr
     ],
 )
 def test_what_is_said_in_place_of_output(
-    command: str, status: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, status: int, said: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if status == 0:
         monkeypatch.setenv(SWITCH, "off")
     words = [str(source(word)) if word[:2] == "2." else word for word in shlex.split(command)]
-    found = run(capsys, *words)
+    found = cli(*words)
     assert found[:2] == (status, "")
     assert said in found[2]
     assert found[2].startswith("te-graph-fixes: ")
@@ -408,11 +386,9 @@ def test_the_usage_is_said_where_something_is_missing(arguments: list[str]) -> N
         main(arguments)
 
 
-@pytest.mark.parametrize("command", [*cli.COMMANDS])
+@pytest.mark.parametrize("command", [*COMMANDS])
 def test_each_command_has_help(command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "te_graph_fixes", command, "-h"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = python("-m", "te_graph_fixes", command, "-h")
     assert re.search(r"^exit status: .*\d", done.stdout, re.MULTILINE)
     assert f"\nexample: te-graph-fixes {command}" in done.stdout
 
