@@ -83,28 +83,30 @@ def _section(title: str, lines: dict[str, str]) -> Iterator[str]:
 
 def explain(fix: Fix, decision: Decision | None, changed: int, where: str) -> Iterator[str]:
     """The lines of ``explain``; ``changed`` is the number of lines that change in the TE of ``decision``."""
-    yield f"{fix.id} ({fix.group}): {fix.summary}\n"
-    yield f"symptom    {fix.symptom}"
-    yield f"affected   {fix.users}"
-    yield f"versions   TransformerEngine {fix.versions}"
-    baked = False
-    if decision:
-        found = decision.decisions[fix.id]
-        baked = found.stamped
+    found = decision and decision.decisions[fix.id]
+    undo = f"te-graph-fixes bake --undo{where}, then bake with " if found and found.stamped else ""
+    rows = {
+        "symptom": fix.symptom,
+        "affected": fix.users,
+        "versions": f"TransformerEngine {fix.versions}",
+        "here": "",
+        "cost": fix.cost,
+        "leave out": f"{undo}{DISABLE}={fix.id}",
+        "requires": ", ".join(fix.requires),
+        "upstream": upstream(fix),
+        "change": "",
+    }
+    if decision and found:
         word = "it has this defect" if found.verdict == APPLICABLE else found.verdict
-        yield f"here       {name_of(decision.version)}: {word}: {decision.reason(fix.id)}"
-    yield f"cost       {fix.cost}"
-    dependent = [other for other in CATALOGUE if fix.id in with_required(other) - {other}]
-    yield f"leave out  {f'te-graph-fixes bake --undo{where}, then bake with ' * baked}{DISABLE}={fix.id}"
-    if dependent:
-        yield f"           also leaves out {', '.join(dependent)}: wrong without it"
-    if fix.requires:
-        yield f"requires   {', '.join(fix.requires)}"
-    yield f"upstream   {upstream(fix)}"
+        rows["here"] = f"{name_of(decision.version)}: {word}: {decision.reason(fix.id)}"
+    if dependent := [other for other in CATALOGUE if fix.id in with_required(other) - {other}]:
+        rows["leave out"] += f"\n{'':11}also leaves out {', '.join(dependent)}: wrong without it"
     if changed:
         names = sorted(with_required(fix.id))
         size = f"{changed} lines{' with what it requires' * (len(names) > 1)}"
-        yield f"change     {size}: te-graph-fixes diff {' '.join(names)}{where}"
+        rows["change"] = f"{size}: te-graph-fixes diff {' '.join(names)}{where}"
+    yield f"{fix.id} ({fix.group}): {fix.summary}\n"
+    yield from (f"{name:10} {text}" for name, text in rows.items() if text)
     yield f"\n{_account(fix)}\n\nThe change, in TE's own lines:\n{_patch(fix)}"
 
 

@@ -258,10 +258,7 @@ def _keep(path: Path, place: Path) -> None:
 def _write(path: Path, data: bytes, like: Path) -> None:
     """A new file with the permissions and the owner of another."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
     shutil.copymode(like, path)
     _own(path, like)
 

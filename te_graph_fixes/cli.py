@@ -18,22 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__, answers
-from .bake import (
-    KEPT,
-    BakeError,
-    Corrected,
-    corrected,
-    differences,
-    in_place,
-    locked,
-    module_path,
-    mounts,
-    overlay,
-    require_whole,
-    roll_back,
-    undo,
-)
+from . import __version__, answers, bake
+from .bake import BakeError, Corrected, corrected, module_path
 from .engine import EngineError
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
@@ -131,7 +117,7 @@ def _fail(status: int, message: object) -> int:
 )
 def _status(options: argparse.Namespace) -> int:
     if options.overlay:
-        wrong = differences(_source(options), Path(options.overlay))
+        wrong = bake.differences(_source(options), Path(options.overlay))
         for line in wrong:
             print(line, file=sys.stderr)
         if not wrong:
@@ -233,17 +219,17 @@ def _bake(options: argparse.Namespace) -> int:
     if options.overlay:
         return _overlay(_decision(options, Settings.read()), Path(os.path.abspath(options.overlay)))
     location = Path(_source(options).location)
-    with locked(location):
-        interrupted = roll_back(location)
+    with bake.locked(location):
+        interrupted = bake.roll_back(location)
         if interrupted:
             _note("took back what an interrupted command had left")
         if options.undo:
-            if not interrupted or (location / KEPT).exists():
-                print(f"{len(undo(location))} files of {location} are as they were before the bake")
+            if not interrupted or (location / bake.KEPT).exists():
+                print(f"{len(bake.undo(location))} files of {location} are as they were before the bake")
             return 0
         decision = _decision(options, Settings.read())
-        require_whole(decision)
-        changed = in_place(decision)
+        bake.require_whole(decision)
+        changed = bake.in_place(decision)
     if changed:
         left = f" ({len(decision.left_out)} are left out by {chosen_by()})" if decision.left_out else ""
         print(
@@ -256,11 +242,11 @@ def _bake(options: argparse.Namespace) -> int:
 
 
 def _overlay(decision: Decision, folder: Path) -> int:
-    require_whole(decision)
+    bake.require_whole(decision)
     if not decision.to_apply:
         raise BakeError("there is nothing to correct, so there is no overlay to make")
-    manifest = overlay(decision, folder)
-    print(mounts(folder, manifest))
+    manifest = bake.overlay(decision, folder)
+    print(bake.mounts(folder, manifest))
     _note(
         f"{len(manifest['files'])} files with {len(decision.to_apply)} fixes are in {folder}. "
         f"In the container: te-graph-fixes status --overlay {folder}"

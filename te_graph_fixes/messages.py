@@ -30,10 +30,9 @@ def problem_summary(report: Report, early: int) -> str:
 
     ``early`` is the number of graphs that were captured before.
     """
-    bad = {fix_id: status.reason for fix_id, status in report.fixes.items() if status.status in _BAD}
+    bad = report.having(*_BAD)
     if len(bad) > _NAMED:
-        needed = sum(status.status in (*_BAD, "applied") for status in report.fixes.values())
-        said = [f"{len(bad)} of {needed} fixes that are needed cannot be applied"]
+        said = [f"{len(bad)} of {len(report.having(*_BAD, 'applied'))} fixes that are needed cannot be applied"]
     else:
         said = [f"{fixes} cannot be applied: {reason}" for reason, fixes in _groups(bad).items()]
     if early:
@@ -64,12 +63,13 @@ def warn(text: str) -> None:
 
 def announce(report: Report, verbose: bool | None) -> None:
     """Say once what was applied: to a log that takes it, or else on stderr; unless ``verbose``, on the first rank."""
-    words = _groups({fix_id: status.status for fix_id, status in report.fixes.items()})
     text = _in_short(report)
     if verbose:
+        words = _groups({fix_id: status.status for fix_id, status in report.fixes.items()})
         text += f" ({'; '.join(f'{word}: {ids}' for word, ids in sorted(words.items()))})"
     text = "; ".join([text, *report.said_of_copies()])
-    if text in _said or not (rank() in (None, "0") and set(words) != {"disabled"} if verbose is None else verbose):
+    is_on = len(report.having("disabled")) < len(report.fixes)
+    if text in _said or not (rank() in (None, "0") and is_on if verbose is None else verbose):
         return
     _said.add(text)
     if verbose is None and _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers():
@@ -81,19 +81,15 @@ def announce(report: Report, verbose: bool | None) -> None:
 
 def _in_short(report: Report) -> str:
     """How many fixes are applied, or why none is, and which are missing."""
-    ids: dict[str, list[str]] = {}
-    for fix_id, status in report.fixes.items():
-        ids.setdefault(status.status, []).append(fix_id)
-    count = len(ids.get("applied", ()))
-    on_disk = [status.reason for status in report.fixes.values() if status.reason.startswith("corrected on disk")]
+    count = len(report.having("applied"))
+    on_disk = [reason for reason in report.having("not-needed").values() if reason.startswith("corrected on disk")]
     if count:
         text = f"{count} fix{'es' * (count > 1)} applied to TransformerEngine {_version(report)}"
     elif on_disk:
         text = f"TransformerEngine {_version(report)} has {len(on_disk)} fixes, {on_disk[0]}"
     else:
         text = f"no fix applied to TransformerEngine {_version(report)}"
-    missing = [fix_id for word in _BAD for fix_id in ids.get(word, ())]
-    for word, names in (("missing", missing), ("left out", ids.get("disabled"))):
+    for word, names in (("missing", report.having(*_BAD)), ("left out", report.having("disabled"))):
         text += f"; {word}: {', '.join(names) if len(names) <= _NAMED else len(names)}" if names else ""
     return text
 

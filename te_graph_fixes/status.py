@@ -70,6 +70,10 @@ class Report:
         """A sentence for each copy of TransformerEngine's graphs."""
         return [f"{name} is a copy of TransformerEngine's graph.py: no fix reaches its graphs" for name in self.copies]
 
+    def having(self, *statuses: str) -> dict[str, str]:
+        """The fixes with one of these statuses, each with its reason."""
+        return {fix_id: each.reason for fix_id, each in self.fixes.items() if each.status in statuses}
+
     def as_dict(self) -> dict[str, Any]:
         """The same as plain dicts and lists, ready for JSON."""
         return {

@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,15 +73,6 @@ class Place(NamedTuple):
     parameter: torch.Tensor | None = None  # of which this is the ``.grad``
 
 
-class Subject(Protocol):
-    """A module that is checked: its parameters by name, the number of its step, and what a check holds of it."""
-
-    module: torch.nn.Module
-    parameters: dict[str, Any]
-    step: int
-    own: dict[Any, Any]
-
-
 class Check:
     """The check of this process: whose turn it is, what has been compared, and the report of it."""
 
@@ -93,7 +84,7 @@ class Check:
         self.numbers = itertools.count()  # of callables
         self.finished = False
         self._options, self._step = options, 0
-        self._seen: dict[Subject, list[int]] = {}
+        self._seen: dict[Any, list[int]] = {}
         self._pending: list[tuple[Place, str, torch.Tensor | bool, torch.Tensor | float]] = []
         self._noise: defaultdict[str, float] = defaultdict(float)
         self._said: set[object] = set()
@@ -102,7 +93,7 @@ class Check:
         self._hook = register_optimizer_step_post_hook(lambda *_: self._seen.clear())
         atexit.register(self.finish)
 
-    def enter(self, twin: Subject, first: bool | None) -> bool:
+    def enter(self, twin: Any, first: bool | None) -> bool:
         """Count the steps of ``twin``, of which a callable is called; whether it is to be compared."""
         twin.step += int(self._begins_step(twin, first) or not twin.module.training)
         if twin.step > self._step:
@@ -112,9 +103,9 @@ class Check:
         before, last = self.twins.index(twin) // layers * steps, -(-len(self.twins) // layers) * steps
         if self._step > last + 1 or all(other.step > last for other in self.twins):
             self.finish()
-        return before < twin.step <= before + steps
+        return bool(before < twin.step <= before + steps)
 
-    def _begins_step(self, twin: Subject, first: bool | None) -> bool:
+    def _begins_step(self, twin: Any, first: bool | None) -> bool:
         """Whether this is its first microbatch: as its caller says, or parameters were written into or lost a grad."""
         parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
         now = [2 * parameter._version + (parameter.grad is None) for parameter in parameters]
@@ -179,9 +170,8 @@ class Check:
     @functools.cached_property
     def _open(self) -> list[Fix]:
         """The fixes that this TransformerEngine needs, and that are not applied."""
-        found, status = verdicts(Source.installed()), report().fixes
-        needed = [fix for fix, verdict in found.items() if verdict.verdict == APPLICABLE]
-        return [CATALOGUE[fix] for fix in needed if status[fix].status != "applied"]
+        needed = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE]
+        return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
 
     def finish(self) -> Check:
         """The check is over: let go of everything. Rank 0 reports for the job, once all ranks are here."""

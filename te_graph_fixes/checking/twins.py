@@ -14,8 +14,8 @@ import inspect
 import itertools
 import queue
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -285,50 +285,39 @@ class Twin:
 
     def _become(self, stack: ExitStack, run: Run) -> dict[torch.Tensor, Any]:
         """Be the module, as it was at the beginning of ``run``, until ``stack`` puts all back. Gives its parameters."""
-        stack.enter_context(self._kept_state())
-        stack.enter_context(self._autocasts())
-        stack.enter_context(_as_in_a_capture_of_megatron())
-        stack.enter_context(_without_saved_tensor_hooks())
+        self._keep_state(stack)
+        self._enter_autocasts(stack)
+        _enter_capture_of_megatron(stack)
+        hooks: Any = torch._C._autograd  # those of a checkpoint around count what is saved
+        while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+            hooks._pop_saved_tensors_default_hooks()
+            stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
         aliases = {parameter: _alias(parameter) for parameter in self.parameters.values()}
-        stack.enter_context(self._exchanged(run, aliases))
+        for module in self.own:
+            stack.callback(object.__setattr__, module, "__dict__", vars(module))
+            object.__setattr__(module, "__dict__", self._dictionary(module, run, aliases))
         for put, value in run.state:
             put(value)
         return aliases
 
-    @contextmanager
-    def _kept_state(self) -> Iterator[None]:
+    def _keep_state(self, stack: ExitStack) -> None:
         """Put back random states and the FP8 state: another recipe has amax histories of another length."""
-        with ExitStack() as stack:
-            for put, value in self.state():
-                stack.callback(put, value)
-            for part in self.scaling().values():
-                stack.callback(part.__dict__.update, dict(part.__dict__))
-            for name, value in list(vars(Manager).items()):
-                if not name.startswith("__") and not isinstance(value, (classmethod, staticmethod)):
-                    stack.callback(setattr, Manager, name, value)
-            yield
+        for put, value in self.state():
+            stack.callback(put, value)
+        for part in self.scaling().values():
+            stack.callback(part.__dict__.update, dict(part.__dict__))
+        for name, value in list(vars(Manager).items()):
+            if not name.startswith("__") and not isinstance(value, (classmethod, staticmethod)):
+                stack.callback(setattr, Manager, name, value)
 
-    @contextmanager
-    def _autocasts(self) -> Iterator[None]:
+    def _enter_autocasts(self, stack: ExitStack) -> None:
         """Those of the graphs, inside one whose first module is none of ours: it would update scales."""
         group = Manager.get_fp8_group()
         Manager.reset()
-        with autocast(enabled=False):
-            Manager.is_first_fp8_module()
-            with (
-                autocast(enabled=self.enabled, recipe=self._recipe, amax_reduction_group=group),
-                torch.autocast("cuda", *self._torch_autocast, cache_enabled=False),
-            ):
-                yield
-
-    @contextmanager
-    def _exchanged(self, run: Run, aliases: dict[torch.Tensor, Any]) -> Iterator[None]:
-        """Exchange what the module and its submodules hold."""
-        with ExitStack() as stack:
-            for module in self.own:
-                stack.callback(object.__setattr__, module, "__dict__", vars(module))
-                object.__setattr__(module, "__dict__", self._dictionary(module, run, aliases))
-            yield
+        stack.enter_context(autocast(enabled=False))
+        Manager.is_first_fp8_module()
+        stack.enter_context(autocast(enabled=self.enabled, recipe=self._recipe, amax_reduction_group=group))
+        stack.enter_context(torch.autocast("cuda", *self._torch_autocast, cache_enabled=False))
 
     def _dictionary(self, each: Module, run: Run, aliases: dict[torch.Tensor, Any]) -> Values:
         """What takes the place of the ``__dict__`` of a submodule."""
@@ -346,29 +335,12 @@ class Twin:
         return merged
 
 
-@contextmanager
-def _as_in_a_capture_of_megatron() -> Iterator[None]:
+def _enter_capture_of_megatron(stack: ExitStack) -> None:
     """What a Megatron layer runs only in a capture may be a part of it."""
     megatron: Any = sys.modules.get("megatron.core.transformer.cuda_graphs")
-    if not hasattr(megatron, "_IS_GRAPH_CAPTURING"):
-        yield
-        return
-    before, megatron._IS_GRAPH_CAPTURING = megatron._IS_GRAPH_CAPTURING, True
-    try:
-        yield
-    finally:
-        megatron._IS_GRAPH_CAPTURING = before
-
-
-@contextmanager
-def _without_saved_tensor_hooks() -> Iterator[None]:
-    """Those of a checkpoint around count what is saved."""
-    hooks: Any = torch._C._autograd
-    with ExitStack() as stack:
-        while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
-            hooks._pop_saved_tensors_default_hooks()
-            stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
-        yield
+    if hasattr(megatron, "_IS_GRAPH_CAPTURING"):
+        stack.callback(setattr, megatron, "_IS_GRAPH_CAPTURING", megatron._IS_GRAPH_CAPTURING)
+        megatron._IS_GRAPH_CAPTURING = True
 
 
 def _outputs(outputs: list[Any]) -> Values:

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         last = bool(damaged and not broken)
         seconds = round(time.perf_counter() - start, 3)
         report = te_graph_fixes.report()
-        applied = [fix_id for fix_id, status in report.fixes.items() if status.status == "applied"]
+        applied = [*report.having("applied")]
         about = {"case": case.name, "last": last, "te": report.te_version, "applied": applied, "seconds": seconds}
         print(json.dumps({**about, **result}), file=results)
         if last:

@@ -7,10 +7,10 @@ import ctypes
 import json
 import math
 import os
+import select
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,12 +98,16 @@ class Row:
     @property
     def skipped(self) -> bool:
         """Whether this GPU or this TE lacks what the case needs, which the fixes cannot change."""
-        return self.with_fixes.outcome == (self.without or self.with_fixes).outcome == "skipped"
+        return {each.outcome for each in self._outcomes} == {"skipped"}
 
     @property
     def unable(self) -> bool:
         """Whether this TE does not have what the case imports, with the fixes as without."""
-        return self.with_fixes.outcome == (self.without or self.with_fixes).outcome == "unable"
+        return {each.outcome for each in self._outcomes} == {"unable"}
+
+    @property
+    def _outcomes(self) -> list[Outcome]:
+        return [each for each in (self.with_fixes, self.without) if each]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -137,25 +141,15 @@ class Child:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        late = threading.Event()
-
-        def kill() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(limit, kill)
-        timer.start()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # then it has ended, and there is nothing to be read
             print(case.to_json(), file=process.stdin, flush=True)
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            timer.cancel()
+        ready, _, _ = select.select([process.stdout], [], [], limit)
+        if not ready:
+            self._end()
+            return Outcome("unmeasured", detail=f"no result in {limit:g} s")
+        line = process.stdout.readline()
         if not line:
             self._end()
-            if late.is_set():
-                return Outcome("unmeasured", detail=f"no result in {limit:g} s")
             return Outcome("failed", detail=f"the process ended with status {process.returncode}: {self._last_words()}")
         found = json.loads(line)
         if found.pop("last"):
