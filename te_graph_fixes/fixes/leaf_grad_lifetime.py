@@ -3,7 +3,7 @@
 Upstream: open, TE 2.10 to main
 
 Symptom: an input that needs a gradient and is a leaf of autograd's graph, as parameters are that are passed as inputs
-(NeMo Automodel), accumulates the last microbatch's gradient over and over: off by 1.0.
+(NeMo Automodel 0.7.0), accumulates the last microbatch's gradient over and over: off by 1.0.
 
 `Graphed.backward` returns the graph's static buffers, and autograd adopts that of a leaf as its ``.grad``. It is now
 returned as a copy. Grads of other inputs are read at once, and stay the buffers.
@@ -33,7 +33,7 @@ FIX = Fix(
     summary="grads that a graph returns for leaf inputs are overwritten by its next replay",
     symptom="a parameter that is passed as an input gets the last microbatch's gradient several times",
     group="gradients",
-    users="callables with parameters, or other leaves that need a gradient, among their inputs, as in NeMo Automodel",
+    users="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
     upstream=(),
     affected=">=2.10",
     cost="the gradients of inputs that are leaves are copied; not measured",

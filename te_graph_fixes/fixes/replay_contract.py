@@ -111,7 +111,7 @@ FIX = Fix(
     summary="programs that break what a capture has fixed compute wrong numbers, without a word",
     symptom="garbage after the number of microbatches has grown, or after weights were offloaded and came back",
     group="misuse",
-    users="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints around graphs",
+    users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="a look at the address of each parameter, once a step",
     upstream=(),
     affected=">=2.10",

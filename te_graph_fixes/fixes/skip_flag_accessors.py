@@ -4,7 +4,7 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3015 (TE 2.17), repor
 https://github.com/NVIDIA/Megatron-LM/issues/4707
 
 Symptom: ``AttributeError: type object 'FP8GlobalStateManager' has no attribute 'set_skip_fp8_weight_update_tensor'``
-where Megatron-Core's own graphs (0.12.3 to 0.17.1) are used in FP8; those that TE makes for it do without.
+where Megatron-Core's own graphs (0.11.0 to 0.17.1) are used in FP8; those that TE makes for it do without.
 
 TE 2.15 moved the skip tensor from the class into ``quantization_state`` and dropped its accessors. They are added
 again, reading and writing the tensor where it lives now.
@@ -57,10 +57,10 @@ HAS_BOTH = "FP8GlobalStateManager has both accessors"
 
 FIX = Fix(
     id="skip-flag-accessors",
-    summary="the accessors of the FP8 skip flag, which Megatron-Core 0.12 to 0.17 calls, are missing",
-    symptom="own graphs of Megatron-Core 0.12 to 0.17 stop: no attribute 'set_skip_fp8_weight_update_tensor'",
+    summary="the accessors of the FP8 skip flag, which Megatron-Core 0.11 to 0.17 calls, are missing",
+    symptom="own graphs of Megatron-Core 0.11 to 0.17 stop: no attribute 'set_skip_fp8_weight_update_tensor'",
     group="crashes",
-    users="Megatron-Core 0.12.3 to 0.17.1 with graphs of its own (cuda_graph_impl=local) in FP8",
+    users="Megatron-Core 0.11.0 to 0.17.1 with graphs of its own (cuda_graph_impl=local) in FP8",
     upstream=(
         "https://github.com/NVIDIA/TransformerEngine/pull/3015",
         "https://github.com/NVIDIA/Megatron-LM/issues/4707",

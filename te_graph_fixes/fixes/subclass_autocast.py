@@ -35,7 +35,7 @@ FIX = Fix(
     summary="after a capture, modules of a captured subclass keep the capture's recipe for good",
     symptom="after a capture, eager calls of a captured class's subclass keep the recipe of the capture",
     group="FP8 state",
-    users="a class captured before its subclass, as Megatron-Core's TransformerLayer and MoETransformerLayer",
+    users="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
     upstream=("https://github.com/NVIDIA/TransformerEngine/issues/1207",),
     affected=">=2.10",
     examine=SemanticPatch(PATCH, "a subclass keeps the capture's __call__ of its base class"),
