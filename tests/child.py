@@ -33,13 +33,19 @@ def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
 
 
 def python(
-    *arguments: str | Path, path: str | Path = "", cwd: Path = ROOT, timeout: float = 300, **environment: str
+    *arguments: str | Path,
+    path: str | Path = "",
+    cwd: Path = ROOT,
+    timeout: float = 300,
+    stdin: str | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python for ``timeout`` seconds, with ``path`` first in its path and no settings but those given."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
         env=_environment(path, environment),
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=timeout,

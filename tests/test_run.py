@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import resource
@@ -27,37 +28,21 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder on PYTHONPATH with a TE that holds none of the functions that the fixes look for."""
-    package = tmp_path / "site" / "transformer_engine" / "pytorch"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").touch()
+    for name in ("transformer_engine", "transformer_engine/pytorch"):
+        script(tmp_path / "site" / name / "__init__.py", "")
     return tmp_path
 
 
 @pytest.fixture
 def run(folder: Path) -> Run:
-    """Start a command below ``te-graph-fixes run``, in ``folder``, with only the variables that it needs."""
+    """Start a command below ``te-graph-fixes run``, in ``folder``."""
+    start = functools.partial(python, "-m", "te_graph_fixes", "run", cwd=folder, path=folder / "site")
+    return functools.partial(start, TE_GRAPH_FIXES_DISABLE=ALL)
 
-    def start(*command: str, python_path: str = "", **options: object) -> subprocess.CompletedProcess[str]:
-        entries = [*filter(None, [python_path]), str(folder / "site"), str(ROOT)]
-        environment = {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": os.pathsep.join(entries),
-            "TE_GRAPH_FIXES_DISABLE": ALL,
-        }
-        environment.update(options.pop("environment", {}))  # type: ignore[call-overload]
-        return subprocess.run(
-            [sys.executable, "-m", "te_graph_fixes", "run", *command],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            **options,  # type: ignore[call-overload]
-        )
 
-    return start
+def first(folder: Path, *paths: str | Path) -> str:
+    """Paths before that of TE."""
+    return os.pathsep.join(map(str, [*paths, folder / "site"]))
 
 
 def script(path: Path, text: str) -> str:
@@ -126,8 +111,7 @@ print(found, "te_graph_fixes" in sys.modules, "sitecustomize" in sys.modules)
 
 
 def test_strict_mode_reaches_the_program(run: Run) -> None:
-    strict = {"TE_GRAPH_FIXES_DISABLE": "", "TE_GRAPH_FIXES_STRICT": "1"}
-    found = run(sys.executable, "-c", STATE, environment=strict)
+    found = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_DISABLE="", TE_GRAPH_FIXES_STRICT="1")
     assert found.returncode == 1
     assert "FixNotAppliedError" in found.stderr
 
@@ -138,7 +122,7 @@ def test_the_users_own_sitecustomize_runs(run: Run, folder: Path) -> None:
         "import sitecustomize as own, sys; print(own.VALUE, own.NAME, own.__file__);"
         f"print({FOLDER!r} in own.PATH, {FOLDER!r} in sys.path)"
     )
-    found = run(sys.executable, "-c", f"{code}\n{STATE}", python_path=str(folder / "own"))
+    found = run(sys.executable, "-c", f"{code}\n{STATE}", path=first(folder, folder / "own"))
     own = folder / "own" / "sitecustomize.py"
     assert outcome(found) == (0, f"7 sitecustomize {own}\nFalse False\nTrue\n", "")
 
@@ -147,9 +131,8 @@ def test_the_users_own_sitecustomize_runs(run: Run, folder: Path) -> None:
 def test_a_users_sitecustomize_that_fails_is_reported_as_python_does(folder: Path, failure: str) -> None:
     script(folder / "own" / "sitecustomize.py", failure)
 
-    def start(*first: str) -> tuple[int, str, str]:
-        path = os.pathsep.join([*first, str(folder / "own"), str(folder / "site")])
-        return outcome(python("-c", STATE, path=path, TE_GRAPH_FIXES_DISABLE=ALL))
+    def start(*paths: str) -> tuple[int, str, str]:
+        return outcome(python("-c", STATE, path=first(folder, *paths, folder / "own"), TE_GRAPH_FIXES_DISABLE=ALL))
 
     status, state, errors = start()
     assert (status, state) == (0, "False\n")
@@ -165,20 +148,19 @@ def test_another_sitecustomize_that_comes_first_and_does_not_go_on_to_ours(
     code = f"import sys, os; print(sys.own, sys.warnoptions, os.environ['PYTHONPATH'].count('launcher'))\n{STATE}"
     path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH=own:$PYTHONPATH exec "{sys.executable}" "$@"\n')
     options = [*filter(None, warnings.split(","))]
-    found = run(path, "-W", "once", "-c", code, environment={"PYTHONWARNINGS": warnings})
+    found = run(path, "-W", "once", "-c", code, PYTHONWARNINGS=warnings)
     assert outcome(found) == (0, f"True {[*options, 'once']} 1\nTrue\n", "")
 
 
 def test_where_the_path_is_set_anew_it_is_said(run: Run, folder: Path) -> None:
     path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH="$1" exec "{sys.executable}" -c "{STATE}"\n')
-    found = run(path, os.pathsep.join([str(folder / "site"), str(ROOT)]))
+    found = run(path, first(folder, ROOT))
     assert (found.returncode, found.stdout) == (0, "False\n")
     assert found.stderr == "Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'\n"
 
 
-def test_the_path_of_the_program_is_its_own(run: Run) -> None:
-    code = "import sys; print(sys.path)"
-    found = run(sys.executable, "-c", code, python_path=os.pathsep.join(["/first", "", "/last"]))
+def test_the_path_of_the_program_is_its_own(run: Run, folder: Path) -> None:
+    found = run(sys.executable, "-c", "import sys; print(sys.path)", path=first(folder, "/first", "", "/last"))
     assert "launcher" not in found.stdout
     entries = eval(found.stdout)
     assert entries.index("/first") < entries.index("/last")
@@ -187,14 +169,13 @@ def test_the_path_of_the_program_is_its_own(run: Run) -> None:
 @pytest.mark.parametrize("status", [0, 3, 255])
 def test_exit_status_and_streams_are_those_of_the_program(run: Run, status: int) -> None:
     code = f"import sys; print(sys.stdin.read().upper(), end=''); sys.stderr.write('problem'); sys.exit({status})"
-    assert outcome(run(sys.executable, "-c", code, input="text")) == (status, "TEXT", "problem")
+    assert outcome(run(sys.executable, "-c", code, stdin="text")) == (status, "TEXT", "problem")
 
 
-def test_the_program_takes_the_place_of_run(folder: Path) -> None:
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+def test_the_program_takes_the_place_of_run() -> None:
     command = [sys.executable, "-m", "te_graph_fixes", "run", sys.executable, "-c"]
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    with subprocess.Popen([*command, code], env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert int(process.stdout.readline()) == process.pid
         process.send_signal(signal.SIGTERM)
@@ -223,15 +204,14 @@ def variables(printed: str) -> dict[str, str]:
 
 
 def test_print_env(run: Run, folder: Path) -> None:
-    found = run("--print-env", python_path=str(folder / "a folder's name; $(false)"))
+    path = first(folder, folder / "a folder's name; $(false)")
+    found = run("--print-env", path=path)
     assert found.returncode == 0
     set_by_it = variables(found.stdout)
     assert set(set_by_it) == {"PYTHONPATH", "PYTHONWARNINGS", "TE_GRAPH_FIXES_EXPECT"}
-    entries = [FOLDER, str(folder / "a folder's name; $(false)"), str(folder / "site"), str(ROOT)]
-    assert set_by_it["PYTHONPATH"].split(os.pathsep) == entries
-    assert re.fullmatch(r"te=unknown(,[a-z0-9-]+=[a-z-]+)+", set_by_it["TE_GRAPH_FIXES_EXPECT"])
-    del set_by_it["PYTHONPATH"], set_by_it["TE_GRAPH_FIXES_EXPECT"]
-    active = python("-c", STATE, path=os.pathsep.join(entries), TE_GRAPH_FIXES_DISABLE=ALL, **set_by_it)
+    assert set_by_it.pop("PYTHONPATH").startswith(f"{FOLDER}:{path}:{ROOT}")
+    assert re.fullmatch(r"te=unknown(,[a-z0-9-]+=[a-z-]+)+", set_by_it.pop("TE_GRAPH_FIXES_EXPECT"))
+    active = python("-c", STATE, path=f"{FOLDER}:{path}", TE_GRAPH_FIXES_DISABLE=ALL, **set_by_it)
     assert outcome(active) == (0, "True\n", "")
 
 
@@ -246,10 +226,10 @@ def test_print_env_without_te(run: Run, folder: Path) -> None:
 
 def test_an_unexpected_te_is_said(run: Run) -> None:
     expected = variables(run("--print-env").stdout)["TE_GRAPH_FIXES_EXPECT"]
-    same = run(sys.executable, "-c", STATE, environment={"TE_GRAPH_FIXES_EXPECT": expected})
+    same = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_EXPECT=expected)
     assert outcome(same) == (0, "True\n", "")
     other = expected.replace("te=unknown", "te=2.12.0").replace("warmup-reset=unrecognized", "warmup-reset=applicable")
-    different = run(sys.executable, "-c", STATE, environment={"TE_GRAPH_FIXES_EXPECT": other})
+    different = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_EXPECT=other)
     assert different.stdout == "True\n"
     assert different.stderr.count("applicable, this process has te=unknown, warmup-reset=") >= 1
 
@@ -289,9 +269,9 @@ NEAR = "unknown fix warmup-rest; did you mean warmup-reset"
 )
 def test_what_cannot_be_started(run: Run, command: str, status: int, message: str) -> None:
     words = shlex.split(command)
-    given = words[0].split("=") if words and words[0].startswith("TE_") else []
-    environment = {"TE_GRAPH_FIXES_DISABLE": "", **dict([given] if given else [])}
-    found = run(*words[bool(given) :], environment=environment, python_path=str(source("2.12.0")))
+    variables = dict(word.split("=") for word in words if word.startswith("TE_"))
+    environment = {"TE_GRAPH_FIXES_DISABLE": "", **variables}
+    found = run(*words[len(variables) :], path=source("2.12.0"), **environment)
     assert found.returncode == status
     assert message in found.stderr
     assert "Traceback" not in found.stderr
@@ -335,7 +315,7 @@ for _ in range(2):
         f"{sys.executable} cannot import te_graph_fixes (not here). Install te-graph-fixes for this interpreter, or "
         "start it without `te-graph-fixes run`\n"
     )
-    done = python("-c", code, path=os.pathsep.join([FOLDER, str(folder / "site")]), cwd=folder)
+    done = python("-c", code, path=first(folder, FOLDER), cwd=folder)
     assert outcome(done) == (0, f"works\n{said}{said}", "")
 
 
