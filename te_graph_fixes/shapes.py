@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import hashlib
-from typing import Any, cast
+from typing import cast
 
-from .matching import StatementRun, is_apart
 from .source import Definition, Source, unrecognized
 
 MODULES = {
@@ -36,27 +34,6 @@ def lacks_parameter(function: Definition, name: str) -> bool:
     if arguments.kwarg or name in function.module.text:
         raise unrecognized(f"a plain signature of {function.qualname}", function, "one that may take more")
     return True
-
-
-def require_digest(place: Definition, node: ast.AST, wanted: str) -> None:
-    """Raise `UnrecognizedError` unless ``node``, which an edit replaces as a whole, is the text with that `digest`."""
-    if digest(node) != wanted:
-        raise unrecognized(f"the text with digest {wanted}", place, f"one with digest {digest(node)}")
-
-
-def digest(node: ast.AST) -> str:
-    """A short hash of the syntax of ``node``, the same on every Python for what is not a definition.
-
-    Statements that only log, measure or check are no part of it.
-    """
-    return hashlib.sha256(repr(_plain(node.body if isinstance(node, StatementRun) else node)).encode()).hexdigest()[:16]
-
-
-def _plain(node: Any) -> object:
-    if isinstance(node, ast.AST):
-        fields = (getattr(node, name, None) for name in node._fields if name not in ("ctx", "kind", "type_comment"))
-        return type(node).__name__, *map(_plain, fields)
-    return [_plain(part) for part in node if not is_apart(part, {})] if isinstance(node, list) else node
 
 
 def skip_flag_state(source: Source) -> str:

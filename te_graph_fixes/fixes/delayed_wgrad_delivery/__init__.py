@@ -20,12 +20,12 @@ was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two
 
 from __future__ import annotations
 
-from ..delayed_grads import add_instead, backward_dw_methods, op_has
-from ..fix import Fix, Verdict, applicable
-from ..patch import edits
-from ..shapes import graph_capture
-from ..shipped import new_module
-from ..source import Definition, Edit, Source
+from ...fix import Fix, Verdict, applicable
+from ...patch import PYTORCH, edits
+from ...shapes import graph_capture
+from ...shipped import new_module
+from ...source import Definition, Edit, Source
+from .backward_dw import MODULES, OPERATION, require_all_replaced
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -67,8 +67,9 @@ PATCH = """
 @@ (or)
  helpers.release_static_state()
 +delayed_grads.clear()
-
-@@ module/grouped_linear.py _GroupedLinear.backward
+"""
+EXPERTS = """
+@@ module/grouped_linear.py _GroupedLinear.METHOD
  if ctx.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
      ...
 -elif ctx.fuse_wgrad_accumulation:
@@ -76,14 +77,11 @@ PATCH = """
 +    ctx.wgrad_store is not None and ctx.wgrad_store.delay_wgrad_compute()
 +):
      wgrad = None
-@@ module/grouped_linear.py _GroupedLinear._backward_grouped_tensor (if there)
- if ctx.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
-     ...
--elif ctx.fuse_wgrad_accumulation:
-+elif ctx.fuse_wgrad_accumulation or (
-+    ctx.wgrad_store is not None and ctx.wgrad_store.delay_wgrad_compute()
-+):
-     wgrad = None
+"""
+OPERATION_HAS_HOOKS = """
+@@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
+-isinstance(module, TransformerEngineBaseModule)
++hasattr(module, "_trigger_wgrad_accumulation_and_reduce_hooks")
 """
 TE_COPIES_PARAM_GRADS = """
 @@ graph.py _make_graphed_callables
@@ -94,12 +92,13 @@ TE_COPIES_PARAM_GRADS = """
 +
  def _returned_param_grad_clone_slots(...):
      ...
+@@ graph.py _make_graphed_callables._returned_param_grad_clone_slots
+-getattr(module_params[idx - module_param_start], "skip_backward_post_hook", ANY)
++(
++    getattr(module_params[idx - module_param_start], "skip_backward_post_hook", False)
++    and id(module_params[idx - module_param_start]) not in static_delayed_biases
++)
 """
-NO_COPY = 'getattr(module_params[idx - module_param_start], "skip_backward_post_hook", False)'
-COPY_BIASES = f"""(
-    {NO_COPY}
-    and id(module_params[idx - module_param_start]) not in static_delayed_biases
-)"""
 WARMUP_KEEPS_OUTPUTS = """
 @@ graph.py _make_graphed_callables
  outputs_requiring_grad = tuple(ANY)
@@ -108,29 +107,25 @@ WARMUP_KEEPS_OUTPUTS = """
 +# What stays of warmup keeps AccumulateGrad nodes of its stream alive, which no capture can wait for.
 +outputs_requiring_grad = None
 """
-OPERATIONS_HAVE_HOOKS = """
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
--isinstance(module, TransformerEngineBaseModule)
-+hasattr(module, "_trigger_wgrad_accumulation_and_reduce_hooks")
-"""
 
 
 def examine(source: Source) -> Verdict:
     capture = graph_capture(source)
-    attributes = capture.inner("make_graphed_attribute_functions")
-    found = [
-        *edits(source, PATCH),
-        _at_start(attributes, "delayed_grads = static_delayed_grads.get(graph_idx, [])"),
-    ]
+    patches = [PATCH, EXPERTS.replace("METHOD", "backward"), MODULES]
+    patches.append(EXPERTS.replace("METHOD", "_backward_grouped_tensor (if there)"))
     if "skip_backward_post_hook" in capture.text(capture.node):
-        slots = capture.inner("_returned_param_grad_clone_slots")
-        found += [*edits(source, TE_COPIES_PARAM_GRADS), slots.replace(slots.one(NO_COPY), COPY_BIASES)]
+        patches.append(TE_COPIES_PARAM_GRADS)
     if _names_outputs(capture):
-        found += edits(source, WARMUP_KEEPS_OUTPUTS)
-    if op_has(source, "_trigger_wgrad_accumulation_and_reduce_hooks"):
-        found += edits(source, OPERATIONS_HAVE_HOOKS)
-    for name, backward_dw in backward_dw_methods(source).items():
-        found += add_instead(name, backward_dw)
+        patches.append(WARMUP_KEEPS_OUTPUTS)
+    operation = source.find(f"{PYTORCH}.ops.basic.grouped_linear")
+    if operation and operation.find("GroupedLinear.backward_dw"):
+        patches.append(OPERATION)
+    if operation and operation.find("GroupedLinear._trigger_wgrad_accumulation_and_reduce_hooks"):
+        patches.append(OPERATION_HAS_HOOKS)
+    found = edits(source, "".join(patches))
+    found.append(_at_start(capture.inner("make_graphed_attribute_functions")))
+    for module in {edit.module for edit in found} - {capture.module.name}:
+        require_all_replaced(source.module(module), found)
     reason = "what backward_dw assigns to .grad is lost, under graphs and at a second microbatch"
     return applicable(reason, found, new_module("delayed_wgrad"))
 
@@ -143,11 +138,13 @@ def _names_outputs(capture: Definition) -> bool:
     return capture.has("del outputs, grad_inputs")
 
 
-def _at_start(function: Definition, text: str) -> Edit:
-    """Put ``text`` on the line below the ``def``."""
-    first = function.node.body[0]
+def _at_start(function: Definition) -> Edit:
+    """Get the gradients on the line below the ``def``, above its comments."""
     start = function.module.starts[function.node.lineno + 1]
-    return Edit(function.module.name, start, start, " " * first.col_offset + text + "\n")
+    indent = " " * function.node.body[0].col_offset
+    return Edit(
+        function.module.name, start, start, f"{indent}delayed_grads = static_delayed_grads.get(graph_idx, [])\n"
+    )
 
 
 FIX = Fix(
