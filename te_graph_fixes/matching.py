@@ -28,11 +28,11 @@ Node: TypeAlias = "ast.expr | ast.stmt"
 Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
-START, END, SET = 0, 1, 2
+START, END = 0, 1
 BLOCKS = {"body", "orelse", "finalbody"}
 _WORD = re.compile(r"[^\W\d]\w*")
 _STRING_OR_COMMENT = re.compile(r""""[^"\n]*"|'[^'\n]*'|#.*""")
-_NO_SYNTAX = {"ctx", "kind", "type_comment"}
+NO_SYNTAX = {"ctx", "kind", "type_comment"}
 
 
 class StatementRun(ast.stmt):
@@ -86,29 +86,137 @@ class Pattern:
         return (ast.Assign, ast.AnnAssign) if kind is ast.Assign else (kind,)
 
     @cached_property
-    def marks(self) -> set[str]:
+    def first_words(self) -> set[str]:
         """The words that each match has in its first statement."""
         first = self.nodes[0]
         return words("\n".join(self._text.split("\n")[first.lineno - 1 : first.end_lineno]))
 
     @cached_property
-    def set_names(self) -> Bindings:
-        """The variables that the pattern sets, which no other statement may set or call in between."""
-        nodes = (node for root in self.nodes for node in ast.walk(root))
-        names = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        return {(SET, name.id): name for name in names if not name.id.startswith("ANY")}
+    def _set_names(self) -> set[str]:
+        """The variables that the pattern sets."""
+        names = (node for root in self.nodes for node in ast.walk(root) if isinstance(node, ast.Name))
+        return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
     def __str__(self) -> str:
         return " ".join(self._text.split())
 
-    def match(self, siblings: list[Any], place: int) -> Iterator[Match]:
+    def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
         """Each way in which the pattern fits where a node stands."""
-        following = siblings[place:]
-        for bindings, rest in _match_run(self.nodes, following, self.set_names):
-            run = following[: len(following) - len(rest)]
+        following = siblings[number:]
+        for bindings, rest in self._match_sequence(self.nodes, following, {}):
+            matched = following[: len(following) - len(rest)]
             match = Match(bindings)
-            match.node = run[0] if len(run) == 1 else StatementRun(run)
+            match.node = matched[0] if len(matched) == 1 else StatementRun(matched)
             yield match
+
+    def _match_sequence(
+        self, wanted: list[Any], found: list[Any], bindings: Bindings, inside: bool = False
+    ) -> Iterator[tuple[Bindings, list[Any]]]:
+        """Each way in which the nodes ``found`` can begin with those ``wanted``: what is bound then, and what is left.
+
+        What is ``inside`` of the pattern, or of a block in it, may have statements in front that are apart.
+        """
+        if not wanted:
+            yield bindings, found
+            return
+        first, *rest = wanted
+        if is_gap(first):
+            for length in range(len(found) + 1):
+                yield from self._match_sequence(rest, found[length:], _bind_gap(first, found, length, bindings))
+        elif is_named_gap(first):
+            for length in range(1, len(found) + 1):
+                bound = {**bindings, first.target.id: StatementRun(found[:length])}
+                yield from self._match_sequence(rest, found[length:], bound)
+        elif found:
+            heads = self._match(first, found[0], bindings)
+            ways = [way for bound in heads for way in self._match_sequence(rest, found[1:], bound, inside=True)]
+            if not ways and inside and self._is_apart(found[0], bindings):
+                ways = [*self._match_sequence(wanted, found[1:], bindings, inside=True)]
+            yield from ways
+
+    def _is_apart(self, node: Any, bindings: Bindings) -> bool:
+        """Whether a statement has nothing to do with the pattern: it logs, measures, checks, or sets other names.
+
+        What it sets is no word of the pattern. What it calls is nothing that the pattern sets or has matched.
+        """
+        targets: list[ast.expr] = []
+        match node:
+            case ast.Pass() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
+                return True
+            case ast.Expr(value=ast.Call()) | ast.If() | ast.With():
+                pass
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                pass
+            case ast.AnnAssign(target=target) | ast.AugAssign(target=target) | ast.For(target=target):
+                targets = [target]
+            case _:
+                return False
+        bound = {each.id for each in bindings.values() if isinstance(each, ast.Name)}
+        set_names = [*map(_names, targets)]
+        called = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
+        used = {part.id for function in called for part in ast.walk(function) if isinstance(part, ast.Name)}
+        inner = (statement for block in _blocks(node) for statement in block)
+        return (
+            all(names and names[-1] not in self.words | bound for names in set_names)
+            and used.union(*(names[:1] for names in set_names)).isdisjoint(self._set_names | bound)
+            and all(isinstance(each, ast.Raise) or self._is_apart(each, bindings) for each in inner)
+        )
+
+    def _match(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
+        """Each way in which ``found`` matches, as what was bound before and by it."""
+        if isinstance(wanted, list) and isinstance(found, list):
+            is_open = not wanted or is_gap(wanted[-1]) or is_named_gap(wanted[-1])
+            return [
+                bound
+                for bound, rest in self._match_sequence(wanted, found, bindings, inside=True)
+                if not (rest and is_open) and all(self._is_apart(node, bound) for node in rest)
+            ]
+        if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
+            ways = _match_any(wanted.id, found, bindings)
+        elif isinstance(wanted, ast.Assign) and isinstance(found, ast.AnnAssign):
+            ways = self._match_parts(wanted, without_annotation(found), bindings)
+        elif type(wanted) is not type(found):
+            return []
+        elif isinstance(wanted, ast.AST):
+            ways = self._match_parts(wanted, found, bindings)
+        else:
+            return [bindings] if wanted == found else []
+        if hasattr(wanted, "is_located"):
+            return [{**bound, (wanted, START): found, (wanted, END): found} for bound in ways]
+        return ways
+
+    def _match_parts(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
+        left_open = _left_open(wanted)
+        ways = [bindings]
+        for part in _in_order(wanted._fields):
+            if ways and part not in NO_SYNTAX and part not in left_open:
+                ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
+                ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
+        if left_open and isinstance(wanted, ast.Call):
+            return [bound for known in ways for bound in self._match_keywords(wanted, found, known)]
+        if left_open and isinstance(wanted, ast.arguments):
+            return self._match_parameters(wanted, found, bindings)
+        return ways
+
+    def _match_keywords(self, wanted: ast.Call, found: ast.Call, bindings: Bindings) -> list[Bindings]:
+        """Each way in which the keywords that are named match, of a call that has ``...``."""
+        given = {keyword.arg: keyword for keyword in found.keywords}
+        ways = [_bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
+        for keyword in wanted.keywords:
+            ways = [bound for known in ways for bound in self._match(keyword, given.get(keyword.arg), known)]
+        return ways
+
+    def _match_parameters(self, wanted: ast.arguments, found: ast.arguments, bindings: Bindings) -> list[Bindings]:
+        """Each way in which parameters match that have ``...``, with the defaults of those that are named."""
+        ours, theirs = _defaults(wanted), _defaults(found)
+        ours.pop("ANY", None)
+        everything = [*found.args, *filter(None, theirs.values())]
+        return [
+            _bind_end(wanted.args[-1], everything, bound)
+            for known, rest in self._match_sequence(wanted.args, found.args + found.kwonlyargs, bindings)
+            if not rest
+            for bound in self._match([*ours.values()], [theirs.get(name) for name in ours], known)
+        ]
 
 
 def words(text: str) -> set[str]:
@@ -136,11 +244,11 @@ def located(node: Any) -> Any:
     return node
 
 
-def is_run(node: Any) -> bool:
+def is_gap(node: Any) -> bool:
     """Whether a part of a pattern stands for any number of statements, arguments, parameters or contexts."""
     match node:
         case ast.Expr(value=part) | ast.withitem(context_expr=part):
-            return is_run(part)
+            return is_gap(part)
         case ast.Constant(value=value):
             return value is ...
         case ast.Starred(value=ast.Name(id="ANY")) | ast.arg(arg="ANY"):
@@ -148,9 +256,9 @@ def is_run(node: Any) -> bool:
     return False
 
 
-def is_named_run(node: Any) -> bool:
+def is_named_gap(node: Any) -> bool:
     """Whether a part of a pattern is ``ANY_NAME: ...``."""
-    return isinstance(node, ast.AnnAssign) and is_run(node.annotation)
+    return isinstance(node, ast.AnnAssign) and is_gap(node.annotation)
 
 
 def first_of(node: Any) -> Any:
@@ -169,32 +277,32 @@ def first_line(node: Any) -> int:
     return int(min(decorators[0].lineno, node.lineno) if decorators else node.lineno)
 
 
-def span(node: Any) -> tuple[Position, Position]:
+def extent(node: Any) -> tuple[Position, Position]:
     """Where a node starts and ends: lines, and columns in bytes."""
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
-class Place(NamedTuple):
-    """A node as the list that it is in, and its place there; of a statement, its lines, and the one that it is in."""
+class Slot(NamedTuple):
+    """A node as the list that it is in, and its number there; of a statement, its lines, and the one that it is in."""
 
     siblings: list[Any]
     number: int
     first: int = 0
     last: int = 0
-    outer: Place | None = None
+    outer: Slot | None = None
 
     @property
     def node(self) -> Any:
         return self.siblings[self.number]
 
 
-def statements(root: ast.stmt) -> list[Place]:
+def statements(root: ast.stmt) -> list[Slot]:
     """A statement and those in it, by their first lines."""
-    found = [Place([root], 0, first_line(root), root.end_lineno or 0)]
+    found = [Slot([root], 0, first_line(root), root.end_lineno or 0)]
     for place in found:
         for block in _blocks(place.node):
             found += [
-                Place(block, number, first_line(child), child.end_lineno, place) for number, child in enumerate(block)
+                Slot(block, number, first_line(child), child.end_lineno, place) for number, child in enumerate(block)
             ]
     return sorted(found, key=itemgetter(2))
 
@@ -208,12 +316,12 @@ def _blocks(node: ast.AST) -> Iterator[list[Any]]:
             yield from (each.body for each in getattr(node, part))
 
 
-def around(places: list[Place], line: int) -> list[Place]:
+def standing_in(slots: list[Slot], line: int) -> list[Slot]:
     """Those of the `statements` that stand in a line, inner ones first."""
-    found: list[Place] = []
-    for number in range(bisect_right(places, line, key=lambda place: place.first) - 1, -1, -1):
-        if places[number].last >= line:
-            found.append(places[number])
+    found: list[Slot] = []
+    for slot in reversed(slots[: bisect_right(slots, line, key=lambda slot: slot.first)]):
+        if slot.last >= line:
+            found.append(slot)
         elif found:
             break
     while found and found[-1].outer:
@@ -221,9 +329,9 @@ def around(places: list[Place], line: int) -> list[Place]:
     return found
 
 
-def nodes(root: ast.AST, line: int | None = None) -> list[Place]:
+def nodes(root: ast.AST, line: int | None = None) -> list[Slot]:
     """All that is in a node, or what stands in a line of it, as far as it is an expression."""
-    found = [Place([root], 0)]
+    found = [Slot([root], 0)]
     for place in found:
         for part in place.node._fields:
             value = getattr(place.node, part, None)
@@ -232,86 +340,39 @@ def nodes(root: ast.AST, line: int | None = None) -> list[Place]:
                 if not isinstance(child, ast.AST) or not child._fields:
                     continue
                 if line is None or getattr(child, "lineno", line) <= line <= getattr(child, "end_lineno", line):
-                    found.append(Place(siblings, number))
+                    found.append(Slot(siblings, number))
     return found
 
 
 def is_in(node: Any, outer: Any) -> bool:
     """Whether a node is a part of another, or that itself."""
-    (start, end), (first, last) = span(node), span(outer)
+    (start, end), (first, last) = extent(node), extent(outer)
     return first <= start and end <= last
 
 
-def _match_run(
-    wanted: list[Any], found: list[Any], bindings: Bindings, inside: bool = False
-) -> Iterator[tuple[Bindings, list[Any]]]:
-    """Each way in which ``found`` can begin with ``wanted``: what is bound then, and what is left of ``found``.
+def _names(target: ast.AST) -> list[str]:
+    """``a, b, c`` of ``a.b[0].c``; empty for what does not begin with a variable."""
+    match target:
+        case ast.Name(id=name):
+            return [name]
+        case ast.Attribute(value=owner, attr=name):
+            return [*names, name] if (names := _names(owner)) else []
+        case ast.Subscript(value=owner):
+            return _names(owner)
+    return []
 
-    ``inside`` of a pattern, or of a block that it has, other statements may stand in front if they are `is_apart`.
+
+def _bind_gap(gap: Any, found: list[Any], length: int, bindings: Bindings) -> Bindings:
+    """What is bound where a gap stands for the first ``length`` of these nodes: where the gap starts, and ends.
+
+    It starts with the first node, which is the next one where there is nothing in the gap.
     """
-    if not wanted:
-        yield bindings, found
-        return
-    first, *rest = wanted
-    if is_run(first):
-        for length in range(len(found) + 1):
-            yield from _match_run(rest, found[length:], _bind_run(first, found, length, bindings))
-    elif is_named_run(first):
-        for length in range(1, len(found) + 1):
-            bound = {**bindings, first.target.id: StatementRun(found[:length])}
-            yield from _match_run(rest, found[length:], bound)
-    elif found:
-        heads = _match(first, found[0], bindings)
-        ways = [way for bound in heads for way in _match_run(rest, found[1:], bound, inside=True)]
-        if not ways and inside and is_apart(found[0], bindings):
-            ways = [*_match_run(wanted, found[1:], bindings, inside=True)]
-        yield from ways
-
-
-def is_apart(node: object, bindings: Bindings) -> bool:
-    """Whether a statement has nothing to do with the pattern around it: it logs, measures, checks, sets other names."""
-    bound = {expression.id for expression in bindings.values() if isinstance(expression, ast.Name)}
-    match node:
-        case ast.Pass() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
-            return True
-        case ast.Expr(value=ast.Call(func=function)):
-            return bound.isdisjoint(part.id for part in ast.walk(function) if isinstance(part, ast.Name))
-        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-            return name not in bound
-        case ast.If(body=body, orelse=[]):
-            return all(isinstance(statement, ast.Raise) or is_apart(statement, bindings) for statement in body)
-    return False
-
-
-def _bind_run(run: Any, found: list[Any], length: int, bindings: Bindings) -> Bindings:
-    """What is bound where a run is that many: it begins where the next node does, and ends with its last one."""
-    run = getattr(run, "context_expr", run)
-    if not hasattr(run, "is_located"):
+    gap = first_of(gap)
+    if not hasattr(gap, "is_located"):
         return bindings
-    starts = {(run, START): first_of(found[0])} if found else {}
-    ends = {(run, END): last_of(found[length - 1])} if length else {}
+    starts = {(gap, START): first_of(found[0])} if found else {}
+    ends = {(gap, END): last_of(found[length - 1])} if length else {}
     return {**bindings, **starts, **ends}
-
-
-def _match(wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
-    """Each way in which ``found`` matches, as what was bound before and by it."""
-    if isinstance(wanted, list) and isinstance(found, list):
-        is_open = not wanted or is_run(wanted[-1]) or is_named_run(wanted[-1])
-        runs = _match_run(wanted, found, bindings, inside=True)
-        return [bound for bound, rest in runs if not (rest and is_open) and all(is_apart(node, bound) for node in rest)]
-    if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
-        ways = _match_any(wanted.id, found, bindings)
-    elif isinstance(wanted, ast.Assign) and isinstance(found, ast.AnnAssign):
-        ways = _match_parts(wanted, without_annotation(found), bindings)
-    elif type(wanted) is not type(found):
-        return []
-    elif isinstance(wanted, ast.AST):
-        ways = _match_parts(wanted, found, bindings)
-    else:
-        return [bindings] if wanted == found else []
-    if hasattr(wanted, "is_located"):
-        return [{**bound, (wanted, START): found, (wanted, END): found} for bound in ways]
-    return ways
 
 
 def _match_any(name: str, found: Any, bindings: Bindings) -> list[Bindings]:
@@ -331,20 +392,6 @@ def without_annotation(node: Any) -> Any:
     return node
 
 
-def _match_parts(wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
-    left_open = _left_open(wanted)
-    ways = [bindings]
-    for part in _in_order(wanted._fields):
-        if ways and part not in _NO_SYNTAX and part not in left_open:
-            ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
-            ways = [bound for known in ways for bound in _match(ours, theirs, known)]
-    if left_open and isinstance(wanted, ast.Call):
-        return [bound for known in ways for bound in _match_keywords(wanted, found, known)]
-    if left_open and isinstance(wanted, ast.arguments):
-        return _match_parameters(wanted, found, bindings)
-    return ways
-
-
 @cache
 def _in_order(parts: tuple[str, ...]) -> list[str]:
     """The parts of a node: the first, which mostly begins with the same name, late, and blocks last."""
@@ -354,42 +401,20 @@ def _in_order(parts: tuple[str, ...]) -> list[str]:
 
 def _left_open(wanted: Any) -> Sequence[str]:
     """The parts of a node that need not be the same."""
-    if isinstance(wanted, ast.Call) and wanted.args and is_run(wanted.args[-1]):
+    if isinstance(wanted, ast.Call) and wanted.args and is_gap(wanted.args[-1]):
         return ("keywords",)
     if isinstance(wanted, ast.FunctionDef):
         return [part for part in ("decorator_list", "returns") if not getattr(wanted, part)]
-    if isinstance(wanted, ast.arguments) and any(map(is_run, wanted.args)):
+    if isinstance(wanted, ast.arguments) and any(map(is_gap, wanted.args)):
         return wanted._fields
     return ("annotation",) if isinstance(wanted, ast.arg) and wanted.annotation is None else ()
 
 
-def _match_keywords(wanted: ast.Call, found: ast.Call, bindings: Bindings) -> list[Bindings]:
-    """Each way in which the keywords that are named match, of a call that has ``...``."""
-    given = {keyword.arg: keyword for keyword in found.keywords}
-    ways = [_bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
-    for keyword in wanted.keywords:
-        ways = [bound for known in ways for bound in _match(keyword, given.get(keyword.arg), known)]
-    return ways
-
-
-def _match_parameters(wanted: ast.arguments, found: ast.arguments, bindings: Bindings) -> list[Bindings]:
-    """Each way in which parameters match that have ``...``, with the defaults of those that are named."""
-    ours, theirs = _defaults(wanted), _defaults(found)
-    ours.pop("ANY", None)
-    everything = [*found.args, *filter(None, theirs.values())]
-    return [
-        _bind_end(wanted.args[-1], everything, bound)
-        for known, rest in _match_run(wanted.args, found.args + found.kwonlyargs, bindings)
-        if not rest
-        for bound in _match([*ours.values()], [theirs.get(name) for name in ours], known)
-    ]
-
-
-def _bind_end(run: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
-    """What is bound where a run, if it is one, ends with the last of all these nodes."""
-    if not (nodes and is_run(run) and hasattr(run, "is_located")):
+def _bind_end(gap: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
+    """What is bound where a gap, if it is one, ends with the last of all these nodes."""
+    if not (nodes and is_gap(gap) and hasattr(gap, "is_located")):
         return bindings
-    return {**bindings, (run, END): max(nodes, key=span)}
+    return {**bindings, (gap, END): max(nodes, key=extent)}
 
 
 def _defaults(arguments: ast.arguments) -> dict[str, ast.expr | None]:

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from .matching import BLOCKS, END, START, Match, as_python, first_line, first_of, is_named_run, is_run, last_of, located
+from .matching import BLOCKS, END, START, Match, as_python, first_line, first_of, is_gap, is_named_gap, last_of, located
 from .source import Definition, Edit, ModuleSource, unrecognized
 
 _IGNORED = {"ctx", "kind", "type_comment"}
@@ -231,7 +231,7 @@ class _Comparison:
         """The statement that an insertion at a place of a block stands below, or else above."""
         above, below = olds[:place][-1:], olds[place:][:1]
         for block, side in ((above, END), (below, START)):
-            if block and not is_run(block[0]) and not is_named_run(block[0]):
+            if block and not is_gap(block[0]) and not is_named_gap(block[0]):
                 return self.locate(block[0]), side
         raise PatchError(f"line {self.new.number(made)}: no statement of the same block above or below")
 
@@ -246,7 +246,7 @@ class _Comparison:
         if changes is not None:
             return changes
         is_plain = not any(getattr(old, block, None) for block in ("orelse", "finalbody", "handlers"))
-        if not (is_plain and getattr(old, "body", None) and getattr(new, "body", None)) or is_run(old.body[0]):
+        if not (is_plain and getattr(old, "body", None) and getattr(new, "body", None)) or is_gap(old.body[0]):
             raise PatchError(f"line {self.new.number(new)}: neither whole statements nor an expression that changes")
         head = self.new.piece(self.new.span(new)[START], self.new.span(new.body[0])[START])
         return [
@@ -315,7 +315,7 @@ class _Comparison:
         if place < len(olds):
             spot = located(first_of(olds[place])), START
             start, end = (self.new.span(first_of(item))[START] for item in (made[0], news[place + count]))
-        elif place and (not isinstance(made[0], ast.arg) or is_run(olds[-1])):
+        elif place and (not isinstance(made[0], ast.arg) or is_gap(olds[-1])):
             spot = located(last_of(olds[-1])), END
             start, end = (self.new.span(last_of(item))[END] for item in (news[place - 1], made[-1]))
         else:

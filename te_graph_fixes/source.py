@@ -25,7 +25,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from .matching import Match, Node, Pattern, Place, around, first_line, is_in, nodes, span, statements
+from .matching import Match, Node, Pattern, Slot, extent, first_line, is_in, nodes, standing_in, statements
 from .outline import global_names, heads, parsed
 
 TE = "transformer_engine"
@@ -213,7 +213,7 @@ class ModuleSource:
             raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
         return found
 
-    def outline_of(self, root: Any) -> tuple[list[Place], Mapping[str, list[int]]]:
+    def outline_of(self, root: Any) -> tuple[list[Slot], Mapping[str, list[int]]]:
         """The statements in a function or class, and in which lines its words stand."""
         if root not in self.cache:
             first = first_line(root)
@@ -223,11 +223,11 @@ class ModuleSource:
                 for word in _WORD.findall(line):
                     lines[word].append(number)
             self.cache[root] = statements(root), lines
-        return cast("tuple[list[Place], Mapping[str, list[int]]]", self.cache[root])
+        return cast("tuple[list[Slot], Mapping[str, list[int]]]", self.cache[root])
 
     def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
-        (first, column), (last, end_column) = span(node)
+        (first, column), (last, end_column) = extent(node)
         start, end = self.line(first).encode()[:column], self.line(last).encode()[:end_column]
         return self.starts[first] + len(start.decode()), self.starts[last] + len(end.decode())
 
@@ -257,11 +257,11 @@ class Definition:
         if not pattern.words <= lines_of.keys():
             return []
         found: dict[object, Match] = {}
-        for place in self._places(pattern.marks, pattern.kinds):
-            for match in pattern.match(place.siblings, place.number):
+        for slot in self._slots(pattern.first_words, pattern.kinds):
+            for match in pattern.match(slot.siblings, slot.number):
                 if within is None or is_in(match.node, within):
-                    found[tuple(map(span, (match.node, *match.values())))] = match
-        return sorted(found.values(), key=lambda match: span(match.node))
+                    found[tuple(map(extent, (match.node, *match.values())))] = match
+        return sorted(found.values(), key=lambda match: extent(match.node))
 
     def all(self, pattern: str | Pattern, within: ast.AST | None = None) -> list[Node]:
         """The nodes of the `matches`."""
@@ -306,11 +306,11 @@ class Definition:
         nodes = (place.node for line in lines_of[name] for place in self._at(line))
         return any(isinstance(node, ast.Name) and node.id == name and node not in left_out for node in nodes)
 
-    def _at(self, line: int) -> list[Place]:
+    def _at(self, line: int) -> list[Slot]:
         """The statements and expressions in a line."""
         statements, _ = self.module.outline_of(self.outer or self.node)
-        places = around(statements, line)
-        return [*places, *nodes(places[0].node, line)]
+        slots = standing_in(statements, line)
+        return [*slots, *nodes(slots[0].node, line)]
 
     @property
     def parameters(self) -> set[str]:
@@ -318,16 +318,16 @@ class Definition:
         arguments = cast(ast.FunctionDef, self.node).args
         return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
 
-    def _places(self, words: Collection[str], kinds: tuple[type[ast.AST], ...]) -> Iterable[Place]:
-        """Where nodes of these types may be that have all these words, here and around."""
+    def _slots(self, words: Collection[str], kinds: tuple[type[ast.AST], ...]) -> Iterable[Slot]:
+        """Where nodes of these types may be that have all these words."""
         root = self.outer or self.node
         statements, lines_of = self.module.outline_of(root)
-        found: dict[Any, Place] = {}
+        found: dict[Any, Slot] = {}
         for line in min((lines_of[word] for word in words), key=len, default=[None]):
-            places = statements if line is None else around(statements, line)
+            slots = statements if line is None else standing_in(statements, line)
             if not issubclass(kinds[0], ast.stmt):
-                places = nodes(root if line is None else places[0].node, line)
-            found.update((place.node, place) for place in places if isinstance(place.node, kinds))
+                slots = nodes(root if line is None else slots[0].node, line)
+            found.update((slot.node, slot) for slot in slots if isinstance(slot.node, kinds))
         return [
             place
             for node, place in found.items()
@@ -337,8 +337,8 @@ class Definition:
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
         if name not in self._inner:
-            places = self._places([name], (ast.FunctionDef, ast.ClassDef))
-            found = [place.node for place in places if place.node.name == name and place.node is not self.node]
+            slots = self._slots([name], (ast.FunctionDef, ast.ClassDef))
+            found = [slot.node for slot in slots if slot.node.name == name and slot.node is not self.node]
             if len(found) != 1:
                 raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
             self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", found[0], self.outer or self.node)

@@ -269,12 +269,27 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
                 compile_patches(source, {"fix": verdict})
 
 
-@pytest.mark.parametrize("between", ["a = c", "a.clear()", "if c:\n    a = c"])
+APART = ["log(a)", "xs = a", "n: int = a", "n += a", "del n", "n[a] = 1", "c.n = a", "n = log(a)", "with log(a): n = 1"]
+APART += ["for n in a: log(n)", "if a:\n    raise log(a)\nelse:\n    n = a", "import c", "assert a", "pass"]
+NOT_APART = ["a = c", "a += 1", "del a", "a[0] = 1", "a.n = 1", "n.a = 1", "a.clear()", "n = a.pop()", "log(a.pop())"]
+NOT_APART += [
+    "if c:\n    a = c",
+    "if c:\n    return",
+    "with log():\n    a = 1",
+    "for a in c: log(a)",
+    "a, n = c",
+    "return",
+]
+
+
+@pytest.mark.parametrize("between", APART + NOT_APART)
 def test_what_a_pattern_sets_is_touched_by_nothing_in_between(between: str) -> None:
     change = hunk(" a = 1\n-b = 2\n+b = 3")
-    assert applied(function("a = 1\nlog(a)\nb = 2\n"), change) == function("a = 1\nlog(a)\nb = 3\n")
-    with pytest.raises(UnrecognizedError):
-        edits(source_of(function(f"a = 1\n{between}\nb = 2\n")), change)
+    if between in APART:
+        assert applied(function(f"a = 1\n{between}\nb = 2\n"), change) == function(f"a = 1\n{between}\nb = 3\n")
+    else:
+        with pytest.raises(UnrecognizedError):
+            edits(source_of(function(f"a = 1\n{between}\nb = 2\n")), change)
 
 
 @pytest.mark.parametrize(
