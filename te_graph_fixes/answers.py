@@ -56,21 +56,21 @@ def answer(decision: Decision, where: str) -> str:
     if decision.refusal:
         return f"{name}: nothing is applied, because {decision.refusal}"
     here, left, unknown = len(decision.to_apply), len(decision.left_out), sum(map(len, decision.refused.values()))
+    on_disk = [each.reason for each in decision.decisions.values() if each.reason.startswith(ON_DISK)]
+    known = f"{here + left or len(on_disk) or 'none'} of {len(CATALOGUE)} known defects"
     following = f"te-graph-fixes bake{where}" if where else "te-graph-fixes run CMD, or te-graph-fixes bake"
-    if not left:
-        said = f"all {here} can be corrected"
+    if here and left:
+        known += f"; {here} will be corrected, {left} {'are' if left > 1 else 'is'} left out by {by}"
     elif here:
-        said = f"{here} will be corrected, {left} {'are' if left > 1 else 'is'} left out by {by}"
+        known += f"; all {here} can be corrected"
+    elif left:
+        known += f"; none will be corrected, because {by} is set"
+        following = f"unset {re.sub('=[a-z]+', '', by)}"
     else:
-        said, following = f"none will be corrected, because {by} is set", f"unset {re.sub('=[a-z]+', '', by)}"
-    known = f"{here + left} of {len(CATALOGUE)} known defects; {said}"
+        known += f" were {on_disk[0]}" if on_disk else ""
+        following = "nothing to do"
     if unknown:
         known, following = f"{known}; {unknown} more may be there", f"te-graph-fixes issue{where}"
-    elif not here + left:
-        on_disk = [each.reason for each in decision.decisions.values() if each.reason.startswith(ON_DISK)]
-        known, following = f"none of {len(CATALOGUE)} known defects", "nothing to do"
-        if on_disk:
-            known = f"{len(on_disk)} of {len(CATALOGUE)} known defects were {on_disk[0]}"
     return f"{name}: {known}. Next: {following}"
 
 
