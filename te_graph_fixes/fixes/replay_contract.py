@@ -5,13 +5,14 @@ Upstream: open, TE 2.10 to main
 Symptom: gradients are garbage after the number of microbatches has grown, after weights or gradient buffers were
 offloaded and came back elsewhere, where a graph is replayed twice before its backward, or around a checkpoint.
 
-Each replay now looks at what the capture has fixed (`te_graph_fixes/shipped/replay_contract.py`, shipped beside the
-patched modules) and raises `RuntimeError` where its result would be another than eager training's: the sequence of
-replays of one memory pool, the addresses of parameters, ``main_grad`` and the tensors of FP8 parameters, and which
-parameters are trained. Outputs, and the gradients of inputs, are returned as copies where a checkpoint may run a graph
-again before they are read (with ``leaf-grad-lifetime``). One tensor that is the sample of several inputs is copied for
-each of them, since a replay writes into it. FP8 graphs of delayed scaling that are replayed for training outside of an
-autocast are warned of once.
+All graphs that share a memory pool have a place in one sequence, that of their captures: the first one that is captured
+is at place 0, the next one at place 1. Each replay now looks at what the capture has fixed
+(`te_graph_fixes/shipped/replay_contract.py`, shipped beside the patched modules) and raises `RuntimeError` where its
+result would be another than eager training's: at the places that were replayed since what it reads was written, at the
+addresses of parameters, ``main_grad`` and the tensors of FP8 parameters, and at which parameters are trained. Outputs,
+and the gradients of inputs, are returned as copies where a checkpoint may run a graph again before they are read (with
+``leaf-grad-lifetime``). One tensor that is the sample of several inputs is copied for each of them, since a replay
+writes into it. FP8 graphs of delayed scaling that are replayed for training outside of an autocast are warned of once.
 """
 
 from __future__ import annotations
@@ -33,30 +34,24 @@ PATCH = """
 +    # An order hands buffers on; without one each callable writes into its own.
 +    sample_args, sample_kwargs = with_own_inputs((sample_args, sample_kwargs), _tree_flatten, _tree_unflatten)
 @@
-+from ._te_replay_contract import Contract, Run
++from ._te_replay_contract import Run, make_contracts
 +
 +warmup_run = Run()
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +warmup_run.note(func_idx, module)
 @@ graph.py _make_graphed_callables
-+contracts = [
-+    Contract(
-+        number,
-+        graph_callables,
-+        (fwd_graphs[number], bwd_graphs[number], bwd_dw_graphs[number]),
-+        (
-+            per_callable_static_outputs[number],
-+            (per_callable_static_grad_inputs[number] or ())[: per_callable_len_user_args[number]],
-+        ),
-+        per_callable_len_user_args[number],
-+        per_callable_module_params[number],
-+        warmup_run,
-+        retain_graph_in_backward,
-+        need_bwd_dw_graph.get(number, False),
-+    )
-+    for number in range(len(sample_args))
-+]
++contracts = make_contracts(
++    graph_callables,
++    zip(fwd_graphs, bwd_graphs, bwd_dw_graphs),
++    per_callable_static_outputs,
++    per_callable_static_grad_inputs,
++    per_callable_len_user_args,
++    per_callable_module_params,
++    warmup_run,
++    retain_graph_in_backward,
++    need_bwd_dw_graph,
++)
  ret = []
 @@
  make_graphed_autograd_function(
@@ -74,14 +69,12 @@ PATCH = """
  ):
      ...
 
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function
- class Graphed(torch.autograd.Function):
-     ...
-+Graphed.forward = staticmethod(contract.with_kept_outputs(Graphed.forward))
-
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 +contract.before_forward(flatten_user_args)
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
+ out = Graphed.apply(...)
++if contract.pool.keeps_outputs:
++    out = tuple(None if o is None else o.clone() for o in out)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
 +ctx.replayed = contract.time
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)

@@ -9,12 +9,12 @@ backward out, evaluates, drops a step or runs fewer microbatches loses nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter, getitem, is_, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 
 _address = torch.Tensor.data_ptr
-_increment_version = torch.autograd.graph.increment_version
 _needs_grad = attrgetter("requires_grad")
 _grad_enabled = torch.is_grad_enabled
 _backward_task = torch._C._current_graph_task_id
@@ -33,49 +32,55 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _warned: set[str] = set()
 
 
-def _are_at(tensors: Sequence[torch.Tensor], addresses: Sequence[int], places: Iterable[int]) -> bool:
-    """Whether the tensors at ``places`` are at their addresses; torch for CUDA does this in one call."""
-    return [*map(_address, map(tensors.__getitem__, places))] == [*map(addresses.__getitem__, places)]
+def _increment_versions(tensors: Iterable[torch.Tensor]) -> None:
+    """Let autograd raise where an eager operation still has to read the old values."""
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
 
 
-_are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _are_at)
+with contextlib.suppress(RuntimeError, TypeError):  # of a torch that takes one tensor alone
+    torch._C._increment_version([])
+    _increment_versions = torch._C._increment_version
 
 
 class _Pool:
     """What has been replayed of the graphs of one memory pool. Places are counted from 0 in the order of captures.
 
     ``clock`` counts replays and ``last`` has, for each place, when it was last replayed. Since ``began`` the places
-    have only increased, up to ``place``.
-    ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read.
+    have only increased, up to ``place``: a run. ``next`` is where a replay needs no look, since it comes right behind
+    the one before, and what its capture reads was there; -1 if there is none. Such a replay counts ``next`` up, at the
+    time ``ahead + place``; `arrive` enters it later.
+    ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read; then
+    outputs that none is around are copied (``keeps_outputs``).
     """
 
     __slots__ = (
-        *("__weakref__", "began", "captures", "clock", "contracts", "last"),
-        *("may_recompute", "names", "place", "watched"),
+        *("__weakref__", "ahead", "began", "captures", "clock", "contracts", "keeps_outputs", "last", "may_recompute"),
+        *("names", "next", "place"),
     )
 
     def __init__(self) -> None:
         self.last: list[int] = []
         self.names: list[str] = []
-        self.clock = self.began = self.captures = 0
-        self.place = -1
-        self.may_recompute = False
+        self.ahead = self.clock = self.began = self.captures = 0
+        self.next = self.place = -1
+        self.may_recompute = self.keeps_outputs = False
         self.contracts: list[weakref.ref[Contract]] = []
-        self.watched: weakref.WeakValueDictionary[Any, _Addresses] = weakref.WeakValueDictionary()
 
-    def watch(self, places: Sequence[_Place]) -> _Addresses:
-        """What looks at these places, once a run for all microbatches."""
-        made = _Addresses(places)
-        return self.watched.setdefault(made.key, made)
-
-    def replay(self, place: int) -> int:
-        """Note that the graph at ``place`` is replayed now; the result is the time."""
-        self.clock = clock = self.clock + 1
+    def arrive(self, place: int) -> None:
+        """Enter what ``next`` has counted; a run begins at ``place`` unless it is behind that."""
+        if self.next > self.place:
+            self.last[self.place + 1 : self.next] = range(self.ahead + self.place + 1, self.ahead + self.next)
+            self.place, self.clock = self.next - 1, self.ahead + self.next - 1
         if place <= self.place:
-            self.began = clock
-        self.place = place
-        self.last[place] = clock
-        return clock
+            self.began = self.clock + 1
+
+    def replay(self, place: int, addresses: _Addresses) -> int:
+        """Note that the graph at ``place`` is replayed now, and when. ``addresses`` are what its capture looks at."""
+        self.clock = self.last[place] = self.clock + 1
+        self.place, self.ahead = place, self.clock - place
+        self.next = place + 1 if addresses.seen == self.began and not self.may_recompute else -1
+        return self.clock
 
 
 _pools: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
@@ -156,99 +161,103 @@ class Contract:
         retains_graph: bool,
         delays_wgrad: bool,
     ) -> None:
-        (self._pool, self._forward), (_, self._backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs)
+        (self.pool, self.forward), (_, self.backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs)
+        self.time = 0
+        """When the forward was last replayed."""
+        self._outputs = [tensor for tensor in returned[0] if isinstance(tensor, torch.Tensor)]
+        self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph
         self._microbatch = sum(other is functions[number] for other in functions[:number])
         self.name = _name(number, functions, self._microbatch)
         if not number:
-            self._pool.captures += 1
-        if self._pool.captures > 1:
-            self.name += f" of capture {self._pool.captures} in its memory pool"
+            self.pool.captures += 1
+        if self.pool.captures > 1:
+            self.name += f" of capture {self.pool.captures} in its memory pool"
         for kind, graph in zip(("forward", "backward", "backward_dw"), graphs, strict=True):
             if hasattr(graph, "place"):
                 graph.place[0].names[graph.place[1]] = f"the {kind} of {self.name}"
         # Without an order wgrads are captured behind all else, in a pool of their own.
-        self._end = self._wgrad if self._wgrad_pool is self._pool else len(self._pool.last)
-        self._retains_graph, self._delays_wgrad = retains_graph, delays_wgrad
+        self._end = self._wgrad if self._wgrad_pool is self.pool else len(self.pool.last)
         self._dgrad_time: int | None = None
         self._inputs = range(inputs)
-        self._outputs = [tensor for tensor in returned[0] if isinstance(tensor, torch.Tensor)]
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
-        self._pool.contracts.append(weakref.ref(self))
-        self.time = 0
-        """When the forward was last replayed."""
+        self.pool.contracts.append(weakref.ref(self))
         self._recipe = run.recipes.get(number)
-        self._recomputed = False
-        self._renewed = 0
-        self._keeps_outputs = False
+        self._recomputed = self._renewed = 0
         for state in _recipe_states(functions[number]):
             vars(state).setdefault("contracts", weakref.WeakSet()).add(self)
         modules = run.modules.get(number, set())
         own = [parameter for parameter in _own_parameters(modules) if parameter.numel()]
         self._frozen = list({id(parameter): parameter for parameter in own if not parameter.requires_grad}.values())
-        self._read = self._pool.watch(
-            [*_submodules(functions[number]), *_owners(functions[number], [*parameters, *own])]
-        )
-        self._written = self._pool.watch(_fused(modules))
-        if self._backward < 0:
+        if self.backward < 0:
             self._frozen = []
+        self.read = _Addresses([*_submodules(functions[number]), *_owners(functions[number], [*parameters, *own])])
+        self.written = _Addresses(_fused(modules))
+        first = [owner for owner, _, _ in self.written.slots if type(owner["main_grad"]) is torch.Tensor][:1]
+        self._fused: Mapping[str, Any] = first[0] if first else {"main_grad": torch.empty(0)}
+        self._main_grad = self._fused["main_grad"].data_ptr()
+
+    def join(self, first: int, first_backward: int, read: _Addresses, used: _Addresses) -> None:
+        """Tell where a run looks at what all callables of the capture read, and at what their backwards use."""
+        self._is_first, self._is_first_backward = self.forward == first, self.backward == first_backward
+        self._quick_forward = None if self._is_first or self._frozen else self.forward
+        self._quick_backward = None if self._is_first_backward else self.backward
+        self._quick_wgrad = self._wgrad if self._wgrad_pool is self.pool else None
+        self._read_by_all, self._used_by_all = read, used
 
     def release(self) -> None:
         """Let the parameters go."""
-        self._frozen, self._read, self._written = [], _Addresses([]), _Addresses([])
-        self._outputs = []
+        self._frozen, self._outputs = [], []
+        self.read = self.written = _Addresses([])
+        self._read_by_all.forget()
+        self._used_by_all.forget()
 
     def note_other_scales(self) -> None:
         """Note that the scales of the graphs have other values now: an evaluation in another recipe took the old."""
-        self._renewed = self._pool.clock
+        self.pool.arrive(0)
+        self._renewed = self.pool.clock
 
     def before_forward(self, inputs: Iterable[Any]) -> None:
         """RuntimeError where the forward, which is replayed next, would not compute what the module does now."""
-        pool, place = self._pool, self._forward
-        grad_enabled = _grad_enabled()
-        begins = place <= pool.place
-        read = self._read
-        if begins or read.looked != pool.began or _address(read.first) != read.first_address:
-            read.check(self.name)
-        if grad_enabled and self._backward >= 0:
-            if self._frozen and any(map(_needs_grad, self._frozen)):
-                raise RuntimeError(
-                    f"{self.name}: parameters that needed no gradient when this graph was captured need one now, and "
-                    "would get none. Capture again"
-                )
-            if self._recipe and self._recipe.delayed() and not FP8GlobalStateManager.is_fp8_enabled():
-                _warn_once(
-                    f"{self.name}: this graph was captured in FP8 with delayed scaling and is replayed outside of an "
-                    "autocast: it computes in FP8, and its scales stay as they are. Replay it in the autocast of the "
-                    "capture",
-                    "outside of an autocast",
-                )
-        self._recomputed = recomputes = _backward_task() != -1
+        pool = self.pool
+        if pool.next != self._quick_forward or not _grad_enabled():
+            self._look_forward(inputs)
+        else:
+            self.time = pool.ahead + pool.next
+            pool.next += 1
+            _increment_versions(self._outputs)
+
+    def _look_forward(self, inputs: Iterable[Any]) -> None:
+        pool, grad_enabled, began = self.pool, _grad_enabled(), self.pool.began
+        pool.arrive(self.forward)
+        if not (self._is_first and self._read_by_all.look(pool.began)):
+            self.read.check(self.name)
+        if grad_enabled and any(map(_needs_grad, self._frozen)):
+            raise RuntimeError(
+                f"{self.name}: parameters that needed no gradient when this graph was captured need one now, and "
+                "would get none. Capture again"
+            )
+        trains = grad_enabled and self.backward >= 0
+        if trains and self._recipe and self._recipe.delayed() and not FP8GlobalStateManager.is_fp8_enabled():
+            _warn_once(
+                f"{self.name}: this graph was captured in FP8 with delayed scaling and is replayed outside of an "
+                "autocast: it computes in FP8, and its scales stay as they are. Replay it in the autocast of the "
+                "capture",
+                "outside of an autocast",
+            )
+        recomputes = _backward_task() != -1
         if recomputes:
-            self._recompute(inputs)
+            self._recompute(inputs, began)
+        else:
+            _increment_versions(self._outputs)
         checkpointed = not grad_enabled or _saved_tensors_hooks(True) is not None
-        if not recomputes:
-            for tensor in self._outputs:
-                _increment_version(tensor)  # autograd raises where an eager operation still has to read the old values
-        if begins and not recomputes:
-            pool.may_recompute = checkpointed
-        elif checkpointed:
-            pool.may_recompute = True
-        self._keeps_outputs = pool.may_recompute and not checkpointed
-        self.time = pool.replay(place)
-        read.looked = pool.began
+        goes_on = pool.began <= pool.clock
+        pool.may_recompute = recomputes or checkpointed or (pool.may_recompute and goes_on)
+        pool.keeps_outputs = pool.may_recompute and not checkpointed
+        self.time = pool.replay(self.forward, self._read_by_all)
+        if recomputes:
+            self._recomputed = self.time
 
-    def with_kept_outputs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The ``forward`` of a graph with copies of its outputs where a checkpoint may overwrite these."""
-
-        def forward_with_kept_outputs(ctx: Any, *args: Any) -> Any:
-            outputs = forward(ctx, *args)
-            if not self._keeps_outputs:
-                return outputs
-            return tuple(output.clone() if isinstance(output, torch.Tensor) else output for output in outputs)
-
-        return forward_with_kept_outputs
-
-    def _recompute(self, inputs: Iterable[Any]) -> None:
+    def _recompute(self, inputs: Iterable[Any], began: int) -> None:
         """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out."""
         if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             raise RuntimeError(
@@ -256,26 +265,28 @@ class Contract:
                 "would compute in FP8, its module would not. Use te.checkpoint, which enters the autocast again, or "
                 "run the backward in the autocast"
             )
-        outputs = {tensor.data_ptr() for tensor in self._outputs if tensor.numel()}
-        if any(isinstance(each, torch.Tensor) and each.data_ptr() in outputs for each in inputs):
+        given = {each.untyped_storage()._cdata for each in inputs if isinstance(each, torch.Tensor)}
+        if any(storage.cdata in given for storage, _ in self._returned[0]):
             raise RuntimeError(
                 f"{self.name}: a checkpoint runs this graph again with its own output, which is overwritten. Capture "
                 "the module once for each time that a step calls it (`_order`)"
             )
-        pool, place = self._pool, self._forward
-        last = pool.last
-        for reference in pool.contracts:
+        last, place = self.pool.last, self.forward
+        for reference in self.pool.contracts:
             other = reference()
-            if other is None or other is self or not last[other._forward]:
+            if other is None or other is self or not last[other.forward]:
                 continue
             outputs, grads = other._returned
-            if other._backward >= 0 and last[other._backward] > last[other._forward]:
+            if any(storage.cdata in given for storage, _ in outputs):
+                end = other.backward if other.backward >= 0 else len(last)
+                self._require("forward", f"the forward of {other.name}", other.time, other.forward, end)
+            if other.backward >= 0 and last[other.backward] > last[other.forward]:
                 # Its backward has run: a forward captured before that may write where its grads are.
-                risk, given_out = place < other._backward and last[other._backward] >= pool.began, grads
+                risk, given_out = place < other.backward and last[other.backward] >= began, grads
             else:
                 # Its backward is to come: only graphs captured in between leave its outputs alone.
                 is_other = other._microbatch != self._microbatch
-                risk, given_out = is_other and not other._forward <= place < other._backward, outputs
+                risk, given_out = is_other and not other.forward <= place < other.backward, outputs
             if risk and any(_uses(storage) > before for storage, before in given_out):
                 what = "gradient that the backward" if given_out is grads else "output that the forward"
                 raise RuntimeError(
@@ -286,70 +297,125 @@ class Contract:
 
     def before_backward(self, ctx: Any) -> None:
         """RuntimeError where what its forward, at ``ctx.replayed``, has left for it is not there any more."""
-        pool, place, since = self._pool, self._backward, ctx.replayed
-        if since < pool.began or place <= pool.place:
-            if self._recomputed:
+        if not self._comes_next(self._quick_backward, ctx.replayed):
+            self._look_backward(ctx)
+        if self._delays_wgrad:
+            self._note_dgrad()
+
+    def _comes_next(self, place: int | None, since: int) -> bool:
+        """Whether ``place`` is the next one, what it needs was replayed in this run, and ``main_grad`` is there."""
+        pool = self.pool
+        try:
+            if pool.next != place or since < pool.began or _address(self._fused["main_grad"]) != self._main_grad:
+                return False
+        except (KeyError, TypeError):
+            return False
+        pool.next += 1
+        return True
+
+    def _look_backward(self, ctx: Any) -> None:
+        pool, since = self.pool, ctx.replayed
+        pool.arrive(self.backward)
+        if since < pool.began:
+            if self._recomputed == self.time:
                 since = self.time  # torch.utils.checkpoint has run it again, with the same inputs
-            self._require(since, self._forward, place, self._retains_graph)
+            self._require("backward", "its forward", since, self.forward, self.backward, self._retains_graph)
         if since <= self._renewed:
             raise RuntimeError(
                 f"the backward of {self.name} cannot be replayed: since its forward its modules have run in another "
                 "recipe, which drops the scales and cached weights that it reads. Evaluate in the recipe of the "
                 "capture, or between two steps"
             )
-        if _address(self._read.first) != self._read.first_address:
-            self._read.check(self.name)
+        if not (self._is_first_backward and self._used_by_all.look(pool.began)):
+            self.read.check(self.name)
+            if not self._delays_wgrad:
+                self.written.check(self.name)
+        self._recomputed = 0
+        if pool.may_recompute:
+            ctx.copied_inputs = self._inputs
+        pool.replay(self.backward, self._used_by_all)
+
+    def _note_dgrad(self) -> None:
         if self._dgrad_time is not None:
             _warn_once(
                 f"{self.name}: the last backward has had no backward_dw(), and its wgrad is lost: call it after each",
                 "no backward_dw",
             )
-        time = pool.replay(place)
-        self._recomputed = False
-        if not self._delays_wgrad:
-            self._look_backward()
-        if pool.may_recompute:
-            ctx.copied_inputs = self._inputs
-        if self._delays_wgrad:
-            self._dgrad_time = time
+        self._dgrad_time = self.pool.ahead + self.backward
 
     def before_wgrad(self) -> None:
         """RuntimeError where there is no dgrad whose wgrad this is, or what it has left is not there any more."""
-        since, pool = self._dgrad_time, self._pool
+        pool, since = self.pool, self._dgrad_time
         if since is None:
             raise RuntimeError(
                 f"{self.name}: backward_dw() without a backward before it that it belongs to. Call it once after each "
                 "backward"
             )
-        if since < pool.began or self._end <= pool.place:
-            self._require(since, self._backward, self._end, False)
+        if not self._comes_next(self._quick_wgrad, since):
+            pool.arrive(self._end)
+            if since < pool.began:
+                self._require("backward_dw", "its backward", since, self.backward, self._end)
+            self.written.check(self.name)
+            if self._wgrad_pool is pool:
+                pool.replay(self._wgrad, self._used_by_all)
         self._dgrad_time = None
-        if self._wgrad_pool is pool:
-            pool.replay(self._wgrad)
-        self._look_backward()
 
-    def _look_backward(self) -> None:
-        written, began = self._written, self._pool.began
-        if written.looked != began or written.is_elsewhere():
-            written.check(self.name)
-            written.looked = began
-
-    def _require(self, since: int, first: int, end: int, again: bool) -> None:
+    def _require(self, kind: str, before: str, since: int, first: int, end: int, again: bool = False) -> None:
         """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``."""
-        last = self._pool.last
+        last = self.pool.last
         outside = last[: first + 1] + [0] * (end - first - 1) + last[end:]
         if again:
             outside[end] = 0
         if max(outside) > since:
-            other = self._pool.names[outside.index(max(outside))]
-            kind, before = ("backward", "forward") if end == self._backward else ("backward_dw", "backward")
+            other = self.pool.names[outside.index(max(outside))]
             raise RuntimeError(
-                f"the {kind} of {self.name} cannot be replayed: {other} was replayed since its {before}, and may have "
+                f"the {kind} of {self.name} cannot be replayed: {other} was replayed since {before}, and may have "
                 "overwritten what it reads. Graphs that share memory are replayed in the sequence of their capture "
                 "(`_order`), each once before its backward. If a step has more microbatches than at the capture, or "
                 "another schedule, capture again for it; for several backwards of one forward capture with "
                 "retain_graph_in_backward=True"
             )
+
+
+def make_contracts(
+    functions: Sequence[Any],
+    graphs: Iterable[Sequence[Any]],
+    outputs: Sequence[Any],
+    grad_inputs: Sequence[Any],
+    inputs: Sequence[int],
+    parameters: Sequence[Iterable[torch.Tensor]],
+    run: Run,
+    retains_graph: bool,
+    delays_wgrad: Mapping[int, bool],
+) -> list[Contract]:
+    """The contracts of a capture, with what `Contract` takes by the numbers of callables and microbatches."""
+    contracts = [
+        Contract(
+            number,
+            functions,
+            graphs_of_one,
+            (outputs[number], (grad_inputs[number] or ())[: inputs[number]]),
+            inputs[number],
+            parameters[number],
+            run,
+            retains_graph,
+            delays_wgrad.get(number, False),
+        )
+        for number, graphs_of_one in enumerate(graphs)
+    ]
+    read = _all_of(contract.read for contract in contracts)
+    used = _all_of(each for contract in contracts for each in (contract.read, contract.written))
+    first = min(contract.forward for contract in contracts)
+    first_backward = min(contract.backward for contract in contracts)
+    for contract in contracts:
+        contract.join(first, first_backward, read, used)
+    return contracts
+
+
+def _all_of(addresses: Iterable[_Addresses]) -> _Addresses:
+    """What looks at all that they look at, once."""
+    slots = {(id(slot[0]), slot[1]): slot for each in addresses for slot in each.slots}
+    return _Addresses(slots.values())
 
 
 def _name(number: int, functions: Sequence[Any], microbatch: int) -> str:
@@ -390,23 +456,23 @@ def _own_parameters(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Par
     return (parameter for module in modules for parameter in module.parameters(recurse=False))
 
 
-_Place = tuple[Mapping[str, Any], str, str]
+_Slot = tuple[Mapping[str, Any], str, str]
 """A dictionary, the name in it that a tensor has, and what to call it."""
 
 
-def _submodules(function: Any) -> list[_Place]:
+def _submodules(function: Any) -> list[_Slot]:
     """Where the modules inside a callable are found."""
     modules = function.modules() if isinstance(function, torch.nn.Module) else ()
     children = ((module._modules, name) for module in modules for name, child in module._modules.items() if child)
     return [(modules, name, "a module") for modules, name in children]
 
 
-def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Place]:
+def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Slot]:
     """Where the ``parameters`` of a callable are found, and the tensors of those in FP8."""
     wanted = {id(parameter) for parameter in parameters if parameter.numel()}
     modules = function.modules() if isinstance(function, torch.nn.Module) else ()
-    found: dict[int, _Place] = {}
-    inner: dict[int, list[_Place]] = {}
+    found: dict[int, _Slot] = {}
+    inner: dict[int, list[_Slot]] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
             if id(parameter) in wanted:
@@ -416,7 +482,7 @@ def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Place]:
     return [*found.values(), *(each for places in inner.values() for each in places)]
 
 
-def _fused(modules: Iterable[torch.nn.Module]) -> list[_Place]:
+def _fused(modules: Iterable[torch.nn.Module]) -> list[_Slot]:
     """Where the ``main_grad``s are found into which a backward adds its wgrads: those of weights."""
     fused = [
         module
@@ -431,78 +497,64 @@ def _fused(modules: Iterable[torch.nn.Module]) -> list[_Place]:
 class _Addresses:
     """Where tensors were at the capture: the same objects, if they are parameters or modules, at the same addresses.
 
-    ``first`` was at ``first_address``; it is looked at at each replay, the others once a run.
+    ``seen`` is the run in which `look` has found them all there.
     """
 
-    def __init__(self, places: Sequence[_Place]) -> None:
-        self.looked = -1
-        found = [dictionary[name] for dictionary, name, _ in places]
-        # main_grads and the like are not held: their memory may be given up while no graph is replayed.
-        held = [each if isinstance(each, (torch.nn.Parameter, torch.nn.Module)) else None for each in found]
-        addresses: list[Any] = [
-            each.data_ptr() if type(each) in (torch.nn.Parameter, torch.Tensor) else None for each in found
-        ]
-        self._was = list(zip(places, held, addresses, strict=True))
-        self._owners = list(_by_owner(place for place, same, _ in self._was if same is not None))
-        placed = [each for each in self._was if each[2] is not None]
-        placed.sort(key=lambda each: each[1] is None)
-        self._parameters = [same for _, same, _ in placed if same is not None]
-        others = [place for place, same, _ in placed if same is None]
-        self._dictionaries, self._names = [each[0] for each in others], [each[1] for each in others]
-        self._addresses = [address for _, _, address in placed]
-        self._all = list(range(len(placed)))
-        self.first = next(iter(self._parameters), torch.empty(0))
-        self.first_address = self.first.data_ptr()
-        # Another capture in the pool may have found other tensors at these places.
-        self.key = tuple((id(d), name, id(d[name]), address) for (d, name, _), _, address in self._was)
+    def __init__(self, slots: Iterable[_Slot]) -> None:
+        self.seen = -1
+        self.slots = [*slots]
+        found = [owner[name] for owner, name, _ in self.slots]
+        # main_grads and the like are not held: their memory may be given up between two replays.
+        self._held = [each if isinstance(each, (torch.nn.Parameter, torch.nn.Module)) else None for each in found]
+        self._addresses = [each.data_ptr() if type(each) in (torch.nn.Parameter, torch.Tensor) else 0 for each in found]
+        pairs = list(zip(self.slots, self._held, strict=True))
+        owners = {id(owner): owner for (owner, _, _), held in pairs if held is not None}
+        self._owners, self._were = [*owners.values()], [dict(owner) for owner in owners.values()]
+        if any(getattr(each, "shape", ()) and each.numel() == 1 for owner in self._were for each in owner.values()):
+            self._were = []  # one number may be equal to another
+        placed = [number for number, address in enumerate(self._addresses) if address]
+        placed.sort(key=lambda number: self._held[number] is None)
+        self._parameters = [self._held[number] for number in placed if self._held[number] is not None]
+        self._others = [self.slots[number][:2] for number in placed if self._held[number] is None]
+        self._known = [self._addresses[number] for number in placed]
 
-    def is_elsewhere(self) -> bool:
-        """Whether the first of those that are not held is not where it was."""
-        if not self._names:
-            return False
-        tensor = self._dictionaries[0].get(self._names[0])
-        return tensor is None or _address(tensor) != self._addresses[len(self._parameters)]
+    def look(self, run: int) -> bool:
+        """See whether there are any, and all are there."""
+        are_there = bool(self.slots) and self._are_there()
+        self.seen = run if are_there else -1
+        return are_there
 
     def check(self, name: str) -> None:
-        """RuntimeError where one is not there, or elsewhere."""
-        if not self._was:
-            return
+        """RuntimeError where one is not there."""
+        if not self._are_there():
+            raise RuntimeError(
+                f"{name}: {self._elsewhere()} is not where it was when this graph was captured (its data was replaced, "
+                "moved or resized), and the graph would go on with the old memory. Write into it in place, or capture "
+                "again"
+            )
+
+    def _are_there(self) -> bool:
         try:
-            tensors = self._parameters
-            if self._names:
-                tensors = [*tensors, *map(getitem, self._dictionaries, self._names)]
-            if self._are_same() and _are_at(tensors, self._addresses, self._all):
-                return
+            tensors = [*self._parameters, *(owner[name] for owner, name in self._others)]
+            # The same objects, which are equal, in the same dictionaries; others raise when they are compared.
+            if self._owners == self._were and [*map(_address, tensors)] == self._known:
+                return True
         except (KeyError, RuntimeError, TypeError):
             pass
-        raise RuntimeError(
-            f"{name}: {self._moved()} is not where it was when this graph was captured (its data was replaced, "
-            "moved or resized), and the graph would go on with the old memory. Write into it in place, or capture "
-            "again"
-        )
+        return not self._elsewhere()
 
-    def _are_same(self) -> bool:
-        for owner, named, same in self._owners:  # noqa: SIM110 (a generator would take longer than all the rest)
-            if not all(map(is_, named(owner), same)):
-                return False
-        return True
-
-    def _moved(self) -> str:
-        for (dictionary, name, kind), same, address in self._was:
-            now: Any = dictionary.get(name)
-            missing = now is not same if same is not None else not isinstance(now, torch.Tensor)
-            if missing or (address is not None and now.data_ptr() != address):
+    def _elsewhere(self) -> str:
+        """What is not there, or ""."""
+        for (owner, name, kind), held, address in zip(self.slots, self._held, self._addresses, strict=True):
+            now: Any = owner.get(name)
+            is_same = isinstance(now, torch.Tensor) if held is None else now is held
+            if not is_same or (address and now.data_ptr() != address):
                 return f"{kind} ({name})" if kind in ("a parameter", "a module") else kind
-        return "a parameter"
+        return ""
 
-
-def _by_owner(places: Iterable[_Place]) -> Iterator[tuple[Mapping[str, Any], Any, Any]]:
-    """The dictionaries of modules, each with what gets its parameters in one call, and who these are."""
-    for _, group in groupby(places, lambda place: id(place[0])):
-        found = [*group]
-        owner, names = found[0][0], [name for _, name, _ in found]
-        get = itemgetter(names[0], *names)  # one name alone would not give a tuple
-        yield owner, get, get(owner)
+    def forget(self) -> None:
+        """Let all go."""
+        self.slots, self._held, self._parameters, self._owners, self._were = [], [], [], [], []
 
 
 def _warn_once(text: str, about: str) -> None:

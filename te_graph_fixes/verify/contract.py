@@ -352,6 +352,36 @@ def checkpoints_in_flight(graphed: bool) -> Iterator[torch.Tensor]:
     return grads(first, second)
 
 
+def around_both(replayed: Sequence[Sequence[int]], graphed: bool) -> Iterator[torch.Tensor]:
+    """Checkpoints around both layers of a chunk; the forwards of these microbatches, then their backwards, and so on."""
+    first, second = mlp(0), mlp(1)
+    runs = [first, second] * 2
+    if graphed:
+        samples = [sample() for _ in runs]
+        options = {"_order": [1, 1, -1, -1], "_num_layers_per_chunk": [2], "_reuse_graph_input_output_buffers": True}
+        kwargs: list[dict[str, Any]] = [{} for _ in samples]
+        runs = list(te.make_graphed_callables((first, second), samples, sample_kwargs=kwargs, **options))
+    for numbers in replayed:
+        inputs = [x.clone().requires_grad_() for x in data(len(numbers))]
+        steps = zip(numbers, inputs, strict=True)
+        outputs = [te.checkpoint(runs[2 * k + 1], te.checkpoint(runs[2 * k], x)) for k, x in steps]
+        for output, grad in zip(outputs, data(len(numbers), 8), strict=True):
+            output.backward(grad)
+    return grads(first, second)
+
+
+@right
+def checkpoints_of_a_chunk(graphed: bool) -> Iterator[torch.Tensor]:
+    """Checkpoints around both layers of a chunk, one microbatch after the other."""
+    return around_both(((0,), (1,)), graphed)
+
+
+@broken
+def checkpoints_in_another_order(graphed: bool) -> Iterator[torch.Tensor]:
+    """The same, where the first microbatch's forward overwrites what the second one's checkpoint has kept."""
+    return around_both(((1, 0),), graphed)
+
+
 @broken
 def checkpoint_outside_of_the_autocast(graphed: bool) -> Iterator[torch.Tensor]:
     """A checkpoint of torch enters no autocast again: a module in FP8 is recomputed without it, a graph in FP8."""
@@ -497,6 +527,24 @@ def loaded_weights(graphed: bool) -> Iterator[torch.Tensor]:
         module.load_state_dict(state, strict=False, assign=True)
 
     return changed(mlp(), change, graphed)
+
+
+@broken
+def loaded_under_way(graphed: bool) -> Iterator[torch.Tensor]:
+    """``load_state_dict(assign=True)`` between the forwards of two microbatches."""
+    module, output_grads = mlp(), data(2, 8)
+    runs = [module] * 2
+    if graphed:
+        options = {"_order": [1, 1, -1, -1], "_num_layers_per_chunk": [1]}
+        samples = [sample() for _ in runs]
+        runs = list(te.make_graphed_callables((module,), samples, sample_kwargs=[{}, {}], **options))
+    outputs = []
+    for run, x in zip(runs, data(2), strict=True):
+        outputs.append(run(x.clone().requires_grad_()))
+        module.load_state_dict({"fc2_bias": torch.ones_like(module.fc2_bias)}, strict=False, assign=True)
+    for output, grad in zip(outputs, output_grads, strict=True):
+        output.backward(grad)
+    return (output.detach() for output in outputs)
 
 
 @broken

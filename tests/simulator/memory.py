@@ -220,7 +220,8 @@ def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Ten
     """A contiguous tensor at an address which the program has just taken. It does not own what is there."""
     segment = _segment_at(at)
     if segment is not None:
-        storage, start = segment.storage, segment.address
+        # A storage of its own, as on a GPU: who counts its uses counts those of this tensor.
+        storage, start = torch.from_numpy(segment.memory).untyped_storage(), segment.address
     elif _last_taken is not None and 0 <= at - _last_taken.data_ptr() < _last_taken.nbytes():
         storage, start = _outside(_last_taken), _last_taken.data_ptr()
     else:
