@@ -43,14 +43,14 @@ PATCH = """
 @@ graph.py _make_graphed_callables
 +contracts = make_contracts(
 +    graph_callables,
-+    zip(fwd_graphs, bwd_graphs, bwd_dw_graphs),
++    list(zip(fwd_graphs, bwd_graphs, bwd_dw_graphs)),
 +    per_callable_static_outputs,
 +    per_callable_static_grad_inputs,
 +    per_callable_len_user_args,
 +    per_callable_module_params,
++    need_bwd_dw_graph,
 +    warmup_run,
 +    retain_graph_in_backward,
-+    need_bwd_dw_graph,
 +)
  ret = []
 @@
@@ -70,7 +70,7 @@ PATCH = """
      ...
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
-+contract.before_forward(flatten_user_args)
++contract.before_forward(flatten_user_args, flatten_user_kwargs)
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
  out = Graphed.apply(...)
 +if contract.pool.keeps_outputs:

@@ -54,11 +54,6 @@ class _Pool:
     outputs that none is around are copied (``keeps_outputs``).
     """
 
-    __slots__ = (
-        *("__weakref__", "ahead", "began", "captures", "clock", "contracts", "keeps_outputs", "last", "may_recompute"),
-        *("names", "next", "place"),
-    )
-
     def __init__(self) -> None:
         self.last: list[int] = []
         self.names: list[str] = []
@@ -145,40 +140,43 @@ class Run:
 class Contract:
     """What the graphs of one callable and microbatch ask for at their replays.
 
-    ``functions`` are those of all callables and microbatches of a capture, of which this is number ``number``, and
-    ``graphs`` its forward, dgrad and wgrad. ``returned`` are its outputs and the gradients of its ``inputs`` inputs.
+    ``functions`` are those of all callables and microbatches of a capture, of which this is number ``number``. What
+    follows is for each of them: forward, dgrad and wgrad, outputs, gradients of inputs, how many inputs, parameters,
+    and whether its wgrad is delayed.
     """
 
     def __init__(
         self,
         number: int,
         functions: Sequence[Any],
-        graphs: Sequence[Any],
-        returned: Sequence[Iterable[Any]],
-        inputs: int,
-        parameters: Iterable[torch.Tensor],
+        graphs: Sequence[Sequence[Any]],
+        outputs: Sequence[Sequence[Any]],
+        grad_inputs: Sequence[Any],
+        inputs: Sequence[int],
+        parameters: Sequence[Iterable[torch.Tensor]],
+        delays_wgrad: Mapping[int, bool],
         run: Run,
         retains_graph: bool,
-        delays_wgrad: bool,
     ) -> None:
-        (self.pool, self.forward), (_, self.backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs)
+        (self.pool, self.forward), (_, self.backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs[number])
         self.time = 0
         """When the forward was last replayed."""
-        self._outputs = [tensor for tensor in returned[0] if isinstance(tensor, torch.Tensor)]
-        self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph
+        self._outputs = [tensor for tensor in outputs[number] if isinstance(tensor, torch.Tensor)]
+        self._delays_wgrad, self._retains_graph = delays_wgrad.get(number, False), retains_graph
         self._microbatch = sum(other is functions[number] for other in functions[:number])
         self.name = _name(number, functions, self._microbatch)
         if not number:
             self.pool.captures += 1
         if self.pool.captures > 1:
             self.name += f" of capture {self.pool.captures} in its memory pool"
-        for kind, graph in zip(("forward", "backward", "backward_dw"), graphs, strict=True):
+        for kind, graph in zip(("forward", "backward", "backward_dw"), graphs[number], strict=True):
             if hasattr(graph, "place"):
                 graph.place[0].names[graph.place[1]] = f"the {kind} of {self.name}"
         # Without an order wgrads are captured behind all else, in a pool of their own.
         self._end = self._wgrad if self._wgrad_pool is self.pool else len(self.pool.last)
         self._dgrad_time: int | None = None
-        self._inputs = range(inputs)
+        self._inputs = range(inputs[number])
+        returned = self._outputs, (grad_inputs[number] or ())[: inputs[number]]
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
         self.pool.contracts.append(weakref.ref(self))
         self._recipe = run.recipes.get(number)
@@ -190,7 +188,9 @@ class Contract:
         self._frozen = list({id(parameter): parameter for parameter in own if not parameter.requires_grad}.values())
         if self.backward < 0:
             self._frozen = []
-        self.read = _Addresses([*_submodules(functions[number]), *_owners(functions[number], [*parameters, *own])])
+        self.read = _Addresses(
+            [*_submodules(functions[number]), *_owners(functions[number], [*parameters[number], *own])]
+        )
         self.written = _Addresses(_fused(modules))
         first = [owner for owner, _, _ in self.written.slots if type(owner["main_grad"]) is torch.Tensor][:1]
         self._fused: Mapping[str, Any] = first[0] if first else {"main_grad": torch.empty(0)}
@@ -199,7 +199,7 @@ class Contract:
     def join(self, first: int, first_backward: int, read: _Addresses, used: _Addresses) -> None:
         """Tell where a run looks at what all callables of the capture read, and at what their backwards use."""
         self._is_first, self._is_first_backward = self.forward == first, self.backward == first_backward
-        self._quick_forward = None if self._is_first or self._frozen else self.forward
+        self._quick_forward: int | None = None
         self._quick_backward = None if self._is_first_backward else self.backward
         self._quick_wgrad = self._wgrad if self._wgrad_pool is self.pool else None
         self._read_by_all, self._used_by_all = read, used
@@ -207,7 +207,7 @@ class Contract:
     def release(self) -> None:
         """Let the parameters go."""
         self._frozen, self._outputs = [], []
-        self.read = self.written = _Addresses([])
+        self.read, self.written, self._fused = _Addresses([]), _Addresses([]), {}
         self._read_by_all.forget()
         self._used_by_all.forget()
 
@@ -216,11 +216,11 @@ class Contract:
         self.pool.arrive(0)
         self._renewed = self.pool.clock
 
-    def before_forward(self, inputs: Iterable[Any]) -> None:
+    def before_forward(self, args: list[Any], kwargs: list[Any]) -> None:
         """RuntimeError where the forward, which is replayed next, would not compute what the module does now."""
         pool = self.pool
         if pool.next != self._quick_forward or not _grad_enabled():
-            self._look_forward(inputs)
+            self._look_forward([*args, *kwargs])
         else:
             self.time = pool.ahead + pool.next
             pool.next += 1
@@ -256,6 +256,8 @@ class Contract:
         self.time = pool.replay(self.forward, self._read_by_all)
         if recomputes:
             self._recomputed = self.time
+        looks_again = self._is_first or self._frozen or pool.may_recompute
+        self._quick_forward = None if looks_again else self.forward
 
     def _recompute(self, inputs: Iterable[Any], began: int) -> None:
         """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out."""
@@ -377,36 +379,12 @@ class Contract:
             )
 
 
-def make_contracts(
-    functions: Sequence[Any],
-    graphs: Iterable[Sequence[Any]],
-    outputs: Sequence[Any],
-    grad_inputs: Sequence[Any],
-    inputs: Sequence[int],
-    parameters: Sequence[Iterable[torch.Tensor]],
-    run: Run,
-    retains_graph: bool,
-    delays_wgrad: Mapping[int, bool],
-) -> list[Contract]:
-    """The contracts of a capture, with what `Contract` takes by the numbers of callables and microbatches."""
-    contracts = [
-        Contract(
-            number,
-            functions,
-            graphs_of_one,
-            (outputs[number], (grad_inputs[number] or ())[: inputs[number]]),
-            inputs[number],
-            parameters[number],
-            run,
-            retains_graph,
-            delays_wgrad.get(number, False),
-        )
-        for number, graphs_of_one in enumerate(graphs)
-    ]
+def make_contracts(functions: Sequence[Any], *of_capture: Any) -> list[Contract]:
+    """The contracts of a capture, of which `Contract` says what it takes."""
+    contracts = [Contract(number, functions, *of_capture) for number in range(len(functions))]
     read = _all_of(contract.read for contract in contracts)
     used = _all_of(each for contract in contracts for each in (contract.read, contract.written))
-    first = min(contract.forward for contract in contracts)
-    first_backward = min(contract.backward for contract in contracts)
+    first, first_backward = min(each.forward for each in contracts), min(each.backward for each in contracts)
     for contract in contracts:
         contract.join(first, first_backward, read, used)
     return contracts
@@ -510,7 +488,7 @@ class _Addresses:
         pairs = list(zip(self.slots, self._held, strict=True))
         owners = {id(owner): owner for (owner, _, _), held in pairs if held is not None}
         self._owners, self._were = [*owners.values()], [dict(owner) for owner in owners.values()]
-        if any(getattr(each, "shape", ()) and each.numel() == 1 for owner in self._were for each in owner.values()):
+        if any(isinstance(each, torch.Tensor) and each.numel() == 1 for each in self._held):
             self._were = []  # one number may be equal to another
         placed = [number for number, address in enumerate(self._addresses) if address]
         placed.sort(key=lambda number: self._held[number] is None)

@@ -353,7 +353,7 @@ def checkpoints_in_flight(graphed: bool) -> Iterator[torch.Tensor]:
 
 
 def around_both(replayed: Sequence[Sequence[int]], graphed: bool) -> Iterator[torch.Tensor]:
-    """Checkpoints around both layers of a chunk; the forwards of these microbatches, then their backwards, and so on."""
+    """Checkpoints around both layers of a chunk: forwards of some microbatches, then their backwards, and so on."""
     first, second = mlp(0), mlp(1)
     runs = [first, second] * 2
     if graphed:
@@ -531,19 +531,22 @@ def loaded_weights(graphed: bool) -> Iterator[torch.Tensor]:
 
 @broken
 def loaded_under_way(graphed: bool) -> Iterator[torch.Tensor]:
-    """``load_state_dict(assign=True)`` between the forwards of two microbatches."""
+    """``load_state_dict(assign=True)`` between the forwards of two microbatches, in the second step."""
     module, output_grads = mlp(), data(2, 8)
     runs = [module] * 2
     if graphed:
         options = {"_order": [1, 1, -1, -1], "_num_layers_per_chunk": [1]}
         samples = [sample() for _ in runs]
         runs = list(te.make_graphed_callables((module,), samples, sample_kwargs=[{}, {}], **options))
-    outputs = []
-    for run, x in zip(runs, data(2), strict=True):
-        outputs.append(run(x.clone().requires_grad_()))
-        module.load_state_dict({"fc2_bias": torch.ones_like(module.fc2_bias)}, strict=False, assign=True)
-    for output, grad in zip(outputs, output_grads, strict=True):
-        output.backward(grad)
+    for step in range(2):
+        outputs = []
+        for run, x in zip(runs, data(2), strict=True):
+            outputs.append(run(x.clone().requires_grad_()))
+            if step:
+                other = {"fc2_bias": torch.ones_like(module.fc2_bias)}
+                module.load_state_dict(other, strict=False, assign=True)
+        for output, grad in zip(outputs, output_grads, strict=True):
+            output.backward(grad)
     return (output.detach() for output in outputs)
 
 
