@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import py_compile
 import re
 import shutil
 import signal
@@ -15,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from py_compile import PycInvalidationMode
 from typing import Any
 
 import pytest
@@ -39,8 +39,7 @@ def copy(folder: Path, version: str = "2.12.0") -> Path:
     """A site-packages folder with the Python files of a TE, some of them compiled."""
     copy_of(source(version), folder)
     for name in ("graph.py", "__init__.py", "module/base.py"):
-        compiled = folder / "transformer_engine" / "pytorch" / name
-        subprocess.run([sys.executable, "-m", "py_compile", compiled], check=True)
+        py_compile.compile(str(folder / "transformer_engine" / "pytorch" / name))
     return folder
 
 
@@ -159,7 +158,7 @@ def small(folder: Path) -> Decision:
 def whole(folder: Path) -> Decision:
     """All fixes, for a TE whose bytecode Python takes without a look at the text."""
     tree = copy_of(source("2.12.0"), folder)
-    compileall.compile_dir(tree, quiet=1, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
+    compileall.compile_dir(tree, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     return Decision(Source.at(tree), Settings())
 
 
