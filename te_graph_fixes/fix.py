@@ -83,9 +83,9 @@ class Fix:
     id: str
     summary: str
     symptom: str
-    upstream: tuple[str, ...]
-    affected: str
     examine: Callable[[Source], Verdict]
+    upstream: tuple[str, ...] = ()
+    affected: str = f">={OLDEST}"
     requires: tuple[str, ...] = ()
     check_hints: tuple[str, ...] = ()
     group: str = ""

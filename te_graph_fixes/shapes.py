@@ -36,16 +36,21 @@ def lacks_parameter(function: Definition, name: str) -> bool:
     return True
 
 
-def skip_flag_state(source: Source) -> str:
-    """What holds the skip flag while the program runs."""
+def global_state(source: Source, field: str, earlier: str) -> str:
+    """How a field of TE's global FP8 state is written; up to 2.14 it is an attribute of the manager with that name."""
     quantization = source.module("transformer_engine.pytorch.quantization")
     manager = quantization.definition("FP8GlobalStateManager")
     if manager.has("quantization_state = FP8GlobalState()"):
-        quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
-        return "FP8GlobalStateManager.quantization_state"
-    if any(node in manager.node.body for node in manager.all("skip_fp8_weight_update_tensor = None")):
-        return "FP8GlobalStateManager"
-    raise unrecognized("skip_fp8_weight_update_tensor = None", manager)
+        quantization.definition("FP8GlobalState").one(f"{field}: ANY_TYPE = ANY")
+        return f"FP8GlobalStateManager.quantization_state.{field}"
+    manager.one(f"{earlier} = ANY")
+    return f"FP8GlobalStateManager.{earlier}"
+
+
+def skip_flag_state(source: Source) -> str:
+    """What holds the skip flag while the program runs."""
+    flag = "skip_fp8_weight_update_tensor"
+    return global_state(source, flag, flag).removesuffix(f".{flag}")
 
 
 SHARE_DUMMIES = """

@@ -77,7 +77,7 @@ FIX = """
             return not_needed("right already")
         return applicable("it is wrong", [found.replace(found.one('{name} = "wrong"'), '{name} = "right"')])
 
-    FIX = Fix("{module}", "summary", "symptom", ("link",), ">=2.10", examine, requires={requires})
+    FIX = Fix("{module}", "summary", "symptom", examine, ("link",), requires={requires})
 """
 
 CATALOGUE = {
@@ -525,7 +525,7 @@ ADDS_A_MODULE = """
         edit = found.insert_before(found.node.body[0], "from transformer_engine.pytorch._third import x as _")
         return applicable("a module is missing", [edit], {"transformer_engine.pytorch._third": "x = 1\\n"})
 
-    FIX = Fix("third", "summary", "symptom", ("link",), ">=2.10", examine)
+    FIX = Fix("third", "summary", "symptom", examine, ("link",))
 """
 
 
@@ -815,7 +815,7 @@ assert main(["diff"]) == 0
 def test_a_feature_that_the_version_should_have_is_missed_as_loudly_as_a_shape(own_world: World) -> None:
     text = """
         from ..fix import Fix, not_applicable
-        FIX = Fix("third", "summary", "symptom", ("link",), "{affected}", lambda source: not_applicable("no feature"))
+        FIX = Fix("third", "summary", "symptom", lambda source: not_applicable("no feature"), affected="{affected}")
     """
     for affected, status in ((">=2.13", "not-applicable"), (">=2.12", "unrecognized")):
         write(own_world.folder, {"te_graph_fixes/fixes/third.py": text.format(affected=affected)})
@@ -911,7 +911,7 @@ def test_a_module_that_is_imported_late_is_no_reason_to_read_again(own_world: Wo
         def examine(source):
             source.module("transformer_engine.pytorch.late").definition("late")
             return not_needed("it is right")
-        FIX = Fix("late", "summary", "symptom", ("link",), ">=2.99", examine)
+        FIX = Fix("late", "summary", "symptom", examine, affected=">=2.99")
     """
     write(own_world.folder, {"te_graph_fixes/fixes/late.py": late})
     write(own_world.folder, {"transformer_engine/pytorch/late.py": "def late(): return 1\n"})

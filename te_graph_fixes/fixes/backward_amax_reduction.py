@@ -1,6 +1,6 @@
 """``backward-amax-reduction``: a graph that needs no backward switches off the backward's amax reduction of others.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: delayed scaling with a frozen first graph, a graphed teacher, self-distillation, or a graph of plain torch
 first: scales of the backward stay 1 in the whole autocast, wgrads are off by 1.16 to 1.20, small gradients become 0.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
+from ..shapes import global_state
 from ..source import Source
 
 PATCH = """
@@ -60,13 +61,7 @@ PATCH = """
 
 def first_module_flag(source: Source) -> str:
     """How this TE names the flag."""
-    quantization = source.module("transformer_engine.pytorch.quantization")
-    manager = quantization.definition("FP8GlobalStateManager")
-    if manager.has("quantization_state = FP8GlobalState()"):
-        quantization.definition("FP8GlobalState").one("is_first_fp8_module: bool = False")
-        return "FP8GlobalStateManager.quantization_state.is_first_fp8_module"
-    manager.one("IS_FIRST_FP8_MODULE = False")
-    return "FP8GlobalStateManager.IS_FIRST_FP8_MODULE"
+    return global_state(source, "is_first_fp8_module", "IS_FIRST_FP8_MODULE")
 
 
 FIX = Fix(
@@ -75,11 +70,7 @@ FIX = Fix(
     symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
     group="FP8 state",
     users="recipe DelayedScaling with a graph first in an autocast that has no backward: a frozen layer, a teacher",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(
-        PATCH,
-        "a graph always takes the flag of the first FP8 module",
-        names={"FIRST": first_module_flag},
+        PATCH, "a graph always takes the flag of the first FP8 module", names={"FIRST": first_module_flag}
     ),
 )

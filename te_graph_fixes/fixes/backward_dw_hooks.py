@@ -10,8 +10,6 @@ callable only replays. It now runs the hooks of its modules after the replay, in
 its modules (TE 2.13 iterates a set, whose order may differ between ranks).
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 
@@ -68,7 +66,6 @@ UPSTREAM = """
  for ANY_HOOK in self.wgrad_accumulation_and_reduce_hooks:
      ANY_HOOK()
 """
-
 
 FIX = Fix(
     id="backward-dw-hooks",

@@ -193,7 +193,6 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron-Core delay_wgrad_compute, and own callers of backward_dw() or of an _order with wgrads",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2376",),
-    affected=">=2.10",
     requires=("capture-without-warmup",),
     examine=examine,
     check_hints=("wgrad .grad", "wgrad main_grad"),

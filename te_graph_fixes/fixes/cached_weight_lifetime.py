@@ -1,6 +1,6 @@
 """``cached-weight-lifetime``: the FP8 weights that a graph caches are freed, or go stale, while the graph reads them.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom, with ``cache_quantized_params=True`` (``fp8_weight_caching``): *illegal memory access*, or outputs of old
 weights (error 1.0 to 1.4), in a graph that was captured for inference before the module trained, through a graph or
@@ -12,8 +12,6 @@ owns any more, and neither learns of the other's updates. The graph now holds th
 its modules have in their place, or gives these the update that it makes itself
 (`te_graph_fixes/shipped/fp8_weights.py`).
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -37,7 +35,6 @@ PATCH = """
  self._fp8_workspaces.clear()
 """
 
-
 FIX = Fix(
     id="cached-weight-lifetime",
     summary="cached FP8 weights are freed, or go stale, while a graph reads them",
@@ -45,7 +42,5 @@ FIX = Fix(
     group="evaluation and checkpoints",
     users="fp8_weight_caching (Megatron-Core sets it) with a graph for inference, or an evaluation in another recipe",
     cost="memory for the FP8 weights that modules have replaced since the capture",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "graphs do not own the FP8 weights that they cache", provides=("fp8_weights",)),
 )

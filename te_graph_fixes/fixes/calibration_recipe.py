@@ -1,6 +1,6 @@
 """``calibration-recipe``: a capture that only calibrates does it for the default recipe instead of the caller's.
 
-Upstream: open
+Upstream: none yet
 
 Symptom: ``make_graphed_callables(..., enabled=False, calibrating=True, recipe=recipe)`` collects amaxes in histories of
 1024 entries, whatever ``recipe.amax_history_len`` is; FP8 state of another format or recipe type than the caller's.
@@ -8,8 +8,6 @@ Symptom: ``make_graphed_callables(..., enabled=False, calibrating=True, recipe=r
 ``recipe`` is set to None where FP8 is enabled for no module, and None means the default. It is kept where
 ``calibrating`` is set.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -26,15 +24,12 @@ PATCH = """
      recipe = None
 """
 
-
 FIX = Fix(
     id="calibration-recipe",
     summary="a capture that only calibrates uses the default recipe instead of the caller's",
     symptom="a capture with calibrating=True records its amaxes for the default recipe, not for yours",
     group="FP8 state",
     users="make_graphed_callables(enabled=False, calibrating=True, recipe=...)",
-    upstream=(),
-    affected=">=2.10",
     requires=("fp8-state-at-replay",),
     examine=SemanticPatch(PATCH, "recipe is dropped where FP8 is not enabled"),
 )

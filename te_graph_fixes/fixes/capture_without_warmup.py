@@ -1,6 +1,6 @@
 """``capture-without-warmup``: with ``num_warmup_iters=0`` nobody knows which modules a graph runs.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: ``make_graphed_callables(..., num_warmup_iters=0)`` with an ``_order``: scales of delayed scaling never change
 (0.69 on the simulator), delayed wgrads are never delivered (1.0). With delayed wgrads and no ``_order``: ``KeyError``.
@@ -8,8 +8,6 @@ Symptom: ``make_graphed_callables(..., num_warmup_iters=0)`` with an ``_order``:
 TE learns from forward hooks in the warmup which of its modules a callable runs, and from its backward which parameters
 get gradients. Without a warmup nothing is known, and taken to be none. One iteration is run now at least.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -23,7 +21,6 @@ PATCH = """
      ...
 """
 
-
 FIX = Fix(
     id="capture-without-warmup",
     summary="with num_warmup_iters=0 nobody knows which modules a graph runs",
@@ -31,7 +28,5 @@ FIX = Fix(
     group="FP8 state",
     users="make_graphed_callables(num_warmup_iters=0)",
     cost="one warmup iteration, where none was asked for",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "num_warmup_iters=0 runs no warmup, which would show the modules of a graph"),
 )

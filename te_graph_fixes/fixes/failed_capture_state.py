@@ -1,6 +1,6 @@
 """``failed-capture-state``: a capture that fails leaves the process damaged, and hides why it failed.
 
-Upstream: open
+Upstream: none yet
 
 Symptom: after an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have
 lost their grads, eager FP8 forwards and backwards still take the graph path, modules keep the capture's recipe and its
@@ -12,8 +12,6 @@ graph capture encountered unexpectedly".
 What was done after ``yield`` or after the capture is now done in ``finally`` or ``except`` clauses, the first exception
 is raised again, and a capture that PyTorch could not end is cleaned up.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -142,14 +140,11 @@ PATCH = """
      module_cls.__call__ = old_call
 """
 
-
 FIX = Fix(
     id="failed-capture-state",
     summary="a capture that fails leaves the process damaged, and hides why it failed",
     symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
     users="programs that catch an exception of a capture and go on",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "what a capture changes is put back only where it succeeds"),
 )

@@ -1,6 +1,6 @@
 """``fp8-state-at-replay``: replays leave out what eager forwards do with the scales of delayed scaling.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: modules of a graph never get new scales (errors of 0.20 to 2.16, gradients of exactly 0).
 
@@ -22,8 +22,6 @@ from a capture goes into the buffers in their next eager forward, if no replay c
 
 Inner operations that lose FP8 (`nested-autocast`) would be captured then, without the error that TE ends with.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -97,20 +95,13 @@ PATCH = """
 +isinstance(m, BasicOperation) and module_tensors is not None and not has_other_state(m)
 """
 
-
 FIX = Fix(
     id="fp8-state-at-replay",
     summary="replays leave out what eager forwards do with the scales of delayed scaling",
     symptom="FP8 scales stay at their first value: modules called by .forward(), te.ops.Linear alone, an own autocast",
     group="FP8 state",
     users="recipe DelayedScaling (Megatron-Core fp8_recipe=delayed), and attention in FP8 (fp8_dpa) in current scaling",
-    upstream=(),
-    affected=">=2.10",
-    examine=SemanticPatch(
-        PATCH,
-        "replays leave out what eager forwards do with FP8 state",
-        provides=("captured_fp8",),
-    ),
+    examine=SemanticPatch(PATCH, "replays leave out what eager forwards do with FP8 state", provides=("captured_fp8",)),
     requires=("nested-autocast",),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

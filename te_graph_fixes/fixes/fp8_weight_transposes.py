@@ -1,6 +1,6 @@
 """``fp8-weight-transposes``: replays compute dgrads with transposes of FP8 primary weights from before the last update.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: with FP8 parameters (``quantized_model_init``) dgrads are those of the weights at capture (error 1.0 to 1.4),
 or come from memory that is somebody else's by then.
@@ -15,8 +15,6 @@ It happens
 A replay runs no Python that could make them. The graph now holds the transposes that it reads, and before its replay
 those are made again that are invalid, gone or elsewhere (`te_graph_fixes/shipped/fp8_weights.py`).
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -37,7 +35,6 @@ PATCH = """
  fwd_graph.replay()
 """
 
-
 FIX = Fix(
     id="fp8-weight-transposes",
     summary="replays use transposes of FP8 primary weights from before the last update",
@@ -45,8 +42,6 @@ FIX = Fix(
     group="FP8 state",
     users="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     cost="a transpose before the replay, for each weight that has lost its own",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(
         PATCH,
         "nothing makes the transposes of FP8 primary weights between an update and a replay",

@@ -1,6 +1,6 @@
 """``fused-dummy-copies``: parameter grads that nobody reads are copied at each replay.
 
-Upstream: open, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 names the loss,
+Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 names the loss,
 https://github.com/NVIDIA/Megatron-LM/pull/5893 switches all copies off in Megatron-LM; no release up to 0.19.2 has it.
 
 Symptom: with wgrads that are fused into ``main_grad``, a dgrad's replay takes 15 to 20 % longer (experts of 4096 to

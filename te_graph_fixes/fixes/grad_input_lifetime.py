@@ -12,8 +12,6 @@ into the buffer. The gradients of the caller's inputs are released where `grad_i
 parameters stay with TE's rule.
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 
@@ -70,7 +68,6 @@ PATCH = (
 """
 )
 
-
 FIX = Fix(
     id="grad-input-lifetime",
     summary="grad inputs are overwritten while they are sent, where every layer is passed as a chunk",
@@ -78,7 +75,6 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron-Core overlap_moe_expert_parallel_comm with virtual pipeline stages of two or more layers",
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5966",),
-    affected=">=2.10",
     cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
     examine=SemanticPatch(
         PATCH,

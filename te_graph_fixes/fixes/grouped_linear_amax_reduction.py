@@ -1,6 +1,6 @@
 """``grouped-linear-amax-reduction``: GroupedLinear's reduction of the backward's amaxes becomes part of its graph.
 
-Upstream: open, TE 2.10 to main (up to 2.9 it was left out of captures)
+Upstream: none yet, TE 2.10 to main (up to 2.9 it was left out of captures)
 
 Symptom, delayed scaling, experts captured after some steps, as Megatron-Core does, or again: each replay of their
 backward rolls the amax histories of all modules that were there, and makes new scales from them, besides what its end
@@ -8,8 +8,6 @@ does (scales off by 1.41 on the simulator). With several ranks the graph holds a
 
 Other modules do not reduce while a graph is captured, since the replay does. GroupedLinear does not either now.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -36,15 +34,12 @@ UPSTREAM = """
  FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 """
 
-
 FIX = Fix(
     id="grouped-linear-amax-reduction",
     summary="GroupedLinear's reduction of the backward's amaxes becomes part of its graph",
     symptom="delayed scaling, experts captured after some steps: FP8 scales change at each replay, off by 1.41",
     group="FP8 state",
     users="recipe DelayedScaling with captured experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(
         PATCH,
         "GroupedLinear reduces amaxes in the capture of its backward, and so in each replay",

@@ -1,6 +1,6 @@
 """``leaf-grad-lifetime``: the grads that a graph returns for leaf inputs are overwritten by the next replay.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: an input that needs a gradient and is a leaf of autograd's graph, as parameters are that are passed as inputs
 (NeMo Automodel 0.7.0), accumulates the last microbatch's gradient over and over: off by 1.0.
@@ -8,8 +8,6 @@ Symptom: an input that needs a gradient and is a leaf of autograd's graph, as pa
 `Graphed.backward` returns the graph's static buffers, and autograd adopts that of a leaf as its ``.grad``. It is now
 returned as a copy. Grads of other inputs are read at once, and stay the buffers.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -27,15 +25,12 @@ PATCH = """
 +Graphed.backward = staticmethod(with_copied_grads(Graphed.backward, len(static_grad_inputs)))
 """
 
-
 FIX = Fix(
     id="leaf-grad-lifetime",
     summary="grads that a graph returns for leaf inputs are overwritten by its next replay",
     symptom="a parameter that is passed as an input gets the last microbatch's gradient several times",
     group="gradients",
     users="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
-    upstream=(),
-    affected=">=2.10",
     cost="the gradients of inputs that are leaves are copied; not measured",
     examine=SemanticPatch(
         PATCH, "graphs return their static buffers as grads of leaf inputs", provides=("leaf_grads",)

@@ -1,6 +1,6 @@
 """``nested-autocast``: modules inside a captured one lose FP8 where their class, or a base of it, is captured as well.
 
-Upstream: open, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 was closed without this case)
+Upstream: none yet, TE 2.10 to main (TE #1207 was closed without this case)
 
 Symptom: ``Sequential(Sequential(te.Linear), te.Linear)``, or a `te.Linear` that is captured next to a layer which holds
 one: the inner modules run in bf16 (outputs off by 0.06 to 1.47, any recipe); with `te.ops.Sequential` a crash.
@@ -9,8 +9,6 @@ For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class o
 instance up by its ``id`` and gives FP8 to those that are captured; all others, those inside of captured modules too,
 run in ``autocast(enabled=False)``. They now run in the autocast that they are called in.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -41,7 +39,6 @@ PATCH = """
      outputs = old_call_funcs[block_cls](self, *args, **kwargs)
 """
 
-
 FIX = Fix(
     id="nested-autocast",
     summary="modules inside a captured one lose FP8 where their class is captured as well",
@@ -49,10 +46,6 @@ FIX = Fix(
     group="FP8 state",
     users="captured modules inside of which others of the same class run, or beside which such a class is captured",
     upstream=("https://github.com/NVIDIA/TransformerEngine/issues/1207",),
-    affected=">=2.10",
-    examine=SemanticPatch(
-        PATCH,
-        "modules that are not captured themselves run without FP8",
-    ),
+    examine=SemanticPatch(PATCH, "modules that are not captured themselves run without FP8"),
     check_hints=("fp8 output", "fp8 gradient"),
 )

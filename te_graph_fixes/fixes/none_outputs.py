@@ -9,8 +9,6 @@ with vision encoders.
 and put back into what a replay returns.
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 
@@ -49,7 +47,6 @@ UPSTREAM = """
 @@ (7 times)
  o.requires_grad
 """
-
 
 FIX = Fix(
     id="none-outputs",

@@ -13,8 +13,6 @@ capture ends. Vectors (biases, norm weights) are copied by one kernel. The keywo
 ``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off.
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 from ..shapes import SHARE_DUMMIES
@@ -99,7 +97,6 @@ UPSTREAM = """
      else:
          grad_inputs.append(ANY)
 """
-
 
 FIX = Fix(
     id="param-grad-lifetime",

@@ -1,6 +1,6 @@
 """``parameter-hooks``: hooks of parameters run in warmup and capture, and what they do becomes part of the graph.
 
-Upstream: open, TE 2.10 to main.
+Upstream: none yet, TE 2.10 to main.
 
 Symptom: a ``register_post_accumulate_grad_hook`` that adds to a sum of its own counts each gradient twice (error 1.0);
 one that takes ``.grad`` away is never called at replay, for its parameter seems to have no gradient; what
@@ -13,8 +13,6 @@ patched module).
 `torch.cuda.make_graphed_callables` calls `torch.autograd.grad`, which leaves out the hooks of accumulation but not
 those of ``register_hook``. TE did so up to 2.11; it cannot go back, for `te.checkpoint` within a graph refuses it.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -83,15 +81,12 @@ PATCH = """
  graph_callables[ANY_AT] = func
 """
 
-
 FIX = Fix(
     id="parameter-hooks",
     summary="hooks of parameters run in warmup and capture, and what they do becomes part of the graph",
     symptom="gradient hooks also run during capture, so what they sum counts twice",
     group="gradients",
     users="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(
         PATCH, "hooks of parameters run in the backwards of warmup and capture", provides=("parameter_hooks",)
     ),

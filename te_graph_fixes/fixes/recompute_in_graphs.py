@@ -1,6 +1,6 @@
 """``recompute-in-graphs``: what an activation recompute in a graph does to the scales of delayed scaling is left out.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: `te.checkpoint` in a captured module, delayed scaling, behind a module in the same autocast that has no
 backward, or in an autocast inside another that is off: scales of the backward or of the forward stay as they were, in
@@ -14,8 +14,6 @@ is left to whichever graph is the first of an autocast. Both are now left out of
 replay of such a backward. Before it the skip flag, which all graphs share, is that of its own forward. Other captures
 than TE's own, as those of `torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -82,19 +80,14 @@ PATCH = """
      FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 """
 
-
 FIX = Fix(
     id="recompute-in-graphs",
     summary="what a recompute in a graph does to the scales of delayed scaling is left out",
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
     users="recipe DelayedScaling with te.checkpoint inside a captured module",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(
-        PATCH,
-        "a recomputation's update of scales is captured or left out",
-        names={"STATE": skip_flag_state},
+        PATCH, "a recomputation's update of scales is captured or left out", names={"STATE": skip_flag_state}
     ),
     check_hints=("fp8 gradient",),
 )

@@ -1,6 +1,6 @@
 """``replay-arguments``: graphs take arguments that are not those of their samples, without a word.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: ``graphed(inp=x)`` for a sample that was positional copies the first *weight* into the input (outputs off by
 1.0); so does a missing argument. Dicts with their keys in another order exchange tensors (1.77). Inputs of another
@@ -14,8 +14,6 @@ so does a backward of what has none, `RuntimeError`. Inputs of another dtype are
 under `torch.autocast`: an fp32 input gives other numbers in bf16 (0.002). Keywords that were not among the samples are
 ignored as before: callers give ``is_first_microbatch``.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -60,15 +58,12 @@ PATCH = """
 +    )
 """
 
-
 FIX = Fix(
     id="replay-arguments",
     summary="graphs take arguments that are not those of their samples, without a word",
     symptom="graphed(inp=x) computes with a weight in place of x, and dicts with other key orders exchange tensors",
     group="misuse",
     users="own callers of make_graphed_callables that pass other arguments than their samples",
-    upstream=(),
-    affected=">=2.10",
     cost="3 µs of the CPU a call, with a dict of tensors 9",
     examine=SemanticPatch(PATCH, "a replay takes whatever it is given", provides=("replay_arguments",)),
 )

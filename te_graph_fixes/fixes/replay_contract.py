@@ -1,6 +1,6 @@
 """``replay-contract``: programs that break what a capture has fixed compute wrong numbers, without a word.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: gradients are garbage after the number of microbatches has grown, after weights or gradient buffers were
 offloaded and came back elsewhere, where a graph is replayed twice before its backward, or around a checkpoint.
@@ -14,8 +14,6 @@ and the gradients of inputs, are returned as copies where a checkpoint may run a
 ``leaf-grad-lifetime``). One tensor that is the sample of several inputs is copied for each of them, since a replay
 writes into it. FP8 graphs of delayed scaling that are replayed for training outside of an autocast are warned of once.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -98,7 +96,6 @@ PATCH = """
 +contract.release()
 """
 
-
 FIX = Fix(
     id="replay-contract",
     summary="programs that break what a capture has fixed compute wrong numbers, without a word",
@@ -106,12 +103,8 @@ FIX = Fix(
     group="misuse",
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="a look at the address of each parameter, once a step",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(
-        PATCH,
-        "a replay computes with whatever is where the capture has found its data",
-        provides=("replay_contract",),
+        PATCH, "a replay computes with whatever is where the capture has found its data", provides=("replay_contract",)
     ),
     requires=("leaf-grad-lifetime",),
 )

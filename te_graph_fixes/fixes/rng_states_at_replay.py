@@ -1,6 +1,6 @@
 """``rng-states-at-replay``: replays draw from the generators that an RNG tracker had at capture, not from those it has.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: after ``tracker.reset()`` and ``add()``, or after ``set_states()``, as in loading a checkpoint, dropout in a
 graph goes on with the random numbers of before, and the tracker's are not drawn (outputs off by 0.74 on the simulator).
@@ -9,8 +9,6 @@ Graphs are registered with the generators themselves, so TE cannot follow a trac
 keeps the tracker; where it has other generators at a replay, their states are lent to those of the capture
 (`te_graph_fixes/shipped/rng_states.py`, shipped beside the patched modules).
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -33,14 +31,11 @@ PATCH = """
  self.states_ = states
 """
 
-
 FIX = Fix(
     id="rng-states-at-replay",
     summary="replays draw from the generators that an RNG tracker had at capture",
     symptom="dropout repeats itself, or differs from eager, after an RNG tracker's reset() or set_states()",
     group="evaluation and checkpoints",
     users="dropout with an RNG tracker that is reset or set after the capture, as in loading a checkpoint",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "graphs draw from the generators of their capture", provides=("rng_states",)),
 )

@@ -10,8 +10,6 @@ TE 2.15 moved the skip tensor from the class into ``quantization_state`` and dro
 again, reading and writing the tensor where it lives now.
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 
@@ -51,9 +49,6 @@ UPSTREAM = """
 @@ quantization.py FP8GlobalStateManager.set_skip_fp8_weight_update_tensor
  ANY_STATE.skip_fp8_weight_update_tensor.fill_(skip)
 """
-UP_TO_2_8 = UPSTREAM.replace("quantization.py", "fp8.py")
-HAS_BOTH = "FP8GlobalStateManager has both accessors"
-
 
 FIX = Fix(
     id="skip-flag-accessors",
@@ -69,6 +64,6 @@ FIX = Fix(
     examine=SemanticPatch(
         PATCH,
         "the skip tensor moved into quantization_state without its accessors",
-        corrected=[(UPSTREAM, HAS_BOTH), (UP_TO_2_8, HAS_BOTH)],
+        corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")],
     ),
 )

@@ -1,6 +1,6 @@
 """``skip-flag-reset``: ``FP8GlobalStateManager.reset()`` frees the skip flag that graphs with cached weights read.
 
-Upstream: open
+Upstream: none yet
 
 Symptom: after a ``reset()``, graphs that were captured before it with ``cache_quantized_params=True`` read memory that
 belongs to something else, or is nobody's, to learn whether their weights are new: weights are stale or always renewed.
@@ -8,8 +8,6 @@ belongs to something else, or is nobody's, to learn whether their weights are ne
 The flag is one tensor of shape [1], whose address is part of those graphs. They keep it now, and set it where it is not
 the manager's any more. Captures after the ``reset()`` that do not cache weights do not see it.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -34,15 +32,12 @@ PATCH = """
 +        static_skip_flag.fill_(skip_fp8_weight_update)
 """
 
-
 FIX = Fix(
     id="skip-flag-reset",
     summary="FP8GlobalStateManager.reset() frees the skip flag that graphs with cached weights read",
     symptom="after FP8GlobalStateManager.reset() earlier graphs keep old FP8 weights, or read memory of others",
     group="FP8 state",
     users="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "reset() forgets the skip flag of graphs", names={"STATE": skip_flag_state}),
     requires=("stale-fp8-weights",),
 )

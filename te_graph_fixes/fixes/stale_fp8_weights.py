@@ -1,6 +1,6 @@
 """``stale-fp8-weights``: graphs go on with the FP8 weights of their capture.
 
-Upstream: open, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
+Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
 
 Symptom: after an optimizer step the outputs of graphed FP8 modules are off by about 1.0, because weights are not
 quantized again.
@@ -16,8 +16,6 @@ It happens
 3. where another FP8 module runs before the graph in the same autocast: the graph does not set the skip flag, which
    still has the value of another graph or microbatch. Every graph that caches weights sets it now.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -97,7 +95,6 @@ FIX = Fix(
     group="FP8 state",
     users="FP8 graphs without fp8_weight_caching, and graphs behind another FP8 module in one autocast",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/3298",),
-    affected=">=2.10",
     examine=SemanticPatch(
         PATCH,
         "graphs without a skip flag of their own never quantize their weights again",

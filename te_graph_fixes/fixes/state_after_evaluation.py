@@ -1,6 +1,6 @@
 """``state-after-evaluation``: an evaluation in bf16 or another recipe takes a graph's FP8 state from its modules.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom, after such an evaluation between two replays: graphs of ``te.ops`` raise ``TypeError: 'NoneType' object is not
 subscriptable`` or ``AttributeError``; the next checkpoint holds no FP8 state, or cannot be saved; scales are other than
@@ -13,8 +13,6 @@ more. The graph now holds its recipe states, and does before its replay what a f
 recipe its scales stayed at 1.0 for good, eagerly too. What runs by ``sub.forward(x)``, which TE's hooks do not see, is
 covered where the recipe is that of the capture.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -48,15 +46,12 @@ PATCH = """
 +self.fp8_meta.pop(FP8GlobalStateManager.get_buffer_info(), None)
 """
 
-
 FIX = Fix(
     id="state-after-evaluation",
     summary="an evaluation in bf16 or another recipe takes a graph's FP8 state from its modules",
     symptom="after an evaluation in bf16 or another recipe te.ops graphs raise, and checkpoints lose FP8 state",
     group="evaluation and checkpoints",
     users="an evaluation in bf16 or another recipe between two training steps",
-    upstream=(),
-    affected=">=2.10",
     requires=("fp8-state-at-replay",),
     examine=SemanticPatch(
         PATCH,

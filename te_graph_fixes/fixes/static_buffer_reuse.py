@@ -1,6 +1,6 @@
 """``static-buffer-reuse``: static buffers are handed on between layers whose buffers differ.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: layers of several kinds in an ``_order`` with ``_reuse_graph_input_output_buffers``. A layer gets the input
 buffer of one whose input needs no gradient, and its backward ends there: gradients off by 100 %, without an error. It
@@ -12,8 +12,6 @@ device, strides, whether it needs a gradient, and which tensors of a sample are 
 wgrads: `te_graph_fixes/shipped/graph_order.py`.) Buffers of grad outputs are put where this layer has outputs with
 gradients.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -43,14 +41,11 @@ PATCH = """
  per_callable_static_grad_outputs[per_callable_bwd_idx] = static_grad_outputs
 """
 
-
 FIX = Fix(
     id="static-buffer-reuse",
     summary="static buffers are handed on between layers whose buffers differ",
     symptom="mixed layer types in one pipeline order: gradients off by 1.0, or wrong outputs",
     group="pipelines and delayed wgrads",
     users="_reuse_graph_input_output_buffers (Megatron-Core sets it) with layers of several kinds",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "static buffers are handed on by shape, dtype and layout"),
 )

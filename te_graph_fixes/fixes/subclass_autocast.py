@@ -1,6 +1,6 @@
 """``subclass-autocast``: after a capture, modules of a captured subclass keep the capture's recipe for good.
 
-Upstream: open, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 was closed without this case)
+Upstream: none yet, TE 2.10 to main (TE #1207 was closed without this case)
 
 Symptom: where a module of a class and one of its subclass are captured in this order, as Megatron-Core's dense
 `TransformerLayer` and `MoETransformerLayer` are, all later eager calls of the subclass run in the capture's autocast
@@ -11,8 +11,6 @@ For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class o
 found. On the subclass it finds, inherited, the replacement that it has just made. A class that inherits a replaced
 ``__call__`` is now left alone: the replacement tells modules apart, not classes.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -29,7 +27,6 @@ PATCH = """
      module_cls.__call__ = old_call
 """
 
-
 FIX = Fix(
     id="subclass-autocast",
     summary="after a capture, modules of a captured subclass keep the capture's recipe for good",
@@ -37,6 +34,5 @@ FIX = Fix(
     group="FP8 state",
     users="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
     upstream=("https://github.com/NVIDIA/TransformerEngine/issues/1207",),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "a subclass keeps the capture's __call__ of its base class"),
 )

@@ -8,8 +8,6 @@ Symptom: ``AssertionError: sample_args must be a list for _reuse_graph_input_out
 Tuples are now made into lists.
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 
@@ -28,7 +26,6 @@ UPSTREAM = """
  if isinstance(sample_kwargs, tuple):
      sample_kwargs = list(sample_kwargs)
 """
-
 
 FIX = Fix(
     id="tuple-samples",

@@ -1,6 +1,6 @@
 """``warmup-main-grads``: warmup adds its wgrads to ``main_grad``, as if they were those of training.
 
-Upstream: open, TE 2.10 to main (docs/upstream/warmup-main-grads.md).
+Upstream: none yet, TE 2.10 to main (docs/upstream/warmup-main-grads.md).
 
 Symptom: wgrads are fused into ``main_grad``, which is set to zero behind a step, or holds what earlier microbatches
 gave; the capture is in between. The next step begins with the wgrads of warmup, whose output gradients are
@@ -9,8 +9,6 @@ uninitialised memory: anything, up to NaN. Right is what is not fused, or is set
 `make_graphed_callables` puts FP8 state and random numbers back after warmup, but not what the wgrads were added to.
 Each backward of warmup now leaves the ``main_grad`` of its callable as it was; until then there is a copy of it.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -40,7 +38,6 @@ DELAYED = """
 +for main_grad, kept in main_grads: main_grad.copy_(kept)
 """
 
-
 FIX = Fix(
     id="warmup-main-grads",
     summary="warmup adds its wgrads to main_grad, and the next step of training begins with them",
@@ -48,7 +45,5 @@ FIX = Fix(
     group="gradients",
     users="fused wgrads in training loops that zero main_grad before the capture and not after it",
     cost="memory for the main_grad of one callable, while it warms up",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH + DELAYED, "warmup adds its wgrads to main_grad"),
 )

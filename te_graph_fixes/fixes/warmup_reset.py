@@ -50,11 +50,7 @@ FIX = Fix(
     users="several microbatches with Megatron-Core gradient_accumulation_fusion or modules with is_first_microbatch",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2715",),
     affected="<2.14",
-    examine=SemanticPatch(
-        PATCH,
-        "modules are reset to the first microbatch after warmup",
-        settled=leaves_it_alone,
-    ),
+    examine=SemanticPatch(PATCH, "modules are reset to the first microbatch after warmup", settled=leaves_it_alone),
     requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),
     check_hints=("backward main_grad",),
 )

@@ -1,6 +1,6 @@
 """``weak-reference-layout``: reused outputs and grad inputs lose their strides, or are refused for their dtype.
 
-Upstream: open, TE 2.10 to main; https://github.com/NVIDIA/Megatron-LM/issues/7155 and
+Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/Megatron-LM/issues/7155 and
 https://github.com/NVIDIA/Megatron-LM/issues/7410 are about float64
 
 Symptom: with ``_reuse_graph_input_output_buffers``, which Megatron-Core sets, a callable whose output is no contiguous
@@ -12,8 +12,6 @@ Static outputs and grad inputs become weak references, made from an address, a s
 are now made of all bytes that the tensor covers, which are then viewed with its dtype and strides
 (`te_graph_fixes/shipped/weak_references.py`, shipped beside the patched modules).
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -28,7 +26,6 @@ PATCH = """
 +weak_reference(x) if x.is_cuda else x
 """
 
-
 FIX = Fix(
     id="weak-reference-layout",
     summary="reused outputs and grad inputs lose their strides, or are refused for their dtype",
@@ -39,10 +36,7 @@ FIX = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/7155",
         "https://github.com/NVIDIA/Megatron-LM/issues/7410",
     ),
-    affected=">=2.10",
     examine=SemanticPatch(
-        PATCH,
-        "weak references are contiguous, and of some dtypes only",
-        provides=("weak_references",),
+        PATCH, "weak references are contiguous, and of some dtypes only", provides=("weak_references",)
     ),
 )

@@ -1,6 +1,6 @@
 """``wgrad-hook-order``: after a replayed ``backward_dw``, ranks run their gradient hooks in different orders.
 
-Upstream: open (the hooks came with https://github.com/NVIDIA/TransformerEngine/pull/2614)
+Upstream: none yet (the hooks came with https://github.com/NVIDIA/TransformerEngine/pull/2614)
 
 Symptom: none on one rank. Megatron-Core's hooks start the reduction of a bucket once its last gradient is ready; where
 two buckets get ready in one ``backward_dw``, as with weights larger than a bucket, ranks that start them in different
@@ -9,8 +9,6 @@ orders hang, or add up different buckets.
 The modules of a callable are kept in a ``set``, whose order follows from memory addresses and differs between
 processes. They are kept in a ``dict`` now, in the order of their forwards.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -31,7 +29,6 @@ PATCH = """
  modules
 """
 
-
 FIX = Fix(
     id="wgrad-hook-order",
     summary="after a replayed backward_dw, ranks run their gradient hooks in different orders",
@@ -39,6 +36,5 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="several ranks with Megatron-Core delay_wgrad_compute and its DDP",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2614",),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "the modules of a callable are in no order"),
 )

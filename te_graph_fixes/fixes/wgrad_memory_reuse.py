@@ -1,6 +1,6 @@
 """``wgrad-memory-reuse``: where callables are captured together, a dgrad writes what another's delayed wgrad reads.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: ``make_graphed_callables((a, b), ...)`` without ``_order``, modules with ``delay_wgrad_compute``: weight
 gradients of all callables but the first are off by 100 % or inf, without an error (1.0 on the simulator).
@@ -9,8 +9,6 @@ The wgrad of each callable is captured right after its dgrad, and what it reads 
 of the callable before it takes it. Autograd replays all dgrads before anybody can call ``backward_dw``. Wgrads are
 captured after all dgrads now, in a pool of their own, so that they may be replayed in any order too.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -33,7 +31,6 @@ PATCH = """
 +    capture_wgrad()
 """
 
-
 FIX = Fix(
     id="wgrad-memory-reuse",
     summary="delayed wgrads of callables captured together read memory that a dgrad was given",
@@ -41,11 +38,8 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="make_graphed_callables((a, b), ...) without _order, in modules with delay_wgrad_compute",
     cost="a memory pool of the wgrads' own",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(
-        PATCH,
-        "a wgrad reads memory that a dgrad which is captured later, and replayed earlier, was given",
+        PATCH, "a wgrad reads memory that a dgrad which is captured later, and replayed earlier, was given"
     ),
     check_hints=("wgrad .grad",),
 )

@@ -1,6 +1,6 @@
 """``wgrad-without-dgrad``: no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads.
 
-Upstream: open, TE 2.10 to main
+Upstream: none yet, TE 2.10 to main
 
 Symptom: a layer that delays its wgrads, without bias or norm, is the first one and gets plain data. The output of its
 graph needs no gradient: a ``RuntimeError`` in `backward`, or, in front of other layers, a wgrad graph that is replayed
@@ -9,8 +9,6 @@ without its dgrad graph (silent; inf on the simulator).
 The autograd function of a graph takes those parameters whose gradients the warmup's backward gives, and a delayed wgrad
 is none of these. Where nothing is left, while the callable's outputs need a gradient, an empty tensor is taken instead.
 """
-
-from __future__ import annotations
 
 from ..fix import Fix
 from ..patch import SemanticPatch
@@ -24,14 +22,11 @@ PATCH = """
      ...
 """
 
-
 FIX = Fix(
     id="wgrad-without-dgrad",
     summary="no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads",
     symptom="a first layer with delayed wgrads and without bias: RuntimeError in backward, or wrong wgrads",
     group="pipelines and delayed wgrads",
     users="delay_wgrad_compute in a first layer whose input needs no gradient",
-    upstream=(),
-    affected=">=2.10",
     examine=SemanticPatch(PATCH, "only parameters with gradients lead a backward to a graph"),
 )

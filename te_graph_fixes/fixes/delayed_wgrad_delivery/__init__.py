@@ -1,6 +1,6 @@
 """``delayed-wgrad-delivery``: a replayed `backward_dw` computes gradients that nobody gets; eagerly some get lost too.
 
-Upstream: open
+Upstream: none yet
 
 Symptom, with ``delay_wgrad_compute``: under graphs the gradients of biases, and of weights whose wgrad is not fused
 into ``main_grad``, are missing (error 1.0), or garbage; captures fail with ``'NoneType' object has no attribute 'to'``
@@ -154,8 +154,6 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="delay_wgrad_compute with biases, or with weights whose wgrads are not fused into main_grad",
     cost="memory for the gradients that a wgrad graph delivers, and an addition of each after its replay",
-    upstream=(),
-    affected=">=2.10",
     examine=examine,
     requires=("backward-dw-hooks", "param-grad-lifetime", "wgrad-without-dgrad"),
     check_hints=("wgrad .grad",),
