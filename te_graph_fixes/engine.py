@@ -23,7 +23,7 @@ import re
 import struct
 import sys
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
@@ -40,6 +40,8 @@ _PATH = "<te_graph_fixes: {}>"
 """The name under which tracebacks and `inspect` show the corrected text of a module."""
 _NO_NAME = re.compile(r"\.\w+|\b\w+=(?!=)")
 """Attributes and keywords."""
+_CHANGE = re.compile(r"\s*(?P<name>\w+) (?P<operator>[-+*/%@&|^<>]*)= (?P<value>.*)")
+"""A line that sets a variable."""
 
 
 class EngineError(Exception):
@@ -76,8 +78,9 @@ def _edits(verdicts: Iterable[Verdict]) -> dict[str, list[Edit]]:
 class FunctionPatch(NamedTuple):
     """One function of TransformerEngine, as its source has it and as it becomes; None where there is none.
 
-    ``fixes`` change it or rest on it. ``block`` is the code of what a changed function is in: for a method, of a class
-    body that holds it alone. ``defaults`` and ``kwdefaults`` are those of the parameters that it gets.
+    ``fixes`` change it, or rest on it as it is: what is loaded has to be ``before``. Where it changes, ``block`` is the
+    code of what it is in: of its module or, for a method, of a class body that holds it alone. ``defaults`` and
+    ``kwdefaults`` are those of the parameters that it gets.
     """
 
     module: str
@@ -219,10 +222,10 @@ def _dumped(*nodes: ast.AST) -> list[str]:
     return [ast.dump(node) for node in nodes]
 
 
-def _unset_names(module: ModuleSource, before: CodeType, after: CodeType, edits: Iterable[Edit]) -> set[str]:
-    """The global names that only the code ``after`` these edits reads, and nobody sets."""
+def _unset_names(module: ModuleSource, before: CodeType, after: CodeType, edits: Sequence[Edit]) -> set[str]:
+    """The names that only the code ``after`` these edits reads, and nobody has set by then."""
     known = {name for part in _parts(before) for name in part.co_names} | vars(builtins).keys()
-    local = {name for part in _parts(after) for name in (*part.co_varnames, *part.co_cellvars)}
+    local, known_local = map(_local_names, (after, before))
     named = set().union(*(words(_NO_NAME.sub("", edit.text)) for edit in edits)) - known - local
     unset = set[str]()
     for part in _parts(after):
@@ -230,7 +233,16 @@ def _unset_names(module: ModuleSource, before: CodeType, after: CodeType, edits:
         if suspects and (suspects := suspects - module.global_names):
             steps = dis.get_instructions(part)
             unset |= {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} & suspects
+    lines = (line for edit in edits for line in edit.text.split("\n"))
+    for found in filter(None, map(_CHANGE.match, lines)):
+        if found["name"] not in known_local and (found["operator"] or found["name"] in words(found["value"])):
+            unset.add(found["name"])
+        known_local.add(found["name"])
     return unset
+
+
+def _local_names(code: CodeType) -> set[str]:
+    return {name for part in _parts(code) for name in (*part.co_varnames, *part.co_cellvars, *part.co_freevars)}
 
 
 def _parts(code: CodeType) -> list[CodeType]:
@@ -351,7 +363,7 @@ class Installation:
             for name, value in gets.items():
                 self._put(function, name, value, getattr(function, name))
 
-    def replaced(self) -> dict[str, str]:
+    def not_as_in_file(self) -> dict[str, str]:
         """The fixes whose functions are not loaded as the source has them, each with what was found."""
         found = "another package has replaced it, or the file has changed since the import"
         return {

@@ -106,11 +106,12 @@ def _attempt(source: Source, find: Callable[..., Found], *arguments: str) -> Fou
 
 
 def require_correction(source: Source, text: str) -> None:
-    """Raise `UnrecognizedError` unless the patch of a correction fits, in no condition that may switch it off."""
+    """Raise `UnrecognizedError` unless the patch of a correction fits, and nothing keeps it from having its effect."""
     found = [match for ways in read(text) for match in _fit(source, ways).matches]
     known = [node for _, match in found for node in match.statements]
     for place, match in found:
-        place.require_unswitched(match.node, known)
+        for node in match.statements:
+            place.require_in_force(node, known)
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
@@ -127,7 +128,7 @@ def _fit(source: Source, ways: Sequence[Hunk]) -> Fit:
         try:
             fits.append(hunk.fit(source))
         except UnrecognizedError as error:
-            errors.append(f"{error} (line {hunk.number} of the patch)")
+            errors.append(f"{error} (line {hunk.number} of the patch, `@@ {hunk.file}.py {hunk.place}`)")
     if len(fits) > 1:
         raise UnrecognizedError(f"looked for one of {len(ways)} shapes in {ways[0].place}, found {len(fits)}")
     if not fits:

@@ -22,6 +22,8 @@ from .source import Definition, Edit, ModuleSource, unrecognized
 _IGNORED = {"ctx", "kind", "type_comment"}
 _NEAR = 200
 """How many characters are looked through for a parenthesis."""
+_BINDING = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Attribute, ast.Subscript)
+_COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
 
 
 class PatchError(ValueError):
@@ -87,12 +89,19 @@ class Side:
 
 def with_parentheses(text: str, start: int, end: int) -> tuple[int, int]:
     """Where a part of some Python text starts and ends with the parentheses around it; those of a call are not."""
+    if text[start] == "(" and _is_called(text[:start]):  # a generator that is all that a call is given
+        return start + 1, end - 1
     while True:
         before, after = text[max(start - _NEAR, 0) : start].rstrip(), text[end : end + _NEAR].lstrip()
-        callee = re.search(r"(\w+|[)\]])$", before[:-1].rstrip(" "))
-        if before[-1:] != "(" or after[:1] != ")" or (callee and not keyword.iskeyword(callee.group())):
+        if before[-1:] != "(" or after[:1] != ")" or _is_called(before[:-1]):
             return start, end
         start, end = text.rindex("(", 0, start), text.index(")", end) + 1
+
+
+def _is_called(before: str) -> bool:
+    """Whether a parenthesis behind this text is that of a call."""
+    callee = re.search(r"(\w+|[)\]]) *\Z", before[-_NEAR:])
+    return callee is not None and not keyword.iskeyword(callee[1])
 
 
 class Piece(NamedTuple):
@@ -176,8 +185,16 @@ def _at(place: Definition, match: Match, spot: Spot) -> Any:
 
 
 def _filled(place: Definition, match: Match, text: str) -> str:
-    """The text with what ``ANY_NAME`` stands for."""
-    return re.sub(r"\bANY_\w+", lambda name: place.text(match[name.group()]), text)
+    """The text with what ``ANY_NAME`` stands for, in parentheses where something beside it could take a part of it."""
+
+    def fill(name: re.Match[str]) -> str:
+        node = match[name.group()]
+        is_begun = re.search(r"([(\[{,:]|(?<![=!<>])=|\A)\s*\Z", text[: name.start()])
+        is_alone = is_begun and re.match(r"\s*([)\]},:]|\Z)", text[name.end() :])
+        is_whole = is_alone or not isinstance(node, _COMPOUND)
+        return place.text(node) if is_whole else f"({place.text(node)})"
+
+    return re.sub(r"\bANY_\w+", fill, text)
 
 
 def compare(old: Side, new: Side) -> Changes:
@@ -259,10 +276,10 @@ class _Comparison:
         if _is_same(old, new):
             return []
         whole = self.whole(old, new)
-        around = self.around(old, new)
+        wrapped = self.wrapped(old, new)
         is_other = type(old) is not type(new) or isinstance(old, (ast.Dict, ast.JoinedStr))
-        if around or is_other:
-            return around or whole
+        if wrapped or is_other:
+            return wrapped or whole
         changes: Changes = []
         for part, ours, theirs in _parts(old, new):
             if part in BLOCKS and isinstance(ours, list):
@@ -284,12 +301,15 @@ class _Comparison:
             return None
         return [Splice((located(old), START), (located(old), END), self.new.piece(*self.new.span(new)))]
 
-    def around(self, old: Any, new: Any) -> Changes:
+    def wrapped(self, old: Any, new: Any) -> Changes:
         """What is put around an expression, if the new one holds it as it was."""
         if not (isinstance(old, ast.expr) and isinstance(new, ast.expr)):
             return []
-        inner = next((node for node in ast.walk(new) if _is_same(old, node)), None)
-        if inner is None:
+        outer, inner = next(
+            ((outer, node) for outer in ast.walk(new) for node in ast.iter_child_nodes(outer) if _is_same(old, node)),
+            (None, None),
+        )
+        if inner is None or (isinstance(outer, _BINDING) and isinstance(old, ast.Name) and old.id.startswith("ANY")):
             return []
         (start, end), (first, last) = self.new.span(new), self.new.span(inner)
         pieces = [((located(old), START), start, first), ((located(old), END), last, end)]

@@ -285,13 +285,25 @@ class Definition:
             raise unrecognized(f"`{wanted}` exactly {times}", self, f"it {len(found)} times{lines}")
         return found
 
-    def require_unswitched(self, at: Node, known: Sequence[Node]) -> None:
-        """Raise `UnrecognizedError` where a node stands in a condition, not one of the ``known``, that may be a switch.
+    def require_in_force(self, at: Node, known: Sequence[Node]) -> None:
+        """Raise `UnrecognizedError` where a node is never reached, is undone, or stands in what may be a switch.
 
-        What is no switch compares variables that the function reads elsewhere too.
+        A switch is a condition, not one of the ``known`` nodes; what is none compares variables that the function reads
+        elsewhere too.
         """
-        stands_in = [place.node for place in self._at(at.lineno)]
-        conditions = [node for node in stands_in if isinstance(node, (ast.If, ast.IfExp, ast.While))]
+        statements, _ = self.module.outline_of(self.outer or self.node)
+        inner, *others = standing_in(statements, at.lineno)
+        for slot in (inner, *others):
+            if any(isinstance(node, (ast.Return, ast.Raise)) for node in slot.siblings[: slot.number]):
+                raise unrecognized(
+                    "a correction that is reached", self, f"a statement above line {at.lineno} that leaves"
+                )
+        for node in inner.siblings[inner.number + 1 :]:
+            if node not in known and _overwrites(node, inner.node):
+                raise unrecognized("a correction that stays", self, f"`{ast.unparse(node)}` below it")
+        conditions = [
+            slot.node for slot in self._at(at.lineno) if isinstance(slot.node, (ast.If, ast.IfExp, ast.While))
+        ]
         tests = [node.test for node in conditions if node not in known and is_in(at, node) and not is_in(at, node.test)]
         in_tests = {node for test in tests for node in ast.walk(test)}
         for node in in_tests:
@@ -392,3 +404,12 @@ def _is_among(lines: list[int], node: Any) -> bool:
     """Whether a node stands in one of these lines."""
     at = bisect_left(lines, first_line(node))
     return at < len(lines) and lines[at] <= node.end_lineno
+
+
+def _overwrites(node: ast.stmt, earlier: ast.stmt) -> bool:
+    """Whether a statement sets anew what an earlier one has set, and does not read it."""
+    if not (isinstance(node, ast.Assign) and isinstance(earlier, ast.Assign)):
+        return False
+    target = ast.dump(earlier.targets[0])
+    read = {ast.dump(part).replace("Load()", "Store()") for part in ast.walk(node.value)}
+    return ast.dump(node.targets[0]) == target and target not in read

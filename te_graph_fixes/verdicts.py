@@ -143,7 +143,7 @@ class Decision:
 
     def require_live(self) -> None:
         """Choose anew without the fixes whose functions, to be changed or to be left alone, are not what is loaded."""
-        while refused := self.installation.replaced():
+        while refused := self.installation.not_as_in_file():
             self._refused |= refused
             self._build()
 

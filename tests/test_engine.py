@@ -49,7 +49,7 @@ class StandIn:
     def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
         fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
         installation = Installation(self.source, fixes)
-        assert installation.replaced() == {}
+        assert installation.not_as_in_file() == {}
         installation.install()
         assert all(map(installation.is_live, fixes))
         return installation
@@ -295,6 +295,16 @@ def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[.
     assert inspect.getsource(package.module.A.run).startswith("    @decorate\n    @staticmethod\n    def run(")
 
 
+def test_a_decorator_that_does_not_say_what_it_wraps_is_reported(standin: Callable[..., StandIn]) -> None:
+    text = "def hide(function):\n    return lambda *args: function(*args)\n\n@hide\ndef run(x):\n    return x\n"
+    package = standin(text)
+    installation = Installation(package.source, {"fix": package.edit("run", "return x", "return -x")})
+    assert "another package has replaced it" in installation.not_as_in_file()["fix"]
+    with pytest.raises(EngineError, match=r"run of standin\.code was replaced"):
+        installation.install()
+    assert package.module.run(1) == 1
+
+
 def test_an_added_function_has_super_and_its_decorators(standin: Callable[..., StandIn]) -> None:
     base = "import functools\n\nclass B:\n    def run(self):\n        return 1\n\n"
     package = standin(base + "class A(B):\n    def run(self):\n        return 2\n")
@@ -459,7 +469,7 @@ def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin
     package = standin("class A:\n    def run(self):\n        return 1\n")
     package.module.A.added = theirs = lambda self: "theirs"
     installation = Installation(package.source, {"fix": package.add("A.run", "def added(self): return 'ours'")})
-    assert set(installation.replaced()) == {"fix"}
+    assert set(installation.not_as_in_file()) == {"fix"}
     assert vars(package.module.A)["added"] is theirs
 
 
@@ -517,7 +527,7 @@ def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callabl
         package.module.A = type("A", (), {"run": lambda self: 5})
     else:
         del package.module.A.run
-    found = Installation(package.source, verdicts).replaced()
+    found = Installation(package.source, verdicts).not_as_in_file()
     assert set(found) == {"first"}
     assert "A.run of standin.code is not what its file says" in found["first"]
 
@@ -528,7 +538,7 @@ def test_what_a_verdict_rests_on_is_compared_too(standin: Callable[..., StandIn]
     verdict = Verdict("not-needed", "a test", rests_on=frozenset((CODE, place) for place in places))
     edited = package.edit("run", "return 1", "return 2")
     installation = Installation(package.source, {"idle": verdict, "fix": edited})
-    assert installation.replaced() == {}
+    assert installation.not_as_in_file() == {}
     installation.install()
     assert installation.is_live("idle")
     assert package.module.run() == 2
@@ -538,7 +548,7 @@ def test_what_a_verdict_rests_on_is_compared_too(standin: Callable[..., StandIn]
     assert installation.is_live("fix")
     installation.revert()
     installation = Installation(package.source, {"idle": verdict, "fix": edited})
-    assert set(installation.replaced()) == ({"idle"} if "A.run" in places else set())
+    assert set(installation.not_as_in_file()) == ({"idle"} if "A.run" in places else set())
     assert not installation.is_live("fix")
 
 
@@ -546,17 +556,17 @@ def test_what_is_absent_in_the_source_must_be_absent_in_what_is_loaded(standin: 
     package = standin("class O: pass\n\nclass A(O):\n    if True:\n        def run(self):\n            return 1\n")
     verdict = Verdict("not-applicable", "a test", rests_on=frozenset({(CODE, "A.run"), ("standin.lazy", "run")}))
     Path(package.source.location, "lazy.py").write_text("def run():\n    return 1\n")
-    assert set(Installation(package.source, {"fix": verdict}).replaced()) == {"fix"}
+    assert set(Installation(package.source, {"fix": verdict}).not_as_in_file()) == {"fix"}
     del package.module.A.run
     package.module.A.__bases__ = (type("Base", (), {"run": lambda self: 2}),)  # what is inherited is another matter
-    assert Installation(package.source, {"fix": verdict}).replaced() == {}
+    assert Installation(package.source, {"fix": verdict}).not_as_in_file() == {}
 
 
 def test_a_file_that_has_changed_since_the_import_is_reported(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     Path(str(package.module.__file__)).write_text("def run():\n    x = 7\n    return 1\n")
     installation = Installation(package.source, {"fix": package.edit("run", "return 1", "return 2")})
-    assert set(installation.replaced()) == {"fix"}
+    assert set(installation.not_as_in_file()) == {"fix"}
 
 
 NEW_MODULE = """

@@ -209,6 +209,13 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
         ("x = a\nlog(a)\ny = b", "-x = a\n-y = b\n+del b", "del b\nlog(a)"),
         ("x = a\nlog(a)\ny = b", "-x = a\n-y = b", "log(a)"),
         ("# why\nx = a\ny = b", "-x = a\n y = b", "y = b"),
+        ("x = a or b", "-x = ANY_X\n+x = -ANY_X", "x = -(a or b)"),
+        ("x = a or b", "-x = ANY_X\n+x = ANY_X.c", "x = (a or b).c"),
+        ("x = a or b", "-x = ANY_X\n+x = c == ANY_X", "x = c == (a or b)"),
+        ("x = a or b", "-x = ANY_X\n+x = f(c, k=ANY_X)", "x = f(c, k=a or b)"),
+        ("x = f(a)", "-x = ANY_X\n+x = -ANY_X", "x = -f(a)"),
+        ("x = f(y for y in a)", "-(y for y in a)\n+f(a)", "x = f(f(a))"),
+        ("x = f(a)", "-x = f(a)\n+x = f(y for y in a)", "x = f(y for y in a)"),
     ],
 )
 def test_only_what_differs_is_edited(before: str, change: str, after: str) -> None:
@@ -243,7 +250,7 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
         (hunk("-b\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
         (hunk(" x = a\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
         (hunk(" x = a") + "@@ (or)\n x = run(x)", "one of 2 shapes in run, found 2"),
-        (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch.; or .*line 3 of the patch"),
+        (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch, `@@ code.py run`.; or .*line 3 of the patch"),
         (hunk(" x = a") + "@@ code.py other\n x = c", "one definition of other .*line 3 of the patch"),
         (hunk(" x = a").replace("code", "other"), "module .*other .*line 1 of the patch"),
     ],
@@ -280,6 +287,18 @@ NOT_APART += [
     "a, n = c",
     "return",
 ]
+
+
+@pytest.mark.parametrize("change", ["y = [y]", "y += 1", "xs.n = 1\n+y = run(a, y)"])
+def test_a_name_that_is_changed_before_it_is_set_is_refused(change: str) -> None:
+    for above, is_set in (("b = c", False), ("y = c", True)):
+        source = source_of(function(f"{above}\nx = a\n"))
+        verdict = applicable("", edits(source, hunk(f" x = a\n+{change}")))
+        if is_set:
+            compile_patches(source, {"fix": verdict})
+        else:
+            with pytest.raises(EngineError, match="the edits read y in run"):
+                compile_patches(source, {"fix": verdict})
 
 
 @pytest.mark.parametrize("between", APART + NOT_APART)
@@ -331,6 +350,17 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
     assert verdict(function("x = b\n"), patch).verdict == UNRECOGNIZED
     both = verdict(function("x = a\nx = c\n"), patch)
     assert (both.verdict, "found several" in both.reason) == (UNRECOGNIZED, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["return b\nx = c\n", "if a:\n    raise b\n    x = c\n", "x = c\nx = b\n", "x = c\nlog(x)\nx = run(b)\n"],
+)
+def test_a_correction_that_has_no_effect_is_not_one(text: str) -> None:
+    patch = SemanticPatch(hunk("-x = a\n+x = b"), "", corrected=[(hunk(" x = c"), "c is right")])
+    assert verdict(function(text), patch).verdict == UNRECOGNIZED
+    for harmless in ("if a:\n    return b\nx = c\n", "x = c\nx = run(x)\n", "x = c\ny = x\nreturn y\n"):
+        assert verdict(function(harmless), patch).verdict == NOT_NEEDED
 
 
 def test_a_verdict_does_not_rest_on_what_did_not_fit() -> None:

@@ -18,7 +18,7 @@ PATCH = """
 +
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+ctx.copied_inputs = leaf_inputs(inputs, len_user_args)
++ctx.inputs_with_copied_grads = leaf_inputs(inputs, len_user_args)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
  class Graphed(torch.autograd.Function):
      ...

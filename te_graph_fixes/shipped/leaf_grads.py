@@ -14,18 +14,18 @@ def leaf_inputs(inputs: Sequence[Tensor], number: int) -> list[int]:
 
 
 def with_copied_grads(backward: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """The ``backward`` of a graph with copies of the gradients that ``ctx.copied_inputs`` names.
+    """The ``backward`` of a graph with copies of the gradients that ``ctx.inputs_with_copied_grads`` names.
 
     What it returns ends with the gradients of the graph's ``inputs``.
     """
 
     def backward_with_copies(ctx: Any, *grads: Any) -> Any:
         returned = backward(ctx, *grads)
-        if not ctx.copied_inputs:
+        if not ctx.inputs_with_copied_grads:
             return returned
         copied = list(returned)
         first = len(copied) - inputs
-        for index in ctx.copied_inputs:
+        for index in ctx.inputs_with_copied_grads:
             grad = copied[first + index]
             copied[first + index] = None if grad is None else grad.clone()
         return tuple(copied)

@@ -334,7 +334,7 @@ class Contract:
                 self.written.check(self.name)
         self._recomputed = 0
         if pool.may_recompute:
-            ctx.copied_inputs = self._inputs
+            ctx.inputs_with_copied_grads = self._inputs
         pool.replay(self.backward, self._used_by_all)
 
     def _note_dgrad(self) -> None:

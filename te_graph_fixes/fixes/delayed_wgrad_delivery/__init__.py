@@ -27,6 +27,7 @@ from ...shipped import new_module
 from ...source import Definition, Edit, Source
 from .backward_dw import MODULES, OPERATION, require_all_replaced
 
+# `replay()` stands in the place of itself: what `backward-dw-hooks` inserts below it comes behind the delivery.
 PATCH = """
 @@ graph.py _make_graphed_callables
  need_bwd_dw_graph = {}
