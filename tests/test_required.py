@@ -65,7 +65,7 @@ def test_a_process_without_it_ends_the_job(library: Path, wrapper: str) -> None:
     assert time.monotonic() - begun < 30
 
 
-SCRIPTS = ["{wrapper}", "{wrapper}; exec sleep 1", "({wrapper} &); exec sleep 3"]
+SCRIPTS = ["{wrapper}", "sleep 0.7; {wrapper}; exec sleep 0.7", "({wrapper} &); exec sleep 3"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
