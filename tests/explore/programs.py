@@ -235,6 +235,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "an input with new values is read no more": lambda p: (
         not p.same_input or not (p.order or p.not_captured or p.late_reads or p.strided or p.recompute or p.in_place)
     ),
+    "distillation reads its input after another replay": lambda p: not (p.same_input and p.first == "distillation"),
     "an order gives no modules, which have hooks": lambda p: not (p.module_hooks and p.order),
     "TE captures no module that has hooks, as one that is captured again": lambda p: (
         not (p.module_hooks and {"recapture", "switch_recipe", "freeze", "unfreeze"} & {*p.events})
