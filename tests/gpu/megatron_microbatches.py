@@ -3,11 +3,11 @@
     python tests/gpu/megatron_microbatches.py [RANKS]
 
 On as many GPUs as `torch.distributed.run` is to start RANKS (2) for: pipeline stages of two virtual stages each with
-expert-parallel overlap, as in `megatron_pipeline`. ``--rampup-batch-size`` makes a step's microbatches grow like this:
-Megatron then replays the graph of microbatch k modulo 4. Without the fix the gradients of the stages on which this
-breaks the sequence of the capture are garbage; with it the first of them raises, and `torch.distributed.run` ends the
-others. Exits with 0 if two and four microbatches are exact both ways, eight are wrong without the fix, and one rank
-raises an error with it that names it, before all have ended.
+expert-parallel overlap, as in `megatron_pipeline`. A step's microbatches grow as under ``--rampup-batch-size 4 4 8``, by
+Megatron-Core's own count of them; Megatron then replays the graph of microbatch k modulo 4. Without the fix the
+gradients of the stages on which this breaks the sequence of the capture are garbage; with it the first of them raises,
+and `torch.distributed.run` ends the others. Exits with 0 if two and four microbatches are exact both ways, eight are
+wrong without the fix, and one rank raises an error with it that names it, before all have ended.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def worker() -> None:
     import megatron_pipeline as pipeline
     import torch
     import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator as calculator
     from megatron.core import parallel_state
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     import te_graph_fixes
 
@@ -44,7 +44,7 @@ def worker() -> None:
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=pipeline.CHUNKS
     )
-    init_num_microbatches_calculator(rank, None, CAPTURED, 1, 1)
+    calculator.init_num_microbatches_calculator(rank, [CAPTURED, CAPTURED, STEPS * CAPTURED], max(RUN), 1, 1)
     pipeline.dispatch_by_copy()
 
     def steps(model: Any, number: int) -> list[list[torch.Tensor]]:
@@ -59,6 +59,9 @@ def worker() -> None:
     steps(model, CAPTURED)
     model.capture()
     for number in RUN:
+        if number > CAPTURED:
+            calculator.update_num_microbatches(STEPS * CAPTURED)  # by the samples of the steps before
+            assert calculator.get_num_microbatches() == number
         about = {"rank": rank, "fixes": os.environ["FIXES"], "microbatches": number}
         try:
             found = steps(model, number)
