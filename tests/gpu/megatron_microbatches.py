@@ -3,7 +3,7 @@
     python tests/gpu/megatron_microbatches.py [RANKS]
 
 On as many GPUs as `torch.distributed.run` is to start RANKS (2) for: pipeline stages of two virtual stages each with
-expert-parallel overlap, as in `megatron_pipeline`. A step's microbatches grow as under ``--rampup-batch-size 4 4 8``, by
+expert-parallel overlap, as in `megatron_pipeline`. Microbatches grow as under ``--rampup-batch-size 4 4 8``, by
 Megatron-Core's own count of them; Megatron then replays the graph of microbatch k modulo 4. Without the fix the
 gradients of the stages on which this breaks the sequence of the capture are garbage; with it the first of them raises,
 and `torch.distributed.run` ends the others. Exits with 0 if two and four microbatches are exact both ways, eight are
