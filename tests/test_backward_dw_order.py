@@ -69,13 +69,6 @@ def test_another_shape_is_unrecognized(version: str, name: str, old: str, new: s
     assert FIX.verdict(Source.at(tmp_path)).verdict == "unrecognized"
 
 
-def test_another_plan_module_is_unrecognized(tmp_path: Path) -> None:
-    (copy("2.12.0", tmp_path) / "_te_graph_order.py").write_text("")
-    verdict = FIX.verdict(Source.at(tmp_path))
-    assert (verdict.verdict, verdict.edits) == ("unrecognized", ())
-    assert "another version of a module that this package provides" in verdict.reason
-
-
 @pytest.mark.parametrize("module", ["LayerNormLinear", "GroupedLinear"])
 def test_orders_give_what_eager_gives(module: str) -> None:
     orders = [order for order in [*NAMED.values(), *random_orders(4, 4)] if len(order) < 30]

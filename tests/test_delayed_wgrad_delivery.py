@@ -46,7 +46,6 @@ MUTATIONS = {
     "another return": ("module/grouped_linear.py", "elif ctx.fuse_wgrad_accumulation:", "elif ctx.use_bias:"),
 }
 ONLY_2_20 = {
-    "no copy at all": ("graph.py", '"skip_backward_post_hook", False', '"skip_backward_post_hook", True'),
     "another op": ("ops/basic/grouped_linear.py", "w.grad = ", "w.main_grad = "),
     "other op hooks": ("graph.py", "isinstance(module, TransformerEngineBaseModule)\n", "module is not None\n"),
 }

@@ -17,8 +17,10 @@ def new_module(name: str) -> dict[str, str]:
 
 
 def compiled(full_name: str, text: str) -> CodeType | None:
-    """What Python has compiled a `new_module` to, if it has that ``text``."""
+    """What Python has compiled a `new_module` to, if it has that ``text`` (pytest loads plugins in its own way)."""
     name = f"{__name__}.{full_name.removeprefix(_NAME)}"
     spec = importlib.util.find_spec(name) if full_name.startswith(_NAME) else None
-    loader = cast("importlib.machinery.SourceFileLoader | None", spec and spec.loader)
-    return loader.get_code(name) if loader and loader.get_source(name) == text else None
+    loader = spec and spec.loader
+    if isinstance(loader, importlib.machinery.SourceFileLoader) and loader.get_source(name) == text:
+        return loader.get_code(name)
+    return None
