@@ -254,6 +254,47 @@ def left_by_a_capture() -> tuple[int, bool]:
     return len(layers[1]._fp8_workspaces), layers[1].is_first_microbatch
 
 
+def kept_in_recomputations() -> list[float]:
+    """Gradients of second microbatches whose graphs recompute with the weights of the first, behind one that caches."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling
+
+    class Layer(te.Linear):  # type: ignore[misc,unused-ignore]
+        def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
+            first, self.is_first_microbatch = self.is_first_microbatch, False
+            out: torch.Tensor = te.checkpoint(lambda x: te.Linear.forward(self, x, is_first_microbatch=first).tanh(), x)
+            return out
+
+    gpu = {"dtype": torch.bfloat16, "device": "cuda"}
+    options = {"enabled": True, "recipe": DelayedScaling(), "allow_unused_input": True}
+    order = {"_order": [1, 1, -1, -1], "_num_layers_per_chunk": [1]}
+    found = []
+    for given, runs in (({}, 1), (order, 2)):
+        torch.manual_seed(1)
+        cached, layer = (kind(64, 64, params_dtype=torch.bfloat16, device="cuda") for kind in (te.Linear, Layer))
+        layer.is_first_microbatch = True
+        samples = [(torch.zeros(64, 64, **gpu, requires_grad=True),) for _ in range(runs)]
+        te.make_graphed_callables(cached, samples[0], cache_quantized_params=True, **options)
+        graphs = te.make_graphed_callables((layer,), samples, **options, **given)
+        for _ in range(3):
+            layer.is_first_microbatch = True
+            inputs = [torch.randn(64, 64, **gpu, requires_grad=True) for _ in range(2)]
+            for graph, x in zip(graphs * (2 // runs), inputs, strict=True):
+                with te.autocast(enabled=True, recipe=options["recipe"]):
+                    out = graph(x)
+                out.sum().backward()
+            found.append(float(inputs[1].grad.float().norm()))
+            with torch.no_grad():
+                layer.weight.mul_(1.5)
+    return found
+
+
+def first_microbatches() -> tuple[Any, ...]:
+    """What the two functions above give."""
+    return left_by_a_capture(), kept_in_recomputations()
+
+
 def numbers_of_the_tracker() -> bool:
     """Whether a wgrad that draws random numbers draws those that a tracker got after the capture."""
     import torch
@@ -289,7 +330,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "grouped-linear-amax-reduction": reductions_in_capture,
     "param-grad-lifetime": copies_turned_off,
     "rng-states-at-replay": numbers_of_the_tracker,
-    "stale-fp8-weights": left_by_a_capture,
+    "stale-fp8-weights": first_microbatches,
     "wgrad-hook-order": captured_operations,
 }
 
