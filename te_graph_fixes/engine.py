@@ -250,35 +250,40 @@ def _parts(code: CodeType) -> list[CodeType]:
     return [code, *(part for inner in _inner_codes(code) for part in _parts(inner))]
 
 
-def _old_codes(module: ModuleSource, functions: Mapping[str, Lines]) -> dict[str, tuple[CodeType, CodeType]]:
+Codes: TypeAlias = "dict[str, tuple[CodeType, CodeType]]"
+"""By qualified name, the code of the module or class body that defines a function, and that of the function."""
+
+
+def _old_codes(module: ModuleSource, functions: Mapping[str, Lines]) -> Codes:
     """As `_codes`, of the text as it is: from Python's cache where that is known to be of this text."""
-    with contextlib.suppress(OSError, NotImplementedError):
+    with contextlib.suppress(OSError, NotImplementedError, StopIteration):
         stat = os.stat(module.path)
         data = Path(importlib.util.cache_from_source(module.path)).read_bytes()
         known = struct.pack("<4sIII", importlib.util.MAGIC_NUMBER, 0, int(stat.st_mtime) & 0xFFFFFFFF, stat.st_size)
         if module.is_file and data.startswith(known):
-            code = marshal.loads(data[len(known) :])
-            return {qualname: _block_and_code(code, qualname) for qualname in functions}
+            return _codes_in(marshal.loads(data[len(known) :]), functions)
     return _codes(module, module.text, functions)
 
 
-def _codes(module: ModuleSource, text: str, functions: Mapping[str, Lines]) -> dict[str, tuple[CodeType, CodeType]]:
-    """By qualified name, the code of the block that a function is in, and that of the function, as in its module.
-
-    What is no definition stays in the module: how a call compiles depends on what is imported.
-    """
+def _codes(module: ModuleSource, text: str, functions: Mapping[str, Lines]) -> Codes:
+    """The code of the ``functions`` of a text, as in the module: how a call compiles depends on what is imported."""
     path = _PATH.format(module.name)
     with contextlib.suppress(SyntaxError, StopIteration):  # lines of a string begin in the first column
-        code = compile(cut_down(text, functions), path, "exec", dont_inherit=True)
-        return {qualname: _block_and_code(code, qualname) for qualname in functions}
-    code = compile(text, path, "exec", dont_inherit=True)
-    return {qualname: _block_and_code(code, qualname) for qualname in functions}
+        return _codes_in(compile(cut_down(text, functions), path, "exec", dont_inherit=True), functions)
+    return _codes_in(compile(text, path, "exec", dont_inherit=True), functions)
 
 
-def _block_and_code(module: CodeType, qualname: str) -> tuple[CodeType, CodeType]:
-    *owners, name = qualname.split(".")
-    blocks = [block for block in _inner_codes(module) if block.co_name == owners[-1]] if owners else [module]
-    return next((block, code) for block in blocks for code in _inner_codes(block) if code.co_name == name)
+def _codes_in(module: CodeType, functions: Mapping[str, Lines]) -> Codes:
+    """The code of the ``functions`` in that of a module; raises `StopIteration` where one is not there."""
+    found = {}
+    for qualname, (first, _) in functions.items():
+        *owners, name = qualname.split(".")
+        blocks = [block for block in _inner_codes(module) if block.co_name == owners[0]] if owners else [module]
+        pairs = ((block, code) for block in blocks for code in _inner_codes(block))
+        found[qualname] = next(
+            (block, code) for block, code in pairs if (code.co_name, code.co_firstlineno) == (name, first)
+        )
+    return found
 
 
 def _inner_codes(code: CodeType) -> list[CodeType]:
@@ -286,7 +291,10 @@ def _inner_codes(code: CodeType) -> list[CodeType]:
 
 
 def live_function(patch: FunctionPatch) -> Any:
-    """What stands under the name of the function, seen through wrappers as far as TE's own; None if nothing does."""
+    """What the name of the function stands for now; None if for nothing.
+
+    Of what somebody has wrapped, as `__wrapped__` says, that is TE's own function, or what is innermost.
+    """
     found, own = None, (patch.before, patch.after)
     with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # it is absent, or wrapped in a circle
         found = vars(_scope(patch)).get(patch.qualname.rpartition(".")[2])
@@ -295,7 +303,10 @@ def live_function(patch: FunctionPatch) -> Any:
 
 
 def _is_live(patch: FunctionPatch, code: CodeType | None) -> bool:
-    """Whether the function has ``code`` (None: there is none); of a module that is not imported, if it may stay so."""
+    """Whether what runs is ``code``, or nothing where that is None.
+
+    A module that is not imported yet is right as it is, unless the function is to be changed.
+    """
     if patch.module not in sys.modules:
         return patch.block is None
     found = live_function(patch)

@@ -9,7 +9,7 @@ In a pattern
 - a ``def`` without decorators, result or annotations has any of them.
 
 Between the statements of a pattern, and at both ends of a block in it, others may stand that log, measure, check,
-import, or set other names (`is_apart`). A pattern that fits in two ways is found twice.
+import, or set other names (`Pattern._is_apart`). A pattern that fits in two ways is found twice.
 """
 
 from __future__ import annotations

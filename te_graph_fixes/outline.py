@@ -30,9 +30,9 @@ def heads(text: str) -> Mapping[str, list[int]]:
 
 
 def parsed(text: str, starts: Mapping[str, list[int]], qualname: str) -> ast.FunctionDef | ast.ClassDef | None:
-    """The only function or class of that name (``name`` or ``Class.name``); None if the lines do not tell.
+    """The function or class of that name (``name`` or ``Class.name``), parsed by itself; ``starts`` are the `heads`.
 
-    ``starts`` are the `heads` of the text.
+    None where the lines do not tell which it is, or where it ends.
     """
     owner, _, name = qualname.rpartition(".")
     if not len(starts[qualname]) == 1 == len(starts[owner or qualname]):
@@ -62,9 +62,9 @@ def _around(text: str, head: int, indent: str) -> tuple[int, int]:
 
 
 def cut_down(text: str, functions: Mapping[str, tuple[int, int]]) -> str:
-    """The text of a module without its functions and classes, but for these ``functions``, by first and last line.
+    """A module with no functions and classes but these ``functions``, which are named with their first and last line.
 
-    All that stays is in the lines that it was in.
+    All that stays is in the lines that it was in. A method is below a line ``class NAME:`` in place of its class.
     """
     lines, is_inside = text.split("\n"), False
     kept = []

@@ -13,7 +13,7 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
 ``function.Class.method``; without a place it is the module, without file and place that of the hunk before. Notes are
 
 - ``N times``, ``at least once``: how often the pattern matches; a pattern that must not match stands ``0 times``;
-- ``if there``: the place may be missing;
+- ``if there``: the place, or what it is in, may be missing;
 - ``at its start``: for ``+`` lines alone, which go below the docstring;
 - ``or``: of this hunk and the one before, exactly one matches.
 
@@ -21,8 +21,8 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
 one. Behind ``-`` lines they take their place. Of a statement only the parts that differ are edited, so that other
 fixes may change the rest (`te_graph_fixes.rewriting`). ``ANY_NAME`` in ``+`` lines is the text that it has matched.
 
-What ``+`` lines make must not be there yet. Where a hunk does not fit, the error says at which line of the patch it
-begins.
+What ``+`` lines make must not be there yet. Where a hunk does not fit, the error names it, and the line of the patch
+at which it begins.
 """
 
 from __future__ import annotations

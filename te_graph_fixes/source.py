@@ -397,7 +397,9 @@ class Definition:
     def _indented(self, node: Node, text: str) -> str:
         line = self.module.line(node.lineno)
         indent = line[: len(line) - len(line.lstrip(" \t"))]
-        return textwrap.indent(textwrap.dedent(text.removeprefix("\n")).removesuffix("\n"), indent)
+        text = text.removeprefix("\n").removesuffix("\n")
+        lines = (textwrap.dedent(text) if text[:1].isspace() else text).split("\n")
+        return "\n".join(indent + line if line.strip() else "" for line in lines)
 
 
 def _is_among(lines: list[int], node: Any) -> bool:

@@ -604,6 +604,14 @@ def test_what_is_loaded_is_compared_with_what_the_present_text_compiles_to(
     assert change.before == package.module.run.__code__
 
 
+def test_in_cached_code_the_function_of_these_lines_is_taken(standin: Callable[..., StandIn]) -> None:
+    other = "    if True:\n        def run(self):\n            return 1\n"
+    package = standin(f"class A:\n{other}    def run(self):\n        return 2\n")
+    py_compile.compile(package.source.module(CODE).path)
+    package.install(package.edit("A.run", "return 2", "return 3"))
+    assert package.module.A().run() == 3
+
+
 def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     installation = package.install(with_module(package, NEW_MODULE))
