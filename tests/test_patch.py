@@ -82,7 +82,9 @@ def blocks(draw: st.DrawFn, names: Iterator[int], depth: int = 0) -> list[Marked
         if kind in ("block", "new head", "new block"):
             inner = draw(blocks(names, depth + 1))
             heads = {"block": " ", "new head": "-+", "new block": "+"}[kind]
-            lines += [(mark, depth, draw(HEADS)) for mark in heads]
+            head = draw(HEADS)
+            other_head = draw(HEADS.filter(head.__ne__))
+            lines += [(mark, depth, other_head if mark == "+" else head) for mark in heads]
             lines += [("+", *rest) for mark, *rest in inner if mark != "-"] if kind == "new block" else inner  # type: ignore[misc]
     return lines
 
