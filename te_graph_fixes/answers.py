@@ -143,3 +143,4 @@ def listing() -> Iterator[str]:
             if fix.requires:
                 yield f"    requires {', '.join(fix.requires)}"
         yield ""
+    yield "TE_GRAPH_FIXES=upstream applies those that are corrected in a later TransformerEngine, and what they require"
