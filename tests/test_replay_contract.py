@@ -107,6 +107,76 @@ def test_nothing_is_kept_alive() -> None:
     assert simulate("-c", RELEASED).splitlines() == ["True", "True"]
 
 
+SEQUENCES = """
+import itertools, random, types, torch, te_graph_fixes
+from transformer_engine.pytorch._te_replay_contract import Run, make_contracts, note_capture
+
+layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+
+def captured(order, number):
+    # a graph for each layer of a chunk
+    return [(kind, microbatch * number + layer) for kind, microbatch in order
+            for layer in (range(number) if kind == "forward" else reversed(range(number)))]
+
+def drawn_order(r, microbatches):
+    done, order = {"forward": 0, "backward": 0}, []
+    while done["backward"] < microbatches:
+        kind = r.choice([*done])
+        if done[kind] < (microbatches if kind == "forward" else done["forward"]):
+            order.append((kind, done[kind]))
+            done[kind] += 1
+    return order
+
+raised = intact = 0
+for seed in range(1000):
+    r = random.Random(seed)
+    number, microbatches, retains = r.randint(1, 3), r.randint(1, 3), r.random() < 0.2
+    sequence = captured(drawn_order(r, microbatches), number)
+    functions = layers[:number] * microbatches
+    graphs = {each: types.SimpleNamespace() for each in sequence}
+    for each in sequence:
+        note_capture(graphs[each], ("pool", seed))
+    trios = [(graphs["forward", k], graphs["backward", k], None) for k in range(len(functions))]
+    nothing = [()] * len(functions)
+    parameters = [list(function.parameters()) for function in functions]
+    contracts = make_contracts(functions, trios, nothing, nothing, [0] * len(functions), parameters, {}, Run(), retains)
+    places = {each: place for place, each in enumerate(sequence)}
+    log, forwards = [], []
+    steps = itertools.cycle(sequence)
+    for _ in range(40):
+        kind, k = next(steps) if r.random() < 0.97 else r.choice(sequence)
+        if kind == "forward":
+            with torch.set_grad_enabled(r.random() < 0.97):
+                contracts[k].before_forward([], [])
+            forwards.append((k, types.SimpleNamespace(replayed=contracts[k].time), len(log)))
+        else:
+            found = [each for each in forwards if each[0] == k]
+            if not found:
+                continue
+            _, ctx, time = found[-1] if r.random() < 0.98 else r.choice(found)
+            begin, end = places["forward", k], places["backward", k]
+            since = [place for place in log[time + 1 :] if not (retains and place == end)]
+            is_intact = all(begin < place < end for place in since)
+            try:
+                contracts[k].before_backward(ctx)
+            except RuntimeError as error:
+                assert "cannot be replayed" in str(error) and not is_intact, (seed, sequence, log)
+                raised += 1
+                break
+            assert is_intact, (seed, sequence, log)
+            intact += 1
+        log.append(places[kind, k])
+print(raised, intact)
+"""
+
+
+def test_a_place_behind_another_is_replayed_as_the_rule_says() -> None:
+    """Replays that are only counted are refused as those are whose times are compared one by one."""
+    raised, intact = map(int, simulate("-c", SEQUENCES).split())
+    assert raised > 300
+    assert intact > 3000
+
+
 TRAINED = """
 import te_graph_fixes
 from te_graph_fixes.verify import contract
