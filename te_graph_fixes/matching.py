@@ -9,7 +9,7 @@ In a pattern
 - a ``def`` without decorators, result or annotations has any of them.
 
 Between the statements of a pattern, and at both ends of a block in it, others may stand that log, measure, check,
-import, or set other names (`Pattern._is_apart`). A pattern that fits in two ways is found twice.
+import, or set other names (`Pattern.is_apart`). A pattern that fits in two ways is found twice.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ class Match(dict[Any, Any]):
     """
 
     node: Node
+    pattern: Pattern
 
     @property
     def statements(self) -> Sequence[Node]:
-        """The node, or those that it is a run of."""
-        return self.node.body if isinstance(self.node, StatementRun) else [self.node]
+        """The node, or those that it is a run of and that the pattern is about."""
+        if not isinstance(self.node, StatementRun):
+            return [self.node]
+        return [node for node in self.node.body if not self.pattern.is_apart(node, self)]
 
 
 class Pattern:
@@ -106,6 +109,7 @@ class Pattern:
         for bindings, rest in self._match_sequence(self.nodes, following, {}):
             matched = following[: len(following) - len(rest)]
             match = Match(bindings)
+            match.pattern = self
             match.node = matched[0] if len(matched) == 1 else StatementRun(matched)
             yield match
 
@@ -130,11 +134,11 @@ class Pattern:
         elif found:
             heads = self._match(first, found[0], bindings)
             ways = [way for bound in heads for way in self._match_sequence(rest, found[1:], bound, inside=True)]
-            if not ways and inside and self._is_apart(found[0], bindings):
+            if not ways and inside and self.is_apart(found[0], bindings):
                 ways = [*self._match_sequence(wanted, found[1:], bindings, inside=True)]
             yield from ways
 
-    def _is_apart(self, node: Any, bindings: Bindings) -> bool:
+    def is_apart(self, node: Any, bindings: Bindings) -> bool:
         """Whether a statement has nothing to do with the pattern: it logs, measures, checks, or sets other names.
 
         What it sets is no word of the pattern. What it calls is nothing that the pattern sets or has matched.
@@ -143,9 +147,15 @@ class Pattern:
         match node:
             case ast.Pass() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
                 return True
-            case ast.Expr(value=ast.Call()) | ast.If() | ast.With():
+            case ast.FunctionDef(name=name):
+                return name not in self.words
+            case ast.Expr(value=ast.Call()) | ast.If() | ast.With() | ast.Try():
                 pass
-            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+            case (
+                ast.Assign(targets=[ast.Tuple(elts=targets)])
+                | ast.Assign(targets=targets)
+                | ast.Delete(targets=targets)
+            ):
                 pass
             case ast.AnnAssign(target=target) | ast.AugAssign(target=target) | ast.For(target=target):
                 targets = [target]
@@ -159,7 +169,7 @@ class Pattern:
         return (
             all(names and names[-1] not in self.words | bound for names in set_names)
             and used.union(*(names[:1] for names in set_names)).isdisjoint(self._set_names | bound)
-            and all(isinstance(each, ast.Raise) or self._is_apart(each, bindings) for each in inner)
+            and all(isinstance(each, ast.Raise) or self.is_apart(each, bindings) for each in inner)
         )
 
     def _match(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
@@ -169,7 +179,7 @@ class Pattern:
             return [
                 bound
                 for bound, rest in self._match_sequence(wanted, found, bindings, inside=True)
-                if not (rest and is_open) and all(self._is_apart(node, bound) for node in rest)
+                if not (rest and is_open) and all(self.is_apart(node, bound) for node in rest)
             ]
         if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
             ways = _match_any(wanted.id, found, bindings)

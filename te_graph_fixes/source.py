@@ -31,6 +31,7 @@ from .outline import global_names, heads, parsed
 TE = "transformer_engine"
 Kind = TypeVar("Kind", bound=ast.AST)
 _COMPARING = (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Constant, ast.expr_context)
+_LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 _NEVER = 1_000_000_007
 _WORD = re.compile(r"\w+")
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
@@ -286,31 +287,40 @@ class Definition:
         return found
 
     def require_in_force(self, at: Node, known: Sequence[Node]) -> None:
-        """Raise `UnrecognizedError` where a node is never reached, is undone, or stands in what may be a switch.
+        """Raise `UnrecognizedError` where a node may be left out, or what it does is undone, as far as one can tell.
 
-        A switch is a condition, not one of the ``known`` nodes; what is none compares variables that the function reads
-        elsewhere too.
+        It is left out by what stands above it or around it and is not one of the ``known`` nodes.
         """
-        statements, _ = self.module.outline_of(self.outer or self.node)
+        statements, lines_of = self.module.outline_of(self.outer or self.node)
         inner, *others = standing_in(statements, at.lineno)
         for slot in (inner, *others):
-            if any(isinstance(node, (ast.Return, ast.Raise)) for node in slot.siblings[: slot.number]):
-                raise unrecognized(
-                    "a correction that is reached", self, f"a statement above line {at.lineno} that leaves"
-                )
-        for node in inner.siblings[inner.number + 1 :]:
-            if node not in known and _overwrites(node, inner.node):
-                raise unrecognized("a correction that stays", self, f"`{ast.unparse(node)}` below it")
-        conditions = [
-            slot.node for slot in self._at(at.lineno) if isinstance(slot.node, (ast.If, ast.IfExp, ast.While))
-        ]
+            node = slot.node
+            if any(isinstance(above, _LEAVING) for above in slot.siblings[: slot.number]):
+                raise unrecognized("a correction that is reached", self, f"what leaves above line {at.lineno}")
+            is_definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            if is_definition and slot.outer and node not in known and len(lines_of[node.name]) == 1:
+                raise unrecognized("a correction that is used", self, f"it in {node.name}, which is not")
+            if slot.outer and slot.outer.node not in known and _is_left_out(slot.siblings, slot.outer.node):
+                raise unrecognized("a correction that is always run", self, f"it below line {slot.outer.first}")
+        for later in inner.siblings[inner.number + 1 :]:
+            if later not in known and _overwrites(later, inner.node):
+                raise unrecognized("a correction that stays", self, f"`{ast.unparse(later)}` below it")
+        around = [inner, *others, *(nodes(inner.node, at.lineno) if " if " in self.text(inner.node) else [])]
+        conditions = [slot.node for slot in around if isinstance(slot.node, (ast.If, ast.IfExp, ast.While))]
         tests = [node.test for node in conditions if node not in known and is_in(at, node) and not is_in(at, node.test)]
-        in_tests = {node for test in tests for node in ast.walk(test)}
-        for node in in_tests:
-            name = node.id if isinstance(node, ast.Name) else ""
-            is_variable = name and name not in self.module.global_names and self._reads(name, in_tests)
-            if not is_variable and not isinstance(node, _COMPARING):
+        for test in tests:
+            self._require_no_switch(test)
+
+    def _require_no_switch(self, test: ast.expr) -> None:
+        """Raise `UnrecognizedError` unless a condition only compares variables that the function reads elsewhere."""
+        parts = {*ast.walk(test)}
+        names = {node for node in parts if isinstance(node, ast.Name)}
+        for node in parts - names if names else {test}:
+            if not names or not isinstance(node, _COMPARING):
                 raise unrecognized("a correction that cannot be switched off", self, f"`{ast.unparse(node)}` around it")
+        for name in names:
+            if name.id in self.module.global_names or not self._reads(name.id, names):
+                raise unrecognized("a correction that cannot be switched off", self, f"`{name.id}` around it")
 
     def _reads(self, name: str, left_out: Collection[ast.AST]) -> bool:
         """Whether a variable is read here, those nodes ``left_out``."""
@@ -408,10 +418,20 @@ def _is_among(lines: list[int], node: Any) -> bool:
     return at < len(lines) and lines[at] <= node.end_lineno
 
 
-def _overwrites(node: ast.stmt, earlier: ast.stmt) -> bool:
-    """Whether a statement sets anew what an earlier one has set, and does not read it."""
-    if not (isinstance(node, ast.Assign) and isinstance(earlier, ast.Assign)):
+def _is_left_out(block: list[Any], owner: Any) -> bool:
+    """Whether a block of a statement that is no ``if`` may not be run: a handler, an ``else``, a loop over nothing."""
+    if isinstance(owner, ast.For) and not getattr(owner.iter, "elts", [owner.iter]):
+        return True
+    return block is not getattr(owner, "body", None) and not isinstance(owner, ast.If)
+
+
+def _overwrites(later: ast.stmt, earlier: ast.stmt) -> bool:
+    """Whether there is a statement in a later one that sets anew, or deletes, what an earlier one has set."""
+    if not isinstance(earlier, ast.Assign) or isinstance(later, (ast.FunctionDef, ast.ClassDef)):
         return False
-    target = ast.dump(earlier.targets[0])
-    read = {ast.dump(part).replace("Load()", "Store()") for part in ast.walk(node.value)}
-    return ast.dump(node.targets[0]) == target and target not in read
+    wanted = ast.unparse(earlier.targets[0])
+    for node in ast.walk(later):
+        if isinstance(node, (ast.Assign, ast.Delete)) and ast.unparse(node.targets[0]) == wanted:
+            value = getattr(node, "value", None)
+            return value is None or wanted not in map(ast.unparse, ast.walk(value))
+    return False

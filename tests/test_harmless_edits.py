@@ -62,6 +62,11 @@ STATEMENTS = (
     "torch.cuda.nvtx.range_push('harmless line')",
     "assert 'harmless line'",
     "import harmless  # harmless line",
+    "with torch.cuda.nvtx.range('harmless line'): harmless = 1",
+    "for harmless in (): print('harmless line')",
+    "def harmless(): return 'harmless line'",
+    "harmless, other_harmless = 1, 2  # harmless line",
+    "os.environ['harmless line'] = '1'",
 )
 
 

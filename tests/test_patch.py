@@ -280,6 +280,7 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
 
 APART = ["log(a)", "xs = a", "n: int = a", "n += a", "del n", "n[a] = 1", "c.n = a", "n = log(a)", "with log(a): n = 1"]
 APART += ["for n in a: log(n)", "if a:\n    raise log(a)\nelse:\n    n = a", "import c", "assert a", "pass"]
+APART += ["def n(): return a", "try: n = a\nexcept b: n = c", "n, xs = a"]
 NOT_APART = ["a = c", "a += 1", "del a", "a[0] = 1", "a.n = 1", "n.a = 1", "a.clear()", "n = a.pop()", "log(a.pop())"]
 NOT_APART += [
     "if c:\n    a = c",
@@ -356,12 +357,33 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["return b\nx = c\n", "if a:\n    raise b\n    x = c\n", "x = c\nx = b\n", "x = c\nlog(x)\nx = run(b)\n"],
+    [
+        "return b\nx = c\n",
+        "if a:\n    raise b\n    x = c\n",
+        "for y in a:\n    continue\n    x = c\n",
+        "for y in ():\n    x = c\n",
+        "if 0:\n    x = c\n",
+        "try:\n    run(a)\nexcept a:\n    x = c\n",
+        "for y in a: run(y)\nelse:\n    x = c\n",
+        "match a:\n    case b:\n        x = c\n",
+        "def unused():\n    x = c\n",
+        "x = c\nx = b\n",
+        "x = c\nlog(x)\nx = run(b)\n",
+        "x = c\nif a:\n    x = b\n",
+        "x = c\ndel x\n",
+    ],
 )
 def test_a_correction_that_has_no_effect_is_not_one(text: str) -> None:
     patch = SemanticPatch(hunk("-x = a\n+x = b"), "", corrected=[(hunk(" x = c"), "c is right")])
     assert verdict(function(text), patch).verdict == UNRECOGNIZED
-    for harmless in ("if a:\n    return b\nx = c\n", "x = c\nx = run(x)\n", "x = c\ny = x\nreturn y\n"):
+    for harmless in (
+        "if a:\n    return b\nx = c\n",
+        "x = c\nx = run(x)\n",
+        "x = c\ny = x\nreturn y\n",
+        "def used():\n    x = c\nused()\n",
+        "x = c\ndef run():\n    x = b\n",
+        "for y in a:\n    with b:\n        x = c\n",
+    ):
         assert verdict(function(harmless), patch).verdict == NOT_NEEDED
 
 
