@@ -3,9 +3,10 @@
     python tests/gpu/contract_cost.py [SECONDS FOR EACH]
 
 Four transformer layers with fused wgrads, four microbatches, in an order and without one; small, as a step that waits
-for the host, and large. Both settings, all fixes and all but this one, are captured in this process, and their steps
-take turns. The microseconds are what the fix adds on the host to a replay, the ratio is the time of a step with it over
-that without, until the GPU is done; each is the median of the pairs, with its 95 % interval.
+for the host, and large. Both settings, all fixes and all but this one, are captured twice in this process, and their
+steps take turns. The microseconds are what the fix adds on the host to a replay, the ratio is the time of a step with
+it over that without, until the GPU is done; each is the median of the rounds, with its 95 % interval. What two captures
+of one setting differ by says how much of that is chance.
 """
 
 from __future__ import annotations
@@ -92,29 +93,37 @@ def median(values: list[float]) -> str:
     return f"{statistics.median(found):.4f} [{least:.4f}, {most:.4f}]"
 
 
+def captured(with_fix: bool, in_order: bool, hidden: int, tokens: int) -> Callable[[], None]:
+    te_graph_fixes.deactivate()
+    te_graph_fixes.activate(disable=[] if with_fix else [FIX])
+    return trained(in_order, hidden, tokens)
+
+
 def compare(in_order: bool, hidden: int, tokens: int, limit: float) -> str:
-    end = time.monotonic() + limit
-    te_graph_fixes.deactivate()
-    te_graph_fixes.activate(disable=[FIX])
-    without = trained(in_order, hidden, tokens)
-    te_graph_fixes.deactivate()
-    te_graph_fixes.activate()
-    with_fix = trained(in_order, hidden, tokens)
+    """Times of steps without the fix, with it, with it and without it, captured in this sequence."""
+    steps = [captured(with_fix, in_order, hidden, tokens) for with_fix in (False, True, True, False)]
     for _ in range(5):
-        without(), with_fix()
+        for step in steps:
+            step()
     gc.collect()
     gc.disable()
-    pairs = []
-    while time.monotonic() < end or len(pairs) < 8:
-        both = [without, with_fix] if len(pairs) % 2 else [with_fix, without]
-        times = {step: seconds(step) for step in both}
-        pairs.append((times[with_fix], times[without]))
+    rounds: list[list[tuple[float, float]]] = []
+    end = time.monotonic() + limit
+    while time.monotonic() < end or len(rounds) < 8:
+        first = len(rounds) % len(steps)
+        times = {number: seconds(steps[number]) for number in (*range(first, len(steps)), *range(first))}
+        rounds.append([times[number] for number in range(len(steps))])
     gc.enable()
     replays = 2 * LAYERS * MICROBATCHES
-    added = median([1e6 * (on[0] - off[0]) / replays for on, off in pairs])
-    ratio = median([on[1] / off[1] for on, off in pairs])
-    step_ms = 1000 * statistics.median(off[1] for _, off in pairs)
-    return f"step {step_ms:.2f} ms, microseconds a replay {added}, ratio {ratio}, {len(pairs)} pairs"
+    added = median([1e6 * (b[0] + c[0] - a[0] - d[0]) / 2 / replays for a, b, c, d in rounds])
+    ratio = median([(b[1] + c[1]) / (a[1] + d[1]) for a, b, c, d in rounds])
+    same = median([1e6 * (d[0] - a[0]) / replays for a, _, _, d in rounds])
+    same_with = median([1e6 * (c[0] - b[0]) / replays for _, b, c, _ in rounds])
+    step_ms = 1000 * statistics.median(a[1] for a, *_ in rounds)
+    return (
+        f"step {step_ms:.2f} ms, {len(rounds)} rounds, ratio {ratio}, microseconds a replay {added}; "
+        f"between two captures of one setting: without {same}, with {same_with}"
+    )
 
 
 if __name__ == "__main__":
