@@ -13,6 +13,9 @@ addresses of parameters, ``main_grad`` and the tensors of FP8 parameters, and at
 and the gradients of inputs, are returned as copies where a checkpoint may run a graph again before they are read (with
 ``leaf-grad-lifetime``). One tensor that is the sample of several inputs is copied for each of them, since a replay
 writes into it. FP8 graphs of delayed scaling that are replayed for training outside of an autocast are warned of once.
+
+Without it such programs stay wrong with all other fixes too; by how much depends on what the memory that they read
+holds.
 """
 
 from ..fix import Fix
