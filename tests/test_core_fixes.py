@@ -14,7 +14,7 @@ from tests.child import measured, simulate
 from tests.published import TE
 
 SKIP_FLAG, WARMUP, ACCESSORS = "grouped-linear-skip-flag", "warmup-reset", "skip-flag-accessors"
-APPLIED = {SKIP_FLAG, WARMUP, ACCESSORS, "stale-fp8-weights"}
+APPLIED = {SKIP_FLAG, WARMUP, ACCESSORS, "stale-fp8-weights", "param-grad-lifetime"}
 """Those three, and what `warmup-reset` requires."""
 
 CASES = (
