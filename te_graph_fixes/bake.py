@@ -92,7 +92,7 @@ def module_path(source: Source, module: str) -> str:
     return os.path.relpath(found.path, os.path.dirname(source.location)) if found else f"{module.replace('.', '/')}.py"
 
 
-def require_whole(decision: Decision) -> None:
+def require_complete(decision: Decision) -> None:
     """Raise `BakeError` where a fix that TE needs cannot be applied, or another version has corrected TE on disk."""
     unknown = [fix_id for fix_id, verdict in decision.decisions.items() if verdict.verdict == UNRECOGNIZED]
     try:

@@ -228,7 +228,7 @@ def _bake(options: argparse.Namespace) -> int:
                 print(f"{len(bake.undo(location))} files of {location} are as they were before the bake")
             return 0
         decision = _decision(options, Settings.read())
-        bake.require_whole(decision)
+        bake.require_complete(decision)
         changed = bake.in_place(decision)
     if changed:
         left = f" ({len(decision.left_out)} are left out by {chosen_by()})" if decision.left_out else ""
@@ -242,7 +242,7 @@ def _bake(options: argparse.Namespace) -> int:
 
 
 def _overlay(decision: Decision, folder: Path) -> int:
-    bake.require_whole(decision)
+    bake.require_complete(decision)
     if not decision.to_apply:
         raise BakeError("there is nothing to correct, so there is no overlay to make")
     manifest = bake.overlay(decision, folder)

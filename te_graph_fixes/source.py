@@ -23,13 +23,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from .matching import Match, Node, Pattern, Slot, extent, first_line, is_in, nodes, standing_in, statements
 from .outline import global_names, heads, parsed
 
 TE = "transformer_engine"
-Kind = TypeVar("Kind", bound=ast.AST)
 _COMPARING = (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Constant, ast.expr_context)
 _LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 _NEVER = 1_000_000_007
@@ -264,26 +263,27 @@ class Definition:
                     found[tuple(map(extent, (match.node, *match.values())))] = match
         return sorted(found.values(), key=lambda match: extent(match.node))
 
-    def all(self, pattern: str | Pattern, within: ast.AST | None = None) -> list[Node]:
+    def all(self, pattern: str) -> list[Node]:
         """The nodes of the `matches`."""
-        return [match.node for match in self.matches(pattern, within)]
+        return [match.node for match in self.matches(pattern)]
 
-    def has(self, pattern: str | Pattern, within: ast.AST | None = None) -> bool:
+    def has(self, pattern: str | Pattern) -> bool:
         """Whether the pattern matches at least once."""
-        return bool(self.matches(pattern, within))
+        return bool(self.matches(pattern))
 
-    def one(self, *patterns: str, within: ast.AST | None = None) -> Node:
-        """The node of the only match of the ``patterns``; raises `UnrecognizedError` if there is none, or more."""
-        return self.exactly(1, *patterns, within=within)[0].node
+    def one(self, pattern: str) -> Node:
+        """The node of the only match; raises `UnrecognizedError` if there is none, or more."""
+        return self.exactly(1, pattern)[0].node
 
-    def exactly(self, count: int, *patterns: str | Pattern, within: ast.AST | None = None) -> list[Match]:
-        """The matches of the ``patterns``; raises `UnrecognizedError` unless there are as many as ``count``."""
-        found = [match for pattern in patterns for match in self.matches(pattern, within)]
+    def exactly(self, count: int, pattern: str | Pattern, within: ast.AST | None = None) -> list[Match]:
+        """The matches; raises `UnrecognizedError` unless there are as many as ``count``."""
+        found = self.matches(pattern, within)
         if len(found) != count:
-            wanted = "` or `".join(" ".join(str(pattern).split()) for pattern in patterns)
             times = "once" if count == 1 else f"{count} times"
             lines = f" (lines {', '.join(str(match.node.lineno) for match in found)})" if found else ""
-            raise unrecognized(f"`{wanted}` exactly {times}", self, f"it {len(found)} times{lines}")
+            raise unrecognized(
+                f"`{' '.join(str(pattern).split())}` exactly {times}", self, f"it {len(found)} times{lines}"
+            )
         return found
 
     def require_in_force(self, at: Node, known: Sequence[Node]) -> None:
