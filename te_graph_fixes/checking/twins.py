@@ -131,6 +131,8 @@ class Checked:
         node = next((each.grad_fn for each in tensors if isinstance(each, torch.Tensor) and each.grad_fn), None)
         if run is None or node is None:
             return
+        if node.name() == "CloneBackward0":  # replay-contract copies outputs where a checkpoint may run a graph again
+            node = node.next_functions[0][0]
         parameters = {each: f".grad of {name}" for name, each in self._twin.parameters.items()}
         leaves = [getattr(edge, "variable", None) for edge, _ in node.next_functions]
         names = [parameters.get(leaf, f"gradient of input {i}") for i, leaf in enumerate(leaves)]
