@@ -136,7 +136,7 @@ def in_place(decision: Decision) -> list[Changed]:
         try:
             _gather(decision, part)
             os.rename(part, opened)
-            _put(opened, RESULT)
+            _exchange(opened, RESULT)
             shutil.rmtree(opened / RESULT)
             os.rename(opened, kept)
         except BaseException:
@@ -169,7 +169,7 @@ def undo(location: Path) -> list[Changed]:
             os.rename(kept, location / OPEN)
             roll_back(location)  # an undo is a bake that is taken back
             return ours
-        for each in ours:
+        for each in ours:  # TE was installed anew: of what is ours only added modules are left
             _delete(root / each.path)
         shutil.rmtree(kept)
     except OSError as error:
@@ -183,7 +183,7 @@ def roll_back(location: Path) -> bool:
     found = part.exists() or opened.exists()
     try:
         if opened.exists():
-            _put(opened, ORIGINAL)
+            _exchange(opened, ORIGINAL)
             os.rename(opened, part)
         if part.exists():
             shutil.rmtree(part)
@@ -200,19 +200,19 @@ def _gather(decision: Decision, part: Path) -> None:
     root = Path(decision.source.location).parent
     modules = _write_modules(decision, part / RESULT)
     if INIT not in modules:  # it makes way for the guard
-        _keep(root / INIT, part / RESULT / INIT)
+        _link_or_copy(root / INIT, part / RESULT / INIT)
     modules = [*sorted({*modules} - {INIT}), INIT]
     for path in modules:
         py_compile.compile(str(part / RESULT / path), dfile=str(root / path), doraise=True)
         for old in (root / path, *_bytecode(root / path)):
             if old.exists():
-                _keep(old, part / ORIGINAL / old.relative_to(root))
+                _link_or_copy(old, part / ORIGINAL / old.relative_to(root))
     for which in (ORIGINAL, RESULT):
         _write(part / which / "guard.py", _GUARD.encode(), root / INIT)
     _write_manifest(decision, part, modules, part / RESULT)
 
 
-def _put(opened: Path, which: str) -> None:
+def _exchange(opened: Path, which: str) -> None:
     """Put the modules of one side in place with their bytecode, as far as they are not there yet."""
     root, side = opened.parent.parent, opened / which
     if (side / "guard.py").exists():
@@ -245,14 +245,14 @@ def _bytecode(module: Path) -> list[Path]:
     return sorted(module.parent.glob(f"__pycache__/{module.stem}.*.pyc"))
 
 
-def _keep(path: Path, place: Path) -> None:
+def _link_or_copy(path: Path, place: Path) -> None:
     """Another link to a file, or a copy where that cannot be."""
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(path.resolve(), place)
     except OSError:
         shutil.copy2(path, place)
-        _own(place, path)
+        _copy_owner(place, path)
 
 
 def _write(path: Path, data: bytes, like: Path) -> None:
@@ -260,10 +260,10 @@ def _write(path: Path, data: bytes, like: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     shutil.copymode(like, path)
-    _own(path, like)
+    _copy_owner(path, like)
 
 
-def _own(path: Path, like: Path) -> None:
+def _copy_owner(path: Path, like: Path) -> None:
     with contextlib.suppress(PermissionError):  # only root gives files away
         os.chown(path, like.stat().st_uid, like.stat().st_gid)
 

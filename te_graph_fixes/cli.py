@@ -127,8 +127,8 @@ def _status(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_status_dict(decision, options.source is not None), indent=2))
     else:
-        print("\n".join(answers.status(decision, _where(options), options.all)))
-    return _is_incomplete(decision)
+        print("\n".join(answers.status(decision, _source_option(options), options.all)))
+    return _exit_status(decision)
 
 
 def _status_dict(decision: Decision, by_source: bool) -> dict[str, object]:
@@ -165,7 +165,7 @@ def _explain(options: argparse.Namespace) -> int:
     only = Decision(decision.source, Settings(frozenset(with_required(fix_id))), decision.verdicts)
     files = [replace(file, after=above(file.after)) for file in corrected(only)]
     changed = [line for file in files for line in itertools.islice(_unified(file), 2, None) if line[0] in "+-"]
-    print("\n".join(answers.explain(CATALOGUE[fix_id], decision, len(changed), _where(options))))
+    print("\n".join(answers.explain(CATALOGUE[fix_id], decision, len(changed), _source_option(options))))
     return 0
 
 
@@ -186,10 +186,10 @@ def _diff(options: argparse.Namespace) -> int:
     for reason, ids in decision.refused.items():
         _note(f"{', '.join(ids)} cannot be applied: {reason}")
     if not (names or decision.to_apply):
-        _note(f"no changes: `te-graph-fixes status --all{_where(options)}` says why")
+        _note(f"no changes: `te-graph-fixes status --all{_source_option(options)}` says why")
     for file in corrected(decision):
         sys.stdout.writelines(_unified(file))
-    return _is_incomplete(decision)
+    return _exit_status(decision)
 
 
 def _unified(file: Corrected) -> Iterator[str]:
@@ -234,10 +234,10 @@ def _bake(options: argparse.Namespace) -> int:
         left = f" ({len(decision.left_out)} are left out by {chosen_by()})" if decision.left_out else ""
         print(
             f"{len(decision.to_apply)} fixes are now in TransformerEngine {decision.version or '(version unknown)'} in "
-            f"{location}: {len(changed)} files{left}. Undo: te-graph-fixes bake --undo{_where(options)}"
+            f"{location}: {len(changed)} files{left}. Undo: te-graph-fixes bake --undo{_source_option(options)}"
         )
     else:
-        print(answers.answer(decision, _where(options)))
+        print(answers.answer(decision, _source_option(options)))
     return 0
 
 
@@ -338,10 +338,10 @@ def _source(options: argparse.Namespace) -> Source:
     return Source.installed() if options.source is None else Source.at(options.source)
 
 
-def _where(options: argparse.Namespace) -> str:
+def _source_option(options: argparse.Namespace) -> str:
     return "" if options.source is None else f" --source {shlex.quote(options.source)}"
 
 
-def _is_incomplete(decision: Decision) -> int:
-    """The exit status: 1 where a fix that is needed cannot be applied."""
+def _exit_status(decision: Decision) -> int:
+    """1 where a fix that is needed cannot be applied."""
     return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))

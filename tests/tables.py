@@ -53,8 +53,8 @@ def size() -> str:
     status = json.loads(python("-m", "te_graph_fixes", "status", "--source", path, "--json").stdout)
     needed = [fix for fix in status["fixes"].values() if fix["verdict"] == APPLICABLE]
     return (
-        f"In TE {SHOWN} that is {len(needed)} fixes: about {round(added, -1)} lines added and {round(removed, -1)} removed "
-        f"in {len(changed)} of its modules, and {len(new)} new modules of {round(own, -2):,} lines."
+        f"In TE {SHOWN} that is {len(needed)} fixes: about {round(added, -1)} lines added and {round(removed, -1)} "
+        f"removed in {len(changed)} of its modules, and {len(new)} new modules of {round(own, -2):,} lines."
     )
 
 

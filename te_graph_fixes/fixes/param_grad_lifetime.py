@@ -10,7 +10,8 @@ returned as copies. Not copied are the grads of user inputs, and dummies that st
 this graph's backward marks with ``grad_added_to_main_grad`` is returned as TE's shared dummy, which is in no graph's
 memory (`te_graph_fixes/shipped/fused_wgrads.py`, shipped beside the patched module). This is settled once, as the
 capture ends. Vectors (biases, norm weights) are copied by one kernel. The keyword
-``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off.
+``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off. Where TE has a ``.clone()`` of
+its own there nothing is changed: it may be a correction.
 """
 
 from ..fix import Fix
@@ -43,13 +44,13 @@ PATCH = (
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
 +# Which grads to return as copies: those of parameters, except dummies that stand for a wgrad in main_grad.
-+copied_grads = tuple(
++is_copied = tuple(
 +    clone_param_grads_on_return
 +    and index >= len_user_args
 +    and not is_shared_dummy(static_grad_inputs[index], static_input_surface[index])
 +    for index in range(len(static_grad_inputs))
 +)
-+returned_grads = ReturnedGrads(static_grad_inputs, copied_grads)
++returned_grads = ReturnedGrads(static_grad_inputs, is_copied)
 +
  class Graphed(torch.autograd.Function):
      ...
@@ -106,7 +107,8 @@ FIX = Fix(
     users="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights beside fused ones",
     upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2937",),
     affected="<2.19",
-    cost="gradients that are not fused are copied: for biases and norm weights 3 µs of the GPU a replay",
+    cost="gradients that are not fused are copied: for biases and norm weights 3 µs of the GPU a replay, and one "
+    "kernel for each unfused wgrad",
     examine=SemanticPatch(
         PATCH,
         "graphs return their static buffers as parameter grads",

@@ -1,4 +1,4 @@
-"""``recompute-in-graphs``: what an activation recompute in a graph does to the scales of delayed scaling is left out.
+"""``recompute-in-graphs``: where a graph recomputes activations, its replays miss updates of FP8 scales.
 
 Upstream: none yet, TE 2.10 to main
 
@@ -9,10 +9,11 @@ first microbatch between forward and backward: the recomputation quantizes its w
 A capture after an evaluation: its warmup updates the scales of all other modules (outputs off by 0.19).
 
 A recomputation has an autocast of its own, and updates the scales of the forward as it leaves it; the first module in
-it updates those of the backward. The former is captured, with the modules that happen to be registered then; the latter
-is left to whichever graph is the first of an autocast. Both are now left out of warmup and capture, and done after each
-replay of such a backward. Before it the skip flag, which all graphs share, is that of its own forward. Other captures
-than TE's own, as those of `torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
+it updates those of the backward. The update of the forward's is captured, with the modules that happen to be registered
+then; that of the backward's is left to whichever graph is the first of an autocast. Both are now left out of warmup and
+capture, and done after each replay of such a backward. Before it the skip flag, which all graphs share, is that of its
+own forward. Other captures than TE's own, as those of `torch.cuda.graph` or Megatron-Core, keep the update: nothing
+else does it at their replays.
 """
 
 from ..fix import Fix
@@ -21,9 +22,9 @@ from ..shapes import skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit
-+if hasattr(cls, "update_in_capture"):
++if hasattr(cls, "recompute_asked_for_update"):
 +    # A recomputation in a graph: each replay of its backward will do it.
-+    cls.update_in_capture = True
++    cls.recompute_asked_for_update = True
 +    return
  cls.reduce_and_update_fp8_tensors(forward=True)
 
@@ -32,13 +33,14 @@ PATCH = """
 +recomputing_graphs = set()
 +@contextlib.contextmanager
 +def updates_left_out(bwd_graph=None):
-+    FP8GlobalStateManager.update_in_capture = False
++    FP8GlobalStateManager.recompute_asked_for_update = False
 +    try:
 +        yield
-+        if FP8GlobalStateManager.update_in_capture:
++        # `autocast_exit` has set it while this graph was captured.
++        if FP8GlobalStateManager.recompute_asked_for_update:
 +            recomputing_graphs.add(bwd_graph)
 +    finally:
-+        del FP8GlobalStateManager.update_in_capture
++        del FP8GlobalStateManager.recompute_asked_for_update
 +
  visited_te_modules = ANY_EMPTY
 @@
@@ -82,12 +84,12 @@ PATCH = """
 
 FIX = Fix(
     id="recompute-in-graphs",
-    summary="what a recompute in a graph does to the scales of delayed scaling is left out",
+    summary="where a graph recomputes activations, its replays miss updates of FP8 scales",
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
     users="recipe DelayedScaling with te.checkpoint inside a captured module",
     examine=SemanticPatch(
-        PATCH, "a recomputation's update of scales is captured or left out", names={"STATE": skip_flag_state}
+        PATCH, "a recomputation's update of scales is captured, or never done", names={"STATE": skip_flag_state}
     ),
     check_hints=("fp8 gradient",),
 )
