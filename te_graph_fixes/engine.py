@@ -79,8 +79,8 @@ class FunctionPatch(NamedTuple):
     """One function of TransformerEngine, as its source has it and as it becomes; None where there is none.
 
     ``fixes`` change it, or rest on it as it is: what is loaded has to be ``before``. Where it changes, ``block`` is the
-    code of what it is in: of its module or, for a method, of a class body that holds it alone. ``defaults`` and
-    ``kwdefaults`` are those of the parameters that it gets.
+    code of what it is in: of its module or, for a method, of a class body that holds it alone; None where it is only
+    compared. ``defaults`` and ``kwdefaults`` are those of the parameters that it gets.
     """
 
     module: str
@@ -293,7 +293,7 @@ def _inner_codes(code: CodeType) -> list[CodeType]:
 def live_function(patch: FunctionPatch) -> Any:
     """What the name of the function stands for now; None if for nothing.
 
-    Of what somebody has wrapped, as `__wrapped__` says, that is TE's own function, or what is innermost.
+    Wrappers that have `__wrapped__` are followed down to TE's own function, or to the innermost if that is not there.
     """
     found, own = None, (patch.before, patch.after)
     with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # it is absent, or wrapped in a circle
@@ -302,7 +302,7 @@ def live_function(patch: FunctionPatch) -> Any:
     return found
 
 
-def _is_live(patch: FunctionPatch, code: CodeType | None) -> bool:
+def _has_code(patch: FunctionPatch, code: CodeType | None) -> bool:
     """Whether what runs is ``code``, or nothing where that is None.
 
     A module that is not imported yet is right as it is, unless the function is to be changed.
@@ -356,7 +356,7 @@ class Installation:
         self._set.append((owner, name, had, value))
 
     def _install(self, patch: FunctionPatch, earlier: Iterable[FunctionType]) -> None:
-        if not _is_live(patch, patch.before):
+        if not _has_code(patch, patch.before):
             raise EngineError(f"{patch.qualname} of {patch.module} was replaced while it was being corrected")
         if patch.before is None:
             scope, made = _scope(patch), dict[str, Any]()
@@ -381,7 +381,7 @@ class Installation:
             fix: f"{patch.qualname} of {patch.module} is not what its file says: "
             + (found if patch.module in sys.modules else "the module is not imported")
             for patch in self._patches
-            if not _is_live(patch, patch.before)
+            if not _has_code(patch, patch.before)
             for fix in patch.fixes
         }
 
@@ -390,7 +390,7 @@ class Installation:
         modules = [sys.modules.get(name) for name in self._verdicts[fix].new_modules]
         added = [value for *_, value in self._set if isinstance(value, ModuleType)]
         return all(module in added for module in modules) and all(
-            _is_live(patch, patch.after) for patch in self._patches if fix in patch.fixes
+            _has_code(patch, patch.after) for patch in self._patches if fix in patch.fixes
         )
 
     def revert(self) -> set[FunctionType]:

@@ -143,26 +143,22 @@ class Pattern:
 
         What it sets is no word of the pattern. What it calls is nothing that the pattern sets or has matched.
         """
-        targets: list[ast.expr] = []
+        bound = {each.id for each in bindings.values() if isinstance(each, ast.Name)}
         match node:
-            case ast.Pass() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
-                return True
             case ast.FunctionDef(name=name):
                 return name not in self.words
-            case ast.Expr(value=ast.Call()) | ast.If() | ast.With() | ast.Try():
+            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                names = {(each.asname or each.name).partition(".")[0] for each in imported}
+                return names.isdisjoint(self._set_names | bound)
+            case ast.Pass() | ast.Assert() | ast.Expr(value=ast.Constant() | ast.Call()):
                 pass
-            case (
-                ast.Assign(targets=[ast.Tuple(elts=targets)])
-                | ast.Assign(targets=targets)
-                | ast.Delete(targets=targets)
-            ):
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Delete():
                 pass
-            case ast.AnnAssign(target=target) | ast.AugAssign(target=target) | ast.For(target=target):
-                targets = [target]
+            case ast.If() | ast.For() | ast.With() | ast.Try():
+                pass
             case _:
                 return False
-        bound = {each.id for each in bindings.values() if isinstance(each, ast.Name)}
-        set_names = [*map(_names, targets)]
+        set_names = [*_set_by(node)]
         called = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
         used = {part.id for function in called for part in ast.walk(function) if isinstance(part, ast.Name)}
         inner = (statement for block in _blocks(node) for statement in block)
@@ -175,11 +171,12 @@ class Pattern:
     def _match(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
         """Each way in which ``found`` matches, as what was bound before and by it."""
         if isinstance(wanted, list) and isinstance(found, list):
-            is_open = not wanted or is_gap(wanted[-1]) or is_named_gap(wanted[-1])
+            # An empty list matches an empty one alone; a gap at the end has taken all that there is.
+            takes_all = not wanted or is_gap(wanted[-1]) or is_named_gap(wanted[-1])
             return [
                 bound
                 for bound, rest in self._match_sequence(wanted, found, bindings, inside=True)
-                if not (rest and is_open) and all(self.is_apart(node, bound) for node in rest)
+                if not (rest and takes_all) and all(self.is_apart(node, bound) for node in rest)
             ]
         if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
             ways = _match_any(wanted.id, found, bindings)
@@ -196,15 +193,15 @@ class Pattern:
         return ways
 
     def _match_parts(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
-        left_open = _left_open(wanted)
+        ignored = _ignored_parts(wanted)
         ways = [bindings]
         for part in _in_order(wanted._fields):
-            if ways and part not in NO_SYNTAX and part not in left_open:
+            if ways and part not in NO_SYNTAX and part not in ignored:
                 ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
                 ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
-        if left_open and isinstance(wanted, ast.Call):
+        if ignored and isinstance(wanted, ast.Call):
             return [bound for known in ways for bound in self._match_keywords(wanted, found, known)]
-        if left_open and isinstance(wanted, ast.arguments):
+        if ignored and isinstance(wanted, ast.arguments):
             return self._match_parameters(wanted, found, bindings)
         return ways
 
@@ -360,6 +357,18 @@ def is_in(node: Any, outer: Any) -> bool:
     return first <= start and end <= last
 
 
+def _set_by(statement: ast.AST) -> Iterator[list[str]]:
+    """The `_names` of all that a statement sets or deletes, without the variables of comprehensions."""
+    parts = [*ast.walk(statement)]
+    local = {name for part in parts if isinstance(part, ast.comprehension) for name in ast.walk(part.target)}
+    for part in parts:
+        if isinstance(part, ast.ExceptHandler) and part.name:
+            yield [part.name]
+        is_target = isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)) and not isinstance(part.ctx, ast.Load)
+        if is_target and part not in local:
+            yield _names(part)
+
+
 def _names(target: ast.AST) -> list[str]:
     """``a, b, c`` of ``a.b[0].c``; empty for what does not begin with a variable."""
     match target:
@@ -404,12 +413,12 @@ def without_annotation(node: Any) -> Any:
 
 @cache
 def _in_order(parts: tuple[str, ...]) -> list[str]:
-    """The parts of a node: the first, which mostly begins with the same name, late, and blocks last."""
+    """The parts of a node as they are compared: what is most often the same comes late, and blocks come last."""
     backwards = parts[::-1]
     return sorted(backwards, key=BLOCKS.__contains__)
 
 
-def _left_open(wanted: Any) -> Sequence[str]:
+def _ignored_parts(wanted: Any) -> Sequence[str]:
     """The parts of a node that need not be the same."""
     if isinstance(wanted, ast.Call) and wanted.args and is_gap(wanted.args[-1]):
         return ("keywords",)
@@ -421,7 +430,7 @@ def _left_open(wanted: Any) -> Sequence[str]:
 
 
 def _bind_end(gap: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
-    """What is bound where a gap, if it is one, ends with the last of all these nodes."""
+    """What is bound where a list ends in a located gap: what is added behind ``...`` comes behind all these nodes."""
     if not (nodes and is_gap(gap) and hasattr(gap, "is_located")):
         return bindings
     return {**bindings, (gap, END): max(nodes, key=extent)}

@@ -96,7 +96,7 @@ class SemanticPatch:
 
 
 def _attempt(source: Source, find: Callable[..., Found], *arguments: str) -> Found | UnrecognizedError:
-    """What is found in the source, or why it is not; a verdict does not rest on what did not fit."""
+    """What ``find`` returns, or the error that it raised: then no verdict rests on the places that it looked at."""
     before = set(source.consulted)
     try:
         return find(source, *arguments)
@@ -197,7 +197,7 @@ class Hunk:
 
     def check(self) -> None:
         """Compile it."""
-        if not self.top:
+        if not self.start_text:
             self.pattern.nodes  # noqa: B018
 
     @cached_property
@@ -227,13 +227,17 @@ class Hunk:
         return compare(self.old, self.new) if any(line.mark != " " for line in self.lines) else []
 
     @property
-    def top(self) -> str:
-        """The lines for the start of the place."""
+    def start_text(self) -> str:
+        """The ``+`` lines of a hunk ``(at its start)``; empty for any other."""
         return self.new.added(self.new.body) if "at its start" in self.notes else ""
 
     @cached_property
     def must_be_absent(self) -> list[Pattern]:
-        """What must not be there yet."""
+        """What shows that the hunk was applied already.
+
+        That is its whole new side where it replaces text, each insertion alone where it only inserts, and nothing where
+        it only deletes.
+        """
         whole = Pattern("\n".join(line.text for line in self.lines if line.mark in " +"), lambda: self.new.body)
         if "at its start" in self.notes:
             return [whole]
@@ -253,7 +257,7 @@ class Hunk:
             if place.has(pattern):
                 raise unrecognized(f"no `{str(pattern)[:80]}`", place, "it already")
         if is_start:
-            return Fit([], [place.insert_before(_first_statement(place), self.top)])
+            return Fit([], [place.insert_before(_first_statement(place), self.start_text)])
         edits = [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
         return Fit([(place, match) for match in matches], edits)
 
@@ -264,7 +268,7 @@ class Hunk:
             return Definition(module, "the module", cast(Any, StatementRun(module.tree.body)))
         outer, *inner = self.place.split(".")
         if inner and (f"\nclass {outer}(" in module.text or f"\nclass {outer}:" in module.text):
-            outer = f"{outer}.{inner.pop(0)}"
+            outer = f"{outer}.{inner.pop(0)}"  # a class is looked up with its method
         try:
             found = module.definition(outer)
             for name in inner:

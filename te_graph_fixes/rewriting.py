@@ -122,7 +122,10 @@ Spot: TypeAlias = "tuple[Any, int]"
 
 
 class Splice(NamedTuple):
-    """Put text between two spots, outside of the parentheses around them."""
+    """Replace what stands between two spots by text, or insert it where both are one spot.
+
+    Parentheses around the nodes belong to them.
+    """
 
     start: Spot
     end: Spot
@@ -170,7 +173,7 @@ class Replacement(NamedTuple):
         ]
         if any(line.partition("#")[0].strip() for text in between for line in text.split("\n")):
             return [edit, *map(place.delete, nodes[1:])]
-        place.whole_lines(nodes[-1])
+        place.whole_lines(nodes[-1])  # raises where something else stands on the last line
         return [Edit(edit.module, edit.start, ends[-1], edit.text)]
 
 
@@ -211,7 +214,7 @@ class _Comparison:
         changes: Changes = []
         at, to = 0, 0
         for i, j in [*self.pairs(olds, news), (len(olds), len(news))]:
-            changes += self.lines(olds, news, range(at, i), range(to, j))
+            changes += self.changed_run(olds, news, range(at, i), range(to, j))
             if i < len(olds):
                 changes += self.statement(olds[i], news[j])
             at, to = i + 1, j + 1
@@ -226,7 +229,7 @@ class _Comparison:
                 raise PatchError(f"line {self.old.number(olds[i])}: lines of one statement become several")
         return pairs
 
-    def lines(self, olds: list[ast.stmt], news: list[ast.stmt], gone: range, made: range) -> Changes:
+    def changed_run(self, olds: list[ast.stmt], news: list[ast.stmt], gone: range, made: range) -> Changes:
         """The changes where these statements of a block, of which no line stays, become others."""
         if not made:
             return [self.replacement(olds[gone.start : gone.stop], "")] if gone else []
@@ -275,7 +278,7 @@ class _Comparison:
         """The changes inside of a node; None if it has to be replaced as a whole by what it is in."""
         if _is_same(old, new):
             return []
-        whole = self.whole(old, new)
+        whole = self.whole(old, new)  # marks ``old`` as located, too
         wrapped = self.wrapped(old, new)
         is_other = type(old) is not type(new) or isinstance(old, (ast.Dict, ast.JoinedStr))
         if wrapped or is_other:

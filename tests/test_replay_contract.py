@@ -109,7 +109,7 @@ def test_nothing_is_kept_alive() -> None:
 
 SEQUENCES = """
 import itertools, random, types, torch, te_graph_fixes
-from transformer_engine.pytorch._te_replay_contract import Run, make_contracts, note_capture
+from transformer_engine.pytorch._te_replay_contract import WarmupRecord, make_contracts, note_capture
 
 layers = [torch.nn.Linear(2, 2) for _ in range(3)]
 
@@ -139,7 +139,8 @@ for seed in range(1000):
     trios = [(graphs["forward", k], graphs["backward", k], None) for k in range(len(functions))]
     nothing = [()] * len(functions)
     parameters = [list(function.parameters()) for function in functions]
-    contracts = make_contracts(functions, trios, nothing, nothing, [0] * len(functions), parameters, {}, Run(), retains)
+    inputs, record = [0] * len(functions), WarmupRecord()
+    contracts = make_contracts(functions, trios, nothing, nothing, inputs, parameters, {}, record, retains)
     places = {each: place for place, each in enumerate(sequence)}
     log, forwards = [], []
     steps = itertools.cycle(sequence)

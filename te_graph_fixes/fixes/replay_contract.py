@@ -35,9 +35,9 @@ PATCH = """
 +    # An order hands buffers on; without one each callable writes into its own.
 +    sample_args, sample_kwargs = with_own_inputs((sample_args, sample_kwargs), _tree_flatten, _tree_unflatten)
 @@
-+from ._te_replay_contract import Run, make_contracts
++from ._te_replay_contract import WarmupRecord, make_contracts
 +
-+warmup_run = Run()
++warmup_run = WarmupRecord()
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +warmup_run.note(func_idx, module)

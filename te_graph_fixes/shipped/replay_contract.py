@@ -3,8 +3,8 @@
 Graphs of one memory pool write where they wrote at capture. What graph X leaves for graph Y (a forward for its dgrad, a
 dgrad for its wgrad) is untouched by what was captured between the two, since it was in use then, and by nothing else:
 what was captured before X may have given up the memory that X got, what was captured after Y may have got Y's. So Y may
-be replayed if **all that was replayed since X was captured between X and Y**. Nothing is forbidden before: who leaves a
-backward out, evaluates, drops a step or runs fewer microbatches loses nothing.
+be replayed if **all that was replayed since X was captured between X and Y**. Nothing is forbidden in advance: who
+leaves a backward out, evaluates, drops a step or runs fewer microbatches loses nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Pool:
     ``clock`` counts replays and ``last`` has, for each place, when it was last replayed. Since ``began`` the places
     have only increased, up to ``place``: a run. ``next`` is where a replay needs no look, since it comes right behind
     the one before, and what its capture reads was there; -1 if there is none. Such a replay counts ``next`` up, at the
-    time ``ahead + place``; `arrive` enters it later.
+    time ``offset + place``; `catch_up` enters it later.
     ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read; then
     outputs that none is around are copied (``keeps_outputs``).
     """
@@ -57,23 +57,23 @@ class _Pool:
     def __init__(self) -> None:
         self.last: list[int] = []
         self.names: list[str] = []
-        self.ahead = self.clock = self.began = self.captures = 0
+        self.offset = self.clock = self.began = self.captures = 0
         self.next = self.place = -1
         self.may_recompute = self.keeps_outputs = False
         self.contracts: list[weakref.ref[Contract]] = []
 
-    def arrive(self, place: int) -> None:
-        """Enter what ``next`` has counted; a run begins at ``place`` unless it is behind that."""
+    def catch_up(self, place: int) -> None:
+        """Enter the replays that ``next`` has only counted; a new run begins where ``place`` is not a later one."""
         if self.next > self.place:
-            self.last[self.place + 1 : self.next] = range(self.ahead + self.place + 1, self.ahead + self.next)
-            self.place, self.clock = self.next - 1, self.ahead + self.next - 1
+            self.last[self.place + 1 : self.next] = range(self.offset + self.place + 1, self.offset + self.next)
+            self.place, self.clock = self.next - 1, self.offset + self.next - 1
         if place <= self.place:
             self.began = self.clock + 1
 
-    def replay(self, place: int, addresses: _Addresses) -> int:
+    def note_replay(self, place: int, addresses: _Addresses) -> int:
         """Note that the graph at ``place`` is replayed now, and when. ``addresses`` are what its capture looks at."""
         self.clock = self.last[place] = self.clock + 1
-        self.place, self.ahead = place, self.clock - place
+        self.place, self.offset = place, self.clock - place
         self.next = place + 1 if addresses.seen == self.began and not self.may_recompute else -1
         return self.clock
 
@@ -118,7 +118,7 @@ def copy_without_graphs(module: Any, memo: dict[int, Any]) -> Any:
         vars(module).update(given)
 
 
-class Run:
+class WarmupRecord:
     """What the warmup has run: modules by the number of their callable, and recipes of callables in FP8."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Contract:
         inputs: Sequence[int],
         parameters: Sequence[Iterable[torch.Tensor]],
         delays_wgrad: Mapping[int, bool],
-        run: Run,
+        run: WarmupRecord,
         retains_graph: bool,
     ) -> None:
         (self.pool, self.forward), (_, self.backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs[number])
@@ -213,22 +213,22 @@ class Contract:
 
     def note_other_scales(self) -> None:
         """Note that the scales of the graphs have other values now: an evaluation in another recipe took the old."""
-        self.pool.arrive(0)
+        self.pool.catch_up(0)
         self._renewed = self.pool.clock
 
     def before_forward(self, args: list[Any], kwargs: list[Any]) -> None:
-        """RuntimeError where the forward, which is replayed next, would not compute what the module does now."""
+        """Note the replay of the forward; RuntimeError where the module would compute another result."""
         pool = self.pool
         if pool.next != self._quick_forward or not _grad_enabled():
             self._look_forward([*args, *kwargs])
         else:
-            self.time = pool.ahead + pool.next
+            self.time = pool.offset + pool.next
             pool.next += 1
             _increment_versions(self._outputs)
 
     def _look_forward(self, inputs: Iterable[Any]) -> None:
         pool, grad_enabled, began = self.pool, _grad_enabled(), self.pool.began
-        pool.arrive(self.forward)
+        pool.catch_up(self.forward)
         if not (self._is_first and self._read_by_all.look(pool.began)):
             self.read.check(self.name)
         if grad_enabled and any(map(_needs_grad, self._frozen)):
@@ -253,14 +253,17 @@ class Contract:
         goes_on = pool.began <= pool.clock
         pool.may_recompute = recomputes or checkpointed or (pool.may_recompute and goes_on)
         pool.keeps_outputs = pool.may_recompute and not checkpointed
-        self.time = pool.replay(self.forward, self._read_by_all)
+        self.time = pool.note_replay(self.forward, self._read_by_all)
         if recomputes:
             self._recomputed = self.time
         looks_again = self._is_first or self._frozen or pool.may_recompute
         self._quick_forward = None if looks_again else self.forward
 
-    def _recompute(self, inputs: Iterable[Any], began: int) -> None:
-        """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out."""
+    def _recompute(self, inputs: Iterable[Any], began_before: int) -> None:
+        """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out.
+
+        ``began_before`` is where the run began that was under way until this replay.
+        """
         if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             raise RuntimeError(
                 f"{self.name}: a checkpoint runs this graph again outside of the autocast of its capture: the graph "
@@ -281,10 +284,10 @@ class Contract:
             outputs, grads = other._returned
             if any(storage.cdata in given for storage, _ in outputs):
                 end = other.backward if other.backward >= 0 else len(last)
-                self._require("forward", f"the forward of {other.name}", other.time, other.forward, end)
+                self._require_untouched("forward", f"the forward of {other.name}", other.time, other.forward, end)
             if other.backward >= 0 and last[other.backward] > last[other.forward]:
                 # Its backward has run: a forward captured before that may write where its grads are.
-                risk, given_out = place < other.backward and last[other.backward] >= began, grads
+                risk, given_out = place < other.backward and last[other.backward] >= began_before, grads
             else:
                 # Its backward is to come: only graphs captured in between leave its outputs alone.
                 is_other = other._microbatch != self._microbatch
@@ -298,14 +301,17 @@ class Contract:
                 )
 
     def before_backward(self, ctx: Any) -> None:
-        """RuntimeError where what its forward, at ``ctx.replayed``, has left for it is not there any more."""
-        if not self._comes_next(self._quick_backward, ctx.replayed):
+        """Note the replay of the dgrad; RuntimeError where what its forward, at ``ctx.replayed``, has left is gone."""
+        if not self._take_if_next(self._quick_backward, ctx.replayed):
             self._look_backward(ctx)
         if self._delays_wgrad:
             self._note_dgrad()
 
-    def _comes_next(self, place: int | None, since: int) -> bool:
-        """Whether ``place`` is the next one, what it needs was replayed in this run, and ``main_grad`` is there."""
+    def _take_if_next(self, place: int | None, since: int) -> bool:
+        """Count the replay at ``place`` and return True if it needs no look.
+
+        It needs none where it is the next one, what it reads was written in this run, and ``main_grad`` is there.
+        """
         pool = self.pool
         try:
             if pool.next != place or since < pool.began or _address(self._fused["main_grad"]) != self._main_grad:
@@ -317,11 +323,11 @@ class Contract:
 
     def _look_backward(self, ctx: Any) -> None:
         pool, since = self.pool, ctx.replayed
-        pool.arrive(self.backward)
+        pool.catch_up(self.backward)
         if since < pool.began:
             if self._recomputed == self.time:
                 since = self.time  # torch.utils.checkpoint has run it again, with the same inputs
-            self._require("backward", "its forward", since, self.forward, self.backward, self._retains_graph)
+            self._require_untouched("backward", "its forward", since, self.forward, self.backward, self._retains_graph)
         if since <= self._renewed:
             raise RuntimeError(
                 f"the backward of {self.name} cannot be replayed: since its forward its modules have run in another "
@@ -335,7 +341,7 @@ class Contract:
         self._recomputed = 0
         if pool.may_recompute:
             ctx.inputs_with_copied_grads = self._inputs
-        pool.replay(self.backward, self._used_by_all)
+        pool.note_replay(self.backward, self._used_by_all)
 
     def _note_dgrad(self) -> None:
         if self._dgrad_time is not None:
@@ -343,27 +349,30 @@ class Contract:
                 f"{self.name}: the last backward has had no backward_dw(), and its wgrad is lost: call it after each",
                 "no backward_dw",
             )
-        self._dgrad_time = self.pool.ahead + self.backward
+        self._dgrad_time = self.pool.offset + self.backward
 
     def before_wgrad(self) -> None:
-        """RuntimeError where there is no dgrad whose wgrad this is, or what it has left is not there any more."""
+        """Note the replay of the wgrad; RuntimeError where there was no dgrad before it, or what that left is gone."""
         pool, since = self.pool, self._dgrad_time
         if since is None:
             raise RuntimeError(
                 f"{self.name}: backward_dw() without a backward before it that it belongs to. Call it once after each "
                 "backward"
             )
-        if not self._comes_next(self._quick_wgrad, since):
-            pool.arrive(self._end)
+        if not self._take_if_next(self._quick_wgrad, since):
+            pool.catch_up(self._end)
             if since < pool.began:
-                self._require("backward_dw", "its backward", since, self.backward, self._end)
+                self._require_untouched("backward_dw", "its backward", since, self.backward, self._end)
             self.written.check(self.name)
             if self._wgrad_pool is pool:
-                pool.replay(self._wgrad, self._used_by_all)
+                pool.note_replay(self._wgrad, self._used_by_all)
         self._dgrad_time = None
 
-    def _require(self, kind: str, before: str, since: int, first: int, end: int, again: bool = False) -> None:
-        """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``."""
+    def _require_untouched(self, kind: str, before: str, since: int, first: int, end: int, again: bool = False) -> None:
+        """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``.
+
+        With ``again`` that at ``end`` may have been replayed, too.
+        """
         last = self.pool.last
         outside = last[: first + 1] + [0] * (end - first - 1) + last[end:]
         if again:
