@@ -43,7 +43,10 @@ def measure(fix_id: str, number: int, case: str) -> dict[str, object]:
     leave_out(fix_id, number)
     from te_graph_fixes.checking import twins
     from te_graph_fixes.verify.cases import CASES
-    from te_graph_fixes.verify.training import Setup, compare, train
+    from te_graph_fixes.verify.driver.program import Program
+    from te_graph_fixes.verify.driver.setting import use
+    from te_graph_fixes.verify.driver.training import Training
+    from te_graph_fixes.verify.programs import compare, train
 
     options = dict(CASES[case].options)
     line: dict[str, object] = {"fix": fix_id, "edit": number, "status": te_graph_fixes.report().fixes[fix_id].status}
@@ -51,9 +54,10 @@ def measure(fix_id: str, number: int, case: str) -> dict[str, object]:
         errors = compare(**options)["errors"]
         line["error"] = max(max(values, default=0.0) for values in errors.values())
         te_graph_fixes.check(3)
-        steps = list(train(Setup(**options), graphed=True))
+        use(Program(**options))
+        train(graphed=True)
         line["found"] = twins.current[0].finish().mismatches
-        line["left by the capture"] = len(steps[0].wgrads) - len(steps[-1].wgrads)  # gradients
+        line["left by the capture"] = sum(each.grad is not None for each in Training(graphed=True).parameters)
     except Exception as error:
         line["raised"] = f"{type(error).__name__}: {error}"
     return line

@@ -2,7 +2,7 @@
 
     python -m tests.simulator tests/check_training.py [--without FIX,FIX] OPTIONS ...
 
-OPTIONS are those of `verify.training.Setup` as JSON, or the name of a case of `verify`. A line has what was found,
+OPTIONS are those of a `Program` as JSON, or the name of a case of `verify`. A line has what was found,
 whether the training was the same bit for bit as without the check, and how much was compared.
 """
 
@@ -24,31 +24,28 @@ if sys.argv[1:2] == ["--without"]:
 
 from te_graph_fixes.checking import twins
 from te_graph_fixes.verify.cases import CASES
-from te_graph_fixes.verify.training import Setup, te, train
+from te_graph_fixes.verify.driver.comparison import error
+from te_graph_fixes.verify.driver.events import train
+from te_graph_fixes.verify.driver.program import Program
+from te_graph_fixes.verify.driver.setting import use
 
-te.GroupedLinear = type("Experts", (te.GroupedLinear,), {})  # a subclass, as in Megatron-Core
-
-
-def values(setup: Setup) -> list[torch.Tensor]:
-    torch.manual_seed(7)
-    steps = list(train(setup, graphed=True))
-    found = [x for step in steps for x in (*step.outputs, *step.dgrads, *step.wgrads, *step.seen_by_hooks)]
-    return [*found, torch.get_rng_state()]
+COMPUTED = ("outputs", "dgrads", "wgrads", "parameters", "FP8 state", "RNG state")
 
 
-def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+def values() -> list[torch.Tensor | None]:
+    seen = train(graphed=True)
+    return [x for name, found in seen.items() if name.partition(": ")[2] in COMPUTED for x in found]
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
-    setup = Setup(**options)
-    without = values(setup)
+    use(Program(**options))
+    without = values()
     te_graph_fixes.check(2)
-    checked = values(setup)
+    checked = values()
     found = twins.current[0].finish()
     looks = [each.partition("; looks like ")[2] for each in found.mismatches]
     return {
-        "same": len(without) == len(checked) and all(map(alike, without, checked)),
+        "same": error(checked, without) == 0.0,
         "found": found.mismatches,
         "hints": sorted({fix for look in looks if look for fix in look.split(" or ")}),
         **found.totals,

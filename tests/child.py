@@ -17,7 +17,7 @@ from te_graph_fixes.verify.runner import Outcome
 
 ROOT = Path(__file__).parent.parent
 CHILD = "te_graph_fixes.verify.child"
-OF_CASES = ("te_graph_fixes.verify.driver.events", "te_graph_fixes.verify.training")
+OF_CASES = "te_graph_fixes.verify.programs"
 """What most cases of `verify` import."""
 Cli = Callable[..., tuple[int, str, str]]
 """Runs a command of the package: its exit status, output and errors."""
@@ -101,7 +101,7 @@ def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> d
     found: dict[str, Any] = {}
     while left := [each for each in cases if getattr(each, "name", each) not in found]:
         given = [case if isinstance(case, str) else case.to_json() for case in left]
-        done = on_simulator("-m", CHILD, *given, path=path, imported=(CHILD, *OF_CASES), **environment)
+        done = on_simulator("-m", CHILD, *given, path=path, imported=(CHILD, OF_CASES), **environment)
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         assert lines, done.stderr
         found |= {line["case"]: line for line in lines}

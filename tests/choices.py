@@ -120,7 +120,7 @@ def main() -> None:
     te_graph_fixes.deactivate()
     os.environ.update({DISABLE: "", VERBOSE: "0"})
     install()
-    importlib.import_module("te_graph_fixes.verify.training")
+    importlib.import_module("te_graph_fixes.verify.programs")
     gc.freeze()  # no fork looks through what is here
     chosen, any_worse = options.choices or choices(), False
     with multiprocessing.get_context("fork").Pool(options.workers, maxtasksperchild=1) as pool:

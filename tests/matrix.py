@@ -13,30 +13,31 @@ makes a table of such lines: the largest error, ``crash`` for an exception, ``-`
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 IN_FLIGHT = (1, 1, -1, 1, -1, -1)
+TRAINED = {"fused": True, "weights": "cached", "drops_dummies": True, "clean_start": True}
+PLAIN = {"weights": "plain", "bias": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cached": {"order": IN_FLIGHT},
-    "cached, one graph": {},
-    "not cached": {"order": IN_FLIGHT, "cache": False, "fit": True},
-    "plain grads": {"order": IN_FLIGHT, "fused": False, "mark_first": False, "bias": True},
-    "delayed wgrads": {"order": (1, 1, -1, -1, -1.5, -1.5), "delay": True, "mark_first": False, "bias": True},
+    "cached, one graph": {"microbatches": 3},
+    "not cached": {"order": IN_FLIGHT, "weights": "marked", "fit": True},
+    "plain grads": {"order": IN_FLIGHT, "fused": False, **PLAIN},
+    "delayed wgrads": {"order": (1, 1, -1, -1, -1.5, -1.5), "delay": True, **PLAIN},
     "quantized weights": {"order": IN_FLIGHT, "fp8_params": True},
-    "quantized weights, FusedAdam": {"order": IN_FLIGHT, "fp8_params": True, "adam": True},
-    "expert without tokens": {"order": IN_FLIGHT, "experts": 4, "uneven": True},
-    "evaluation": {"order": IN_FLIGHT, "evaluate": True},
+    "quantized weights, FusedAdam": {"order": IN_FLIGHT, "fp8_params": True, "optimizer": "adam of master weights"},
+    "expert without tokens": {"order": IN_FLIGHT, "modules": ("uneven_experts",)},
+    "evaluation": {"order": IN_FLIGHT, "events": ("step", "evaluate", "evaluate_in_bf16") * 2},
 }
 GPU_SPLITS = "GroupedLinear, splits on the GPU"
 RECIPES = ("mxfp8", "nvfp4", "fp8-block", "fp8-current", "fp8-delayed")
-OPERATIONS = {"mark_first": False, "cache": None}
-"""te.ops quantize their weights in every forward."""
 DENSE = tuple(setting for setting in SETTINGS if setting != "expert without tokens")
 MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP"), DENSE),
@@ -66,125 +67,152 @@ def combinations(part: str = "1/1", recipes: Sequence[str] = ()) -> list[tuple[s
 
 def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
     """The largest errors of two steps, or what was raised."""
-    from te_graph_fixes.verify import training
+    from te_graph_fixes.verify import programs
+    from te_graph_fixes.verify.driver import modules
+    from te_graph_fixes.verify.driver.setting import Skipped
 
-    training.TOKENS = 128
-    training.OTHERS |= {"TransformerLayer": transformer_layer, "ops.Linear": linear, "ops.GroupedLinear": grouped}
-    training.OTHERS |= {"LayerNormMLP, recomputed": recomputed, "TransformerLayer, dropout": with_dropout}
-    training.OTHERS |= {"GroupedLinear, padded": padded, GPU_SPLITS: grouped_on_gpu}
-    options = {**SETTINGS[setting], **(OPERATIONS if module.startswith("ops.") else {})}
+    vars(modules).update(MAKERS)
+    plain = {"weights": "plain"} if module.startswith("ops.") else {}  # they quantize their weights in every forward
+    program = {"modules": (IN_THE_DRIVER.get(module, module),), "recipe": recipe.removeprefix("fp8-"), **TRAINED}
     try:
-        found = training.compare(module=module, recipe=recipe, steps=2, **options)["errors"]
-    except training.Skipped as why:
+        found = programs.compare(**{**program, **SETTINGS[setting], **plain})
+    except Skipped as why:
         return {"skipped": str(why)}
     except Exception as error:
         return {"wrong": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-    wrong = {name: round(max(numbers), 3) for name, numbers in found.items() if any(numbers)}
+    wrong = {name: round(max(numbers), 3) for name, numbers in found["errors"].items() if any(numbers)}
     return {"wrong": wrong} if wrong else {"right": True}
 
 
-def transformer_layer(options: dict[str, Any], dropout: float = 0.0) -> Any:
+def layer(dropout: float = 0.0) -> Any:
     """A layer with two sequences, whose attention is TE's own of plain torch operations."""
-    import transformer_engine.pytorch as te
+    from te_graph_fixes.verify.driver import modules
 
-    os.environ.update(NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0", NVTE_MASKED_SOFTMAX_FUSION="0")
-    options = {name: value for name, value in options.items() if name != "delay_wgrad_compute"}
-
-    class Layer(te.TransformerLayer):  # type: ignore[misc]
-        def forward(self, x: Any, **marks: bool) -> Any:
-            return super().forward(x.view(-1, 2, 128), **marks).view(x.shape)
-
-    options = {"hidden_dropout": dropout, "attention_dropout": dropout, **options}
-    return Layer(128, 256, 4, fuse_qkv_params=True, **options), ()
+    size, options = modules.HIDDEN, {**modules.options_of_attention(), "attention_dropout": dropout}
+    return modules.Layer(size, 2 * size, 2, hidden_dropout=dropout, **options)
 
 
-def with_dropout(options: dict[str, Any]) -> Any:
-    """A layer whose graphs draw random numbers at each replay."""
-    return transformer_layer(options, dropout=0.1)
-
-
-def recomputed(options: dict[str, Any]) -> Any:
+def recomputed() -> Any:
     """A block whose activations are recomputed in its backward."""
     import torch
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify import training
+    from te_graph_fixes.verify import programs
+    from te_graph_fixes.verify.driver.modules import layernorm_mlp
 
-    training.require_recomputation()
-
-    class Recomputed(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+    class Recomputing(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         def __init__(self) -> None:
             super().__init__()
-            self.inner = te.LayerNormMLP(128, 256, **options)
+            self.inner = layernorm_mlp()
 
-        def forward(self, x: Any, **marks: bool) -> Any:
-            return te.checkpoint(self.inner, x, **marks)
+        def forward(self, x: Any) -> Any:
+            return te.checkpoint(self.inner, x)
 
-    return Recomputed(), ()
+    programs.require_recomputation()
+    return Recomputing()
 
 
-def padded(options: dict[str, Any]) -> Any:
+def padded() -> Any:
     """Two experts with numbers of tokens that no recipe takes, padded and unpadded by TE's modules."""
     import transformer_engine.pytorch as te
+
+    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS, TOKENS
+
+    splits = [TOKENS // 2 - 7, TOKENS // 2 + 7]
 
     class Padded(te.GroupedLinear):  # type: ignore[misc]
         def __init__(self, *sizes: int, **options: Any) -> None:
             super().__init__(*sizes, **options)
             self.pad, self.unpad = te.Fp8Padding(2), te.Fp8Unpadding(2)
 
-        def forward(self, x: Any, splits: list[int], **marks: bool) -> Any:
+        def forward(self, x: Any, **marks: bool) -> Any:
             rows, padded_splits = self.pad(x, splits)
             return self.unpad(super().forward(rows, padded_splits, **marks), splits)
 
-    return Padded(2, 128, 128, **options), ([50, 78],)
+    return Padded(2, HIDDEN, HIDDEN, **OPTIONS)
 
 
-def linear(options: dict[str, Any]) -> Any:
+def operation() -> Any:
     """A projection of te.ops."""
     import transformer_engine.pytorch as te
 
-    return te.ops.Sequential(te.ops.Linear(128, 128, **_of_operation(options))), ()
+    from te_graph_fixes.verify.driver.setting import HIDDEN
+
+    return te.ops.Sequential(te.ops.Linear(HIDDEN, HIDDEN, **_of_operation()))
 
 
-def grouped(options: dict[str, Any]) -> Any:
+def grouped_operation() -> Any:
     """Two experts of te.ops, without a bias, whose grad a Triton kernel sums up."""
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify import training
+    from te_graph_fixes.verify.driver.setting import HIDDEN, Skipped
 
     made = getattr(te.ops, "GroupedLinear", None)
     if made is None:
-        raise training.Skipped("te.ops.GroupedLinear comes with TransformerEngine 2.14")
-    on_gpu = hasattr(made, "_fuser_forward_grouped_tensor")
-    return te.ops.Sequential(made(2, 128, 128, **_of_operation(options | {"bias": False}))), (_splits(on_gpu),)
+        raise Skipped("te.ops.GroupedLinear comes with TransformerEngine 2.14")
+    splits = _splits(hasattr(made, "_fuser_forward_grouped_tensor"))
+
+    class Grouped(te.ops.Sequential):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x, splits)
+
+    return Grouped(made(2, HIDDEN, HIDDEN, **{**_of_operation(), "bias": False}))
 
 
-def grouped_on_gpu(options: dict[str, Any]) -> Any:
+def grouped_on_gpu() -> Any:
     """Two experts, without a bias, with kernels of grouped tensors: only the GPU knows their tokens."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.module import grouped_linear
 
-    from te_graph_fixes.verify import training
+    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS, Skipped
 
     if not hasattr(grouped_linear._GroupedLinear, "_make_grouped_tensor"):
-        raise training.Skipped("GroupedLinear has no kernels of grouped tensors before TransformerEngine 2.17")
-    options = {**options, "bias": False}
+        raise Skipped("GroupedLinear has no kernels of grouped tensors before TransformerEngine 2.17")
+    options: dict[str, Any] = {"bias": False}
     if "use_grouped_tensor" in inspect.signature(te.GroupedLinear.__init__).parameters:  # TE 2.20
         options["use_grouped_tensor"] = True
     else:
         os.environ["NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"] = "1"
-    return te.GroupedLinear(2, 128, 128, **options), (_splits(on_gpu=True),)
+    splits = _splits(on_gpu=True)
+
+    class Experts(te.GroupedLinear):  # type: ignore[misc]
+        def forward(self, x: Any, **marks: bool) -> Any:
+            return super().forward(x, splits, **marks)
+
+    return Experts(2, HIDDEN, HIDDEN, **{**OPTIONS, **options})
 
 
 def _splits(on_gpu: bool) -> Any:
     import torch
 
-    return torch.tensor([32, 96], device="cuda") if on_gpu else torch.tensor([64, 64], device="cpu")
+    from te_graph_fixes.verify.driver.setting import TOKENS
+
+    return torch.tensor([TOKENS // 2] * 2, device="cuda" if on_gpu else "cpu")
 
 
-def _of_operation(options: dict[str, Any]) -> dict[str, Any]:
+def _of_operation() -> dict[str, Any]:
+    from te_graph_fixes.verify.driver.setting import OPTIONS
+
     names = {"params_dtype": "dtype", "fuse_wgrad_accumulation": "accumulate_into_main_grad"}
-    return {names.get(name, name): value for name, value in options.items() if name != "delay_wgrad_compute"}
+    return {names.get(name, name): value for name, value in OPTIONS.items() if name != "delay_wgrad_compute"}
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "TransformerLayer": layer,
+    "ops.Linear": operation,
+    "ops.GroupedLinear": grouped_operation,
+    "LayerNormMLP, recomputed": recomputed,
+    "TransformerLayer, dropout": functools.partial(layer, 0.1),
+    "GroupedLinear, padded": padded,
+    GPU_SPLITS: grouped_on_gpu,
+}
+"""What makes modules that the driver does not have."""
+IN_THE_DRIVER = {
+    "Linear": "linear",
+    "LayerNormLinear": "layernorm_linear",
+    "LayerNormMLP": "layernorm_mlp",
+    "GroupedLinear": "grouped_linear",
+}
 
 
 def table(lines: Iterable[str]) -> Iterator[str]:
@@ -207,7 +235,7 @@ def main(*arguments: str) -> None:
         return
     import transformer_engine.pytorch  # noqa: F401
 
-    import te_graph_fixes.verify.training  # noqa: F401
+    import te_graph_fixes.verify.programs  # noqa: F401
 
     for case in combinations(*arguments[:1], recipes=arguments[1:]):
         sys.stdout.flush()

@@ -69,12 +69,16 @@ def test_another_shape_is_unrecognized(version: str, name: str, old: str, new: s
     assert FIX.verdict(Source.at(tmp_path)).verdict == "unrecognized"
 
 
-@pytest.mark.parametrize("module", ["LayerNormLinear", "GroupedLinear"])
+@pytest.mark.parametrize("module", ["layernorm_linear", "grouped_linear"])
 def test_orders_give_what_eager_gives(module: str) -> None:
     orders = [order for order in [*NAMED.values(), *random_orders(4, 4)] if len(order) < 30]
-    options = {"module": module, "delay": True, "mark_first": False, "fused": False, "bias": True, "steps": 2}
     cases = [
-        Case(f"{order}, {reuse}", (), "training:compare", {**options, "order": order, "reuse": reuse})
+        Case(
+            f"{order}, {reuse}",
+            (),
+            "programs:compare",
+            {"modules": (module,) * int(max(order)), "delay": True, "bias": True, "order": order, "reuse": reuse},
+        )
         for order, reuse in itertools.product(orders, (False, True))
     ]
     found = measured(*cases)

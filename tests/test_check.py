@@ -17,6 +17,7 @@ from te_graph_fixes.checking import DIFFERENT, Options
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
+from te_graph_fixes.verify.cases import CASES
 from tests.check_breakage import DEFECTS, edits
 from tests.child import ROOT, on_simulator, python, simulate
 
@@ -24,13 +25,22 @@ PATIENCE = 60
 """Seconds that rank 0 waits for the others at its end."""
 PROGRAM = "tests/check_training.py"
 PIPELINED = (1, 2, -2, 1, 2, -2, -1, -1)
+PLAIN = {**CASES["plain-grad"].options, "bias": True}
+FUSED = {**CASES["norm-and-bias"].options, "modules": ("linear",), "weights": "cached"}
 CORRECT: list[dict[str, Any]] = [
-    {"module": "Linear", "recipe": "fp8-delayed", "bias": True},
-    {"module": "LayerNormLinear", "fused": False, "bias": True, "order": PIPELINED, "reuse": True},
-    {"module": "GroupedLinear", "recipe": "fp8-current", "delay": True, "order": PIPELINED, "reuse": True},
-    {"module": "LayerNormMLP", "recipe": "fp8-delayed", "bias": True, "order": (1, -1) * 2, "mark_first": False},
-    {"recipe": "fp8-current", "fp8_params": True},
-    {"delay": True, "fused": False, "bias": True, "mark_first": False},
+    {**FUSED, "recipe": "delayed"},
+    {**PLAIN, "modules": ("layernorm_linear",) * 2, "weights": "marked", "order": PIPELINED, "reuse": True},
+    {
+        **FUSED,
+        "modules": ("grouped_linear",) * 2,
+        "recipe": "current",
+        "delay": True,
+        "order": PIPELINED,
+        "reuse": True,
+    },
+    {**FUSED, "modules": ("layernorm_mlp",), "recipe": "delayed", "order": (1, -1) * 2, "weights": "plain"},
+    {**FUSED, "recipe": "current", "fp8_params": True, "bias": False},
+    {**PLAIN, "delay": True},
 ]
 
 
@@ -46,7 +56,7 @@ def test_correct_graphs_are_equal_and_train_as_without_the_check() -> None:
         assert line["steps"] == 2
 
 
-EARLIER_GRAD = {"module": "LayerNormMLP", "fused": False, "bias": True, "reuse": True, "mark_first": False}
+EARLIER_GRAD = {**PLAIN, "modules": ("layernorm_mlp",), "reuse": True}
 """A replay overwrites a ``.grad`` that an earlier microbatch than the last has left in graph memory."""
 
 

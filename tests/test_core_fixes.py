@@ -22,17 +22,16 @@ CASES = (
     *("linear-bf16", "linear-fp8-delayed", "flag-set-by-caller"),
 )
 
-LOST = {"outputs": [0.0, 0.82, 0.81], "dgrads": [0.0, 0.82, 0.81], "wgrads": [0.82, 0.82, 0.81]}
-"""Only the last of three microbatches counts, on an H200 with TE 2.12."""
-STALE = {"outputs": [0.0, 1.03, 1.0], "dgrads": [0.0, 1.03, 1.0], "wgrads": [0.0, 0.0, 0.0]}
-"""The weights are never quantized again, on an H200 with TE 2.15."""
-LOST_FP8 = {"outputs": [0.033, 9.58, 0.81], "dgrads": [0.033, 9.62, 0.81], "wgrads": [0.82, 0.82, 0.81]}
-"""As `LOST`, with FP8 scales of an earlier step besides; the second step's errors depend on the random numbers."""
-LARGE = 5.0
+LOST = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [True] * 3}
+"""What is wrong in three steps where only the last of three microbatches counts, as on an H200 with TE 2.12."""
+STALE = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [False] * 3}
+"""Where the weights are never quantized again, as on an H200 with TE 2.15."""
+LOST_FP8 = {kind: [True] * 3 for kind in LOST}
+"""As `LOST`, with FP8 scales of an earlier step besides."""
 
 
-def errors_without(te: TE) -> dict[str, dict[str, list[float]]]:
-    """By the cases that are wrong without the fixes, what an H200 measured."""
+def wrong_without(te: TE) -> dict[str, dict[str, list[bool]]]:
+    """By the cases that are wrong without the fixes, which steps are: those that were on an H200."""
     if WARMUP in te.needed:
         wrong = ("experts-fp8-current", "experts-bf16", "linear-bf16")
         return {"experts-fp8-delayed": LOST_FP8, **dict.fromkeys(wrong, LOST)}
@@ -62,10 +61,10 @@ def test_with_the_fixes_replay_is_eager_bit_for_bit(tried_te: TE, fixed: dict[st
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_them_the_errors_are_those_of_the_gpu(
+def test_without_them_the_steps_are_wrong_that_are_on_a_gpu(
     tried_te: TE, without: dict[str, dict[str, Any]], case: str
 ) -> None:
-    wanted = errors_without(tried_te)
+    wanted = wrong_without(tried_te)
     if case == "flag-set-by-caller" and ACCESSORS in tried_te.needed:
         missing = "type object 'FP8GlobalStateManager' has no attribute 'set_skip_fp8_weight_update_tensor'"
         assert without[case]["detail"] == f"AttributeError: {missing}"
@@ -73,28 +72,27 @@ def test_without_them_the_errors_are_those_of_the_gpu(
         assert without[case]["error"] == 0.0
     else:
         found = without[case]["measures"]
-        for name, numbers in wanted[case].items():
-            for number, measured in zip(numbers, found["errors"][name], strict=True):
-                if number > LARGE:
-                    assert measured > LARGE
-                else:
-                    assert measured == pytest.approx(number, rel=0.05, abs=0.005 if number else 0)
-        norm = 3**-0.5 if WARMUP in tried_te.needed else 1.0
-        assert found["wgrad_norm"] == pytest.approx([norm] * 3, rel=0.02)
+        assert {kind: [error > 0.02 for error in found["errors"][kind]] for kind in wanted[case]} == wanted[case]
+        assert lost(found) if WARMUP in tried_te.needed else found["wgrad_norm"] == [1.0] * 3
+
+
+def lost(found: dict[str, Any]) -> bool:
+    """Whether each step has lost the wgrads of two of three microbatches, the last of which is the largest."""
+    return all(0.55 < norm < 0.7 for norm in found["wgrad_norm"])
 
 
 def test_the_skip_flag_alone_does_not_help_where_warmup_resets(tried_te: TE) -> None:
     tried_te.require(WARMUP)
     found = measure(tried_te, SKIP_FLAG, "experts-bf16")["experts-bf16"]
     assert found["applied"] == [SKIP_FLAG]
-    assert found["measures"]["errors"]["wgrads"] == pytest.approx(LOST["wgrads"], rel=0.05)
+    assert lost(found["measures"])
 
 
 def test_without_the_skip_flag_the_reset_stays(tried_te: TE) -> None:
     tried_te.require(WARMUP)
     found = measure(tried_te, "on", "experts-bf16", TE_GRAPH_FIXES_DISABLE=SKIP_FLAG)["experts-bf16"]
     assert not {WARMUP, SKIP_FLAG} & set(found["applied"])
-    assert found["measures"]["errors"]["wgrads"] == pytest.approx(LOST["wgrads"], rel=0.05)
+    assert lost(found["measures"])
 
 
 SLOTS = """

@@ -165,10 +165,11 @@ def test_without_the_fix_autograd_nodes_of_the_warmup_are_left() -> None:
 BIAS_TAKEN = """
 import torch, te_graph_fixes
 import transformer_engine.pytorch as te
-from te_graph_fixes.verify.training import error, make_recipe
+from te_graph_fixes.verify.driver.comparison import error
+from te_graph_fixes.verify.driver.setting import plain_recipe
 found = []
 for delay in (False, True):
-    recipe, x = make_recipe("fp8-current"), torch.ones(64, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    recipe, x = plain_recipe("current"), torch.ones(64, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
     torch.manual_seed(1)
     layer = te.LayerNormMLP(64, 64, delay_wgrad_compute=delay, params_dtype=torch.bfloat16, device="cuda")
     taken = {}

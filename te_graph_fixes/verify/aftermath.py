@@ -11,7 +11,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .training import HIDDEN, error, make_recipe, random
+from .driver.comparison import error
+from .driver.setting import HIDDEN, plain_recipe, random
 
 
 class PlannedError(Exception):
@@ -57,7 +58,7 @@ FAILURES: dict[str, tuple[int, bool]] = {
 
 def failed_capture() -> dict[str, Any]:
     """Captures fail: what has changed, and the errors of eager FP8 training after each, and of a graph in the end."""
-    recipe = make_recipe("fp8-delayed")
+    recipe = plain_recipe("delayed")
     options = {"num_warmup_iters": 2, "enabled": True, "recipe": recipe}
     FP8GlobalStateManager.reset()
     wanted = _train(Layer(), recipe)
@@ -105,7 +106,7 @@ def subclass_after_capture() -> dict[str, Any]:
 
     ``training`` is of a layer that was not captured, ``evaluation`` of the one that was.
     """
-    recipe = make_recipe("fp8-current")
+    recipe = plain_recipe("current")
     wanted, captured = _train(SpecialLayer(), recipe), SpecialLayer()
     right = _train(SpecialLayer().eval(), recipe)
     samples = tuple((random().requires_grad_(),) for _ in range(2))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 
-from .training import HIDDEN, TOKENS, error
+from .driver.comparison import error
+from .driver.setting import HIDDEN, random
 
 OPTIONS: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
 MODULES = 8
@@ -42,8 +43,8 @@ def hook_order() -> dict[str, Any]:
         layer.weight.main_grad = torch.zeros(HIDDEN, HIDDEN, device="cuda")
         layer.weight.grad_added_to_main_grad = False
         layer.register_wgrad_accumulation_and_reduce_hooks(lambda number=number: found.append(number))
-    run = te.make_graphed_callables(block, (_random().requires_grad_(),), allow_unused_input=True)
-    out = run(_random().requires_grad_())
+    run = te.make_graphed_callables(block, (random().requires_grad_(),), allow_unused_input=True)
+    out = run(random().requires_grad_())
     out.backward(torch.ones_like(out))
     found.clear()
     run.backward_dw()
@@ -85,7 +86,7 @@ def _two_layers(
     order = [1, 2, -2, -1] * 2
 
     def inputs(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = _random().requires_grad_(grads[layer]), _random()
+        x, y = random().requires_grad_(grads[layer]), random()
         return (x, x) if twice and layer == 0 else (x, y)
 
     runs: Any = [layer for layer in layers for _ in range(2)]
@@ -104,7 +105,7 @@ def _two_layers(
             found.append(out.detach().clone())
         else:
             out, leaves = live[layer]
-            gradients = torch.autograd.grad(out, leaves, _random(), allow_unused=True)
+            gradients = torch.autograd.grad(out, leaves, random(), allow_unused=True)
             found += [
                 torch.zeros_like(leaf) if g is None else g.clone() for g, leaf in zip(gradients, leaves, strict=True)
             ]
@@ -122,7 +123,7 @@ STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "chunk": lambda y: y.chunk(2, 1)[1],
     "steps": lambda y: y[1:, ::2],
     "expanded": lambda y: y[:, None].expand(-1, 3, -1),
-    "permuted": lambda y: y.view(TOKENS, 4, -1).permute(1, 2, 0),
+    "permuted": lambda y: y.view(y.shape[0], 4, -1).permute(1, 2, 0),
     "negative": lambda y: _conjugate(y).imag,
 }
 """How a callable's output lies in memory."""
@@ -209,8 +210,4 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed() -> torch.Tensor:
-    return _random().t().requires_grad_()
-
-
-def _random() -> torch.Tensor:
-    return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    return random().t().requires_grad_()

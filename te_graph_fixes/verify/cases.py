@@ -58,7 +58,7 @@ UNEVEN_SENDS = {
     ),
     "sizes": (1, 1, 1),
     "first_stage": True,
-    "module": "LayerNormLinear",
+    "module": "layernorm_linear",
 }
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
@@ -79,10 +79,6 @@ CONTRACT, LEAVES = "replay-contract", "leaf-grad-lifetime"
 NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
 
 
-def _training(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
-    return Case(name, tuple(fixes), "training:compare", options, quick)
-
-
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
     """A `Program` of the driver, of three steps if its events are not given; no ``.grad`` is added to another."""
     return Case(name, tuple(fixes), "programs:compare", {"events": _STEPS, "takes_grads": True, **options}, quick)
@@ -96,10 +92,30 @@ def _programs(
     return Case(name, tuple(fixes), "programs:compare_each", options, quick)
 
 
-def _order(name: str, order: Iterable[float], quick: bool = False, **options: Any) -> Case:
+def _training(
+    name: str, fixes: Iterable[str], module: str = "linear", recipe: str = "bf16", quick: bool = False, **options: Any
+) -> Case:
+    """Three microbatches a step, of one module for each chunk, whose wgrads are added to ``main_grad``.
+
+    As in Megatron-Core, modules mark first microbatches, and graphs in FP8 cache weights.
+    """
+    given = {
+        "modules": (module,) * int(max(options.get("order", (1,)))),
+        "recipe": recipe,
+        "microbatches": 3,
+        "fused": True,
+        "weights": "marked" if recipe == "bf16" else "cached",
+        "takes_grads": not {PARAM_GRADS, DELIVERY} & set(fixes),  # which are about what adds up in ``.grad``
+        "drops_dummies": True,
+        "clean_start": True,
+    }
+    return _program(name, fixes, quick, **{**given, **options})
+
+
+def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
     """Delayed wgrads in ``order``, of modules that do not mark first microbatches."""
-    options = {"order": tuple(order), "delay": True, "mark_first": False, "reuse": True, **options}
-    return _training(name, (ORDER,), quick, **options)
+    given = {"order": order, "delay": True, "weights": "plain", "reuse": True}
+    return _training(name, (ORDER,), **{**given, **options})
 
 
 def _contract(name: str, *fixes: str, quick: bool = False) -> Case:
@@ -111,62 +127,72 @@ _STEPS = ("step",) * 3
 _EVALUATED = ("step", "save", "evaluate_in_bf16", "step", "save", "evaluate_in_other", "step", "save")
 
 _ALL = (
-    _training("experts-fp8-delayed", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-delayed", quick=True),
-    _training("experts-fp8-current", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-current"),
-    _training("experts-fp8-block", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-block"),
-    _training("experts-fp8-fit", (SKIP, WARMUP), module="GroupedLinear", recipe="fp8-delayed", fit=True, steps=6),
-    _training("experts-bf16", (WARMUP,), module="GroupedLinear", quick=True),
+    _training("experts-fp8-delayed", (SKIP, WARMUP), module="grouped_linear", recipe="delayed", quick=True),
+    _training("experts-fp8-current", (SKIP, WARMUP), module="grouped_linear", recipe="current"),
+    _training("experts-fp8-block", (SKIP, WARMUP), module="grouped_linear", recipe="block"),
+    _training(
+        "experts-fp8-fit", (SKIP, WARMUP), module="grouped_linear", recipe="delayed", fit=True, events=_STEPS * 2
+    ),
+    _training("experts-bf16", (WARMUP,), module="grouped_linear", quick=True),
     _training("linear-bf16", (WARMUP,)),
-    _training("no-warmup", (NO_WARMUP,), recipe="fp8-delayed", order=(1, -1) * 2, warmup=0, quick=True),
-    _training("no-warmup-delayed", (NO_WARMUP,), delay=True, mark_first=False, order=(1, -1, -1.5) * 2, warmup=0),
-    _training("linear-fp8-delayed", (WARMUP,), recipe="fp8-delayed"),
-    _training("flag-set-by-caller", (ACCESSORS,), recipe="fp8-delayed", set_flag=True, quick=True),
-    _training("weights-not-cached", (STALE, WARMUP), recipe="fp8-current", cache=False, fit=True, steps=6, quick=True),
-    *(
-        _training(f"{name}-kept", (STALE,), module=module, recipe="fp8-delayed", cache=False)
-        for name, module in (("weights", "Linear"), ("experts", "GroupedLinear"))
+    _training("no-warmup", (NO_WARMUP,), recipe="delayed", order=(1, -1) * 2, warmup=0, quick=True),
+    _training("no-warmup-delayed", (NO_WARMUP,), delay=True, weights="plain", order=(1, -1, -1.5) * 2, warmup=0),
+    _training("linear-fp8-delayed", (WARMUP,), recipe="delayed"),
+    _training("flag-set-by-caller", (ACCESSORS,), recipe="delayed", sets_flag=True, quick=True),
+    _training(
+        "weights-not-cached",
+        (STALE, WARMUP),
+        recipe="current",
+        weights="marked",
+        fit=True,
+        events=_STEPS * 2,
+        quick=True,
     ),
     *(
-        _training(f"{name}-not-cached", (STALE, WARMUP, PARAM_GRADS), module=module, recipe="fp8-current", cache=False)
-        for name, module in (("norm", "LayerNormLinear"), ("mlp", "LayerNormMLP"), ("experts", "GroupedLinear"))
+        _training(f"{name}-kept", (STALE,), module=module, recipe="delayed", weights="marked")
+        for name, module in (("weights", "linear"), ("experts", "grouped_linear"))
     ),
-    _training("other-module-first", (STALE,), recipe="fp8-current", other_first=True),
-    _training("cached-nvfp4", (PRESWIZZLE,), recipe="nvfp4", order=(1, 1, 1, -1, -1, -1), quick=True),
+    *(
+        _training(f"{name}-not-cached", (STALE, WARMUP, PARAM_GRADS), module=module, recipe="current", weights="marked")
+        for name, module in (("norm", "layernorm_linear"), ("mlp", "layernorm_mlp"), ("experts", "grouped_linear"))
+    ),
+    _training("other-module-first", (STALE,), recipe="current", first="eager"),
+    _training("cached-nvfp4", (PRESWIZZLE,), module="Wide", recipe="nvfp4", order=(1, 1, 1, -1, -1, -1), quick=True),
     _order("forward-before-wgrad", (1, -1, 1, -1.5, -1, -1.5), quick=True),
     _order("two-chunks-wgrads-last", (1, 2, -2, -1, -2.5, -1.5)),
     _order("two-microbatches-wgrads-last", (1, 1, -1, -1, -1.5, -1.5)),
     _order("pipelined", PIPELINED),
-    _order("pipelined-experts-fp8", PIPELINED, module="GroupedLinear", recipe="fp8-current"),
+    _order("pipelined-experts-fp8", PIPELINED, module="grouped_linear", recipe="current"),
     _order("wgrads-not-in-order", (1, 1, -1, -1), reuse=False),
     Case("wgrad-before-dgrad", (ORDER,), "refusal:illegal_order"),
     Case("layers-as-chunks", (GRAD_INPUTS,), "pipeline:sent_gradients", quick=True),
     Case("last-send-before-cooldown", (GRAD_INPUTS,), "pipeline:sent_gradients", UNEVEN_SENDS),
-    _training("hooks-after-wgrad", (HOOKS,), delay=True, mark_first=False, hooks=True, quick=True),
-    _training("delayed-unfused", (DELIVERY,), delay=True, mark_first=False, fused=False, quick=True),
-    _training("delayed-bias", (DELIVERY,), delay=True, mark_first=False, bias=True),
+    _training("hooks-after-wgrad", (HOOKS,), delay=True, weights="plain", wgrad_hooks=True, quick=True),
+    _training("delayed-unfused", (DELIVERY,), delay=True, weights="plain", fused=False, quick=True),
+    _training("delayed-bias", (DELIVERY,), delay=True, weights="plain", bias=True),
     _training(
-        "delayed-without-graphs", (DELIVERY,), graphs=False, delay=True, mark_first=False, fused=False, bias=True
+        "delayed-without-graphs", (DELIVERY,), not_captured=(0,), delay=True, weights="plain", fused=False, bias=True
     ),
     _training(
         *("delayed-experts-without-graphs", (DELIVERY,)),
-        module="GroupedLinear",
-        graphs=False,
+        module="grouped_linear",
+        not_captured=(0,),
         delay=True,
-        mark_first=False,
+        weights="plain",
         fused=False,
         bias=True,
     ),
     _training(
         *("delayed-experts-in-order", (DELIVERY,)),
-        module="GroupedLinear",
+        module="grouped_linear",
         order=(1, 1, -1, -1.5, -1, -1.5),
         delay=True,
-        mark_first=False,
+        weights="plain",
         fused=False,
     ),
-    _training("delayed-bias-fp8", (DELIVERY,), delay=True, mark_first=False, bias=True, recipe="fp8-current"),
-    _training("delayed-experts-bias", (DELIVERY,), module="GroupedLinear", delay=True, mark_first=False, bias=True),
-    _training("delayed-mlp-bias", (DELIVERY,), module="LayerNormMLP", delay=True, mark_first=False, bias=True),
+    _training("delayed-bias-fp8", (DELIVERY,), delay=True, weights="plain", bias=True, recipe="current"),
+    _training("delayed-experts-bias", (DELIVERY,), module="grouped_linear", delay=True, weights="plain", bias=True),
+    _training("delayed-mlp-bias", (DELIVERY,), module="layernorm_mlp", delay=True, weights="plain", bias=True),
     _program("delayed-forward-method", (DELIVERY,), modules=("CallsForward",), fused=True, delay=True),
     _program(
         *("delayed-together", (MEMORY,), True),
@@ -192,7 +218,7 @@ _ALL = (
         takes_grads=True,
     ),
     _training(
-        "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, mark_first=False, reuse=True, tuples=True
+        "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, weights="plain", reuse=True, tuples=True
     ),
     Case("failed-capture", (SAFETY,), "aftermath:failed_capture", quick=True),
     Case("subclass-after-capture", (SUBCLASS,), "aftermath:subclass_after_capture", quick=True),
@@ -310,8 +336,8 @@ _ALL = (
     _contract("parameters-as-inputs", LEAVES),
     Case("cast-input", (ARGUMENTS,), "contract:warned", {"name": "cast-input"}),
     Case("outside-of-the-autocast", (CONTRACT,), "contract:warned", {"name": "outside-of-the-autocast"}),
-    _training("plain-grad", (PARAM_GRADS,), fused=False, mark_first=False, quick=True),
-    _training("plain-grad-fit", (PARAM_GRADS,), fused=False, mark_first=False, fit=True, steps=6),
+    _training("plain-grad", (PARAM_GRADS,), fused=False, weights="plain", quick=True),
+    _training("plain-grad-fit", (PARAM_GRADS,), fused=False, weights="plain", fit=True, events=_STEPS * 2),
     _program("fp8-params-of-master", (TRANSPOSES,), recipe="delayed", fp8_params=True, optimizer="master weights"),
     _program("fp8-params-block-no-grad", (TRANSPOSES,), recipe="block", fp8_params=True, built_without_grad=True),
     _program(
@@ -380,7 +406,7 @@ _ALL = (
         other="current",
         events=("step", "evaluate_in_other", "step", "save", "evaluate_in_other", "step", "save"),
     ),
-    _training("norm-and-bias", (PARAM_GRADS,), module="LayerNormLinear", bias=True, mark_first=False),
+    _training("norm-and-bias", (PARAM_GRADS,), module="layernorm_linear", bias=True, weights="plain"),
     *(
         _programs(
             *(name, (STALE, WARMUP, PARAM_GRADS)),
@@ -415,17 +441,21 @@ BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 
 
 def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
-    """Whatever is trained, once more in the recipes that came with Blackwell; elsewhere these cases are skipped."""
-    done = set()
+    """Every `_training` once more in the recipes that came with Blackwell; elsewhere these cases are skipped."""
+    done = []
     for case in cases:
-        options = {name: value for name, value in case.options.items() if name != "recipe"}
-        if case.function != "training:compare" or str(options) in done:
+        own = case.options.get("recipe")
+        options = {name: value for name, value in case.options.items() if name not in ("recipe", "takes_grads")}
+        if own == "bf16" and options["weights"] == "marked":
+            options["weights"] = "cached"
+        if "drops_dummies" not in options or options in done:
             continue
-        done.add(str(options))
+        done.append(options)
         name = re.sub(r"-(bf16|nvfp4|fp8(-delayed|-current|-block)?)\b", "", case.name)
         for recipe in BLACKWELL_RECIPES:
-            if case.options.get("recipe") != recipe:
-                yield replace(case, name=f"{name}-{recipe}", options={**options, "recipe": recipe}, quick=False)
+            if recipe != own:
+                again = {**case.options, **options, "recipe": recipe}
+                yield replace(case, name=f"{name}-{recipe}", options=again, quick=False)
 
 
 CASES: dict[str, Case] = {case.name: case for case in (*_ALL, *_in_blackwell_recipes(_ALL))}

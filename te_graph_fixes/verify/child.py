@@ -58,7 +58,7 @@ def _broken() -> dict[str, Any] | None:
     if not torch.cuda.is_available():
         return {"outcome": "unmeasured", "detail": "torch sees no GPU"}
     try:
-        from . import training  # noqa: F401
+        from .driver import setting  # noqa: F401
     except ImportError as error:
         return {"outcome": "unable", "detail": _one_line(error)}
     return None
@@ -67,7 +67,7 @@ def _broken() -> dict[str, Any] | None:
 def _measure(case: Case) -> dict[str, Any]:
     import torch
 
-    from .training import Skipped
+    from .driver.setting import Skipped
 
     gpu = None
     try:

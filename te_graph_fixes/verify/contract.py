@@ -16,7 +16,8 @@ import torch
 import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 
-from .training import HIDDEN, TOKENS, error, make_recipe
+from .driver.comparison import error
+from .driver.setting import HIDDEN, TOKENS, plain_recipe
 
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
 
@@ -137,7 +138,7 @@ def fewer_microbatches(graphed: bool) -> Iterator[torch.Tensor]:
 @broken
 def other_recipe_under_way(graphed: bool) -> Iterator[torch.Tensor]:
     """An evaluation in another recipe between the forwards of two microbatches in delayed scaling."""
-    module, recipe = mlp(), make_recipe("fp8-delayed")
+    module, recipe = mlp(), plain_recipe("delayed")
     runs = [module] * 2
     if graphed:
         options = {"enabled": True, "recipe": recipe, "_order": [1, 1, -1, -1], "_num_layers_per_chunk": [1]}
@@ -150,7 +151,7 @@ def other_recipe_under_way(graphed: bool) -> Iterator[torch.Tensor]:
                 outputs.append(run(x.clone().requires_grad_()))
             if step == 2:
                 module.eval()
-                with torch.no_grad(), te.autocast(enabled=True, recipe=make_recipe("fp8-current")):
+                with torch.no_grad(), te.autocast(enabled=True, recipe=plain_recipe("current")):
                     module(x)
                 module.train()
         for output, grad in zip(outputs, data(2, 8), strict=True):
@@ -324,7 +325,7 @@ def checkpoint_without_reentry(graphed: bool) -> Iterator[torch.Tensor]:
 @right
 def checkpoints_in_delayed_scaling(graphed: bool) -> Iterator[torch.Tensor]:
     """`te.checkpoint` around each of two graphs in FP8 with delayed scaling."""
-    first, second, recipe = mlp(0), mlp(1), make_recipe("fp8-delayed")
+    first, second, recipe = mlp(0), mlp(1), plain_recipe("delayed")
     if graphed:
         te.make_graphed_callables((first, second), (sample(), sample()), enabled=True, recipe=recipe)
     for x, grad in zip(data(3), data(3, 8), strict=True):
@@ -385,7 +386,7 @@ def checkpoints_in_another_order(graphed: bool) -> Iterator[torch.Tensor]:
 @broken
 def checkpoint_outside_of_the_autocast(graphed: bool) -> Iterator[torch.Tensor]:
     """A checkpoint of torch enters no autocast again: a module in FP8 is recomputed without it, a graph in FP8."""
-    module, recipe, (x,), (grad,) = mlp(), make_recipe("fp8-current"), data(1), data(1, 8)
+    module, recipe, (x,), (grad,) = mlp(), plain_recipe("current"), data(1), data(1, 8)
     if graphed:
         te.make_graphed_callables(module, sample(), enabled=True, recipe=recipe)
     with te.autocast(enabled=True, recipe=recipe):
@@ -397,7 +398,7 @@ def checkpoint_outside_of_the_autocast(graphed: bool) -> Iterator[torch.Tensor]:
 @right
 def checkpoint_inside_of_the_autocast(graphed: bool) -> Iterator[torch.Tensor]:
     """The same, with the backward in the autocast."""
-    module, recipe = mlp(), make_recipe("fp8-delayed")
+    module, recipe = mlp(), plain_recipe("delayed")
     if graphed:
         te.make_graphed_callables(module, sample(), enabled=True, recipe=recipe)
     for x, grad in zip(data(3), data(3, 8), strict=True):
@@ -580,15 +581,15 @@ def other_main_grad_under_way(graphed: bool) -> list[torch.Tensor]:
 def data_of_an_fp8_parameter(graphed: bool) -> Iterator[torch.Tensor]:
     """The quantized data of an FP8 parameter are replaced."""
     torch.manual_seed(0)
-    with te.quantized_model_init(enabled=True, recipe=make_recipe("fp8-current")):
+    with te.quantized_model_init(enabled=True, recipe=plain_recipe("current")):
         module = te.Linear(HIDDEN, HIDDEN, **OPTIONS)
 
     def change(module: Any) -> None:
         module.weight._data = torch.full_like(module.weight._data, 56)  # 1.0
 
     def run() -> Iterator[torch.Tensor]:
-        with te.autocast(enabled=True, recipe=make_recipe("fp8-current")):
-            yield from changed(module, change, graphed, enabled=True, recipe=make_recipe("fp8-current"))
+        with te.autocast(enabled=True, recipe=plain_recipe("current")):
+            yield from changed(module, change, graphed, enabled=True, recipe=plain_recipe("current"))
 
     return run()
 
@@ -664,7 +665,7 @@ def cast_input(graphed: bool) -> None:
 def outside_of_the_autocast(graphed: bool) -> None:
     """A graph of delayed scaling that is trained outside of an autocast."""
     module = te.Linear(HIDDEN, HIDDEN, **OPTIONS)
-    te.make_graphed_callables(module, sample(), enabled=True, recipe=make_recipe("fp8-delayed"))
+    te.make_graphed_callables(module, sample(), enabled=True, recipe=plain_recipe("delayed"))
     module(data(1)[0].requires_grad_()).backward(data(1, 8)[0])
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 
-from .training import HIDDEN, TOKENS, error
+from .driver.comparison import error
+from .driver.setting import HIDDEN, TOKENS
 
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
 STEPS = 3

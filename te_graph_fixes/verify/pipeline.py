@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .training import HIDDEN, TOKENS, Setup, capture, error, make_module
+from .driver.comparison import error
+from .driver.program import Program
+from .driver.setting import HIDDEN, TOKENS, use
+from .driver.training import Training
 
 ORDER = (
     *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
@@ -24,7 +26,7 @@ microbatches, the first of two stages."""
 
 
 def sent_gradients(
-    order: Sequence[int] = ORDER, sizes: Sequence[int] = (2, 2), first_stage: bool = False, module: str = "Linear"
+    order: Sequence[int] = ORDER, sizes: Sequence[int] = (2, 2), first_stage: bool = False, module: str = "linear"
 ) -> dict[str, Any]:
     """The share of the sent gradients that change before they are received, and the error of what is received.
 
@@ -32,13 +34,11 @@ def sent_gradients(
     backwards of the cooldown wait for what they send, which comes after all that was sent before: Megatron-Core without
     ``overlap_p2p_comm_warmup_flush``.
     """
-    setup = Setup(module, order=order, mark_first=False, reuse=True)
-    FP8GlobalStateManager.reset()
-    layers = [make_module(setup, seed, graphed=True) for seed in range(sum(sizes))]
+    use(Program(modules=(module,) * sum(sizes), fused=True, order=tuple(order), reuse=True))
+    training = Training(graphed=True)
     first = [sum(sizes[:i]) + 1 for i in range(len(sizes))]
-    stage = order, first, first_stage
-    eager = _received(*stage, layers, [layer for layer in layers for _ in range(order.count(1))])
-    received = _received(*stage, layers, capture(setup, layers, None))
+    eager = _received(order, first, first_stage, training.eager)
+    received = _received(order, first, first_stage, training.calls)
     changed = [not torch.equal(tensor, copy) for tensor, copy in received]
     return {
         "errors": {
@@ -49,12 +49,11 @@ def sent_gradients(
 
 
 def _received(
-    order: Sequence[int], first: Sequence[int], first_stage: bool, layers: Sequence[Any], runs: Sequence[Any]
+    order: Sequence[int], first: Sequence[int], first_stage: bool, runs: Sequence[Sequence[Any]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each sent gradient as it is received, and as it was when its send began."""
-    microbatches = order.count(1)
     torch.manual_seed(3)
-    inputs = torch.randn(len(layers), microbatches, TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    inputs = torch.randn(len(runs), order.count(1), TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
     output_grads = torch.randn_like(inputs)
     counts: dict[float, int] = {}
     leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -70,7 +69,7 @@ def _received(
         counts[entry] = microbatch + 1
         if entry > 0:
             x = inputs[layer, microbatch].clone().requires_grad_()
-            leaves[layer, microbatch] = x, runs[layer * microbatches + microbatch](x)
+            leaves[layer, microbatch] = x, runs[layer][microbatch](x)
         else:
             x, out = leaves.pop((layer, microbatch))
             (grad,) = torch.autograd.grad(out, x, output_grads[layer, microbatch])

@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import transformer_engine.pytorch as te
+
+from .cases import BLACKWELL_RECIPES
 from .driver import setting
 from .driver.comparison import errors
 from .driver.events import train
 from .driver.program import Program
-from .training import make_recipe, require_recomputation
+from .driver.setting import Skipped
 
 
 def compare(**options: Any) -> dict[str, Any]:
-    """Run a `Program` with these ``options``: the errors of each kind of value, by event."""
+    """Run a `Program` with these ``options``: by event, the errors of each kind, and wgrad norms over eager."""
+    found, wanted = _both(options)
     by_kind: dict[str, list[float]] = {}
-    for name, size in _errors(options).items():
+    for name, size in errors(found, wanted).items():
         by_kind.setdefault(name.partition(": ")[2], []).append(size)
-    return {"errors": by_kind}
+    norms = [_norm(found[name]) / _norm(wanted[name]) for name in wanted if name.endswith(" step: wgrads")]
+    return {"errors": by_kind, "wgrad_norm": norms}
 
 
 def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
     """Run several `Program`s with ``shared`` options and some of their own: the largest error of each, by its name."""
-    return {"errors": {name: [max(_errors({**shared, **own}).values())] for name, own in programs.items()}}
+    return {"errors": {name: [max(errors(*_both({**shared, **own})).values())] for name, own in programs.items()}}
 
 
-def _errors(options: Mapping[str, Any]) -> dict[str, float]:
+def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What a program computes through graphs, and eagerly."""
     program = Program(**options)
-    for recipe in (program.recipe, program.other):
-        make_recipe(recipe)
+    setting.require(program.recipe, program.other)
     if "Recomputed" in program.modules:
         require_recomputation()
     setting.use(program)
-    eager = train(graphed=False)
-    return errors(train(graphed=True), eager)
+    try:
+        eager = train(graphed=False)
+    except Skipped:
+        raise
+    except Exception as why:
+        if program.recipe in BLACKWELL_RECIPES:
+            said = " ".join(str(why).split())
+            raise Skipped(f"{', '.join(program.modules)} does not take {program.recipe}: {said}") from why
+        raise
+    return train(graphed=True), eager
+
+
+def require_recomputation() -> None:
+    """Raise `Skipped` where this TE does not capture `te.checkpoint`."""
+    if not hasattr(te.graph, "_none_grad_context_wrapper"):
+        raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
+
+
+def _norm(tensors: Any) -> float:
+    return math.hypot(*(float(tensor.double().norm()) for tensor in tensors if tensor is not None))

@@ -9,14 +9,16 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
 
-from .training import HIDDEN, Setup, capture, make_module, random
+from .driver.program import Program
+from .driver.setting import HIDDEN, random, use
+from .driver.training import Training
 
 
 def illegal_order() -> dict[str, Any]:
     """A wgrad before its dgrad. Without `failed-capture-state`, TE goes on as if in a capture after the refusal."""
-    setup = Setup(order=(1, -1.5, -1), delay=True, mark_first=False)
+    use(Program(order=(1, -1.5, -1), fused=True, delay=True))
     try:
-        capture(setup, [make_module(setup, 0, graphed=True)], None)
+        Training(graphed=True)
     except ValueError as refusal:
         refused = [float("_order[1]" not in str(refusal))]
         return {"errors": {"refused": refused}, "message": str(refusal), "damaged": bool(is_graph_capturing())}

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
 from te_graph_fixes.verify.cases import PIPELINED
-from te_graph_fixes.verify.training import Setup, capture, make_module, make_recipe
+from te_graph_fixes.verify.driver.program import Program
+from te_graph_fixes.verify.driver.setting import plain_recipe, use
+from te_graph_fixes.verify.driver.training import Training
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 8, 4096, 14336, 4096
 """The up projection of a Mixtral layer."""
@@ -57,7 +58,7 @@ def small_layer() -> tuple[Experts, torch.Tensor]:
 def forward(calls: int = 5, blocks: int = 100) -> dict[str, float]:
     """CPU time of one eager forward in FP8: of the quickest block of calls, the GPU idle at the start of each."""
     module, x = small_layer()
-    recipe = make_recipe("fp8-delayed")
+    recipe = plain_recipe("delayed")
     times = []
     with te.autocast(enabled=True, recipe=recipe):
         for _ in range(blocks):
@@ -74,7 +75,7 @@ def forward(calls: int = 5, blocks: int = 100) -> dict[str, float]:
 def mixtral_layer() -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
     module = experts(HIDDEN, WIDTH)
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
-    options = {"enabled": True, "recipe": make_recipe("fp8-delayed"), "cache_quantized_params": True}
+    options = {"enabled": True, "recipe": plain_recipe("delayed"), "cache_quantized_params": True}
     return te.make_graphed_callables(module, (x,), **options), x  # replays read x itself: no copy
 
 
@@ -91,7 +92,7 @@ def replay(rounds: int = 20) -> dict[str, float]:
         events[name].append((start, end))
         return result
 
-    recipe = make_recipe("fp8-delayed")
+    recipe = plain_recipe("delayed")
     for _ in range(rounds):
         for microbatch in range(3):
             with te.autocast(enabled=True, recipe=recipe):  # TE reads is_first_microbatch once for each autocast
@@ -106,28 +107,39 @@ def replay(rounds: int = 20) -> dict[str, float]:
     }
 
 
-def captures() -> dict[str, float]:
-    """The time that capturing takes and the memory that it reserves: one FP8 layer of experts, and pipelined orders."""
-    found = {}
-    for name, setup in {
-        "one": Setup(module="GroupedLinear", recipe="fp8-delayed"),
-        "pipelined": Setup(order=[entry for entry in PIPELINED if entry % 1 == 0], mark_first=False, reuse=True),
-        "pipelined_wgrads": Setup(order=PIPELINED, delay=True, mark_first=False, reuse=True),
-    }.items():
-        FP8GlobalStateManager.reset()
-        modules = [make_module(setup, seed, graphed=True) for seed in range(int(max(setup.schedule)))]
-        recipe = make_recipe(setup.recipe)
+class Measured(Training):
+    """A training whose captures are measured."""
+
+    time_ms, memory_MiB = 0.0, 0.0
+
+    def capture(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
         before, start = torch.cuda.memory_reserved(), time.perf_counter()
-        graphs = capture(setup, modules, recipe)
+        super().capture()
         torch.cuda.synchronize()
-        found[f"capture_{name}_ms"] = 1e3 * (time.perf_counter() - start)
+        self.time_ms = 1e3 * (time.perf_counter() - start)
         gc.collect()
         torch.cuda.empty_cache()
-        found[f"memory_{name}_MiB"] = (torch.cuda.memory_reserved() - before) / 2**20
-        del graphs, modules
+        self.memory_MiB = (torch.cuda.memory_reserved() - before) / 2**20
+
+
+def captures() -> dict[str, float]:
+    """The time that capturing takes and the memory that it reserves: one FP8 layer of experts, and pipelined orders."""
+    found = {}
+    order = tuple(entry for entry in PIPELINED if entry % 1 == 0)
+    pipelined = {"modules": ("linear",) * 3, "fused": True, "reuse": True}
+    for name, program in {
+        "one": Program(modules=("grouped_linear",), recipe="delayed", fused=True, weights="cached", microbatches=3),
+        "pipelined": Program(order=order, **pipelined),
+        "pipelined_wgrads": Program(order=PIPELINED, delay=True, **pipelined),
+    }.items():
+        use(program)
+        training = Measured(graphed=True)
+        found[f"capture_{name}_ms"] = training.time_ms
+        found[f"memory_{name}_MiB"] = training.memory_MiB
+        training.release()
     return found
 
 

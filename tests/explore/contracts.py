@@ -18,7 +18,8 @@ import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 
 from te_graph_fixes.verify.contract import REFUSED
-from te_graph_fixes.verify.training import error, make_recipe
+from te_graph_fixes.verify.driver.comparison import error
+from te_graph_fixes.verify.driver.setting import plain_recipe
 
 HIDDEN, TOKENS = 32, 32
 CHECKPOINTS: dict[str, Callable[..., Any]] = {
@@ -82,7 +83,7 @@ class Training:
 
     def __init__(self, program: Drawn, graphed: bool) -> None:
         self.program = program
-        self.recipe = make_recipe("fp8-current") if program.fp8 else None
+        self.recipe = plain_recipe("current") if program.fp8 else None
         self.modules = [self.made(kind, number) for number, kind in enumerate(program.layers)]
         self.runs: list[list[Any]] = [list(self.modules)] * program.graphs
         if graphed:

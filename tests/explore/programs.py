@@ -436,7 +436,7 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
             changes.append({"order": order, "layers_as_chunks": True})
         changes.append({"order": order})
     known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay", "ranks", *RARE_FIELDS}
-    known |= {"takes_grads"}  # which is of `verify`: each of its cases shows one defect
+    known |= {"takes_grads", "clean_start", "fit"}  # which are of `verify`: each of its cases shows one defect
     names = [each.name for each in fields(program) if each.name not in known]
     for name in sorted(r.sample(names, len(names)), key=lambda name: name not in wanted):
         if name in wanted or r.random() < 0.2:

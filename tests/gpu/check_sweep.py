@@ -28,45 +28,49 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 import te_graph_fixes
 from te_graph_fixes.checking import twins
 from te_graph_fixes.verify.cases import CASES
-from te_graph_fixes.verify.training import Setup, Skipped, make_recipe, train
+from te_graph_fixes.verify.driver.events import train
+from te_graph_fixes.verify.driver.program import Program
+from te_graph_fixes.verify.driver.setting import Skipped, plain_recipe, use
 
 INTERLEAVED = (1, 2, 1, 2, -2, 1, 2, -1, -2, 1, 2, -1, -2, -1, -2, -1)
 ORDERS: tuple[tuple[Any, bool, bool], ...] = (
-    (None, False, True),
-    (None, False, False),
+    ((), False, True),
+    ((), False, False),
     ((1, -1) * 3, True, False),
     ((1, 2, -2, 1, 2, -2, -1, -1), True, True),
     (INTERLEAVED, True, True),
 )
 """An order, whether buffers are reused, and whether modules mark first microbatches."""
+STEPS = {"microbatches": 3, "drops_dummies": True, "clean_start": True, "events": ("step",) * 4}
+COMPUTED = ("outputs", "dgrads", "wgrads", "parameters", "FP8 state", "RNG state")
 
 
-def setups() -> Iterator[dict[str, Any]]:
-    modules = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-    recipes = ("bf16", "fp8-delayed", "fp8-current", "fp8-block")
+def programs() -> Iterator[dict[str, Any]]:
+    modules = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
+    recipes = ("bf16", "delayed", "current", "block")
     for module, recipe, fused, delay in itertools.product(modules, recipes, (True, False), (False, True)):
         for order, reuse, mark_first in ORDERS:
-            if not (delay and order is None and mark_first):
-                options = {"module": module, "recipe": recipe, "fused": fused, "delay": delay, "order": order}
-                yield options | {"reuse": reuse, "mark_first": mark_first, "bias": True, "steps": 4, "fit": True}
-    for recipe in ("fp8-current", "fp8-delayed"):
-        yield {"fp8_params": True, "recipe": recipe, "steps": 4}
-        yield {"cache": False, "recipe": recipe, "steps": 4}
-        yield {"other_first": True, "recipe": recipe, "steps": 4}
-    yield {"uneven": True, "experts": 3, "module": "GroupedLinear", "steps": 4}
+            if not (delay and not order and mark_first):
+                weights = "plain" if not mark_first else "marked" if recipe == "bf16" else "cached"
+                options = {"modules": (module,) * max(order or (1,)), "recipe": recipe, "fused": fused, "delay": delay}
+                yield STEPS | options | {"order": order, "reuse": reuse, "weights": weights, "bias": True, "fit": True}
+    fused = STEPS | {"fused": True, "weights": "cached"}
+    for recipe in ("current", "delayed"):
+        yield fused | {"fp8_params": True, "recipe": recipe}
+        yield fused | {"weights": "marked", "recipe": recipe}
+        yield fused | {"first": "eager", "recipe": recipe}
+    yield fused | {"modules": ("uneven_experts",), "weights": "marked"}
 
 
 def values(options: dict[str, Any]) -> list[torch.Tensor]:
-    return [
-        tensor
-        for step in train(Setup(**options), graphed=True)
-        for tensor in (*step.outputs, *step.dgrads, *step.wgrads, *step.seen_by_hooks)
-    ]
+    use(Program(**options))
+    seen = train(graphed=True)
+    return [x for name, found in seen.items() if name.partition(": ")[2] in COMPUTED for x in found if x is not None]
 
 
 def layer(recipe_name: str, recompute: bool = False, dropout: float = 0.1) -> list[torch.Tensor]:
     """Four steps of two microbatches of a TransformerLayer, graphed as one."""
-    recipe = make_recipe(recipe_name)
+    recipe = plain_recipe(recipe_name)
     FP8GlobalStateManager.reset()
     torch.manual_seed(0)
     torch.cuda.manual_seed(0)
@@ -144,12 +148,12 @@ def trainings() -> Iterator[tuple[str, Callable[[], list[torch.Tensor]]]]:
     """Those that the command line asks for, with their names."""
     if sys.argv[1:] == ["cases"]:
         for case in CASES.values():
-            if case.function == "training:compare":
+            if case.function == "programs:compare":
                 yield case.name, partial(values, dict(case.options))
         return
-    for options in setups():
+    for options in programs():
         yield str(options), partial(values, options)
-    for recipe in ("bf16", "fp8-delayed", "fp8-current"):
+    for recipe in ("bf16", "delayed", "current"):
         for recompute in (False, True):
             yield f"layer {recipe} {recompute=}", partial(layer, recipe, recompute)
 

@@ -25,7 +25,7 @@ from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
-from te_graph_fixes.verify.training import error
+from te_graph_fixes.verify.driver.comparison import error
 
 HIDDEN = 64
 TOKENS = 32

@@ -84,9 +84,9 @@ class Job:
     def autocast(self) -> Any:
         import transformer_engine.pytorch as te
 
-        from te_graph_fixes.verify.training import make_recipe
+        from te_graph_fixes.verify.driver.setting import plain_recipe
 
-        recipe = make_recipe(self.recipe)
+        recipe = plain_recipe(self.recipe)
         return te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext()
 
     def forward(self, slot: Slot, first: bool | None) -> None:
@@ -156,7 +156,7 @@ class Slot:
     """The memory of one microbatch's input, output and output grad."""
 
     def __init__(self) -> None:
-        from te_graph_fixes.verify.training import random
+        from te_graph_fixes.verify.driver.setting import random
 
         self.x, self.grad = random().requires_grad_(), random()
         self.out: Any = None
@@ -164,7 +164,7 @@ class Slot:
     def load(self, step: int) -> None:
         import torch
 
-        from te_graph_fixes.verify.training import random
+        from te_graph_fixes.verify.driver.setting import random
 
         with torch.no_grad():
             self.x.copy_(random() * 3**step)
@@ -176,7 +176,7 @@ def make_model(module: str, fused: bool, delay: bool, alone: bool) -> Any:
     import torch
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.training import HIDDEN, TOKENS
+    from te_graph_fixes.verify.driver.setting import HIDDEN, TOKENS
 
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda", "fuse_wgrad_accumulation": fused}
     made: Any
@@ -332,10 +332,10 @@ def beside_te(job: Job, first: bool, number: int = 0) -> None:
     import torch
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.training import HIDDEN, make_recipe, random
+    from te_graph_fixes.verify.driver.setting import HIDDEN, plain_recipe, random
 
     if len(job.besides) == number:
-        recipe, rng = make_recipe(job.recipe), torch.cuda.get_rng_state()
+        recipe, rng = plain_recipe(job.recipe), torch.cuda.get_rng_state()
         job.besides.append(te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device="cuda"))
         if job.graphed:
             options = {"enabled": recipe is not None, "recipe": recipe, "cache_quantized_params": recipe is not None}
@@ -443,7 +443,7 @@ def measure(case: str) -> dict[str, Any]:
     import torch
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    from te_graph_fixes.verify.training import error
+    from te_graph_fixes.verify.driver.comparison import error
 
     torch.cuda.set_stream(torch.cuda.Stream())
     runs, jobs, bits = [], [], hashlib.sha256()

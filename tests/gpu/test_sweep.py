@@ -9,39 +9,36 @@ from typing import Any
 
 import pytest
 
+from te_graph_fixes.verify import cases as verify
 from te_graph_fixes.verify.cases import PIPELINED, Case
 from te_graph_fixes.verify.runner import Child
 
-ORDERS = {"none": None, "plain": (1, -1), "pipelined": tuple(entry for entry in PIPELINED if entry % 1 == 0)}
+EXPERTS = ("grouped_linear", "eight_experts", "uneven_experts")
+ORDERS = {"none": (), "plain": (1, -1), "pipelined": tuple(entry for entry in PIPELINED if entry % 1 == 0)}
 DELAYED = {
-    "none": None,
+    "none": (),
     "plain": (1, -1, -1.5),
     "pipelined": PIPELINED,
     "late": (1, 2, 1, -2, -1, -2.5, 2, -1.5, -1, -2, -1.5, -2.5),
 }
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "module": ("GroupedLinear", "Linear", "LayerNormLinear", "LayerNormMLP"),
-    "recipe": ("bf16", "fp8-delayed", "fp8-current", "fp8-block"),
+    "module": (*EXPERTS, "linear", "layernorm_linear", "layernorm_mlp"),
+    "recipe": ("bf16", "delayed", "current", "block"),
     "fp8_params": (False, True),
     "fused": (True, False),
     "bias": (False, True),
-    "experts": (1, 2, 8),
-    "uneven": (False, True),
     "order": ("none", "plain", "pipelined", "late"),
     "delay": (False, True),
     "warmup": (3, 1),
-    "cache": (None, False),
+    "cached": (True, False),
 }
 
 
 def _legal(options: dict[str, Any]) -> bool:
-    experts = options["module"] == "GroupedLinear"
     return (
-        (experts or (options["experts"] == 1 and not options["uneven"]))
-        and not (options["uneven"] and options["experts"] == 1)
         # Delayed scaling moves its scales between microbatches, so that weights quantized again are other weights.
-        and not (options["cache"] is False and options["recipe"] in ("bf16", "fp8-delayed"))
+        not (not options["cached"] and options["recipe"] in ("bf16", "delayed"))
         and not (options["fp8_params"] and options["recipe"] == "bf16")
         and (options["delay"] or options["order"] != "late")
     )
@@ -62,20 +59,17 @@ def _sweep() -> Iterator[dict[str, Any]]:
 
 
 def _case(options: dict[str, Any]) -> Case:
-    orders = DELAYED if options["delay"] else ORDERS
+    order = (DELAYED if options["delay"] else ORDERS)[options["order"]]
+    weights = "cached" if options["cached"] and options["recipe"] != "bf16" else "marked"
+    given = {name: value for name, value in options.items() if name not in ("module", "cached")}
+    more = {"modules": (options["module"],) * int(max(order or (1,))), "order": order, "weights": weights}
     name = "-".join(f"{option}={value}" for option, value in options.items())
-    steps = 2 if options["order"] == "pipelined" else 3
-    return Case(
-        name, (), "training:compare", {**options, "order": orders[options["order"]], "reuse": True, "steps": steps}
-    )
+    return Case(name, (), "programs:compare", {**given, **more, "reuse": bool(order), "microbatches": 3, **CLEAN})
 
 
+CLEAN = {"drops_dummies": True, "clean_start": True}
 CASES = [_case(options) for options in _sweep()]
-BLACKWELL = [
-    Case(f"{module}-{recipe}", (), "training:compare", {"module": module, "recipe": recipe})
-    for module in ("GroupedLinear", "Linear")
-    for recipe in ("mxfp8", "nvfp4")
-]
+BLACKWELL = [verify.CASES[f"{name}-{recipe}"] for name in ("experts", "linear") for recipe in ("mxfp8", "nvfp4")]
 
 
 @pytest.mark.parametrize("case", CASES + BLACKWELL, ids=lambda case: case.name)

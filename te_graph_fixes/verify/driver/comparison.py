@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,7 @@ def errors(found: Any, wanted: Any) -> dict[str, float]:
     """By all that is compared, the largest error: the norm of the difference over the norm of what is wanted."""
     result = {}
     for name in sorted({*wanted, *found} - {OF_GRAPHS}):
-        both = found.get(name, ()), wanted.get(name, ())
-        alike = len(both[0]) == len(both[1])
-        result[name] = max(map(error, *both), default=0.0) if alike else 1.0
+        result[name] = error(found.get(name, ()), wanted.get(name, ()))
     return result
 
 
@@ -32,7 +31,12 @@ def equal(found: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
     return same and bool(torch.equal(found.nan_to_num(9e9), wanted.nan_to_num(9e9)))
 
 
-def error(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
+def error(found: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
+    """The largest error of a tensor. 0.0 is bit for bit; missing tensors are an error of 1.0."""
+    return max(map(_error, found, wanted), default=0.0) if len(found) == len(wanted) else 1.0
+
+
+def _error(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
     if equal(found, wanted):
         return 0.0
     if found is None or wanted is None or found.shape != wanted.shape or found.dtype != wanted.dtype:

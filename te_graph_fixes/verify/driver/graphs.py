@@ -76,7 +76,8 @@ class Captured:
         self.input = sample()
         if graphed:
             self.capture()
-        if program.takes_grads:
+        if program.takes_grads or program.clean_start:
+            self.called.clear()
             for parameter in self.weights:
                 parameter.main_grad.zero_()
         for number, layer in enumerate(self.layers if program.late_hooks else ()):
@@ -283,7 +284,7 @@ def fused(layer: Any) -> list[Any]:
     return [
         parameter
         for module in layer.modules()
-        if getattr(module, "fuse_wgrad_accumulation", False)
+        if getattr(module, "fuse_wgrad_accumulation", getattr(module, "_accumulate_into_main_grad", False))
         for parameter in module.parameters(recurse=False)
         if parameter.dim() == 2 and parameter.requires_grad
     ]

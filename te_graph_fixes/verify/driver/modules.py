@@ -28,10 +28,17 @@ layernorm_mlp = made(te.LayerNormMLP, HIDDEN, 2 * HIDDEN)
 
 
 class Experts(te.GroupedLinear):
-    """Two experts, each with half of the tokens."""
+    """Experts, each with as many of the tokens."""
 
     def forward(self, x: torch.Tensor, **marks: bool) -> Any:
-        return super().forward(x, [TOKENS // 2] * 2, **marks)
+        return super().forward(x, [TOKENS // self.num_gemms] * self.num_gemms, **marks)
+
+
+class Uneven(te.GroupedLinear):
+    """Three experts, the last of which gets no tokens."""
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return super().forward(x, [TOKENS // 2, TOKENS // 2, 0], **marks)
 
 
 class Special(te.Linear):
@@ -39,6 +46,8 @@ class Special(te.Linear):
 
 
 grouped_linear = made(Experts, 2, HIDDEN, HIDDEN)
+eight_experts = made(Experts, 8, HIDDEN, HIDDEN)
+uneven_experts = made(Uneven, 3, HIDDEN, HIDDEN)
 subclassed = made(Special, HIDDEN, HIDDEN)
 
 

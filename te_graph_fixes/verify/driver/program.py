@@ -16,6 +16,7 @@ class Program:
     - ``autocasts``: around all layers, each, or inside another
     - ``fp8_attention``: attention is in FP8 too, in torch operations that round as it does, with ``fp8_mha`` its inputs
     - ``tracker``: what drops out draws from an RNG tracker
+    - ``fit``: each step has the same inputs, and squared distances to targets as its loss; else output grads are given
     - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
     - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
     - ``inside``: only the first projection of a layer is captured, where it has one
@@ -24,8 +25,8 @@ class Program:
     - ``hooks``: what those of parameters do; ``of the node`` they take grads as those of Megatron-Core's DDP do
     - ``module_hooks``: layers have hooks, registered after the capture
     - ``offload``: what autograd saves is copied; ``late_hooks``: parameters get their hooks after the capture
-    - ``takes_grads``: the caller takes a ``.grad`` once it is there, so that none is added to another, and zeroes each
-      ``main_grad`` before it trains
+    - ``clean_start``: the caller zeroes each ``main_grad`` after a capture, and forgets what hooks it has called
+    - ``takes_grads``: the same, and the caller takes each ``.grad`` once it is there, so that none is added to another
     - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
     - ``events``: what happens, in order
     """
@@ -65,6 +66,7 @@ class Program:
     keeps_grads: bool = False
     late_reads: bool = False
     tracker: bool = False
+    fit: bool = False
     optimizer: str = ""
     ranks: bool = False
     inside: bool = False
@@ -75,6 +77,7 @@ class Program:
     fp8_mha: bool = False
     same_input: bool = False
     module_hooks: bool = False
+    clean_start: bool = False
     takes_grads: bool = False
     events: tuple[str, ...] = ("step", "step")
 

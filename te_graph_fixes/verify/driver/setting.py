@@ -24,12 +24,13 @@ HIDDEN, TOKENS = (32, 64) if SIMULATED else (128, 256)  # block scaling on a GPU
 RATE = 0.1
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
 RECIPES = {
-    "delayed": recipes.DelayedScaling,
-    "current": recipes.Float8CurrentScaling,
-    "block": recipes.Float8BlockScaling,
-    "mxfp8": recipes.MXFP8BlockScaling,
-    "nvfp4": recipes.NVFP4BlockScaling,
+    "delayed": (recipes.DelayedScaling, "is_fp8_available"),
+    "current": (recipes.Float8CurrentScaling, "is_fp8_available"),
+    "block": (recipes.Float8BlockScaling, "is_fp8_block_scaling_available"),
+    "mxfp8": (recipes.MXFP8BlockScaling, "is_mxfp8_available"),
+    "nvfp4": (recipes.NVFP4BlockScaling, "is_nvfp4_available"),
 }
+"""By the name of a recipe, TE's class and the function that says whether this GPU has it. ``bf16`` needs neither."""
 program: Any = SimpleNamespace(**vars(Program()))  # the one that runs, which `use` sets
 tracker = CudaRNGStatesTracker()
 
@@ -71,7 +72,25 @@ def make_recipe(name: str) -> Any:
         return None
     in_fp8 = program.fp8_attention and name in ("delayed", "current")
     attention = {"fp8_dpa": True, "fp8_mha": program.fp8_mha} if in_fp8 else {}
-    return RECIPES[name](**attention)
+    return RECIPES[name][0](**attention)
+
+
+class Skipped(Exception):
+    """This GPU or this TE lacks what a case needs."""
+
+
+def require(*names: str) -> None:
+    """Raise `Skipped` where this GPU lacks a recipe."""
+    for name in set(names) - {"bf16"}:
+        has, why = getattr(te, RECIPES[name][1])(return_reason=True)
+        if not has:
+            raise Skipped(" ".join(why.split()))
+
+
+def plain_recipe(name: str) -> Any:
+    """TE's recipe of this name without options, None for ``bf16``; `Skipped` where this GPU lacks it."""
+    require(name)
+    return None if name == "bf16" else RECIPES[name][0]()
 
 
 def random(scale: float = 1.0) -> torch.Tensor:

@@ -14,10 +14,9 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.tensor.utils import cast_master_weights_to_fp8
 
 from .graphs import Captured, arguments, delayed
-from .setting import RATE, autocast, program, random, the_tracker, tracker
+from .setting import RATE, TOKENS, autocast, program, random, the_tracker, tracker
 
 
 class Training(Captured):
@@ -109,12 +108,15 @@ class Training(Captured):
         counts: dict[float, int] = {}
         live: dict[tuple[int, int], Any] = {}
         late: list[torch.Tensor] = []
+        if program.fit:
+            torch.manual_seed(0)  # the inputs and targets of every step
         for entry in program.order or (1, -1) * self.microbatches:
             chunk, microbatch = abs(math.ceil(entry)) - 1, counts.get(entry, 0)
             counts[entry] = microbatch + 1
             layers = range(chunk * self.per_chunk, (chunk + 1) * self.per_chunk)
             if entry > 0:
-                x, output_grad = random(len(self.seen) / 4 + 1), random(0.01)
+                sizes = (1.0, 1.0) if program.fit else (len(self.seen) / 4 + 1, 0.01)
+                x, output_grad = map(random, sizes)  # with ``fit``, the target
                 if program.strided:
                     x, output_grad = (each.t().contiguous().t() for each in (x, output_grad))
                 if program.same_input:
@@ -127,6 +129,8 @@ class Training(Captured):
                 live[chunk, microbatch] = x, out, output_grad
             elif entry % 1 == 0:
                 x, out, output_grad = live.pop((chunk, microbatch))
+                if program.fit:
+                    output_grad = (out.detach() - output_grad) * (2.5 / TOKENS / self.microbatches)
                 out.backward(output_grad)
                 if program.late_reads:
                     self.see("dgrads", *late)
@@ -199,6 +203,8 @@ class Training(Captured):
         elif program.optimizer == "master weights":
             self.master[parameter] -= rate * grad
             if hasattr(parameter, "quantize_"):
+                from transformer_engine.pytorch.tensor.utils import cast_master_weights_to_fp8
+
                 with mock.patch("torch.distributed.all_reduce"):  # one rank
                     cast_master_weights_to_fp8([parameter], [self.master[parameter].view(-1)], [0], None)
             else:
