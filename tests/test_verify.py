@@ -179,7 +179,7 @@ def test_the_child_stops_after_a_failure() -> None:
     broken = Case("broken", (), "programs:compare", {"modules": ("NoSuchModule",)})
     (line,) = child(broken.to_json(), "linear-bf16")
     assert (line["outcome"], line["last"]) == ("failed", True)
-    assert str(line["detail"]).startswith("AttributeError: ")
+    assert str(line["detail"]).startswith("KeyError: ")
 
 
 @pytest.mark.parametrize("also", ["", ",failed-capture-state"])

@@ -86,7 +86,7 @@ class Job:
 
         from te_graph_fixes.verify.driver.setting import plain_recipe
 
-        recipe = plain_recipe(self.recipe)
+        recipe = plain_recipe(self.recipe.removeprefix("fp8-"))
         return te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext()
 
     def forward(self, slot: Slot, first: bool | None) -> None:
