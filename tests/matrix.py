@@ -69,7 +69,7 @@ def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
     """The largest errors of two steps, or what was raised."""
     from te_graph_fixes.verify import programs
     from te_graph_fixes.verify.driver import modules
-    from te_graph_fixes.verify.driver.setting import Skipped
+    from te_graph_fixes.verify.driver.program import Skipped
 
     vars(modules).update(MAKERS)
     plain = {"weights": "plain"} if module.startswith("ops.") else {}  # they quantize their weights in every forward
@@ -145,7 +145,8 @@ def grouped_operation() -> Any:
     """Two experts of te.ops, without a bias, whose grad a Triton kernel sums up."""
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.driver.setting import HIDDEN, Skipped
+    from te_graph_fixes.verify.driver.program import Skipped
+    from te_graph_fixes.verify.driver.setting import HIDDEN
 
     made = getattr(te.ops, "GroupedLinear", None)
     if made is None:
@@ -164,7 +165,8 @@ def grouped_on_gpu() -> Any:
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.module import grouped_linear
 
-    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS, Skipped
+    from te_graph_fixes.verify.driver.program import Skipped
+    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS
 
     if not hasattr(grouped_linear._GroupedLinear, "_make_grouped_tensor"):
         raise Skipped("GroupedLinear has no kernels of grouped tensors before TransformerEngine 2.17")

@@ -58,7 +58,7 @@ UNEVEN_SENDS = {
     ),
     "sizes": (1, 1, 1),
     "first_stage": True,
-    "module": "layernorm_linear",
+    "module": "layernorm_mlp",
 }
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"

@@ -21,6 +21,7 @@ from typing import Any
 import te_graph_fixes
 
 from .cases import CASES, Case
+from .driver.program import Skipped
 
 
 def main(arguments: list[str]) -> int:
@@ -57,17 +58,11 @@ def _broken() -> dict[str, Any] | None:
         return {"outcome": "unmeasured", "detail": f"transformer_engine does not import: {_one_line(error)}"}
     if not torch.cuda.is_available():
         return {"outcome": "unmeasured", "detail": "torch sees no GPU"}
-    try:
-        from .driver import setting  # noqa: F401
-    except ImportError as error:
-        return {"outcome": "unable", "detail": _one_line(error)}
     return None
 
 
 def _measure(case: Case) -> dict[str, Any]:
     import torch
-
-    from .driver.setting import Skipped
 
     gpu = None
     try:

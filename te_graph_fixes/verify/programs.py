@@ -12,8 +12,7 @@ from .cases import BLACKWELL_RECIPES
 from .driver import setting
 from .driver.comparison import errors
 from .driver.events import train
-from .driver.program import Program
-from .driver.setting import Skipped
+from .driver.program import Program, Skipped
 
 
 def compare(**options: Any) -> dict[str, Any]:

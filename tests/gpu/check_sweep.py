@@ -29,8 +29,8 @@ import te_graph_fixes
 from te_graph_fixes.checking import twins
 from te_graph_fixes.verify.cases import CASES
 from te_graph_fixes.verify.driver.events import train
-from te_graph_fixes.verify.driver.program import Program
-from te_graph_fixes.verify.driver.setting import Skipped, plain_recipe, use
+from te_graph_fixes.verify.driver.program import Program, Skipped
+from te_graph_fixes.verify.driver.setting import plain_recipe, use
 
 INTERLEAVED = (1, 2, 1, 2, -2, 1, 2, -1, -2, 1, 2, -1, -2, -1, -2, -1)
 ORDERS: tuple[tuple[Any, bool, bool], ...] = (

@@ -335,7 +335,7 @@ def beside_te(job: Job, first: bool, number: int = 0) -> None:
     from te_graph_fixes.verify.driver.setting import HIDDEN, plain_recipe, random
 
     if len(job.besides) == number:
-        recipe, rng = plain_recipe(job.recipe), torch.cuda.get_rng_state()
+        recipe, rng = plain_recipe(job.recipe.removeprefix("fp8-")), torch.cuda.get_rng_state()
         job.besides.append(te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device="cuda"))
         if job.graphed:
             options = {"enabled": recipe is not None, "recipe": recipe, "cache_quantized_params": recipe is not None}

@@ -5,28 +5,57 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 
+class Skipped(Exception):
+    """This GPU or this TE lacks what a program needs."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A training with graphs. The defaults are the plainest: two steps of two microbatches of one `te.Linear` in bf16.
 
+    What is trained:
+
     - ``modules``: the layers, in the order in which they run, each captured by itself or ``together``
-    - ``order``: TE's ``_order``, else one microbatch after the other; ``layers_as_chunks``: each layer is a chunk of it
+    - ``recipe``: that of training; ``other``: that of `switch_recipe`, and of evaluations and autocasts in another one
+    - ``bias``: projections have one; ``fused``: wgrads are added to ``main_grad``; ``fp8_params``: weights are in FP8
+    - ``fp8_attention``: attention is in FP8 too, in torch operations that round as it does, with ``fp8_mha`` its inputs
+    - ``built_without_grad``: modules are made without gradients
     - ``weights``: ``plain``, ``marked`` (modules mark first microbatches) or ``cached`` (and graphs cache weights)
+    - ``frozen``, ``in_bf16``, ``not_captured``: numbers of layers that are not trained, are without FP8, have no graph
+    - ``tracker``: dropout draws from an RNG tracker
+
+    How it is captured:
+
+    - ``order``: TE's ``_order``, else one microbatch after the other, ``microbatches`` of them
+    - ``layers_as_chunks``: each layer is a chunk of the order; ``reuse``: graphs of an order share buffers
+    - ``tuples``: the samples of an order are in a tuple, not in a list
+    - ``delay``: graphs delay their wgrads; without wgrads in the order each comes right after its dgrad
+    - ``warmup``: the iterations before a capture; ``own_pool``: each capture has a memory pool of its own
+    - ``inference``: the first layer has a graph for inference too, captured ``first`` or ``after`` those for training
+    - ``calibrating``: FP8 is calibrated, not used
+    - ``inside``: only the first projection of a layer is captured, where it has one
+
+    How it runs:
+
+    - ``sets_flag``: the caller sets TE's flag that says whether weights are new, as Megatron-Core does
     - ``first``: what else runs first in the autocast, or is a model of its own whose graph caches weights (``cached``)
     - ``autocasts``: around all layers, each, or inside another
-    - ``fp8_attention``: attention is in FP8 too, in torch operations that round as it does, with ``fp8_mha`` its inputs
-    - ``tracker``: what drops out draws from an RNG tracker
-    - ``fit``: each step has the same inputs, and squared distances to targets as its loss; else output grads are given
-    - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
+    - ``recompute``: each layer is in `te.checkpoint`; ``residual`` and ``in_place``: input is added to output
+    - ``input_grads``: inputs have gradients
     - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
-    - ``inside``: only the first projection of a layer is captured, where it has one
-    - ``strided``: inputs and output grads are not contiguous; ``in_place``: what the residual is added
+    - ``strided``: inputs and output grads are not contiguous
     - ``same_input``: one tensor, that of the capture if there is one, gets the values of every microbatch
+    - ``fit``: each step has the same inputs, and squared distances to targets as its loss; else output grads are given
     - ``hooks``: what those of parameters do; ``of the node`` they take grads as those of Megatron-Core's DDP do
+    - ``wgrad_hooks``: modules that delay wgrads have hooks, which are called after each wgrad
     - ``module_hooks``: layers have hooks, registered after the capture
-    - ``offload``: what autograd saves is copied; ``late_hooks``: parameters get their hooks after the capture
+    - ``late_hooks``: parameters get their hooks after the capture
+    - ``offload``: what autograd saves is copied
+    - ``drops_dummies``: the ``.grad`` of a weight with a ``main_grad`` is dropped after each dgrad
+    - ``keeps_grads``: a ``.grad`` is zeroed after a step, not dropped
     - ``clean_start``: the caller zeroes each ``main_grad`` after a capture, and forgets what hooks it has called
     - ``takes_grads``: the same, and the caller takes each ``.grad`` once it is there, so that none is added to another
+    - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
     - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
     - ``events``: what happens, in order
     """

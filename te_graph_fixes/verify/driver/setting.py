@@ -14,7 +14,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
-from .program import Program
+from .program import Program, Skipped
 
 os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
 os.environ.update(NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0", NVTE_MASKED_SOFTMAX_FUSION="0")
@@ -73,10 +73,6 @@ def make_recipe(name: str) -> Any:
     in_fp8 = program.fp8_attention and name in ("delayed", "current")
     attention = {"fp8_dpa": True, "fp8_mha": program.fp8_mha} if in_fp8 else {}
     return RECIPES[name][0](**attention)
-
-
-class Skipped(Exception):
-    """This GPU or this TE lacks what a case needs."""
 
 
 def require(*names: str) -> None:

@@ -95,6 +95,7 @@ class Training(Captured):
         return x + given if program.residual else x
 
     def begin(self, eager: bool = False) -> None:
+        """Mark first microbatches, and run the model that is beside this one, if any."""
         self.mark_first()
         if program.first == "cached":  # another model, before this one
             extra = self.extra if self.graphed and not eager else self.extra_forward
