@@ -17,7 +17,7 @@ from te_graph_fixes.verify.cases import CASES, Case
 from tests.child import measured, on_simulator, simulate
 
 TRANSPOSES, CACHED, STATE = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
-STATE_ALONE = f"{STATE},fp8-state-at-replay"
+STATE_ALONE = f"{STATE},fp8-state-at-replay,nested-autocast"
 """With what it requires."""
 FIXES = TRANSPOSES, CACHED, STATE
 EVERYTHING_ELSE = ",".join(sorted(set(CATALOGUE) - set(FIXES)))
