@@ -148,7 +148,7 @@ def in_child(work: Callable[[], object], kill_at: int = 0) -> int:
 def small(folder: Path) -> Decision:
     """One fix, which changes one module and adds one, for a TE without the modules that it leaves as they are."""
     tree = copy(folder)
-    decision = Decision(Source.at(tree), Settings(frozenset({"leaf-grad-lifetime"})))
+    decision = Decision(Source.at(tree), Settings(frozenset({"rng-states-at-replay"})))
     for path in tree.rglob("*.py"):
         if path != tree / GRAPH and path.name != "__init__.py":
             path.unlink()

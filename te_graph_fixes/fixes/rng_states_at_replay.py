@@ -5,8 +5,8 @@ Upstream: none yet, TE 2.10 to main
 Symptom: after ``tracker.reset()`` and ``add()``, or after ``set_states()``, as in loading a checkpoint, dropout in a
 graph goes on with the random numbers of before, and the tracker's are not drawn (outputs off by 0.74 on the simulator).
 
-Graphs are registered with the generators themselves, so TE cannot follow a tracker that gets others. A tracker now
-tells when it gets others; where it has other generators at a replay, their states are lent to those of the capture
+Graphs are registered with the generators themselves, so TE cannot follow a tracker that gets others. Each graph now
+keeps the tracker; where it has other generators at a replay, their states are lent to those of the capture
 (`te_graph_fixes/shipped/rng_states.py`, shipped beside the patched modules).
 """
 
@@ -27,15 +27,7 @@ PATCH = """
      for _, state in get_all_rng_states().items():
          ...
 
-@@ distributed.py CudaRNGStatesTracker.reset (at its start)
-+from ._te_rng_states import note_tracker
-+
-+note_tracker(self)
-@@ distributed.py CudaRNGStatesTracker.set_states (at its start)
-+from ._te_rng_states import note_tracker
-+
-+note_tracker(self)
-@@
+@@ distributed.py CudaRNGStatesTracker
  self.states_ = states
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,8 @@ def graph_maker() -> Callable[[], Any]:
     states = get_all_rng_states()
     if not states or not graph_safe_rng_available():
         return plain
-    tracked = _Tracked(states)
+    trackers = (found for found in gc.get_objects() if issubclass(type(found), CudaRNGStatesTracker))
+    tracked = _Tracked(next((found for found in trackers if found.states_ is states), None))
 
     def make() -> _Graph:
         graph = _Graph()
@@ -30,33 +32,29 @@ def graph_maker() -> Callable[[], Any]:
     return make
 
 
-def note_tracker(tracker: CudaRNGStatesTracker) -> None:
-    """Note whose states those of a capture were: ``tracker`` is about to have others."""
-    for tracked in _all_tracked:
-        if tracked.states is tracker.states_:
-            tracked.tracker = weakref.ref(tracker)
-
-
 class _Tracked:
-    """The states that a tracker has at a capture, with the generators from which the graphs draw.
+    """The generators that a tracker has at a capture: those from which the graphs draw.
 
-    TE's captures do not know the ``tracker``; it tells of itself when it exchanges its states.
+    ``gc.freeze()`` hides a tracker (None): then those count that any tracker got last, as they do for TE's capture.
     """
 
-    def __init__(self, states: dict[str, torch.Generator]) -> None:
-        self.states, self._captured = states, dict(states)
-        self.tracker: Callable[[], CudaRNGStatesTracker | None] = lambda: None
-        _all_tracked.add(self)
+    def __init__(self, tracker: CudaRNGStatesTracker | None) -> None:
+        self._states = get_all_rng_states if tracker is None else _states_of(weakref.ref(tracker))
+        self._captured = dict(self._states())
 
     def replaced(self) -> list[tuple[torch.Generator, torch.Generator]]:
         """The generators that are not the tracker's any more, each with the one that it has instead."""
-        tracker = self.tracker()
-        now = tracker.states_ if tracker else self.states
+        now = self._states()
         pairs = [(captured, now.get(name, captured)) for name, captured in self._captured.items()]
         return [(captured, current) for captured, current in pairs if captured is not current]
 
 
-_all_tracked: weakref.WeakSet[_Tracked] = weakref.WeakSet()
+def _states_of(reference: Callable[[], CudaRNGStatesTracker | None]) -> Callable[[], dict[str, torch.Generator]]:
+    def states() -> dict[str, torch.Generator]:
+        tracker = reference()
+        return tracker.states_ if tracker else {}
+
+    return states
 
 
 class _Graph(torch.cuda.CUDAGraph):  # type: ignore[misc,unused-ignore]
