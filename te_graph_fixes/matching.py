@@ -306,10 +306,10 @@ class Slot(NamedTuple):
 def statements(root: ast.stmt) -> list[Slot]:
     """A statement and those in it, by their first lines."""
     found = [Slot([root], 0, first_line(root), root.end_lineno or 0)]
-    for place in found:
-        for block in _blocks(place.node):
+    for slot in found:
+        for block in _blocks(slot.node):
             found += [
-                Slot(block, number, first_line(child), child.end_lineno, place) for number, child in enumerate(block)
+                Slot(block, number, first_line(child), child.end_lineno, slot) for number, child in enumerate(block)
             ]
     return sorted(found, key=itemgetter(2))
 
@@ -339,9 +339,9 @@ def standing_in(slots: list[Slot], line: int) -> list[Slot]:
 def nodes(root: ast.AST, line: int | None = None) -> list[Slot]:
     """All that is in a node, or what stands in a line of it, as far as it is an expression."""
     found = [Slot([root], 0)]
-    for place in found:
-        for part in place.node._fields:
-            value = getattr(place.node, part, None)
+    for slot in found:
+        for part in slot.node._fields:
+            value = getattr(slot.node, part, None)
             siblings = value if isinstance(value, list) else [value]
             for number, child in enumerate(siblings):
                 if not isinstance(child, ast.AST) or not child._fields:

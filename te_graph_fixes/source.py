@@ -305,8 +305,8 @@ class Definition:
         for later in inner.siblings[inner.number + 1 :]:
             if later not in known and _overwrites(later, inner.node):
                 raise unrecognized("a correction that stays", self, f"`{ast.unparse(later)}` below it")
-        around = [inner, *others, *(nodes(inner.node, at.lineno) if " if " in self.text(inner.node) else [])]
-        conditions = [slot.node for slot in around if isinstance(slot.node, (ast.If, ast.IfExp, ast.While))]
+        there = [slot.node for slot in self._at(at.lineno)]
+        conditions = [node for node in there if isinstance(node, (ast.If, ast.IfExp, ast.While))]
         tests = [node.test for node in conditions if node not in known and is_in(at, node) and not is_in(at, node.test)]
         for test in tests:
             self._require_no_switch(test)
