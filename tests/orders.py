@@ -90,15 +90,3 @@ def changed_order(order: list[float], choices: random.Random) -> list[float]:
         elif change == "chunk":
             changed[position] += choices.choice([-1, 1])
     return changed
-
-
-def illegal_orders(seed: int, number: int) -> list[list[float]]:
-    """``number`` random illegal orders, each close to a legal one."""
-    rng = random.Random(seed)
-    found: list[list[float]] = []
-    while len(found) < number:
-        chunks = rng.randint(1, 4)
-        order = changed_order(random_order(rng, chunks, rng.randint(1, 6), range(1, chunks + 1)), rng)
-        if not legal(order):
-            found.append(order)
-    return found
