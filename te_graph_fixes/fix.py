@@ -72,6 +72,8 @@ def not_applicable(reason: str) -> Verdict:
 class Fix:
     """One catalogue record.
 
+    ``id`` is the name of its file. ``summary`` and ``upstream``, the links, are what that file's docstring says first
+    (`named`). ``symptom`` is one line for ``status``.
     ``examine`` reads a `Source` and returns a `Verdict`; it raises `UnrecognizedError` where it finds neither the
     defect nor the corrected shape. ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
@@ -80,17 +82,24 @@ class Fix:
     ``cost`` is said where it is known of the fix alone (docs/results/benchmark.md, grad-input-lifetime.md).
     """
 
-    id: str
-    summary: str
     symptom: str
     examine: Callable[[Source], Verdict]
-    upstream: tuple[str, ...] = ()
     affected: str = f">={OLDEST}"
     requires: tuple[str, ...] = ()
     check_hints: tuple[str, ...] = ()
     group: str = ""
     users: str = ""
     cost: str = "none that was measured: with all fixes a replay takes 0.81 to 1.01 of TE's time"
+    id: str = ""
+    summary: str = ""
+    upstream: tuple[str, ...] = ()
+
+    def named(self, name: str, text: str) -> Fix:
+        """The record of the file ``name``; the ``text`` of its docstring begins with ``ID: summary.``, and upstream."""
+        title, upstream, *_ = [*text.split("\n\n"), "", ""]
+        summary = title.partition(": ")[2].removesuffix(".").replace("``", "")
+        links = re.findall(r"https://[\w./-]+\w", upstream)
+        return replace(self, id=name.replace("_", "-"), summary=summary, upstream=tuple(links))
 
     @property
     def versions(self) -> str:

@@ -68,6 +68,7 @@ TE = {
 }
 
 FIX = """
+    '''``{module}``: summary.\n\nUpstream: https://link'''
     from ..fix import Fix, applicable, not_needed
     from ..source import UnrecognizedError
 
@@ -77,7 +78,7 @@ FIX = """
             return not_needed("right already")
         return applicable("it is wrong", [found.replace(found.one('{name} = "wrong"'), '{name} = "right"')])
 
-    FIX = Fix("{module}", "summary", "symptom", examine, ("link",), requires={requires})
+    FIX = Fix("symptom", examine, requires={requires})
 """
 
 CATALOGUE = {
@@ -525,7 +526,7 @@ ADDS_A_MODULE = """
         edit = found.insert_before(found.node.body[0], "from transformer_engine.pytorch._third import x as _")
         return applicable("a module is missing", [edit], {"transformer_engine.pytorch._third": "x = 1\\n"})
 
-    FIX = Fix("third", "summary", "symptom", examine, ("link",))
+    FIX = Fix("symptom", examine)
 """
 
 
@@ -815,7 +816,7 @@ assert main(["diff"]) == 0
 def test_a_feature_that_the_version_should_have_is_missed_as_loudly_as_a_shape(own_world: World) -> None:
     text = """
         from ..fix import Fix, not_applicable
-        FIX = Fix("third", "summary", "symptom", lambda source: not_applicable("no feature"), affected="{affected}")
+        FIX = Fix("symptom", lambda source: not_applicable("no feature"), affected="{affected}")
     """
     for affected, status in ((">=2.13", "not-applicable"), (">=2.12", "unrecognized")):
         write(own_world.folder, {"te_graph_fixes/fixes/third.py": text.format(affected=affected)})
@@ -845,8 +846,8 @@ def test_the_warning_names_the_users_line_and_the_report(own_world: World) -> No
 
 
 def test_fixes_with_one_reason_are_named_together(own_world: World) -> None:
-    fix = (own_world.folder / "te_graph_fixes/fixes/linear.py").read_text().replace('Fix("linear"', 'Fix("third"')
-    (own_world.folder / "te_graph_fixes/fixes/third.py").write_text(fix)
+    folder = own_world.folder / "te_graph_fixes/fixes"
+    shutil.copy(folder / "linear.py", folder / "third.py")
     out = own_world.run("import te_graph_fixes\nassert results() == WRONG\n")
     assert out.count("graph, linear, third cannot be applied: two fixes edit the same text of ") == 1
     assert out.count("two fixes edit") == out.count("TEGraphFixesWarning") == 1
@@ -911,7 +912,7 @@ def test_a_module_that_is_imported_late_is_no_reason_to_read_again(own_world: Wo
         def examine(source):
             source.module("transformer_engine.pytorch.late").definition("late")
             return not_needed("it is right")
-        FIX = Fix("late", "summary", "symptom", examine, affected=">=2.99")
+        FIX = Fix("symptom", examine, affected=">=2.99")
     """
     write(own_world.folder, {"te_graph_fixes/fixes/late.py": late})
     write(own_world.folder, {"transformer_engine/pytorch/late.py": "def late(): return 1\n"})
@@ -1002,7 +1003,7 @@ assert found["te_graph_fixes_version"] == te_graph_fixes.__version__
 assert found["fixes"]["graph"] == {
     "status": "applied",
     "reason": "corrected: it is wrong",
-    "upstream": ["link"],
+    "upstream": ["https://link"],
     "targets": ["transformer_engine.pytorch.graph"],
 }
 """)

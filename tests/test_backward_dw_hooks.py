@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.fixes.backward_dw_hooks import FIX
+from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from tests.child import simulate
 from tests.published import source
 
+FIX = CATALOGUE["backward-dw-hooks"]
 NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
 REVERSED_HOOKS = (
     "for wgrad_accumulation_and_reduce_hook in self.wgrad_accumulation_and_reduce_hooks:",

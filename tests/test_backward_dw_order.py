@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.fixes.backward_dw_order import FIX
+from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.source import Source
 from te_graph_fixes.verify.cases import Case
 from tests.child import measured
 from tests.orders import NAMED, random_orders
 from tests.published import source
 
+FIX = CATALOGUE["backward-dw-order"]
 GRAPH = "transformer_engine.pytorch.graph"
 
 # Text of TE's that decides what the edits mean, and something that means another thing.

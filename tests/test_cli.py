@@ -224,7 +224,7 @@ def test_a_source_whose_corrected_text_does_not_compile(cli: Cli, tmp_path: Path
     words = {fix: found["verdict"] for fix, found in json.loads(out)["fixes"].items()}
     assert status == 1
     unbuildable = [fix for fix, word in words.items() if word == "unrecognized"]
-    assert (words["delayed-wgrad-delivery"], words["grouped-linear-skip-flag"]) == ("unrecognized", "applicable")
+    assert (words["wgrad-memory-reuse"], words["grouped-linear-skip-flag"]) == ("unrecognized", "applicable")
     status, out, err = cli("diff", "--source", tree)
     assert status == 1
     refused = [line for line in err.splitlines() if " cannot be applied: " in line]

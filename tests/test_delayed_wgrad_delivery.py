@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_graph_fixes.fixes.delayed_wgrad_delivery import FIX
+from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.shipped.delayed_wgrad import accumulate_grads, deliver_grads, take_grads
 from te_graph_fixes.source import Source
 from tests.child import simulate
 from tests.published import source
 
+FIX = CATALOGUE["delayed-wgrad-delivery"]
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
 LEAKS = "2.13" <= ".".join((Source.installed().version or "").split(".")[:2]) <= "2.18"
 ORDER = [1, 1, -1, -1] if (Source.installed().version or "").startswith("2.10.") else [1, 1, -1, -1.5, -1, -1.5]

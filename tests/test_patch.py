@@ -348,7 +348,7 @@ def test_places_are_nested() -> None:
 
 
 def verdict(text: str, patch: SemanticPatch) -> Verdict:
-    return Fix("a-fix", "", "", patch).verdict(source_of(text))
+    return Fix("", patch).verdict(source_of(text))
 
 
 def test_a_fix_is_a_patch_or_upstreams() -> None:

@@ -1,4 +1,4 @@
-"""The catalogue: one file a fix. Every module of this package that has a ``FIX`` is in `CATALOGUE`."""
+"""The catalogue: one file a fix. `CATALOGUE` has the ``FIX`` of each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..fix import Fix
 
 
 def _catalogue() -> dict[str, Fix]:
-    modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
-    fixes = [module.FIX for module in modules if hasattr(module, "FIX")]
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)}
+    fixes = (module.FIX.named(name, module.__doc__ or "") for name, module in modules.items())
     return {fix.id: fix for fix in sorted(fixes, key=lambda fix: fix.id)}
 
 

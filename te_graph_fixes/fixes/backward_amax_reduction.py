@@ -65,8 +65,6 @@ def first_module_flag(source: Source) -> str:
 
 
 FIX = Fix(
-    id="backward-amax-reduction",
-    summary="a graph that needs no backward switches off the backward's amax reduction of the whole autocast",
     symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
     group="FP8 state",
     users="recipe DelayedScaling with a graph first in an autocast that has no backward: a frozen layer, a teacher",

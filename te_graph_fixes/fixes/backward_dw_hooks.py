@@ -68,15 +68,9 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    id="backward-dw-hooks",
-    summary="replaying backward_dw skips the wgrad accumulation and reduce hooks",
     symptom="delayed wgrads: Megatron's DDP never reduces the gradients of captured layers",
     group="pipelines and delayed wgrads",
     users="Megatron-Core delay_wgrad_compute with its DDP",
-    upstream=(
-        "https://github.com/NVIDIA/TransformerEngine/pull/2614",
-        "https://github.com/NVIDIA/Megatron-LM/issues/2999",
-    ),
     affected=">=2.10,<2.13",
     examine=SemanticPatch(
         PATCH,

@@ -187,12 +187,9 @@ def _only_dgrad(capture: Definition) -> Edit:
 
 
 FIX = Fix(
-    id="backward-dw-order",
-    summary="delayed weight gradients are captured out of order, or read buffers that were handed on",
     symptom="delayed wgrads: gradients of another microbatch, KeyError: -1, or 'already owns a captured graph'",
     group="pipelines and delayed wgrads",
     users="Megatron-Core delay_wgrad_compute, and own callers of backward_dw() or of an _order with wgrads",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2376",),
     requires=("capture-without-warmup",),
     examine=examine,
     check_hints=("wgrad .grad", "wgrad main_grad"),

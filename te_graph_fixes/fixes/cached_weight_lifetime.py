@@ -36,8 +36,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="cached-weight-lifetime",
-    summary="cached FP8 weights are freed, or go stale, while a graph reads them",
     symptom="a graph for inference beside training, cached FP8 weights: illegal memory access, or old weights",
     group="evaluation and checkpoints",
     users="fp8_weight_caching (Megatron-Core sets it) with a graph for inference, or an evaluation in another recipe",

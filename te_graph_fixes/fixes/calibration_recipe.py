@@ -25,8 +25,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="calibration-recipe",
-    summary="a capture that only calibrates uses the default recipe instead of the caller's",
     symptom="a capture with calibrating=True records its amaxes for the default recipe, not for yours",
     group="FP8 state",
     users="make_graphed_callables(enabled=False, calibrating=True, recipe=...)",

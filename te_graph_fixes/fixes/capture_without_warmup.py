@@ -22,8 +22,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="capture-without-warmup",
-    summary="with num_warmup_iters=0 nobody knows which modules a graph runs",
     symptom="num_warmup_iters=0: FP8 scales never change, delayed wgrads are missing, or KeyError",
     group="FP8 state",
     users="make_graphed_callables(num_warmup_iters=0)",

@@ -141,8 +141,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="failed-capture-state",
-    summary="a capture that fails leaves the process damaged, and hides why it failed",
     symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
     users="programs that catch an exception of a capture and go on",

@@ -96,8 +96,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="fp8-state-at-replay",
-    summary="replays leave out what eager forwards do with the scales of delayed scaling",
     symptom="FP8 scales stay at their first value: modules called by .forward(), te.ops.Linear alone, an own autocast",
     group="FP8 state",
     users="recipe DelayedScaling (Megatron-Core fp8_recipe=delayed), and attention in FP8 (fp8_dpa) in current scaling",

@@ -36,8 +36,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="fp8-weight-transposes",
-    summary="replays use transposes of FP8 primary weights from before the last update",
     symptom="FP8 parameters built under no_grad or given by quantize_master_weights: dgrads off by 1.0",
     group="FP8 state",
     users="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",

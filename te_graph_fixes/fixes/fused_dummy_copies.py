@@ -20,8 +20,6 @@ from ..patch import SemanticPatch
 from ..shapes import SHARE_DUMMIES, graph_interface, lacks_parameter
 from ..source import Source
 
-OPTION = "clone_param_grads_on_return"
-
 PATCH = (
     SHARE_DUMMIES
     + """
@@ -42,19 +40,13 @@ and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_para
 
 def lacks_option(source: Source) -> bool:
     """Whether parameter grads are returned as they are, as before TE 2.19."""
-    return lacks_parameter(graph_interface(source), OPTION)
+    return lacks_parameter(graph_interface(source), "clone_param_grads_on_return")
 
 
 FIX = Fix(
-    id="fused-dummy-copies",
-    summary="parameter grads that nobody reads, because their wgrads are in main_grad, are copied at each replay",
     symptom="fused wgrad: the backward takes 15 to 20 % longer, and needs the weights' size again in memory",
     group="speed",
     users="fuse_wgrad_accumulation (Megatron-Core gradient_accumulation_fusion)",
-    upstream=(
-        "https://github.com/NVIDIA/TransformerEngine/pull/2937",
-        "https://github.com/NVIDIA/Megatron-LM/pull/5893",
-    ),
     affected=">=2.19",
     cost="none: a replay takes 0.81 to 0.95 of its time without",
     examine=SemanticPatch(

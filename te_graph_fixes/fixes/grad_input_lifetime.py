@@ -69,12 +69,9 @@ PATCH = (
 )
 
 FIX = Fix(
-    id="grad-input-lifetime",
-    summary="grad inputs are overwritten while they are sent, where every layer is passed as a chunk",
     symptom="pipelines with EP overlap: a late stage receives garbage, NaN or gradient norms of millions",
     group="pipelines and delayed wgrads",
     users="Megatron-Core overlap_moe_expert_parallel_comm with virtual pipeline stages of two or more layers",
-    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5966",),
     cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
     examine=SemanticPatch(
         PATCH,

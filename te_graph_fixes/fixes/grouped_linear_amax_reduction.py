@@ -35,8 +35,6 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    id="grouped-linear-amax-reduction",
-    summary="GroupedLinear's reduction of the backward's amaxes becomes part of its graph",
     symptom="delayed scaling, experts captured after some steps: FP8 scales change at each replay, off by 1.41",
     group="FP8 state",
     users="recipe DelayedScaling with captured experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",

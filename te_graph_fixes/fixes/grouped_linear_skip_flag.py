@@ -1,6 +1,8 @@
 """``grouped-linear-skip-flag``: under graphs, FP8 experts ignore the flag that says when weights are new.
 
-Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3051, /3052 and /3065 (TE 2.17)
+Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3051,
+https://github.com/NVIDIA/TransformerEngine/pull/3052,
+https://github.com/NVIDIA/TransformerEngine/pull/3065 (TE 2.17)
 
 Symptom: with FP8 weight caching, outputs of a graphed `GroupedLinear` are off by about 1.0 after the first optimizer
 step (its weights are never quantized again), or its weights are quantized at every microbatch and its wgrad is
@@ -94,16 +96,9 @@ def _skip_tensor(source: Source) -> str:
 
 
 FIX = Fix(
-    id="grouped-linear-skip-flag",
-    summary="FP8 GroupedLinear ignores the graph's skip flag",
     symptom="FP8 experts: outputs off by 1.0 after the first optimizer step, or wgrads at 0.577 of their norm",
     group="gradients",
     users="fp8_weight_caching with captured FP8 experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",
-    upstream=(
-        "https://github.com/NVIDIA/TransformerEngine/pull/3051",
-        "https://github.com/NVIDIA/TransformerEngine/pull/3052",
-        "https://github.com/NVIDIA/TransformerEngine/pull/3065",
-    ),
     affected=">=2.10,<2.17",
     examine=SemanticPatch(
         PATCH,

@@ -26,8 +26,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="leaf-grad-lifetime",
-    summary="grads that a graph returns for leaf inputs are overwritten by its next replay",
     symptom="a parameter that is passed as an input gets the last microbatch's gradient several times",
     group="gradients",
     users="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",

@@ -1,6 +1,7 @@
 """``nested-autocast``: modules inside a captured one lose FP8 where their class, or a base of it, is captured as well.
 
-Upstream: none yet, TE 2.10 to main (TE #1207 was closed without this case)
+Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 was
+closed without this case)
 
 Symptom: ``Sequential(Sequential(te.Linear), te.Linear)``, or a `te.Linear` that is captured next to a layer which holds
 one: the inner modules run in bf16 (outputs off by 0.06 to 1.47, any recipe); with `te.ops.Sequential` a crash.
@@ -40,12 +41,9 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="nested-autocast",
-    summary="modules inside a captured one lose FP8 where their class is captured as well",
     symptom="inner modules lose FP8 if their class is captured elsewhere too, or te.ops.Sequential crashes",
     group="FP8 state",
     users="captured modules inside of which others of the same class run, or beside which such a class is captured",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/issues/1207",),
     examine=SemanticPatch(PATCH, "modules that are not captured themselves run without FP8"),
     check_hints=("fp8 output", "fp8 gradient"),
 )

@@ -49,12 +49,9 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    id="none-outputs",
-    summary="a callable with an output that is None cannot be graphed",
     symptom="capturing a module that returns None among its outputs stops with AttributeError",
     group="crashes",
     users="callables that return None among their outputs, such as vision encoders",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2657",),
     affected="<2.13",
     examine=SemanticPatch(PATCH, "every output is taken for a tensor", corrected=[(UPSTREAM, "outputs may be None")]),
 )

@@ -54,12 +54,9 @@ def is_settled(source: Source) -> str:
 
 
 FIX = Fix(
-    id="nvfp4-weight-preswizzle",
-    summary="every graph swizzles the scales of cached NVFP4 weights again, where the kernels do not (capability 12.x)",
     symptom="NVFP4 with cached weights on RTX Blackwell: outputs and dgrads off by 0.2 to 0.6",
     group="FP8 state",
     users="recipe NVFP4BlockScaling with fp8_weight_caching on GPUs of capability 12.x",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/issues/3220",),
     affected=">=2.18",
     examine=SemanticPatch(
         PATCH,

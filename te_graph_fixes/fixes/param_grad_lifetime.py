@@ -100,12 +100,9 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    id="param-grad-lifetime",
-    summary="parameter grads that a graph returns are overwritten by its next replay",
     symptom="gradients in .grad of parameters: off by 1.0 over three microbatches, often inf",
     group="gradients",
     users="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights beside fused ones",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2937",),
     affected="<2.19",
     cost="gradients that are not fused are copied: for biases and norm weights 3 µs of the GPU a replay, and one "
     "kernel for each unfused wgrad",

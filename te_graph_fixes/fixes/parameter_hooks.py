@@ -82,8 +82,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="parameter-hooks",
-    summary="hooks of parameters run in warmup and capture, and what they do becomes part of the graph",
     symptom="gradient hooks also run during capture, so what they sum counts twice",
     group="gradients",
     users="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",

@@ -83,8 +83,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="recompute-in-graphs",
-    summary="where a graph recomputes activations, its replays miss updates of FP8 scales",
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
     users="recipe DelayedScaling with te.checkpoint inside a captured module",

@@ -59,8 +59,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="replay-arguments",
-    summary="graphs take arguments that are not those of their samples, without a word",
     symptom="graphed(inp=x) computes with a weight in place of x, and dicts with other key orders exchange tensors",
     group="misuse",
     users="own callers of make_graphed_callables that pass other arguments than their samples",

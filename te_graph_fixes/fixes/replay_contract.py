@@ -100,8 +100,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="replay-contract",
-    summary="programs that break what a capture has fixed compute wrong numbers, without a word",
     symptom="garbage after the number of microbatches has grown, or after weights were offloaded and came back",
     group="misuse",
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",

@@ -32,8 +32,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="rng-states-at-replay",
-    summary="replays draw from the generators that an RNG tracker had at capture",
     symptom="dropout repeats itself, or differs from eager, after an RNG tracker's reset() or set_states()",
     group="evaluation and checkpoints",
     users="dropout with an RNG tracker that is reset or set after the capture, as in loading a checkpoint",

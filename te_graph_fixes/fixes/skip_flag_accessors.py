@@ -51,15 +51,9 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    id="skip-flag-accessors",
-    summary="the accessors of the FP8 skip flag, which Megatron-Core 0.11 to 0.17 calls, are missing",
     symptom="own graphs of Megatron-Core 0.11 to 0.17 stop: no attribute 'set_skip_fp8_weight_update_tensor'",
     group="crashes",
     users="Megatron-Core 0.11.0 to 0.17.1 with graphs of its own (cuda_graph_impl=local) in FP8",
-    upstream=(
-        "https://github.com/NVIDIA/TransformerEngine/pull/3015",
-        "https://github.com/NVIDIA/Megatron-LM/issues/4707",
-    ),
     affected=">=2.15,<2.17",
     examine=SemanticPatch(
         PATCH,

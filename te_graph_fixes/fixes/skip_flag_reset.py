@@ -33,8 +33,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="skip-flag-reset",
-    summary="FP8GlobalStateManager.reset() frees the skip flag that graphs with cached weights read",
     symptom="after FP8GlobalStateManager.reset() earlier graphs keep old FP8 weights, or read memory of others",
     group="FP8 state",
     users="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching",

@@ -89,12 +89,9 @@ PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 
 
 FIX = Fix(
-    id="stale-fp8-weights",
-    summary="graphs go on with the FP8 weights of their capture",
     symptom="FP8 without cached weights: graphs go on with the weights of their capture, outputs off by 1.0",
     group="FP8 state",
     users="FP8 graphs without fp8_weight_caching, and graphs behind another FP8 module in one autocast",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/3298",),
     examine=SemanticPatch(
         PATCH,
         "graphs without a skip flag of their own never quantize their weights again",

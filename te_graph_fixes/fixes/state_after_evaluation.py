@@ -47,8 +47,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="state-after-evaluation",
-    summary="an evaluation in bf16 or another recipe takes a graph's FP8 state from its modules",
     symptom="after an evaluation in bf16 or another recipe te.ops graphs raise, and checkpoints lose FP8 state",
     group="evaluation and checkpoints",
     users="an evaluation in bf16 or another recipe between two training steps",

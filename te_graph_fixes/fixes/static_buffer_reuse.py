@@ -42,8 +42,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="static-buffer-reuse",
-    summary="static buffers are handed on between layers whose buffers differ",
     symptom="mixed layer types in one pipeline order: gradients off by 1.0, or wrong outputs",
     group="pipelines and delayed wgrads",
     users="_reuse_graph_input_output_buffers (Megatron-Core sets it) with layers of several kinds",

@@ -1,6 +1,7 @@
 """``subclass-autocast``: after a capture, modules of a captured subclass keep the capture's recipe for good.
 
-Upstream: none yet, TE 2.10 to main (TE #1207 was closed without this case)
+Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 was
+closed without this case)
 
 Symptom: where a module of a class and one of its subclass are captured in this order, as Megatron-Core's dense
 `TransformerLayer` and `MoETransformerLayer` are, all later eager calls of the subclass run in the capture's autocast
@@ -28,11 +29,8 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="subclass-autocast",
-    summary="after a capture, modules of a captured subclass keep the capture's recipe for good",
     symptom="after a capture, eager calls of a captured class's subclass keep the recipe of the capture",
     group="FP8 state",
     users="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/issues/1207",),
     examine=SemanticPatch(PATCH, "a subclass keeps the capture's __call__ of its base class"),
 )

@@ -28,12 +28,9 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    id="tuple-samples",
-    summary="samples given as a tuple are refused where buffers are reused",
     symptom="samples given as a tuple are refused where buffers are reused: AssertionError",
     group="crashes",
     users="samples in a tuple with _reuse_graph_input_output_buffers",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2426",),
     affected=">=2.6,<2.12",
     examine=SemanticPatch(PATCH, "samples have to be a list", corrected=[(UPSTREAM, "samples may be tuples")]),
 )

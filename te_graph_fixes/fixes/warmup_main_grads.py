@@ -39,8 +39,6 @@ DELAYED = """
 """
 
 FIX = Fix(
-    id="warmup-main-grads",
-    summary="warmup adds its wgrads to main_grad, and the next step of training begins with them",
     symptom="a capture adds garbage to main_grad: the next step's fused wgrads start from random values, or NaN",
     group="gradients",
     users="fused wgrads in training loops that zero main_grad before the capture and not after it",

@@ -43,12 +43,9 @@ def leaves_it_alone(source: Source) -> str:
 
 
 FIX = Fix(
-    id="warmup-reset",
-    summary="warmup resets modules to the first microbatch, which the graph then repeats",
     symptom="fused wgrad: only the last microbatch of a step counts, wgrads at 0.577 of their norm for three",
     group="gradients",
     users="several microbatches with Megatron-Core gradient_accumulation_fusion or modules with is_first_microbatch",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2715",),
     affected="<2.14",
     examine=SemanticPatch(PATCH, "modules are reset to the first microbatch after warmup", settled=leaves_it_alone),
     requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),

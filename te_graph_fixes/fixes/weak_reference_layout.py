@@ -27,15 +27,9 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="weak-reference-layout",
-    summary="reused outputs and grad inputs lose their strides, or are refused for their dtype",
     symptom="outputs that are not contiguous (.t(), chunk) come back as garbage, or 'Could not infer dtype'",
     group="gradients",
     users="_reuse_graph_input_output_buffers (Megatron-Core sets it) with strided outputs or moe_router_dtype=fp64",
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/issues/7155",
-        "https://github.com/NVIDIA/Megatron-LM/issues/7410",
-    ),
     examine=SemanticPatch(
         PATCH, "weak references are contiguous, and of some dtypes only", provides=("weak_references",)
     ),

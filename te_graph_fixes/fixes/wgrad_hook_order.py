@@ -30,11 +30,8 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="wgrad-hook-order",
-    summary="after a replayed backward_dw, ranks run their gradient hooks in different orders",
     symptom="ranks run their gradient hooks in different orders: hangs, or sums of different buckets",
     group="pipelines and delayed wgrads",
     users="several ranks with Megatron-Core delay_wgrad_compute and its DDP",
-    upstream=("https://github.com/NVIDIA/TransformerEngine/pull/2614",),
     examine=SemanticPatch(PATCH, "the modules of a callable are in no order"),
 )

@@ -32,8 +32,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="wgrad-memory-reuse",
-    summary="delayed wgrads of callables captured together read memory that a dgrad was given",
     symptom="delayed wgrads of several callables in one capture without _order: off by 1.0, or inf",
     group="pipelines and delayed wgrads",
     users="make_graphed_callables((a, b), ...) without _order, in modules with delay_wgrad_compute",

@@ -23,8 +23,6 @@ PATCH = """
 """
 
 FIX = Fix(
-    id="wgrad-without-dgrad",
-    summary="no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads",
     symptom="a first layer with delayed wgrads and without bias: RuntimeError in backward, or wrong wgrads",
     group="pipelines and delayed wgrads",
     users="delay_wgrad_compute in a first layer whose input needs no gradient",

@@ -1,4 +1,4 @@
-"""``delayed-wgrad-delivery``: a replayed `backward_dw` computes gradients that nobody gets; eagerly some get lost too.
+"""``delayed-wgrad-delivery``: gradients that a replayed ``backward_dw`` computes do not reach the parameters.
 
 Upstream: none yet
 
@@ -24,7 +24,7 @@ from ...fix import Fix, Verdict, applicable
 from ...patch import PYTORCH, edits
 from ...shapes import graph_capture
 from ...shipped import new_module
-from ...source import Definition, Edit, Source
+from ...source import Definition, Source
 from .backward_dw import MODULES, OPERATION, require_all_replaced
 
 # `replay()` stands in the place of itself: what `backward-dw-hooks` inserts below it comes behind the delivery.
@@ -52,6 +52,8 @@ PATCH = """
 @@ (3 times)
  module.backward_dw()
 
+@@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
++delayed_grads = static_delayed_grads.get(graph_idx, [])
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions
  return backward_dw, reset
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
@@ -124,7 +126,6 @@ def examine(source: Source) -> Verdict:
     if operation and operation.find("GroupedLinear._trigger_wgrad_accumulation_and_reduce_hooks"):
         patches.append(OPERATION_HAS_HOOKS)
     found = edits(source, "".join(patches))
-    found.append(_at_start(capture.inner("make_graphed_attribute_functions")))
     for module in {edit.module for edit in found} - {capture.module.name}:
         require_all_replaced(source.module(module), found)
     reason = "what backward_dw assigns to .grad is lost, under graphs and at a second microbatch"
@@ -139,18 +140,7 @@ def _names_outputs(capture: Definition) -> bool:
     return capture.has("del outputs, grad_inputs")
 
 
-def _at_start(function: Definition) -> Edit:
-    """Get the gradients on the line below the ``def``, above its comments."""
-    start = function.module.starts[function.node.lineno + 1]
-    indent = " " * function.node.body[0].col_offset
-    return Edit(
-        function.module.name, start, start, f"{indent}delayed_grads = static_delayed_grads.get(graph_idx, [])\n"
-    )
-
-
 FIX = Fix(
-    id="delayed-wgrad-delivery",
-    summary="gradients that a replayed backward_dw computes do not reach the parameters",
     symptom="delayed wgrads: gradients of biases and unfused weights never arrive, are garbage, or stop with an error",
     group="pipelines and delayed wgrads",
     users="delay_wgrad_compute with biases, or with weights whose wgrads are not fused into main_grad",
