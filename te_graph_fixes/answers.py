@@ -18,6 +18,7 @@ CONTAINERS = {
     "2.12.0+5671fd36": "NeMo 26.02",
     "2.14.0+71bbefbf": "NeMo 26.04",
     "2.16.0+b9d690e0": "NeMo 26.06",
+    "2.17.1+4329ff84": "NeMo 26.08",
 }
 """The containers that hold a vendor's build, by its version."""
 
