@@ -118,12 +118,31 @@ def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
     return _training(name, (ORDER,), **{**given, **options})
 
 
-def _contract(name: str, *fixes: str, quick: bool = False) -> Case:
-    """A program of ``verify.contract``."""
-    return Case(name, fixes, "contract:compare", {"name": name}, quick)
+def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False, **options: Any) -> Case:
+    """A program that runs graphs in other sequences, or ``breaks`` what their capture has fixed."""
+    given = {
+        "modules": ("layernorm_mlp",),
+        "bias": options.get("modules") != ("linear",),
+        "takes_grads": False,
+        **options,
+    }
+    return _program(name, fixes or (CONTRACT,), quick, breaks=breaks, **given)
+
+
+def _changed(*changes: str) -> tuple[str, ...]:
+    """Two microbatches, and changes in between."""
+    return "forward", "backward", *changes, "forward", "backward", "update"
 
 
 _STEPS = ("step",) * 3
+_MLPS = ("layernorm_mlp",) * 2
+_TWO = (1, 1, -1, -1)
+_TWICE = ("forward", "forward", "backward", "backward", "update")
+_BOTH = ("forward 0", "forward 1", "backward", "backward", "update")
+_THREE_UNDER_WAY = (
+    *("forward 0", "forward 1", "forward 0", "backward", "forward 1", "backward", "backward", "backward"),
+    "update",
+)
 _EVALUATED = ("step", "save", "evaluate_in_bf16", "step", "save", "evaluate_in_other", "step", "save")
 
 _ALL = (
@@ -295,47 +314,178 @@ _ALL = (
         events=("step", "save", "reseed_tracker", "step", "load", "step"),
     ),
     Case("misused-arguments", (ARGUMENTS,), "refusal:misused_arguments", quick=True),
-    _contract("more-microbatches", CONTRACT, quick=True),
-    _contract("fewer-microbatches", CONTRACT),
-    _contract("other-recipe-under-way", CONTRACT),
-    _contract("graph-twice-before-its-backward", CONTRACT),
-    _contract("module-twice-in-a-tuple", CONTRACT),
-    _contract("captures-nested-in-a-pool", CONTRACT),
-    _contract("captures-after-each-other-in-a-pool", CONTRACT),
-    _contract("backward-twice", CONTRACT),
-    _contract("checkpoint-of-te", CONTRACT, LEAVES, quick=True),
-    _contract("output-behind-a-checkpoint", CONTRACT),
-    _contract("one-sample-for-all", CONTRACT),
-    _contract("deep-copy", CONTRACT),
-    _contract("replaced-module", CONTRACT),
-    _contract("moved-before-the-backward", CONTRACT),
-    _contract("loaded-under-way", CONTRACT),
-    _contract("checkpoints-of-a-chunk", CONTRACT),
-    _contract("checkpoints-in-another-order", CONTRACT),
-    _contract("checkpoint-of-torch", CONTRACT, LEAVES),
-    _contract("checkpoint-without-reentry", CONTRACT, LEAVES),
-    _contract("checkpoints-in-delayed-scaling", CONTRACT),
-    _contract("checkpoints-in-flight", CONTRACT),
-    _contract("checkpoint-outside-of-the-autocast", CONTRACT),
-    _contract("checkpoint-inside-of-the-autocast", CONTRACT),
-    _contract("checkpoints-of-two-microbatches", CONTRACT),
-    _contract("checkpoints-of-one-module", CONTRACT),
-    _contract("recomputed-for-another-microbatch", CONTRACT),
-    _contract("targets-of-two-microbatches", CONTRACT),
-    _contract("wgrad-after-the-next-forward", CONTRACT),
-    _contract("wgrad-before-the-backward", CONTRACT),
-    _contract("data-of-a-parameter", CONTRACT, quick=True),
-    _contract("offloaded-weights", CONTRACT),
-    _contract("loaded-weights", CONTRACT),
-    _contract("other-main-grad", CONTRACT),
-    _contract("other-main-grad-under-way", CONTRACT),
-    _contract("data-of-an-fp8-parameter", CONTRACT),
-    _contract("written-in-place", CONTRACT),
-    _contract("unfrozen-parameters", CONTRACT),
-    _contract("gathered-input-grads", LEAVES, quick=True),
-    _contract("parameters-as-inputs", LEAVES),
-    Case("cast-input", (ARGUMENTS,), "contract:warned", {"name": "cast-input"}),
-    Case("outside-of-the-autocast", (CONTRACT,), "contract:warned", {"name": "outside-of-the-autocast"}),
+    _contract("more-microbatches", breaks=True, quick=True, order=_TWO, reuse=True, events=_THREE_UNDER_WAY),
+    _contract("fewer-microbatches", order=(1, 1, 1, -1, 1, -1, -1, -1), reuse=True, events=_BOTH),
+    _contract(
+        *("other-recipe-under-way", CONTRACT),
+        breaks=True,
+        recipe="delayed",
+        other="current",
+        order=_TWO,
+        events=(
+            *("step", "step"),
+            *("forward 0", "evaluate_in_other", "forward 1", "evaluate_in_other"),
+            "backward",
+            "backward",
+            "update",
+        ),
+    ),
+    _contract("graph-twice-before-its-backward", breaks=True, events=_TWICE),
+    _contract("module-twice-in-a-tuple", breaks=True, modules=("layernorm_mlp", "again"), together=True),
+    _contract("captures-nested-in-a-pool", breaks=True, modules=_MLPS, one_pool=True),
+    _contract(
+        "captures-after-each-other-in-a-pool",
+        modules=_MLPS,
+        one_pool=True,
+        events=(*("forward 0 0", "backward"), *("forward 0 1", "backward"), *("forward 0 0", "backward"), "update"),
+    ),
+    _contract(
+        "backward-twice",
+        breaks=True,
+        modules=("torch_mlp",),
+        events=("forward", "backward_and_keep", "backward", "update"),
+    ),
+    _contract("checkpoint-of-te", CONTRACT, LEAVES, quick=True, modules=_MLPS, together=True, checkpoints=("te", "")),
+    _contract(
+        "output-behind-a-checkpoint",
+        modules=_MLPS,
+        together=True,
+        checkpoints=("te", ""),
+        events=("forward", "backward", "read_outputs"),
+    ),
+    _contract("one-sample-for-all", modules=_MLPS, together=True, one_sample=True),
+    _contract("deep-copy", events=("go_on_with_a_copy", "step")),
+    _contract("replaced-module", breaks=True, modules=("sequential",), events=("replace_module", "step")),
+    _contract("moved-before-the-backward", breaks=True, events=("forward", "move_weights", "backward", "update")),
+    _contract(
+        "loaded-under-way",
+        breaks=True,
+        order=_TWO,
+        events=("step", "forward 0", "assign", "forward 1", "assign", "backward", "backward", "update"),
+    ),
+    _contract(
+        "checkpoints-of-a-chunk",
+        modules=_MLPS,
+        order=_TWO,
+        reuse=True,
+        checkpoints=("te", "te"),
+        events=("forward 0", "backward", "forward 1", "backward", "update"),
+    ),
+    _contract(
+        "checkpoints-in-another-order",
+        breaks=True,
+        modules=_MLPS,
+        order=_TWO,
+        reuse=True,
+        checkpoints=("te", "te"),
+        events=("forward 1", "forward 0", "backward", "backward", "update"),
+    ),
+    _contract(
+        "checkpoint-of-torch",
+        *(CONTRACT, LEAVES),
+        modules=_MLPS,
+        together=True,
+        checkpoints=("reentrant with more", ""),
+    ),
+    _contract(
+        "checkpoint-without-reentry",
+        *(CONTRACT, LEAVES),
+        modules=_MLPS,
+        together=True,
+        checkpoints=("not reentrant", ""),
+    ),
+    _contract("checkpoints-in-delayed-scaling", modules=_MLPS, together=True, recipe="delayed", recompute=True),
+    _contract(
+        "checkpoints-in-flight", breaks=True, modules=_MLPS, order=_TWO, checkpoints=("reentrant", ""), events=("step",)
+    ),
+    _contract("checkpoint-outside-of-the-autocast", breaks=True, recipe="current", checkpoints=("reentrant",)),
+    _contract(
+        "checkpoint-inside-of-the-autocast",
+        recipe="delayed",
+        checkpoints=("reentrant",),
+        events=("microbatch_in_autocast",) * 3 + ("update",),
+    ),
+    _contract("checkpoints-of-two-microbatches", breaks=True, modules=_MLPS, checkpoints=("te", "te"), events=_TWICE),
+    _contract(
+        "checkpoints-of-one-module",
+        breaks=True,
+        modules=("layernorm_mlp", "again"),
+        not_captured=(1,),
+        checkpoints=("te", "te"),
+    ),
+    _contract(
+        "recomputed-for-another-microbatch",
+        breaks=True,
+        modules=("layernorm_mlp", "again"),
+        not_captured=(1,),
+        retain=True,
+        checkpoints=("", "not reentrant"),
+        events=("forward 0 0", "forward 0 1", "backward 1", "backward", "update"),
+    ),
+    _contract(
+        "targets-of-two-microbatches",
+        breaks=True,
+        modules=("layernorm_mlp", "torch_linear"),
+        frozen=(0,),
+        not_captured=(1,),
+        input_grads=False,
+        events=_TWICE,
+    ),
+    _contract(
+        "wgrad-after-the-next-forward",
+        breaks=True,
+        modules=("linear",),
+        fused=True,
+        delay=True,
+        events=("forward", "backward", "forward", "wgrad", "update"),
+    ),
+    _contract(
+        "wgrad-before-the-backward",
+        breaks=True,
+        modules=("linear",),
+        fused=True,
+        delay=True,
+        events=("forward", "wgrad", "backward", "update"),
+    ),
+    _contract("data-of-a-parameter", breaks=True, quick=True, events=_changed("replace_data")),
+    _contract("offloaded-weights", breaks=True, events=_changed("move_weights", "write_in_place")),
+    _contract("loaded-weights", breaks=True, events=_changed("assign")),
+    _contract("other-main-grad", breaks=True, modules=("linear",), fused=True, events=_changed("replace_main_grads")),
+    _contract(
+        "other-main-grad-under-way",
+        breaks=True,
+        modules=("linear",),
+        fused=True,
+        order=_TWO,
+        events=("forward 0", "forward 1", "backward", "replace_main_grads", "backward", "update"),
+    ),
+    _contract(
+        "data-of-an-fp8-parameter",
+        breaks=True,
+        modules=("linear",),
+        recipe="current",
+        fp8_params=True,
+        events=_changed("replace_fp8_data"),
+    ),
+    _contract(
+        "written-in-place", modules=("linear",), fused=True, events=_changed("write_in_place", "zero_main_grads")
+    ),
+    _contract("unfrozen-parameters", breaks=True, freezes_first=True, events=_changed("train_all")),
+    _contract(
+        "gathered-input-grads",
+        LEAVES,
+        quick=True,
+        events=(
+            "forward",
+            "backward",
+            *("forward", "backward"),
+            *("forward_again", "backward") * 2,
+            "read_input_grads",
+        ),
+    ),
+    Case("parameters-as-inputs", (LEAVES,), "contract:parameters_as_inputs"),
+    Case("cast-input", (ARGUMENTS,), "contract:cast_input"),
+    Case("outside-of-the-autocast", (CONTRACT,), "contract:outside_of_the_autocast"),
     _training("plain-grad", (PARAM_GRADS,), fused=False, weights="plain", quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, weights="plain", fit=True, events=_STEPS * 2),
     _program("fp8-params-of-master", (TRANSPOSES,), recipe="delayed", fp8_params=True, optimizer="master weights"),

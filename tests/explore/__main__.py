@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 from te_graph_fixes.verify.driver.program import Program
 from tests import simulator
 
-from .programs import FOUND, OPEN, draw, shrink
+from .programs import FOUND, OPEN, draw, draw_broken, shrink
 from .scripts import script
 
 REFUSED = {
@@ -64,6 +64,7 @@ def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
     """The verdict of what this process runs."""
     from te_graph_fixes.verify.driver.comparison import differences
     from te_graph_fixes.verify.driver.events import train
+    from te_graph_fixes.verify.programs import REFUSED as CONTRACT
 
     eager: Any = {}
     if wanted is None:
@@ -78,20 +79,14 @@ def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
         found = train(True)
     except Exception as error:
         why = said(error)
-        refused = wanted is None and any(re.search(each, why) for each in REFUSED)
+        documented = [*REFUSED, CONTRACT] if Server.broken else REFUSED
+        refused = wanted is None and any(re.search(each, why) for each in documented)
         return {"verdict": "refused" if refused else "crash", "why": why} | given
     given["digest"] = digest(found)
     if wanted is not None:
         return {"verdict": "equal" if given["digest"] == wanted else "wrong"} | given
     wrong = differences(found, eager)
     return {"verdict": "wrong" if wrong else "equal", "why": str(wrong)} | given
-
-
-def judge_broken(seed: int) -> dict[str, Any]:
-    """The verdict of a program that may break what its capture has fixed."""
-    from . import contracts
-
-    return contracts.judge(seed)
 
 
 def said(error: BaseException) -> str:
@@ -123,6 +118,8 @@ class Server:
 
     files: ClassVar[list[Any]] = []
     forks = True
+    broken = False
+    """Whether programs may break what a capture has fixed, and be refused for it."""
     limit = 120
     """Seconds that one program may take."""
 
@@ -170,7 +167,7 @@ class Server:
             if not child:
                 signal.alarm(Server.limit)
                 fields, wanted = json.loads(line)
-                verdict = judge_broken(fields) if isinstance(fields, int) else judge(Program(**fields), wanted)
+                verdict = judge(Program(**fields), wanted)
                 if not Server.forks:
                     torch.cuda.synchronize()  # after an illegal memory access that raises, and this process ends
                 answer(verdict)
@@ -182,20 +179,19 @@ class Server:
             elif status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
 
-    def __call__(self, program: Program | int, wanted: str | None = None) -> dict[str, Any]:
-        """The verdict of a program; a number is the seed of one that may break what its capture has fixed."""
+    def __call__(self, program: Program, wanted: str | None = None) -> dict[str, Any]:
+        """The verdict of a program."""
         found = self._ask(program, wanted)
         if found["verdict"] in FINDINGS and not Server.forks:
             alone = self._ask(program, wanted)
             found = alone if alone["verdict"] in FINDINGS else {**alone, "after others": found}
         return found
 
-    def _ask(self, program: Program | int, wanted: str | None) -> dict[str, Any]:
+    def _ask(self, program: Program, wanted: str | None) -> dict[str, Any]:
         if not self.process:
             self._start()
         start = time.monotonic()
-        fields = program if isinstance(program, int) else dataclasses.asdict(program)
-        print(json.dumps([fields, wanted]), file=self._requests, flush=True)
+        print(json.dumps([dataclasses.asdict(program), wanted]), file=self._requests, flush=True)
         crash = '{"verdict": "crash", "why": "the process ended"}'
         found: dict[str, Any] = json.loads(self._answers.readline() or crash)
         if found["verdict"] in FINDINGS and not Server.forks:
@@ -288,13 +284,13 @@ def find(options: argparse.Namespace) -> int:
         server = Server(options.switch, options.disable)
         for seed in (options.seed + number for number in numbers):
             if options.broken:
-                verdict = server(seed)
-                note(options, {"seed": seed, "program": "", **verdict}, say=verdict["verdict"] in FINDINGS)
-                continue
-            small = program = examples[seed - options.seed] if examples else draw(seed, options.gpu, options.ranks)
+                program = draw_broken(seed)
+            else:
+                program = examples[seed - options.seed] if examples else draw(seed, options.gpu, options.ranks)
+            small = program
             verdict = server(program)
             found = verdict["verdict"] in FINDINGS
-            if found and options.shrink:
+            if found and options.shrink and not options.broken:
                 small = shrink(program, lambda p, kind=verdict["verdict"]: server(p)["verdict"] == kind)
                 verdict = server(small)
             note(options, {"seed": seed, **verdict, "program": str(small)}, say=found)
@@ -424,7 +420,7 @@ def main() -> int:
         simulator.install()
         import transformer_engine.pytorch  # noqa: F401
     Server.forks = options.ranks = simulated and not options.no_fork
-    Server.limit = options.limit
+    Server.limit, Server.broken = options.limit, options.broken
     with contextlib.ExitStack() as stack:
         if not options.results:
             options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name

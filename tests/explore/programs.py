@@ -437,6 +437,7 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
         changes.append({"order": order})
     known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay", "ranks", *RARE_FIELDS}
     known |= {"takes_grads", "clean_start", "fit"}  # which are of `verify`: each of its cases shows one defect
+    known |= {"freezes_first", "retain", "one_pool", "one_sample", "checkpoints"}  # of those that break a capture
     names = [each.name for each in fields(program) if each.name not in known]
     for name in sorted(r.sample(names, len(names)), key=lambda name: name not in wanted):
         if name in wanted or r.random() < 0.2:
@@ -486,6 +487,46 @@ def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -
         chunk, part = r.choice(able)
         done[chunk, part] += 1
         order.append((chunk, -chunk, -chunk - 0.5)[part])
+
+
+CHECKPOINTS = ("", "te", "reentrant", "not reentrant")
+CHANGES = ("replace_data", "assign", "replace_main_grads", "train_all", "write_in_place")
+
+
+def draw_broken(seed: int) -> Program:
+    """Forwards by a graph, backwards of an open microbatch, evaluations and changes, in any sequence."""
+    r = random.Random(seed)
+    layers = tuple(r.choice(("linear", "layernorm_linear", "layernorm_mlp")) for _ in range(r.randint(1, 3)))
+    graphs = r.randint(2, 3)
+    events: list[str] = []
+    under_way = forwards = 0
+    for _ in range(r.randint(3, 10)):
+        if r.random() < 0.12:
+            events.append(f"{r.choice(CHANGES)} {r.randrange(len(layers))}")
+        elif r.random() < 0.1:
+            events.append(f"forward_without_grad {r.randrange(graphs)}")
+        elif under_way and r.random() < 0.6:
+            events.append(f"backward {r.randrange(under_way) if r.random() < 0.2 else 0}")
+            under_way -= 1
+        else:
+            events.append(f"forward {r.randrange(graphs) if r.random() < 0.2 else forwards % graphs}")
+            under_way, forwards = under_way + 1, forwards + 1
+    capture = r.choice(("together", "apart", "one_pool", "order", "order"))
+    return Program(
+        modules=layers,
+        bias=True,
+        microbatches=graphs,
+        recipe="current" if r.random() < 0.3 else "bf16",
+        fused=r.random() < 0.4,
+        freezes_first=r.random() < 0.2,
+        retain=r.random() < 0.2,
+        checkpoints=tuple(r.choice(CHECKPOINTS) if r.random() < 0.3 else "" for _ in layers),
+        events=(*events, *["backward 0"] * under_way, "update"),
+        together=capture == "together",
+        one_pool=capture == "one_pool",
+        order=((1,) * graphs + (-1,) * graphs) if capture == "order" else (),
+        reuse=capture == "order",
+    )
 
 
 def smaller(program: Program) -> Iterator[Program]:

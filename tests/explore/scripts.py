@@ -13,7 +13,7 @@ PARTS = [
     Path(__file__).with_name("alone.py"),
     *(
         Path(driver.__file__).with_name(f"{name}.py")
-        for name in ("setting", "modules", "graphs", "training", "events", "comparison")
+        for name in ("setting", "modules", "graphs", "training", "replays", "events", "comparison")
     ),
 ]
 SET_HERE = ({"program"}, {"use"})
@@ -142,7 +142,7 @@ def script(program: Program, title: str = "") -> str:
     text = ""
     while text != ast.unparse(tree):  # what one round leaves out may have been all that needed something else
         text = ast.unparse(tree)
-        tree.body = prune(tree.body, {"train", "annotations"})
+        tree.body = prune(tree.body, {"train", "annotations", *(event.split()[0] for event in program.events)})
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name in ("Captured", "Training"):
                 others = set().union(*(words(each) for each in tree.body if each is not node))

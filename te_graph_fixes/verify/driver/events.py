@@ -16,6 +16,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from .graphs import fused
 from .modules import Block, torch_linear
+from .replays import *  # noqa: F403  # events too
 from .setting import SIMULATED, TOKENS, autocast, program, random, seed_tracker, tracker
 from .training import Training
 
@@ -113,7 +114,7 @@ def raise_in_autocast(t: Training) -> None:
     """A forward whose backward never comes, and an exception inside an autocast."""
     t.begin()
     with contextlib.suppress(ZeroDivisionError), autocast(t.recipe):
-        t.forward(random(), 0, 0)
+        t.forward(random(), t.chunk(0), 0)
         raise ZeroDivisionError
 
 
@@ -193,7 +194,8 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
     for number, event in enumerate(program.events):
         torch.manual_seed(number + 2 + (100 * dist.get_rank() if program.ranks else 0))
         t.event = f"{number} {event}"
-        globals()[event](t)
+        name, *numbers = event.split()
+        globals()[name](t, *map(int, numbers))
         t.state()
         if not SIMULATED:
             dirty()
@@ -203,7 +205,7 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
         t.release()
     t.event, seen = "released", t.seen
     if SIMULATED:
-        t.calls, t.eager, t.forwards = [], [], []
+        t.calls, t.eager, t.forwards, t.under_way, t.run_before = [], [], [], [], []
         gc.collect()
         t.see("memory of graphs", torch.tensor([torch.cuda.memory_allocated()]))
     return seen

@@ -37,13 +37,17 @@ class Captured:
         self.event = "made"
         self.called: list[str] = []
         self.nodes: list[Any] = []
+        self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.run_before: list[tuple[torch.Tensor, torch.Tensor]] = []
         OPTIONS.update(bias=program.bias, fuse_wgrad_accumulation=program.fused)
         OPTIONS["delay_wgrad_compute"] = program.delay and graphed
         with (
             torch.set_grad_enabled(not program.built_without_grad),
             te.quantized_model_init(enabled=program.fp8_params, recipe=make_recipe(program.recipe)),
         ):
-            self.layers = [make(kind) for kind in program.modules]
+            self.layers: list[Any] = []
+            for kind in program.modules:
+                self.layers.append(self.layers[-1] if kind == "again" else make(kind))
             self.extra: Any = None
             if program.first in ("eager", "frozen", "teacher", "cached"):
                 self.extra = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
@@ -58,14 +62,15 @@ class Captured:
             self.layers[number].requires_grad_(False)
         for number, layer in enumerate(self.layers):
             self.prepare(number, layer)
+            if program.freezes_first:
+                next(layer.parameters()).requires_grad_(False)
         self.chunks = max(program.order) if program.order else 1
         self.per_chunk = len(self.layers) // self.chunks
         self.microbatches = program.order.count(1) if program.order else program.microbatches
         self.forwards = [layer.forward for layer in self.layers]
         self.eager: list[list[Any]] = [[forward] * self.microbatches for forward in self.forwards]
         self.calls: list[list[Any]] = [[layer] * self.microbatches for layer in self.layers]
-        self.parameters = list(dict.fromkeys(each for layer in self.layers for each in layer.parameters()))
-        self.weights = {p for each in self.layers for p in fused(each)}
+        self.find_parameters()
         modules = [module for layer in self.layers for module in layer.modules()]
         self.before_capture = {module: {name: vars(module).get(name) for name in GIVEN} for module in modules}
         if program.optimizer in ("adam", "adam of master weights"):
@@ -74,6 +79,7 @@ class Captured:
         elif program.optimizer == "master weights":
             self.master = {each: each.detach().dequantize() for each in self.parameters}
         self.input = sample()
+        self.pool = torch.cuda.graph_pool_handle() if program.one_pool else None
         if graphed:
             self.capture()
         if program.takes_grads or program.clean_start:
@@ -87,6 +93,14 @@ class Captured:
             layer.register_full_backward_hook(lambda *_: self.called.append("module, backward"))
         if program.hooks == "ddp":
             self.reducing = list(map(DistributedDataParallel, self.layers))
+
+    def find_parameters(self) -> None:
+        self.parameters = list(dict.fromkeys(each for layer in self.layers for each in layer.parameters()))
+        self.weights = {parameter for layer in self.layers for parameter in fused(layer)}
+
+    def chunk(self, number: int) -> range:
+        """The numbers of a chunk's layers."""
+        return range(number * self.per_chunk, (number + 1) * self.per_chunk)
 
     def prepare(self, number: int, layer: Any) -> None:
         """What a training framework gives to modules and parameters: marks, ``main_grad``, hooks."""
@@ -176,13 +190,15 @@ class Captured:
                 "recipe": make_recipe(self.recipe),
                 "amax_reduction_group": everybody(),
                 "cache_quantized_params": program.weights == "cached",
+                "retain_graph_in_backward": program.retain,
+                "pool": self.pool,
                 **options,
             },
         )
 
     def samples(self, number: int) -> tuple[Any, Any]:
         """The `arguments` to capture a layer with."""
-        leaf = self.input if program.same_input and not number else sample()
+        leaf = self.input if program.one_sample or (program.same_input and not number) else sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
         return arguments(number, leaf, sample())
@@ -190,10 +206,7 @@ class Captured:
     def capture_order(self) -> None:
         """Graphs of every chunk and microbatch."""
         numbers = [
-            chunk * self.per_chunk + layer
-            for chunk in range(self.chunks)
-            for _ in range(self.microbatches)
-            for layer in range(self.per_chunk)
+            number for chunk in range(self.chunks) for _ in range(self.microbatches) for number in self.chunk(chunk)
         ]
         order, per_chunk = list(program.order), self.per_chunk
         if program.layers_as_chunks:
@@ -215,8 +228,8 @@ class Captured:
     def layers_of(self, entry: float) -> list[float]:
         """An entry of the order, once for each layer of its chunk."""
         chunk, part = abs(math.ceil(entry)) - 1, math.ceil(entry) - entry
-        layers = range(chunk * self.per_chunk + 1, (chunk + 1) * self.per_chunk + 1)
-        return list(layers) if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]
+        layers = [number + 1 for number in self.chunk(chunk)]
+        return layers if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]  # type: ignore
 
     def capture_inference(self) -> None:
         """A graph of the first layer for inference, beside those for training."""

@@ -107,6 +107,10 @@ def sequential() -> Any:
     return torch.nn.Sequential(linear(), torch.nn.ReLU(), linear())
 
 
+def torch_mlp() -> Any:
+    return torch.nn.Sequential(torch_linear(), torch.nn.GELU(), torch_linear())
+
+
 def nested() -> Any:
     return torch.nn.Sequential(torch.nn.Sequential(linear()), te.LayerNorm(HIDDEN, dtype=torch.bfloat16), linear())
 

@@ -15,13 +15,15 @@ class Program:
 
     What is trained:
 
-    - ``modules``: the layers, in the order in which they run, each captured by itself or ``together``
+    - ``modules``: the layers, in the order in which they run, each captured by itself or ``together``; ``again`` is the
+      one before once more
     - ``recipe``: that of training; ``other``: that of `switch_recipe`, and of evaluations and autocasts in another one
     - ``bias``: projections have one; ``fused``: wgrads are added to ``main_grad``; ``fp8_params``: weights are in FP8
     - ``fp8_attention``: attention is in FP8 too, in torch operations that round as it does, with ``fp8_mha`` its inputs
     - ``built_without_grad``: modules are made without gradients
     - ``weights``: ``plain``, ``marked`` (modules mark first microbatches) or ``cached`` (and graphs cache weights)
     - ``frozen``, ``in_bf16``, ``not_captured``: numbers of layers that are not trained, are without FP8, have no graph
+    - ``freezes_first``: the first parameter of each layer is not trained
     - ``tracker``: dropout draws from an RNG tracker
 
     How it is captured:
@@ -30,7 +32,9 @@ class Program:
     - ``layers_as_chunks``: each layer is a chunk of the order; ``reuse``: graphs of an order share buffers
     - ``tuples``: the samples of an order are in a tuple, not in a list
     - ``delay``: graphs delay their wgrads; without wgrads in the order each comes right after its dgrad
-    - ``warmup``: the iterations before a capture; ``own_pool``: each capture has a memory pool of its own
+    - ``warmup``: the iterations before a capture; ``retain``: backwards can be replayed more than once
+    - ``own_pool``: each capture has a memory pool of its own; ``one_pool``: all have the same
+    - ``one_sample``: all layers are captured with the same tensor
     - ``inference``: the first layer has a graph for inference too, captured ``first`` or ``after`` those for training
     - ``calibrating``: FP8 is calibrated, not used
     - ``inside``: only the first projection of a layer is captured, where it has one
@@ -40,7 +44,8 @@ class Program:
     - ``sets_flag``: the caller sets TE's flag that says whether weights are new, as Megatron-Core does
     - ``first``: what else runs first in the autocast, or is a model of its own whose graph caches weights (``cached``)
     - ``autocasts``: around all layers, each, or inside another
-    - ``recompute``: each layer is in `te.checkpoint`; ``residual`` and ``in_place``: input is added to output
+    - ``recompute``: each layer is in `te.checkpoint`; ``checkpoints``: each is in one of these
+    - ``residual`` and ``in_place``: input is added to output
     - ``input_grads``: inputs have gradients
     - ``late_reads``: input grads are read at the end of the next dgrad, as a send to another rank does
     - ``strided``: inputs and output grads are not contiguous
@@ -108,6 +113,11 @@ class Program:
     module_hooks: bool = False
     clean_start: bool = False
     takes_grads: bool = False
+    freezes_first: bool = False
+    retain: bool = False
+    one_pool: bool = False
+    one_sample: bool = False
+    checkpoints: tuple[str, ...] = ()
     events: tuple[str, ...] = ("step", "step")
 
     def __str__(self) -> str:

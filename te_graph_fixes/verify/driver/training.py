@@ -7,11 +7,13 @@ import functools
 import gc
 import math
 import pickle
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
 import torch
 import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -50,6 +52,8 @@ class Training(Captured):
         in_bf16 = number in program.in_bf16
         if program.recompute and not in_bf16:
             call = functools.partial(te.checkpoint, call, get_rng_state_tracker=the_tracker())
+        if program.checkpoints:
+            call = checkpointed(program.checkpoints[number], call)
         with te.autocast(enabled=False) if in_bf16 else contextlib.nullcontext():
             out = call(*given, **options)
         return out[program.modules[number] == "SignsFirst"] if isinstance(out, tuple) else out
@@ -76,11 +80,10 @@ class Training(Captured):
             return x - target
         return x
 
-    def forward(self, x: torch.Tensor, chunk: int, microbatch: int, eager: bool = False) -> torch.Tensor:
-        """Run a microbatch through the layers of a chunk."""
+    def forward(self, x: torch.Tensor, layers: Iterable[int], microbatch: int, eager: bool = False) -> torch.Tensor:
+        """Run a microbatch through layers."""
         calls = self.eager if eager else self.calls
         graphed = self.graphed and not eager
-        layers = range(chunk * self.per_chunk, (chunk + 1) * self.per_chunk)
         given = x
         if program.sets_flag:
             FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(microbatch > 0)
@@ -114,7 +117,7 @@ class Training(Captured):
         for entry in program.order or (1, -1) * self.microbatches:
             chunk, microbatch = abs(math.ceil(entry)) - 1, counts.get(entry, 0)
             counts[entry] = microbatch + 1
-            layers = range(chunk * self.per_chunk, (chunk + 1) * self.per_chunk)
+            layers = self.chunk(chunk)
             if entry > 0:
                 sizes = (1.0, 1.0) if program.fit else (len(self.seen) / 4 + 1, 0.01)
                 x, output_grad = map(random, sizes)  # with ``fit``, the target
@@ -125,7 +128,7 @@ class Training(Captured):
                 if program.input_grads:
                     x.requires_grad_()
                 with kept_elsewhere() if program.offload else contextlib.nullcontext():
-                    out = self.forward(x, chunk, microbatch, eager)
+                    out = self.forward(x, layers, microbatch, eager)
                 self.see("outputs", out)
                 live[chunk, microbatch] = x, out, output_grad
             elif entry % 1 == 0:
@@ -221,7 +224,7 @@ class Training(Captured):
             layer.eval()
         kept, self.recipe = self.recipe, recipe or self.recipe
         with mode():
-            self.see("outputs", self.forward(random(), 0, 0, eager=True))
+            self.see("outputs", self.forward(random(), self.chunk(0), 0, eager=True))
         self.recipe = kept
         for layer in self.layers:
             layer.train()
@@ -231,8 +234,8 @@ class Training(Captured):
     def state(self) -> None:
         """See all that later steps and a checkpoint depend on, and what the process is left with."""
         self.see("parameters", *(each.dequantize() for each in self.parameters))
-        if self.recipe != "bf16":
-            for layer in self.layers:
+        if self.recipe != "bf16" and any(name.endswith("outputs") for name in self.seen):
+            for layer in self.layers:  # whose state a capture makes, and eager training its first forward
                 self.see("FP8 state", *fp8_state(layer))
         self.see("RNG state", torch.cuda.get_rng_state())
         if program.tracker:
@@ -251,6 +254,20 @@ class Training(Captured):
         ]
         self.called.clear()
         self.see("left behind", torch.tensor(list("\n".join(map(str, left)).encode())))
+
+
+def checkpointed(kind: str, call: Any) -> Any:
+    """A call in a checkpoint of TE or of torch, alone or between operations that are recomputed too."""
+    if kind == "te":
+        return functools.partial(te.checkpoint, call)
+    if not kind:
+        return call
+
+    def between(x: torch.Tensor) -> Any:
+        return torch.sin(call(torch.sin(x)))
+
+    run = call if kind == "reentrant" else between
+    return functools.partial(checkpoint, run, use_reentrant=kind != "not reentrant")
 
 
 def kept_elsewhere() -> Any:

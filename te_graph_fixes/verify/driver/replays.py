@@ -1,0 +1,142 @@
+"""Events that run forwards and backwards one by one, in any sequence, and that change what a capture has fixed.
+
+A number behind the name of an event is a graph, a microbatch or a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+
+from .modules import linear
+from .setting import RATE, autocast, program, random
+from .training import Training
+
+update = functools.partial(Training.update, rate=RATE)
+
+
+def forward(t: Training, graph: int = 0, *layers: int) -> None:
+    """A microbatch through the graphs for microbatch ``graph`` of all layers, or of these."""
+    run_forward(t, random().requires_grad_(program.input_grads), graph, layers)
+
+
+def forward_again(t: Training, graph: int = 0) -> None:
+    """The same with the input of the last one, whose gradients add up."""
+    run_forward(t, t.run_before[-1][0], graph)
+
+
+def run_forward(t: Training, x: torch.Tensor, graph: int, layers: tuple[int, ...] = ()) -> None:
+    microbatch = x, t.forward(x, layers or t.chunk(0), graph)
+    t.under_way.append(microbatch)
+    t.run_before.append(microbatch)
+    t.see("outputs", microbatch[1])
+
+
+def forward_without_grad(t: Training, graph: int = 0) -> None:
+    with torch.no_grad():
+        t.see("outputs", t.forward(random(), t.chunk(0), graph))
+
+
+def backward(t: Training, place: int = 0) -> None:
+    """The backward of a microbatch, which is the ``place``-th of those that are under way."""
+    x, out = t.under_way.pop(place)
+    out.backward(random())
+    t.see("dgrads", x.grad)
+
+
+def backward_and_keep(t: Training) -> None:
+    """A backward after which there can be another one."""
+    t.under_way[0][1].backward(random(), retain_graph=True)
+
+
+def microbatch_in_autocast(t: Training) -> None:
+    """A microbatch whose backward is in the autocast too."""
+    with autocast(t.recipe):
+        forward(t)
+        backward(t)
+
+
+def wgrad(t: Training, graph: int = 0) -> None:
+    """The delayed wgrads of a microbatch."""
+    for number in reversed(t.chunk(0)):
+        t.wgrad(number, graph, eager=False)
+
+
+def read_outputs(t: Training) -> None:
+    """Those of all microbatches, once more."""
+    t.see("outputs", *(out for _, out in t.run_before))
+
+
+def read_input_grads(t: Training) -> None:
+    t.see("dgrads", *(x.grad for x, _ in t.run_before))
+
+
+def last(layer: Any) -> Any:
+    """The last parameter of a layer."""
+    return [*layer.parameters()][-1]
+
+
+def replace_data(t: Training, number: int = 0) -> None:
+    parameter = last(t.layers[number])
+    parameter.data = parameter.data * 1.5
+
+
+def replace_fp8_data(t: Training) -> None:
+    weight = t.layers[0].weight
+    weight._data = torch.full_like(weight._data, 56)  # 1.0
+
+
+def move_weights(t: Training) -> None:
+    """Weights are elsewhere from now on, and their memory is another's, as where they are offloaded and come back."""
+    for parameter in t.parameters:
+        before, parameter.data = parameter.data, parameter.data.clone()
+        before.zero_()
+
+
+def assign(t: Training, number: int = 0) -> None:
+    """``load_state_dict(assign=True)`` makes another parameter."""
+    layer = t.layers[number]
+    name, parameter = [*layer.named_parameters()][-1]
+    layer.load_state_dict({name: parameter.detach() * 1.5}, strict=False, assign=True)
+    of_framework = {key: value for key, value in vars(parameter).items() if "main_grad" in key}
+    vars(layer.get_parameter(name)).update(of_framework)
+    t.find_parameters()
+
+
+@torch.no_grad()
+def write_in_place(t: Training, number: int = 0) -> None:
+    last(t.layers[number]).mul_(1.5)
+
+
+def replace_main_grads(t: Training, number: int = 0) -> None:
+    for parameter in t.layers[number].parameters():
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad = parameter.main_grad.clone()
+
+
+def zero_main_grads(t: Training) -> None:
+    for parameter in t.weights:
+        parameter.main_grad.zero_()
+
+
+def train_all(t: Training, number: int = 0) -> None:
+    """Train what was frozen, without another capture."""
+    t.layers[number].requires_grad_(True)
+    t.find_parameters()
+
+
+def replace_module(t: Training) -> None:
+    """Replace a module in a captured one, as adapters do."""
+    t.layers[0][-1] = linear()
+    t.find_parameters()
+
+
+def go_on_with_a_copy(t: Training) -> None:
+    """Train a copy of the layers with other weights, as where an average of weights is made."""
+    t.layers = copy.deepcopy(t.layers)
+    t.calls = [[layer] * t.microbatches for layer in t.layers]
+    t.find_parameters()
+    write_in_place(t)
