@@ -141,25 +141,27 @@ class Pattern:
     def is_apart(self, node: Any, bindings: Bindings) -> bool:
         """Whether a statement has nothing to do with the pattern: it logs, measures, checks, or sets other names.
 
-        What it sets is no word of the pattern. What it calls is nothing that the pattern sets or has matched.
+        What it sets is no word of the pattern. Neither the statement nor the value of it is a method call of what the
+        pattern sets or has matched; what a log is given may be one.
         """
         bound = {each.id for each in bindings.values() if isinstance(each, ast.Name)}
         match node:
-            case ast.FunctionDef(name=name):
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 return name not in self.words
             case ast.Import(names=imported) | ast.ImportFrom(names=imported):
                 names = {(each.asname or each.name).partition(".")[0] for each in imported}
                 return names.isdisjoint(self._set_names | bound)
-            case ast.Pass() | ast.Assert() | ast.Expr(value=ast.Constant() | ast.Call()):
-                pass
-            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Delete():
-                pass
-            case ast.If() | ast.For() | ast.With() | ast.Try():
-                pass
-            case _:
+            case ast.Global(names=declared) | ast.Nonlocal(names=declared):
+                return self.words.isdisjoint(declared)
+            case ast.AnnAssign(value=None):  # it sets nothing
+                return True
+            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue() | ast.Expr(value=ast.Yield()):
                 return False
-        set_names = [*_set_by(node)]
-        called = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
+        if not isinstance(node, ast.stmt):
+            return False
+        set_names = [names for names in _set_by(node) if names != ["_"]]
+        values = (getattr(part, "value", None) for part in ast.walk(node) if isinstance(part, ast.stmt))
+        called = [value.func for value in values if isinstance(value, ast.Call)]
         used = {part.id for function in called for part in ast.walk(function) if isinstance(part, ast.Name)}
         inner = (statement for block in _blocks(node) for statement in block)
         return (
@@ -171,8 +173,8 @@ class Pattern:
     def _match(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
         """Each way in which ``found`` matches, as what was bound before and by it."""
         if isinstance(wanted, list) and isinstance(found, list):
-            # An empty list matches an empty one alone; a gap at the end has taken all that there is.
-            takes_all = not wanted or is_gap(wanted[-1]) or is_named_gap(wanted[-1])
+            # A gap at the end has taken all that there is.
+            takes_all = wanted and (is_gap(wanted[-1]) or is_named_gap(wanted[-1]))
             return [
                 bound
                 for bound, rest in self._match_sequence(wanted, found, bindings, inside=True)
@@ -406,7 +408,7 @@ def _match_any(name: str, found: Any, bindings: Bindings) -> list[Bindings]:
 
 def without_annotation(node: Any) -> Any:
     """The node itself; of a variable that is set and annotated, the same without the annotation."""
-    if isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
+    if isinstance(node, ast.AnnAssign) and node.value:
         return ast.copy_location(ast.Assign([node.target], node.value), node)
     return node
 
