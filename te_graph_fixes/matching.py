@@ -5,7 +5,7 @@ In a pattern
 - ``ANY`` is any expression, ``ANY_NAME`` too; where the same name comes again it is the same text;
 - ``...`` is any number of statements, arguments, parameters, or items of a tuple or a ``with`` (``*ANY`` where Python
   wants a target); ``ANY_NAME: ...`` is at least one statement;
-- a call with ``...`` last has the keywords that are named, and any others; so has a ``def`` its parameters;
+- the keywords of a call are in any order; where ``...`` is last there are any others, as for parameters of a ``def``;
 - a ``def`` without decorators, result or annotations has any of them.
 
 Between the statements of a pattern, and at both ends of a block in it, others may stand that log, measure, check,
@@ -201,16 +201,20 @@ class Pattern:
             if ways and part not in NO_SYNTAX and part not in ignored:
                 ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
                 ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
-        if ignored and isinstance(wanted, ast.Call):
+        if isinstance(wanted, ast.Call):
             return [bound for known in ways for bound in self._match_keywords(wanted, found, known)]
         if ignored and isinstance(wanted, ast.arguments):
             return self._match_parameters(wanted, found, bindings)
         return ways
 
     def _match_keywords(self, wanted: ast.Call, found: ast.Call, bindings: Bindings) -> list[Bindings]:
-        """Each way in which the keywords that are named match, of a call that has ``...``."""
+        """Each way in which the keywords match, in any order; of a call that has ``...``, those that are named."""
         given = {keyword.arg: keyword for keyword in found.keywords}
-        ways = [_bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
+        ways = [bindings]
+        if wanted.args and is_gap(wanted.args[-1]):
+            ways = [_bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
+        elif len(given) != len(wanted.keywords):
+            return []
         for keyword in wanted.keywords:
             ways = [bound for known in ways for bound in self._match(keyword, given.get(keyword.arg), known)]
         return ways
@@ -422,7 +426,7 @@ def _in_order(parts: tuple[str, ...]) -> list[str]:
 
 def _ignored_parts(wanted: Any) -> Sequence[str]:
     """The parts of a node that need not be the same."""
-    if isinstance(wanted, ast.Call) and wanted.args and is_gap(wanted.args[-1]):
+    if isinstance(wanted, ast.Call):
         return ("keywords",)
     if isinstance(wanted, ast.FunctionDef):
         return [part for part in ("decorator_list", "returns") if not getattr(wanted, part)]

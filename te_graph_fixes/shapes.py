@@ -58,8 +58,8 @@ SHARE_DUMMIES = """
 +from ._te_fused_wgrads import ReturnedGrads, dummy_wgrads, is_shared_dummy, share_dummies
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
--with ..., _graph_context_wrapper(bwd_graph, pool=mempool):
-+with dummy_wgrads(static_input_surface) as dummies, ..., _graph_context_wrapper(bwd_graph, pool=mempool):
+-with ..., _graph_context_wrapper(bwd_graph, ...):
++with dummy_wgrads(static_input_surface) as dummies, ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 @@ (2 times)
  static_grad_inputs = tuple(static_grad_inputs)

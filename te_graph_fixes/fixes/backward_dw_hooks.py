@@ -14,20 +14,19 @@ from ..fix import Fix
 from ..patch import SemanticPatch
 
 PATCH = """
-@@ graph.py _make_graphed_callables
- def backward_dw():
-     if need_bwd_dw_graph.get(graph_idx, False):
-         bwd_dw_graphs[graph_idx].replay()
-+        # Tell whoever waits for the weight gradients.
-+        for module in graph_callables[graph_idx].modules():
-+            if (
-+                module in visited_te_modules.get(graph_idx, ())
-+                and isinstance(module, TransformerEngineBaseModule)
-+                and module.need_backward_dw()
-+            ):
-+                for wgrad_accumulation_and_reduce_hook in module.wgrad_accumulation_and_reduce_hooks:
-+                    wgrad_accumulation_and_reduce_hook()
-@@ (2 times)
+@@ graph.py _make_graphed_callables.backward_dw
+ if need_bwd_dw_graph.get(graph_idx, False):
+     bwd_dw_graphs[graph_idx].replay()
++    # Tell whoever waits for the weight gradients.
++    for module in graph_callables[graph_idx].modules():
++        if (
++            module in visited_te_modules.get(graph_idx, ())
++            and isinstance(module, TransformerEngineBaseModule)
++            and module.need_backward_dw()
++        ):
++            for wgrad_accumulation_and_reduce_hook in module.wgrad_accumulation_and_reduce_hooks:
++                wgrad_accumulation_and_reduce_hook()
+@@ graph.py _make_graphed_callables (2 times)
  graph_callables[ANY] = func
 @@
  visited_te_modules = {}

@@ -112,14 +112,14 @@ DGRADS_ALONE = f"""{PATCH}
          for l_no in ANY_LAYERS:
              ...
              if is_training:
--                with _graph_context_wrapper(bwd_graph, pool=mempool):
+-                with _graph_context_wrapper(bwd_graph, ...):
 -                    grad_inputs = ANY_GRADS
 -                if need_bwd_dw_graph[per_callable_bwd_idx]:
-+                with _graph_context_wrapper(bwd_graph, pool=mempool) if not is_wgrad else contextlib.nullcontext():
++                with _graph_context_wrapper(bwd_graph, ...) if not is_wgrad else contextlib.nullcontext():
 +                    grad_inputs = ANY_GRADS if not is_wgrad else ()
 +                if is_wgrad:
                      bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-                     with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
+                     with _graph_context_wrapper(bwd_dw_graph, ...):
                          ...
              ...
 +            if is_wgrad:
@@ -138,7 +138,7 @@ if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
 elif ceil(c_id) != c_id:
     ANY_INDEX: ...
     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-    with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
+    with _graph_context_wrapper(bwd_dw_graph, ...):
         ...
     continue
 """
@@ -173,6 +173,7 @@ def _plain_wgrad(capture: Definition) -> list[Edit]:
     wgrad, index = cast(ast.If, found.node), found["ANY_INDEX"]
     capture.exactly(1, "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]", within=index)
     (start, _), (_, end) = map(capture.module.span, (wgrad, cast(ast.If, wgrad.orelse[0]).test))
+    end = capture.module.text.index(":", end)  # behind parentheses
     return [Edit(capture.module.name, start, end, "if is_wgrad"), *map(capture.delete, index.body)]
 
 

@@ -56,7 +56,7 @@ PATCH = """
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
 +used_fp8_states[fwd_graph] = fp8_capture.begin_graph()
- with ..., _graph_context_wrapper(fwd_graph, pool=mempool):
+ with ..., _graph_context_wrapper(fwd_graph, ...):
      outputs = func(*args, **kwargs)
 @@
 +fp8_capture.end()

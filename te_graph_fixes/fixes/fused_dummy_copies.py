@@ -33,7 +33,7 @@ PATCH = (
 +idx >= module_param_start and not ANY_ALIASED \
 and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_param_start])
 @@ graph.py _make_graphed_callables (2 times)
- _returned_param_grad_clone_slots(ANY, ANY)
+ _returned_param_grad_clone_slots(ANY, ANY, ...)
 """
 )
 

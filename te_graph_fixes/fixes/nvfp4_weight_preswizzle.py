@@ -34,7 +34,7 @@ PATCH = """
 def cannot_be_asked(source: Source) -> bool:
     """Whether quantizers cannot be asked for swizzled scales."""
     quantizer = source.module("transformer_engine.pytorch.quantized_tensor").definition("Quantizer")
-    return not quantizer.has("optimize_for_gemm: bool")
+    return not quantizer.has("optimize_for_gemm: ANY_TYPE")
 
 
 def is_settled(source: Source) -> str:

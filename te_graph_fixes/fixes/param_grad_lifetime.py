@@ -62,9 +62,9 @@ PATCH = (
 
 UPSTREAM = """
 @@ graph.py _make_graphed_callables
- def _make_graphed_callables(..., clone_param_grads_on_return: bool = True, ...): ...
+ def _make_graphed_callables(..., clone_param_grads_on_return=True, ...): ...
 @@ graph.py make_graphed_callables
- def make_graphed_callables(..., clone_param_grads_on_return: bool = True, ...): ...
+ def make_graphed_callables(..., clone_param_grads_on_return=True, ...): ...
 @@
  _make_graphed_callables(..., clone_param_grads_on_return=clone_param_grads_on_return)
 
@@ -83,11 +83,11 @@ UPSTREAM = """
 @@
  per_callable_returned_param_grad_clone_slots[per_callable_bwd_idx] = returned_param_grad_clone_slots
 @@
- per_callable_returned_param_grad_clone_slots.append(_returned_param_grad_clone_slots(ANY, ANY))
+ per_callable_returned_param_grad_clone_slots.append(_returned_param_grad_clone_slots(ANY, ANY, ...))
 @@
  per_callable_returned_param_grad_clone_slots[i]
 @@ (2 times)
- _returned_param_grad_clone_slots(ANY, ANY)
+ _returned_param_grad_clone_slots(ANY, ANY, ...)
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed
  for idx, grad_input in enumerate(static_grad_inputs):

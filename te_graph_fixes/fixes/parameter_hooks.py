@@ -22,8 +22,8 @@ PATCH = """
 +from ._te_parameter_hooks import hooks_put_aside
  visited_te_modules = ANY_EMPTY
 @@
--with ..., _none_grad_context_wrapper(inputs):
-+with hooks_put_aside(func), ..., _none_grad_context_wrapper(inputs):
+-with ..., _none_grad_context_wrapper(inputs, ...):
++with hooks_put_aside(func), ..., _none_grad_context_wrapper(inputs, ...):
      ...
      torch.autograd.backward(...)
      ...

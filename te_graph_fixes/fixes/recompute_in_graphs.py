@@ -48,8 +48,8 @@ PATCH = """
 +with updates_left_out(), torch.cuda.stream(torch.cuda.Stream()):
      ...
 @@ (2 times)
--with ..., _graph_context_wrapper(bwd_graph, pool=mempool):
-+with updates_left_out(bwd_graph), ..., _graph_context_wrapper(bwd_graph, pool=mempool):
+-with ..., _graph_context_wrapper(bwd_graph, ...):
++with updates_left_out(bwd_graph), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 @@
  make_graphed_autograd_function(

@@ -46,12 +46,12 @@ GRAPH = """
      ...
 @@ (2 times)
 +fwd_graph.marks = Marks(func)
--with ..., _graph_context_wrapper(fwd_graph, pool=mempool):
-+with own_skip_flag(fwd_graph.marks), ..., _graph_context_wrapper(fwd_graph, pool=mempool):
+-with ..., _graph_context_wrapper(fwd_graph, ...):
++with own_skip_flag(fwd_graph.marks), ..., _graph_context_wrapper(fwd_graph, ...):
      ...
 @@ (2 times)
--with ..., _graph_context_wrapper(bwd_graph, pool=mempool):
-+with own_skip_flag(), ..., _graph_context_wrapper(bwd_graph, pool=mempool):
+-with ..., _graph_context_wrapper(bwd_graph, ...):
++with own_skip_flag(), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 @@ graph.py _make_graphed_callables.Graphed.forward
 -if ctx.is_first_module and skip_fp8_weight_update is not None:
@@ -64,7 +64,7 @@ GRAPH = """
 +marks = [each.is_first_microbatch for each in marked]
  saved_fp8_tensors = save_fp8_tensors(...)
 @@
- restore_fp8_tensors(modules, saved_fp8_tensors)
+ restore_fp8_tensors(modules, saved_fp8_tensors, ...)
 +for each, mark in zip(marked, marks):
 +    each.is_first_microbatch = mark
 """

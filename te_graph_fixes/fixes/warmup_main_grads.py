@@ -21,7 +21,7 @@ KEEP = """
 +]"""
 PATCH = f"""
 @@ graph.py _make_graphed_callables{KEEP}
- with ..., _none_grad_context_wrapper(inputs):
+ with ..., _none_grad_context_wrapper(inputs, ...):
      ...
 @@ (or){KEEP}
  grad_inputs = torch.autograd.grad(

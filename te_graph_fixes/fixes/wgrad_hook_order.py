@@ -25,8 +25,10 @@ PATCH = """
      visited_te_modules[func_idx] = modules
  else:
      visited_te_modules[func_idx].update(modules)
-@@ (7 times)
- modules
+@@
+ modules = ANY
+@@ (0 times)
+ modules.update(...)
 """
 
 FIX = Fix(
