@@ -1,7 +1,8 @@
-"""The pages that users read: their commands are run here or by what `ELSEWHERE` names, and their tables are made."""
+"""The pages of the project: their commands are run here or by what `ELSEWHERE` names, and their tables are made."""
 
 from __future__ import annotations
 
+import configparser
 import re
 import shlex
 from pathlib import Path
@@ -9,20 +10,36 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.settings import VARIABLES
+from te_graph_fixes.verify.cases import CASES
 from tests.child import ROOT, python
 from tests.published import source
 from tests.tables import PAGES, urls, with_parts
 
 README = (ROOT / "README.md").read_text()
 FIRST_SCREEN = "\n".join(README.splitlines()[:40])
-COMMANDED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
-COMMANDED.remove(ROOT / "docs" / "containers.md")  # tests/test_containers.py has it
-LINKED = [*COMMANDED, *sorted((ROOT / "docs" / "results").glob("*.md")), ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
+PAGED = [ROOT, ROOT / "docs", ROOT / "docs" / "results", ROOT / "examples", ROOT / "tests" / "simulator"]
+COMMANDED = [page for folder in PAGED for page in sorted(folder.glob("*.md"))]
+LINKED = [page for page in COMMANDED if page != ROOT / "CHANGELOG.md"]
 
 NOT_RUN = "not run: "
 LONG = f"{NOT_RUN}it takes minutes; tests/test_explore.py runs the same with fewer programs"
 GPU = f"{NOT_RUN}it needs a GPU; the program is a test of tests/gpu"
+SETS_UP = f"{NOT_RUN}it sets up a machine"
 ELSEWHERE = {
+    "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
+    "pip install -e . tox pre-commit && pre-commit install": SETS_UP,
+    "export PYTHONPATH=$PWD PATH=$PWD/.tox/te212/bin:$PATH": SETS_UP,
+    'python -m tests.choices "only calibration-recipe"': "tests/test_choices_on_the_simulator.py",
+    "python -m tests.tables && python -m tests.test_containers": "tests/test_containers.py",
+    "git clone --depth 1 https://github.com/NVIDIA/TransformerEngine te": ".github/workflows/ci.yml",
+    "python -m tests.newest; python -m tests.newest te": ".github/workflows/ci.yml",
+    "te-graph-fixes bake --overlay /shared/te-fixes > mounts.txt": "tests/test_bake.py",
+    "te-graph-fixes run --print-env": "tests/test_run.py",
+    "te-graph-fixes run torchrun --nproc-per-node 2 examples/gather_reports.py": "tests/test_ranks.py",
+    "for sw in off on; do for r in bf16 fp8-delayed fp8-current; do": GPU,
+    "python tests/gpu/megatron_moe.py table lines": GPU,
+    "python tests/gpu/megatron_configs.py router-shared-late fp8-delayed": GPU,
+    "torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py overlap-delayed-shared fp8-delayed": GPU,
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/test_run.py",
     "te-graph-fixes verify": "tests/test_verify.py",
     "pip install --no-deps .": f"{NOT_RUN}tox makes this wheel and installs it into each of its environments",
@@ -59,11 +76,31 @@ HERE = sorted({command for page in COMMANDED for command in commands(page)} - se
 
 @pytest.mark.parametrize("command", HERE)
 def test_a_command_runs(command: str) -> None:
-    program, *arguments = shlex.split(command)
-    assert program == "te-graph-fixes", "name in ELSEWHERE what runs it, or why nothing does"
-    done = python("-m", "te_graph_fixes", *arguments, path=source("2.14.0"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("TransformerEngine 2.14.0")
+    """``tox`` is asked for what it has, and pytest for tests that it knows."""
+    program, *arguments = shlex.split(
+        re.sub(r"\.tox/te-sources/([\d.]+)", lambda found: str(source(found[1])), command)
+    )
+    if program == "tox":
+        assert arguments[0] == "run"
+        tox = configparser.ConfigParser()
+        tox.read(ROOT / "tox.ini")
+        known = {"-m": ["rest", "full"], "-e": re.findall(r"[\w-]+", tox["tox"]["labels"])}
+        for option, names in zip(arguments[1::2], arguments[2::2], strict=True):
+            assert set(names.split(",")) <= set(known[option])
+    elif arguments[:2] == ["-m", "pytest"]:
+        (file,) = [each for each in arguments if each.startswith("tests/")]
+        words = arguments[arguments.index("-k") + 1].split(" and ") if "-k" in arguments else []
+        assert all(
+            word in CASES or f"def test_{word.removeprefix('test_')}" in (ROOT / file).read_text() for word in words
+        )
+    else:
+        assert program == "te-graph-fixes" or arguments[:2] == ["-m", "te_graph_fixes"], (
+            "name in ELSEWHERE what runs it, or why nothing does"
+        )
+        arguments = arguments if program == "te-graph-fixes" else arguments[2:]
+        done = python("-m", "te_graph_fixes", *arguments, path=source("2.14.0"))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(("TransformerEngine 2.14.0", "--- /dev/null"))
 
 
 def test_no_command_is_forgotten_or_gone() -> None:
