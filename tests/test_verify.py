@@ -19,6 +19,7 @@ from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify import runner
 from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
+from tests.child import measured as measured_in_child
 from tests.child import on_simulator, outcome, python
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +69,13 @@ def test_cases_on_the_simulator(case: Case, gpu: str) -> None:
     assert row.with_fixes.right, row.with_fixes
     if case.quick or case.name in BESIDE or not APPLICABLE_FIXES & set(case.fixes):
         assert row.verdict == ("fixed" if APPLICABLE_FIXES & set(case.fixes) else "not affected")
+
+
+@pytest.mark.skipif(PRESWIZZLE not in APPLICABLE_FIXES, reason="TE before 2.18")
+def test_cached_nvfp4_weights_show_that_they_are_swizzled_twice() -> None:
+    cases = "experts-nvfp4", "experts-fit-nvfp4", "linear-nvfp4", "flag-set-by-caller-nvfp4"
+    found = measured_in_child(*cases, TE_GRAPH_FIXES_DISABLE=PRESWIZZLE, TE_SIMULATOR_GPU="blackwell-rtx")
+    assert all(found[case]["error"] > 0.1 for case in cases), found
 
 
 def test_every_fix_has_a_case_and_a_quick_one() -> None:

@@ -605,6 +605,8 @@ def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
         for recipe in BLACKWELL_RECIPES:
             if recipe != own:
                 again = {**case.options, **options, "recipe": recipe}
+                if recipe == "nvfp4" and options["weights"] == "cached":
+                    again["hidden"] = 128  # with fewer `nvfp4-weight-preswizzle` does not show
                 yield replace(case, name=f"{name}-{recipe}", options=again, quick=False)
 
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from .modules import make, torch_linear
-from .setting import HIDDEN, OPTIONS, everybody, make_recipe, program, sample, seed_tracker
+from .setting import OPTIONS, everybody, hidden, make_recipe, program, sample, seed_tracker
 
 
 def arguments(number: int, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ class Captured:
                 self.layers.append(self.layers[-1] if kind == "again" else make(kind))
             self.extra: Any = None
             if program.first in ("eager", "frozen", "teacher", "cached"):
-                self.extra = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
+                self.extra = te.Linear(hidden(), hidden(), params_dtype=torch.bfloat16, device="cuda")
             if program.first == "plain":
                 self.extra = torch_linear()
         if program.first in ("frozen", "teacher"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 
-from .setting import HIDDEN, OPTIONS, TOKENS, autocast, everybody, program, the_tracker, tracker
+from .setting import OPTIONS, TOKENS, autocast, everybody, hidden, program, the_tracker, tracker
 
 
 def make(kind: str) -> Any:
@@ -17,14 +17,14 @@ def make(kind: str) -> Any:
     return globals()[kind]()
 
 
-def made(kind: Any, *sizes: int) -> Any:
-    """What makes a module with the program's options."""
-    return lambda: kind(*sizes, **OPTIONS)
+def made(kind: Any, *experts: int, width: int = 1) -> Any:
+    """What makes a module with the program's options, ``width`` times as wide inside as its input."""
+    return lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS)
 
 
-linear = made(te.Linear, HIDDEN, HIDDEN)
-layernorm_linear = made(te.LayerNormLinear, HIDDEN, HIDDEN)
-layernorm_mlp = made(te.LayerNormMLP, HIDDEN, 2 * HIDDEN)
+linear = made(te.Linear)
+layernorm_linear = made(te.LayerNormLinear)
+layernorm_mlp = made(te.LayerNormMLP, width=2)
 
 
 class Experts(te.GroupedLinear):
@@ -45,17 +45,17 @@ class Special(te.Linear):
     """A subclass, as Megatron-Core's MoE layer is one of its dense layer."""
 
 
-grouped_linear = made(Experts, 2, HIDDEN, HIDDEN)
-eight_experts = made(Experts, 8, HIDDEN, HIDDEN)
-uneven_experts = made(Uneven, 3, HIDDEN, HIDDEN)
-subclassed = made(Special, HIDDEN, HIDDEN)
+grouped_linear = made(Experts, 2)
+eight_experts = made(Experts, 8)
+uneven_experts = made(Uneven, 3)
+subclassed = made(Special)
 
 
 class Sequences(torch.nn.Module):
     """For attention the tokens are those of two sequences."""
 
     def forward(self, x: torch.Tensor, **marks: bool) -> Any:
-        return super().forward(x.reshape(-1, 2, HIDDEN), **marks).view(x.shape)
+        return super().forward(x.reshape(-1, 2, hidden()), **marks).view(x.shape)
 
 
 class Attention(Sequences, te.MultiheadAttention):
@@ -67,11 +67,11 @@ class Layer(Sequences, te.TransformerLayer):
 
 
 def attention() -> Any:
-    return Attention(HIDDEN, 2, **options_of_attention())
+    return Attention(hidden(), 2, **options_of_attention())
 
 
 def transformer_layer() -> Any:
-    return Layer(HIDDEN, 2 * HIDDEN, 2, hidden_dropout=0.1, **options_of_attention())
+    return Layer(hidden(), 2 * hidden(), 2, hidden_dropout=0.1, **options_of_attention())
 
 
 def options_of_attention() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def options_of_attention() -> dict[str, Any]:
 
 
 def operation() -> Any:
-    return te.ops.Linear(HIDDEN, HIDDEN, bias=program.bias, dtype=torch.bfloat16, device="cuda")
+    return te.ops.Linear(hidden(), hidden(), bias=program.bias, dtype=torch.bfloat16, device="cuda")
 
 
 def one_operation() -> Any:
@@ -96,7 +96,7 @@ def nested_operations() -> Any:
 
 
 def torch_linear() -> Any:
-    return torch.nn.Linear(HIDDEN, HIDDEN, bias=program.bias, dtype=torch.bfloat16, device="cuda")
+    return torch.nn.Linear(hidden(), hidden(), bias=program.bias, dtype=torch.bfloat16, device="cuda")
 
 
 def dropout() -> Any:
@@ -112,7 +112,7 @@ def torch_mlp() -> Any:
 
 
 def nested() -> Any:
-    return torch.nn.Sequential(torch.nn.Sequential(linear()), te.LayerNorm(HIDDEN, dtype=torch.bfloat16), linear())
+    return torch.nn.Sequential(torch.nn.Sequential(linear()), te.LayerNorm(hidden(), dtype=torch.bfloat16), linear())
 
 
 class Block(torch.nn.Module):
@@ -130,7 +130,7 @@ class Wide(torch.nn.Sequential):
     """Biases whose gradients are copied together: those of a multiple of 256 bytes."""
 
     def __init__(self) -> None:
-        sizes = (HIDDEN, 128, 128, HIDDEN)
+        sizes = (hidden(), 128, 128, hidden())
         super().__init__(*(te.Linear(*each, **OPTIONS) for each in itertools.pairwise(sizes)))
 
 
@@ -250,7 +250,7 @@ class Routed(Block):
 
     def forward(self, x: torch.Tensor) -> Any:
         scores = self.first(x).float().softmax(-1)
-        least = scores.topk(HIDDEN // 2).values[..., -1:]
+        least = scores.topk(hidden() // 2).values[..., -1:]
         gates = (scores * (scores >= least)).to(x.dtype)
         return AuxiliaryLoss.apply(self.second(x) * gates, scores.square().sum())
 
@@ -314,10 +314,10 @@ class CoreAttention(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = te.DotProductAttention(2, HIDDEN // 2, attention_dropout=0.1, get_rng_state_tracker=the_tracker())
+        self.core = te.DotProductAttention(2, hidden() // 2, attention_dropout=0.1, get_rng_state_tracker=the_tracker())
 
     def forward(self, x: torch.Tensor) -> Any:
-        heads = self.first(x).view(-1, 2, 2, HIDDEN // 2)
+        heads = self.first(x).view(-1, 2, 2, hidden() // 2)
         return self.second(self.core(heads, heads, heads).view(x.shape))
 
 
@@ -327,8 +327,8 @@ class Parallel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         shared = {**OPTIONS, "tp_group": everybody(), "tp_size": 2, "sequence_parallel": True}
-        self.first = te.LayerNormLinear(HIDDEN, HIDDEN, parallel_mode="column", **shared)
-        self.second = te.Linear(HIDDEN, HIDDEN, parallel_mode="row", **shared)
+        self.first = te.LayerNormLinear(hidden(), hidden(), parallel_mode="column", **shared)
+        self.second = te.Linear(hidden(), hidden(), parallel_mode="row", **shared)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(self.first(x))

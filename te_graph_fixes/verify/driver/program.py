@@ -17,6 +17,7 @@ class Program:
 
     - ``modules``: the layers, in the order in which they run, each captured by itself or ``together``; ``again`` is the
       one before once more
+    - ``hidden``: how many values a token has, 0 for as few as the device takes
     - ``recipe``: that of training; ``other``: that of `switch_recipe`, and of evaluations and autocasts in another one
     - ``bias``: projections have one; ``fused``: wgrads are added to ``main_grad``; ``fp8_params``: weights are in FP8
     - ``fp8_attention``: attention is in FP8 too, in torch operations that round as it does, with ``fp8_mha`` its inputs
@@ -114,6 +115,7 @@ class Program:
     clean_start: bool = False
     takes_grads: bool = False
     freezes_first: bool = False
+    hidden: int = 0
     retain: bool = False
     one_pool: bool = False
     one_sample: bool = False

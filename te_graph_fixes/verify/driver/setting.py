@@ -89,14 +89,19 @@ def plain_recipe(name: str) -> Any:
     return None if name == "bf16" else RECIPES[name][0]()
 
 
+def hidden() -> int:
+    """How many values a token has."""
+    return program.hidden or HIDDEN
+
+
 def random(scale: float = 1.0) -> torch.Tensor:
     """Values for one microbatch."""
-    return scale * torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    return scale * torch.randn(TOKENS, hidden(), dtype=torch.bfloat16, device="cuda")
 
 
 def sample() -> torch.Tensor:
     """An input to capture with, which draws no random numbers."""
-    return torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    return torch.ones(TOKENS, hidden(), dtype=torch.bfloat16, device="cuda")
 
 
 def the_tracker() -> Any:
