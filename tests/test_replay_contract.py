@@ -28,6 +28,7 @@ REFUSED = {
     "checkpoints-in-flight": "the forward of callable 0 (LayerNormMLP) of microbatch 0 was replayed since its forward",
     "checkpoints-in-another-order": "was replayed since the forward of callable 0 (LayerNormMLP) of microbatch 1",
     "loaded-under-way": "callable 0 (LayerNormMLP) of microbatch 0: a parameter (fc2_bias) is not where it was",
+    "operation-in-a-checkpoint": "was replayed since the forward of callable 0 (LayerNormMLP) of microbatch 1",
     "checkpoint-outside-of-the-autocast": "Use te.checkpoint, which enters the autocast again",
     "checkpoints-of-two-microbatches": "modified by an inplace operation",
     "checkpoints-of-one-module": "a checkpoint runs this graph again with its own output",

@@ -282,7 +282,9 @@ class Contract:
             if other is None or other is self or not last[other.forward]:
                 continue
             outputs, grads = other._returned
-            if any(storage.cdata in given for storage, _ in outputs):
+            is_open = other.backward >= 0 and last[other.backward] < last[other.forward]
+            # An operation before this forward, which runs again too, may read an output that is still held.
+            if any(storage.cdata in given or (is_open and _uses(storage) > before) for storage, before in outputs):
                 end = other.backward if other.backward >= 0 else len(last)
                 self._require_untouched("forward", f"the forward of {other.name}", other.time, other.forward, end)
             if other.backward >= 0 and last[other.backward] > last[other.forward]:

@@ -381,6 +381,15 @@ _ALL = (
         events=("forward 1", "forward 0", "backward", "backward", "update"),
     ),
     _contract(
+        "operation-in-a-checkpoint",
+        breaks=True,
+        modules=_MLPS,
+        order=_TWO,
+        reuse=True,
+        checkpoints=("te", "not reentrant"),
+        events=("forward 1", "forward 0", "backward", "backward", "update"),
+    ),
+    _contract(
         "checkpoint-of-torch",
         *(CONTRACT, LEAVES),
         modules=_MLPS,
