@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -302,7 +302,8 @@ class Definition:
                 raise unrecognized("a correction that is used", self, f"it in {node.name}, which is not")
             if slot.outer and slot.outer.node not in known and _is_left_out(slot.siblings, slot.outer.node):
                 raise unrecognized("a correction that is always run", self, f"it below line {slot.outer.first}")
-        for later in inner.siblings[inner.number + 1 :]:
+        blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), (inner, *others))
+        for later in (node for slot in blocks for node in slot.siblings[slot.number + 1 :]):
             if later not in known and _overwrites(later, inner.node):
                 raise unrecognized("a correction that stays", self, f"`{ast.unparse(later)}` below it")
         there = [slot.node for slot in self._at(at.lineno)]
@@ -426,12 +427,9 @@ def _is_left_out(block: list[Any], owner: Any) -> bool:
 
 
 def _overwrites(later: ast.stmt, earlier: ast.stmt) -> bool:
-    """Whether there is a statement in a later one that sets anew, or deletes, what an earlier one has set."""
+    """Whether there is something in a later statement that sets anew, or deletes, what an earlier one has set."""
     if not isinstance(earlier, ast.Assign) or isinstance(later, (ast.FunctionDef, ast.ClassDef)):
         return False
     wanted = ast.unparse(earlier.targets[0])
-    for node in ast.walk(later):
-        if isinstance(node, (ast.Assign, ast.Delete)) and ast.unparse(node.targets[0]) == wanted:
-            value = getattr(node, "value", None)
-            return value is None or wanted not in map(ast.unparse, ast.walk(value))
-    return False
+    set_nodes = (part for part in ast.walk(later) if isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del)))
+    return any(ast.unparse(part) == wanted for part in set_nodes)

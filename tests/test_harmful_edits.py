@@ -295,6 +295,14 @@ EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
 IN_PART = [
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=isinstance\(module, )\w+(?=\)\s+and module.need_b)", "str"),
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=te_modules = )visited_te_modules.get\(graph_idx, set\(\)\)", "()"),
+    (
+        *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=te_modules = visited_te_modules.get\(graph_idx, set\(\)\))"),
+        "\n        te_modules, _ = (), None",
+    ),
+    (
+        *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=te_modules = visited_te_modules.get\(graph_idx, set\(\)\))"),
+        "\n        te_modules &= set()",
+    ),
     (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_update_flag=)skip_fp8_weight_update", "None"),
     (*("none-outputs", "2.20.2", GRAPH), r"o for o in outputs if .*(?=\))", "x for x in outputs if x.requires_grad"),
     (*("param-grad-lifetime", "2.20.2", GRAPH), r"per_callable_returned_param_grad_clone_slots\[i\]", "[False] * 99"),

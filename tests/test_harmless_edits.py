@@ -67,6 +67,11 @@ STATEMENTS = (
     "def harmless(): return 'harmless line'",
     "harmless, other_harmless = 1, 2  # harmless line",
     "os.environ['harmless line'] = '1'",
+    "class Harmless: note = 'harmless line'",
+    "while os.path.exists('harmless line'): time.sleep(1)",
+    "harmless_is_on and print('harmless line')",
+    "_ = 'harmless line'",
+    "harmless_text: 'harmless line'",
 )
 
 
@@ -80,6 +85,25 @@ def statements(module: ModuleSource) -> Insertions:
             if not is_docstring and not line.lstrip().startswith("elif ") and is_alone(module, node):
                 indent = line[: len(line) - len(line.lstrip())]
                 yield module.starts[first_line(node)], f"{indent}{next(following)}\n"
+
+
+def values_logged(module: ModuleSource) -> Insertions:
+    """Behind each statement that sets a variable, a log of it."""
+    for body in bodies(module):
+        for node in body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and is_alone(module, node):
+                log = f"logging.debug(f'harmless line {{{node.targets[0].id}.numel()}}')\n"
+                yield module.starts[(node.end_lineno or 0) + 1], " " * node.col_offset + log
+
+
+def branches(module: ModuleSource) -> Insertions:
+    """An ``else`` that only logs, for every ``if`` that has none, but one that `wgrad-memory-reuse` replaces."""
+    for body in bodies(module):
+        for node in body:
+            is_short = isinstance(node, ast.If) and not node.orelse and node.body[0].lineno > node.lineno
+            if is_short and "if need_bwd_dw_graph[bwd_idx]:" not in module.line(node.lineno):
+                text = f"{' ' * node.col_offset}else: print('harmless line')\n"
+                yield module.starts[(node.end_lineno or 0) + 1], text
 
 
 def comments(module: ModuleSource) -> Insertions:
@@ -147,7 +171,8 @@ def annotated_variables(module: ModuleSource) -> Insertions:
     for body in bodies(module):
         for node in body:
             targets = node.targets if isinstance(node, ast.Assign) else []
-            if len(targets) == 1 and isinstance(targets[0], ast.Name) and targets[0].id not in shared:
+            is_name = len(targets) == 1 and isinstance(targets[0], ast.Name) and targets[0].id not in shared
+            if is_name or (len(targets) == 1 and isinstance(targets[0], ast.Attribute)):
                 yield module.span(targets[0])[1], " : 'harmless'"
 
 
@@ -249,6 +274,8 @@ def reformatted(module: ModuleSource) -> str:
 ALONE = {name: inserted(kind) for name, kind in INSERTIONS.items()}
 KINDS: dict[str, Kind] = {
     "all insertions": inserted(*INSERTIONS.values()),
+    "values logged": inserted(values_logged),
+    "branch": inserted(branches),
     "positional parameter": inserted(positional_parameters),
     "renamed": inserted(renamed),
     "reformatted": reformatted,

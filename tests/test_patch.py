@@ -337,6 +337,11 @@ def test_notes_and_places(patch: str, count: int) -> None:
     assert len(edits(source_of(TEXT), patch)) == count
 
 
+def test_keywords_are_in_any_order() -> None:
+    change = hunk("-x = c(a, n=2, k=1)\n+x = c(b, n=2, k=1)")
+    assert applied(function("x = c(a, k=1, n=2)\n"), change) == function("x = c(b, k=1, n=2)\n")
+
+
 def test_lines_at_the_start_go_below_the_docstring() -> None:
     text = function('"""What it is."""\n# why\nx = a\n')
     assert applied(text, hunk("+y = a", " (at its start)")) == function('"""What it is."""\n# why\ny = a\nx = a\n')
