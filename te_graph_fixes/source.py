@@ -431,5 +431,7 @@ def _overwrites(later: ast.stmt, earlier: ast.stmt) -> bool:
     if not isinstance(earlier, ast.Assign) or isinstance(later, (ast.FunctionDef, ast.ClassDef)):
         return False
     wanted = ast.unparse(earlier.targets[0])
+    if isinstance(later, ast.Assign) and wanted in map(ast.unparse, ast.walk(later.value)):
+        return False
     set_nodes = (part for part in ast.walk(later) if isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del)))
     return any(ast.unparse(part) == wanted for part in set_nodes)
