@@ -173,8 +173,10 @@ class Pattern:
     def _match(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
         """Each way in which ``found`` matches, as what was bound before and by it."""
         if isinstance(wanted, list) and isinstance(found, list):
-            # A gap at the end has taken all that there is.
+            # A gap at the end has taken all that there is; where the pattern has no block, one may only log.
             takes_all = wanted and (is_gap(wanted[-1]) or is_named_gap(wanted[-1]))
+            if not wanted and not all(isinstance(node, (ast.Pass, ast.Expr)) for node in found):
+                return []
             return [
                 bound
                 for bound, rest in self._match_sequence(wanted, found, bindings, inside=True)
