@@ -155,7 +155,7 @@ class Pattern:
                 return self.words.isdisjoint(declared)
             case ast.AnnAssign(value=None):  # it sets nothing
                 return True
-            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue() | ast.Expr(value=ast.Yield()):
+            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue() | ast.While() | ast.Expr(value=ast.Yield()):
                 return False
         if not isinstance(node, ast.stmt):
             return False

@@ -68,7 +68,6 @@ STATEMENTS = (
     "harmless, other_harmless = 1, 2  # harmless line",
     "os.environ['harmless line'] = '1'",
     "class Harmless: note = 'harmless line'",
-    "while os.path.exists('harmless line'): time.sleep(1)",
     "harmless_is_on and print('harmless line')",
     "_ = 'harmless line'",
     "harmless_text: 'harmless line'",
