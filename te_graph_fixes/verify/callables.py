@@ -51,67 +51,6 @@ def hook_order() -> dict[str, Any]:
     return {"errors": {"order": [float(found != list(range(MODULES)))]}, "order": list(found)}
 
 
-class Signed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection of two inputs, and its signs, which need no gradient, before it or behind it."""
-
-    def __init__(self, signs_first: bool) -> None:
-        super().__init__(HIDDEN, HIDDEN, **OPTIONS)
-        self.place = slice(None, None, -1 if signs_first else 1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        out = super().forward(x + 2 * y)
-        return (out, out.detach().sign())[self.place]
-
-
-def reused_buffers() -> dict[str, Any]:
-    """The errors of two layers of an order that share buffers, and differ in one respect.
-
-    The first one gets data that need no gradient, one tensor twice, or returns its outputs the other way round.
-    """
-    differ: dict[str, dict[str, Any]] = {
-        "gradients": {"grads": (False, True)},
-        "tensors": {"grads": (False, False), "twice": True},
-        "outputs": {"grads": (True, True), "signs_first": True},
-    }
-    return {
-        "errors": {name: [error(*(_two_layers(each, **how) for each in (True, False)))] for name, how in differ.items()}
-    }
-
-
-def _two_layers(
-    graphed: bool, grads: tuple[bool, bool], twice: bool = False, signs_first: bool = False
-) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    layers = [Signed(signs_first), Signed(False)]
-    order = [1, 2, -2, -1] * 2
-
-    def inputs(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = random().requires_grad_(grads[layer]), random()
-        return (x, x) if twice and layer == 0 else (x, y)
-
-    runs: Any = [layer for layer in layers for _ in range(2)]
-    if graphed:
-        options = {"sample_kwargs": [{}] * 4, "_order": order, "_num_layers_per_chunk": [1, 1]}
-        samples = [inputs(layer) for layer in (0, 0, 1, 1)]
-        runs = te.make_graphed_callables(tuple(layers), samples, **options, _reuse_graph_input_output_buffers=True)
-    torch.manual_seed(2)
-    found, live = [], {}
-    for place, entry in enumerate(order):
-        layer, microbatch = abs(entry) - 1, place // 4
-        if entry > 0:
-            given = inputs(layer)
-            out = runs[2 * layer + microbatch](*given)[layers[layer].place][0]
-            live[layer] = out, [each for each in (given[0], layers[layer].weight) if each.requires_grad]
-            found.append(out.detach().clone())
-        else:
-            out, leaves = live[layer]
-            gradients = torch.autograd.grad(out, leaves, random(), allow_unused=True)
-            found += [
-                torch.zeros_like(leaf) if g is None else g.clone() for g, leaf in zip(gradients, leaves, strict=True)
-            ]
-    return found
-
-
 DTYPES = (
     *("float64", "float16", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
     *("uint8", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),

@@ -227,7 +227,25 @@ _ALL = (
         delay=True,
         input_grads=False,
     ),
-    Case("reused-buffers", (BUFFERS,), "callables:reused_buffers", quick=True),
+    _programs(
+        *("reused-buffers", (BUFFERS,)),
+        {
+            "gradients": {"input_grads": False},
+            "tensors": {
+                "modules": ("SumOfOne", "Sum"),
+                "input_grads": False,
+                "layers_as_chunks": False,
+                "order": (1, 2, -2, -1) * 2,
+            },
+            "outputs": {"modules": ("SignsFirst", "Signed")},
+        },
+        quick=True,
+        modules=("Sum", "Sum"),
+        order=(1, -1) * 2,
+        layers_as_chunks=True,
+        reuse=True,
+        takes_grads=True,
+    ),
     Case("output-strides", (WEAK,), "callables:output_strides", quick=True),
     Case("output-dtypes", (WEAK,), "callables:output_dtypes", quick=True),
     _programs(
@@ -580,7 +598,12 @@ _ALL = (
             ("recomputed-weights-nvfp4", "nvfp4"),
         )
     ),
-    Case("main-grads-at-capture", (MAIN_GRADS,), "gradients:main_grads_at_capture", quick=True),
+    _programs(
+        *("main-grads-at-capture", (MAIN_GRADS,), {"backward": {}, "delayed": {"delay": True}}),
+        quick=True,
+        modules=("Routed",),
+        fused=True,
+    ),
     Case("tied-weight", (PARAM_GRADS,), "gradients:tied_weight", quick=True),
     Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
     _programs(

@@ -17,25 +17,6 @@ ORDER = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
 """One of two stages, two chunks of two layers, four microbatches."""
 
 
-class Auxiliary(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
-    """Gives a gradient of one, whatever it gets."""
-
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(grad)
-
-
-class WithAuxiliary(te.LayerNormLinear):  # type: ignore[misc,unused-ignore]
-    """A projection whose output has a gradient of its own, as one with an auxiliary loss."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return Auxiliary.apply(super().forward(x))
-
-
 class Output(torch.nn.Module):  # type: ignore[misc,unused-ignore]
     """A plain product with a weight that another module has too."""
 
@@ -135,20 +116,6 @@ def _train_mlps(layers: Sequence[Any], runs: Sequence[Any], microbatches: int) -
             found.append(_grad(x))
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     return found + [each.main_grad.clone() if each.dim() == 2 else _grad(each) for each in parameters]
-
-
-def main_grads_at_capture() -> dict[str, Any]:
-    """How far ``main_grad`` is after a capture from what it was before, with wgrads in the backward and delayed."""
-    errors = {}
-    for delayed in (False, True):
-        (layer,) = _fused(
-            WithAuxiliary(HIDDEN, HIDDEN, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed, **OPTIONS)
-        )
-        wanted = torch.randn_like(layer.weight.main_grad)
-        layer.weight.main_grad.copy_(wanted)
-        te.make_graphed_callables(layer, (_random(),), allow_unused_input=True)
-        errors["delayed" if delayed else "backward"] = [error([layer.weight.main_grad], [wanted])]
-    return {"errors": errors}
 
 
 def _fused(*layers: Any) -> list[Any]:

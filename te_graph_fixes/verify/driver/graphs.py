@@ -20,6 +20,8 @@ def arguments(number: int, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, 
     """Positional and keyword arguments of a layer."""
     if program.modules[number] == "Structured":
         return ({"x": x, "offset": offset},), {}
+    if program.modules[number] in ("Sum", "SumOfOne"):
+        return (x, x if program.modules[number] == "SumOfOne" else offset), {}
     return (x,), {"offset": offset} if program.modules[number] == "Named" else {}
 
 

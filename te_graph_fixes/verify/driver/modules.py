@@ -274,6 +274,17 @@ class Named(Block):
         return super().forward(x + offset)
 
 
+class Sum(Block):
+    """Takes two tensors."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x + 2 * y)
+
+
+class SumOfOne(Sum):
+    """Gets one tensor twice."""
+
+
 class Structured(Block):
     """Takes a dict."""
 
