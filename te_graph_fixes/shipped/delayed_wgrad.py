@@ -81,8 +81,13 @@ def delayed_biases(modules: Iterable[Module]) -> set[int]:
 
 
 def deliver_grads(grads: Iterable[tuple[Parameter, Tensor]]) -> None:
-    """Add what a replay has left in a graph's memory to the ``.grad`` of each parameter, which never aliases it."""
+    """Add what a replay has left in a graph's memory to the ``.grad`` of each parameter, which never aliases it.
+
+    A parameter that has been frozen gets none.
+    """
     for parameter, grad in grads:
+        if not parameter.requires_grad:
+            continue
         if parameter.grad is None:
             parameter.grad = grad.clone()
         else:

@@ -118,6 +118,13 @@ def copy_without_graphs(module: Any, memo: dict[int, Any]) -> Any:
         vars(module).update(given)
 
 
+class _OfState(weakref.WeakSet[Any]):
+    """The contracts that a recipe state belongs to; a copy of the state, by `copy.deepcopy` or pickle, has none."""
+
+    def __reduce__(self) -> Any:
+        return weakref.WeakSet, ()
+
+
 class WarmupRecord:
     """What the warmup has run: modules by the number of their callable, and recipes of callables in FP8."""
 
@@ -182,16 +189,17 @@ class Contract:
         self._recipe = run.recipes.get(number)
         self._recomputed = self._renewed = 0
         for state in _recipe_states(functions[number]):
-            vars(state).setdefault("contracts", weakref.WeakSet()).add(self)
+            vars(state).setdefault("contracts", _OfState()).add(self)
         modules = run.modules.get(number, set())
         own = [parameter for parameter in _own_parameters(modules) if parameter.numel()]
         self._frozen = list({id(parameter): parameter for parameter in own if not parameter.requires_grad}.values())
         if self.backward < 0:
             self._frozen = []
-        self.read = _Addresses(
-            [*_submodules(functions[number]), *_owners(functions[number], [*parameters[number], *own])]
-        )
-        self.written = _Addresses(_fused(modules))
+        slots = [*_submodules(functions[number]), *_owners(functions[number], [*parameters[number], *own])]
+        self.read = _Addresses(slots, registries=_registries(functions[number]))
+        weights = _fused(modules)
+        main_grads = [(vars(weight), "main_grad", "the main_grad of a parameter") for weight in weights]
+        self.written = _Addresses(main_grads, trained=weights)
         first = [owner for owner, _, _ in self.written.slots if type(owner["main_grad"]) is torch.Tensor][:1]
         self._fused: Mapping[str, Any] = first[0] if first else {"main_grad": torch.empty(0)}
         self._main_grad = self._fused["main_grad"].data_ptr()
@@ -236,25 +244,23 @@ class Contract:
                 f"{self.name}: parameters that needed no gradient when this graph was captured need one now, and "
                 "would get none. Capture again"
             )
-        trains = grad_enabled and self.backward >= 0
-        if trains and self._recipe and self._recipe.delayed() and not FP8GlobalStateManager.is_fp8_enabled():
+        in_backward, saves_by_hooks = _backward_task() != -1, _saved_tensors_hooks(True) is not None
+        if in_backward:
+            self._recompute(inputs, began)
+        if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             _warn_once(
-                f"{self.name}: this graph was captured in FP8 with delayed scaling and is replayed outside of an "
-                "autocast: it computes in FP8, and its scales stay as they are. Replay it in the autocast of the "
-                "capture",
+                f"{self.name}: this graph was captured in FP8 and is replayed outside of an autocast: it computes in "
+                "FP8, its module would not, and scales stay as they are. Replay it in the autocast of the capture",
                 "outside of an autocast",
             )
-        recomputes = _backward_task() != -1
-        if recomputes:
-            self._recompute(inputs, began)
-        else:
+        if not (in_backward and grad_enabled):
             _increment_versions(self._outputs)
-        checkpointed = not grad_enabled or _saved_tensors_hooks(True) is not None
+        checkpointed = not grad_enabled or saves_by_hooks
         goes_on = pool.began <= pool.clock
-        pool.may_recompute = recomputes or checkpointed or (pool.may_recompute and goes_on)
+        pool.may_recompute = in_backward or checkpointed or (pool.may_recompute and goes_on)
         pool.keeps_outputs = pool.may_recompute and not checkpointed
         self.time = pool.note_replay(self.forward, self._read_by_all)
-        if recomputes:
+        if in_backward and grad_enabled and saves_by_hooks:
             self._recomputed = self.time
         looks_again = self._is_first or self._frozen or pool.may_recompute
         self._quick_forward = None if looks_again else self.forward
@@ -297,8 +303,8 @@ class Contract:
             if risk and any(_uses(storage) > before for storage, before in given_out):
                 what = "gradient that the backward" if given_out is grads else "output that the forward"
                 raise RuntimeError(
-                    f"the forward of {self.name} is run again by a checkpoint and may overwrite the {what} of "
-                    f"{other.name} has given out. Capture what a checkpoint is around by itself, so that it shares its "
+                    f"the forward of {self.name} is run in a backward, as by a checkpoint, and may overwrite the "
+                    f"{what} of {other.name} has given out. Capture what is run there by itself, so that it shares its "
                     "memory with no other graph, or put the checkpoint into the module that is captured"
                 )
 
@@ -328,7 +334,7 @@ class Contract:
         pool.catch_up(self.backward)
         if since < pool.began:
             if self._recomputed == self.time:
-                since = self.time  # torch.utils.checkpoint has run it again, with the same inputs
+                since = self.time  # a checkpoint that is not reentrant has run it again, with the same inputs
             self._require_untouched("backward", "its forward", since, self.forward, self.backward, self._retains_graph)
         if since <= self._renewed:
             raise RuntimeError(
@@ -403,8 +409,11 @@ def make_contracts(functions: Sequence[Any], *of_capture: Any) -> list[Contract]
 
 def _all_of(addresses: Iterable[_Addresses]) -> _Addresses:
     """What looks at all that they look at, once."""
-    slots = {(id(slot[0]), slot[1]): slot for each in addresses for slot in each.slots}
-    return _Addresses(slots.values())
+    found = [*addresses]
+    slots = {(id(slot[0]), slot[1]): slot for each in found for slot in each.slots}
+    trained = {id(weight): weight for each in found for weight in each.trained}
+    registries = {id(registry): registry for each in found for registry in each.registries}
+    return _Addresses(slots.values(), trained.values(), registries.values())
 
 
 def _name(number: int, functions: Sequence[Any], microbatch: int) -> str:
@@ -471,27 +480,40 @@ def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Slot]:
     return [*found.values(), *(each for places in inner.values() for each in places)]
 
 
-def _fused(modules: Iterable[torch.nn.Module]) -> list[_Slot]:
-    """Where the ``main_grad``s are found into which a backward adds its wgrads: those of weights."""
+def _registries(function: Any) -> list[Mapping[str, Any]]:
+    """The dictionaries of the modules and parameters inside a callable."""
+    modules = function.modules() if isinstance(function, torch.nn.Module) else ()
+    return [registry for module in modules for registry in (module._modules, module._parameters)]
+
+
+def _fused(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The weights into whose ``main_grad`` a backward adds its wgrads."""
     fused = [
         module
         for module in modules
         if getattr(module, "fuse_wgrad_accumulation", False) or getattr(module, "_accumulate_into_main_grad", False)
     ]
     parameters = {id(p): p for p in _own_parameters(fused) if p.requires_grad and p.dim() > 1}.values()
-    has_one = [p for p in parameters if isinstance(vars(p).get("main_grad"), torch.Tensor) and p.main_grad.numel()]
-    return [(vars(parameter), "main_grad", "the main_grad of a parameter") for parameter in has_one]
+    return [p for p in parameters if isinstance(vars(p).get("main_grad"), torch.Tensor) and p.main_grad.numel()]
 
 
 class _Addresses:
     """Where tensors were at the capture: the same objects, if they are parameters or modules, at the same addresses.
 
+    Besides, weights that are ``trained``, and ``registries`` of modules and parameters to which none may be added.
     ``seen`` is the run in which `look` has found them all there.
     """
 
-    def __init__(self, slots: Iterable[_Slot]) -> None:
+    def __init__(
+        self,
+        slots: Iterable[_Slot],
+        trained: Iterable[torch.nn.Parameter] = (),
+        registries: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
         self.seen = -1
-        self.slots = [*slots]
+        self.slots, self.trained, self.registries = [*slots], [*trained], [*registries]
+        self._sizes = [*map(len, self.registries)]
+        self._absent = [(each, name) for each in self.registries for name, value in each.items() if value is None]
         found = [owner[name] for owner, name, _ in self.slots]
         # main_grads and the like are not held: their memory may be given up between two replays.
         self._held = [each if isinstance(each, (torch.nn.Parameter, torch.nn.Module)) else None for each in found]
@@ -514,36 +536,51 @@ class _Addresses:
         return are_there
 
     def check(self, name: str) -> None:
-        """RuntimeError where one is not there."""
+        """RuntimeError where one is not there, or not all are trained, or there are others."""
         if not self._are_there():
-            raise RuntimeError(
-                f"{name}: {self._elsewhere()} is not where it was when this graph was captured (its data was replaced, "
-                "moved or resized), and the graph would go on with the old memory. Write into it in place, or capture "
-                "again"
-            )
+            raise RuntimeError(f"{name}: {self._change()}")
 
     def _are_there(self) -> bool:
         try:
             tensors = [*self._parameters, *(owner[name] for owner, name in self._others)]
             # The same objects, which are equal, in the same dictionaries; others raise when they are compared.
-            if self._owners == self._were and [*map(_address, tensors)] == self._known:
+            if self._owners == self._were and [*map(_address, tensors)] == self._known and not self._other_change():
                 return True
         except (KeyError, RuntimeError, TypeError):
             pass
-        return not self._elsewhere()
+        return not self._change()
 
-    def _elsewhere(self) -> str:
-        """What is not there, or ""."""
+    def _change(self) -> str:
+        """What is not as it was, and what to do, or ""."""
         for (owner, name, kind), held, address in zip(self.slots, self._held, self._addresses, strict=True):
             now: Any = owner.get(name)
             is_same = isinstance(now, torch.Tensor) if held is None else now is held
             if not is_same or (address and now.data_ptr() != address):
-                return f"{kind} ({name})" if kind in ("a parameter", "a module") else kind
+                what = f"{kind} ({name})" if kind in ("a parameter", "a module") else kind
+                return (
+                    f"{what} is not where it was when this graph was captured (its data was replaced, moved or "
+                    "resized), and the graph would go on with the old memory. Write into it in place, or capture again"
+                )
+        return self._other_change()
+
+    def _other_change(self) -> str:
+        added = any(registry.get(name) is not None for registry, name in self._absent)
+        if added or [*map(len, self.registries)] != self._sizes:
+            return (
+                "modules or parameters were added inside since this graph was captured, and it would run without them. "
+                "Capture again"
+            )
+        if not all(map(_needs_grad, self.trained)):
+            return (
+                "a weight was frozen since this graph was captured, and the graph would still add to its main_grad. "
+                "Capture again"
+            )
         return ""
 
     def forget(self) -> None:
         """Let all go."""
         self.slots, self._held, self._parameters, self._owners, self._were = [], [], [], [], []
+        self.trained, self.registries, self._sizes, self._absent = [], [], [], []
 
 
 def _warn_once(text: str, about: str) -> None:

@@ -373,8 +373,11 @@ _ALL = (
     ),
     _contract("one-sample-for-all", modules=_MLPS, together=True, one_sample=True),
     _contract("deep-copy", events=("go_on_with_a_copy", "step")),
+    _contract("deep-copy-in-delayed-scaling", recipe="delayed", events=("step", "go_on_with_a_copy", "step")),
+    _contract("added-module", breaks=True, modules=("sequential",), events=("add_module", "step")),
     _contract("replaced-module", breaks=True, modules=("sequential",), events=("replace_module", "step")),
     _contract("moved-before-the-backward", breaks=True, events=("forward", "move_weights", "backward", "update")),
+    _contract("forward-in-a-backward", breaks=True, events=("forward", "backward_that_runs", "update")),
     _contract(
         "loaded-under-way",
         breaks=True,
@@ -496,6 +499,13 @@ _ALL = (
     ),
     _contract(
         "written-in-place", modules=("linear",), fused=True, events=_changed("write_in_place", "zero_main_grads")
+    ),
+    _contract("frozen-fused-weight", breaks=True, modules=("linear",), fused=True, events=_changed("train_none")),
+    _contract(
+        *("frozen-delayed-weight", DELIVERY),
+        modules=("linear",),
+        delay=True,
+        events=("forward", "backward", "wgrad", "update", "train_none", "forward", "backward", "wgrad", "update"),
     ),
     _contract("unfrozen-parameters", breaks=True, freezes_first=True, events=_changed("train_all")),
     _contract(

@@ -52,6 +52,12 @@ def backward_and_keep(t: Training) -> None:
     t.under_way[0][1].backward(random(), retain_graph=True)
 
 
+def backward_that_runs(t: Training) -> None:
+    """A backward with a hook that runs the layers without gradients, before they have had theirs."""
+    t.under_way[0][1].register_hook(lambda _: forward_without_grad(t))
+    backward(t)
+
+
 def microbatch_in_autocast(t: Training) -> None:
     """A microbatch whose backward is in the autocast too."""
     with autocast(t.recipe):
@@ -125,6 +131,16 @@ def zero_main_grads(t: Training) -> None:
 def train_all(t: Training, number: int = 0) -> None:
     """Train what was frozen, without another capture."""
     t.layers[number].requires_grad_(True)
+    t.find_parameters()
+
+
+def train_none(t: Training, number: int = 0) -> None:
+    """Freeze what was trained, without another capture."""
+    t.layers[number].requires_grad_(False)
+
+
+def add_module(t: Training) -> None:
+    t.layers[0].append(linear())
     t.find_parameters()
 
 
