@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from te_graph_fixes.source import Source
 from te_graph_fixes.verify.driver.program import Program
 from tests.child import on_simulator, simulate
-from tests.explore.programs import FOUND, OPEN, broken_rule, draw, shrink
+from tests.explore.programs import FOUND, OPEN, broken_rule, draw, draw_broken, shrink
 from tests.explore.scripts import script
 
 TE = ("transformer_engine.pytorch",)
@@ -33,6 +33,13 @@ def test_programs_are_as_without_graphs(seconds: int) -> None:
     status, lines = explore("--programs", str(2 * seconds), "--seconds", str(seconds), "--no-shrink")
     assert status == 0, lines
     assert int(str(lines[-1]["equal"])) > seconds / 6
+
+
+def test_what_breaks_a_capture_is_right_or_refused() -> None:
+    status, lines = explore("--broken", "--programs", "16")
+    assert status == 0, lines
+    assert lines[-1]["refused"]
+    assert lines[-1]["equal"]
 
 
 @pytest.mark.full
@@ -118,6 +125,7 @@ def test_a_program_follows_from_its_seed_and_keeps_the_rules() -> None:
     assert programs == [draw(seed) for seed in range(300)]
     assert not any(map(broken_rule, programs))
     assert len({*map(str, programs)}) > 290
+    assert draw_broken(5) == draw_broken(5) != draw_broken(6)
 
 
 def test_shrinking_leaves_what_fails() -> None:
