@@ -204,19 +204,34 @@ class Check:
 
 
 def _sentence(totals: list[Counter[str]]) -> str:
-    total, where = sum(totals, Counter[str]()), f" on {len(totals)} ranks" * (len(totals) > 1)
-    steps, callables = max(each["steps"] for each in totals), total["callables"]
-    counts = f"{steps} step{'s' * (steps != 1)}, {callables:,} callable{'s' * (callables != 1)}"
-    ranks = ", ".join(str(i) for i, each in enumerate(totals) if each["different"])
-    verdict = "all equal" if total["tensors"] else "there was nothing to compare"
-    if not total["tensors"] + total["left out"]:
-        verdict += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
-    if ranks:
-        verdict = f"{total['different']:,} differ" + f", on rank {ranks}" * bool(where)
-    verdict += f", but for {total['noisy']:,} that eager itself does not reproduce" * bool(total["noisy"])
-    verdict += f"; {total['left out']:,} callables are left out" * bool(total["left out"])
-    verdict += "; one step cannot show weights that are stale after an optimizer step: check 2" * (steps == 1)
-    return f"{counts}, {total['tensors']:,} tensors compared{where}: {verdict}"
+    """What was compared, and how many differ; ``totals`` are those of the ranks."""
+    total, steps = sum(totals, Counter[str]()), max(each["steps"] for each in totals)
+    several = len(totals) > 1
+    scope = (
+        f"{_counted(steps, 'step')}, {_counted(total['callables'], 'callable')}, {total['tensors']:,} tensors compared"
+    )
+    if several:
+        scope += f" on {len(totals)} ranks"
+    verdict = "all equal"
+    if total["different"]:
+        verdict = f"{total['different']:,} differ"
+        if several:
+            verdict += f", on rank {', '.join(str(rank) for rank, each in enumerate(totals) if each['different'])}"
+    elif not total["tensors"]:
+        verdict = "there was nothing to compare"
+        if not total["left out"]:
+            verdict += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
+    if total["noisy"]:
+        verdict += f", but for {total['noisy']:,} that eager itself does not reproduce"
+    if total["left out"]:
+        verdict += f"; {total['left out']:,} callables are left out"
+    if steps == 1:
+        verdict += "; one step cannot show weights that are stale after an optimizer step: check 2"
+    return f"{scope}: {verdict}"
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 class Lifetimes:
