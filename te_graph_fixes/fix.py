@@ -73,7 +73,7 @@ class Fix:
     """One catalogue record.
 
     ``id`` is the name of its file. ``summary`` and ``upstream``, the links, are what that file's docstring says first
-    (`named`). ``symptom`` is one line for ``status``.
+    (`described_by`). ``symptom`` is one line for ``status``.
     ``examine`` reads a `Source` and returns a `Verdict`; it raises `UnrecognizedError` where it finds neither the
     defect nor the corrected shape. ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
@@ -94,9 +94,12 @@ class Fix:
     summary: str = ""
     upstream: tuple[str, ...] = ()
 
-    def named(self, name: str, text: str) -> Fix:
-        """The record of the file ``name``; the ``text`` of its docstring begins with ``ID: summary.``, and upstream."""
-        title, upstream, *_ = [*text.split("\n\n"), "", ""]
+    def described_by(self, name: str, docstring: str) -> Fix:
+        """This record with its id, from the ``name`` of its file, and what the first two paragraphs there say.
+
+        They are ``ID: summary.``, and upstream's links.
+        """
+        title, upstream, *_ = [*docstring.split("\n\n"), "", ""]
         summary = title.partition(": ")[2].removesuffix(".").replace("``", "")
         links = re.findall(r"https://[\w./-]+\w", upstream)
         return replace(self, id=name.replace("_", "-"), summary=summary, upstream=tuple(links))

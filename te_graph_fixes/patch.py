@@ -77,32 +77,33 @@ class SemanticPatch:
         for is_absent, reason in self.absent:
             if is_absent(source):
                 return not_applicable(reason)
-        defect = _attempt(source, self._edits)
-        corrected = [(_attempt(source, require_correction, text), reason) for text, reason in self.corrected]
-        upstream = [reason for error, reason in corrected if error is None]
-        if isinstance(defect, list) + len(upstream) > 1:
+        found, misfit = _attempt(source, self._edits)
+        upstream = [reason for text, reason in self.corrected if _attempt(source, require_correction, text)[1] is None]
+        if len(upstream) > 1 or (upstream and misfit is None):
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
         if upstream:
             return not_needed(upstream[0])
-        if isinstance(defect, list):
+        if misfit is None:
             modules = {name: text for each in self.provides for name, text in new_module(each).items()}
-            return applicable(self.defect, defect, modules)
+            return applicable(self.defect, found or [], modules)
         if self.settled:
             return not_needed(self.settled(source))
-        raise defect
+        raise misfit
 
     def _edits(self, source: Source) -> list[Edit]:
         return edits(source, self.patch, {name: find(source) for name, find in self.names.items()})
 
 
-def _attempt(source: Source, find: Callable[..., Found], *arguments: str) -> Found | UnrecognizedError:
-    """What ``find`` returns, or the error that it raised: then no verdict rests on the places that it looked at."""
+def _attempt(
+    source: Source, find: Callable[..., Found], *arguments: str
+) -> tuple[Found | None, UnrecognizedError | None]:
+    """What ``find`` returns; or the error that it raised, and no verdict rests on the places that it looked at."""
     before = set(source.consulted)
     try:
-        return find(source, *arguments)
+        return find(source, *arguments), None
     except UnrecognizedError as error:
         source.consulted.intersection_update(before)
-        return error
+        return None, error
 
 
 def require_correction(source: Source, text: str) -> None:
@@ -232,7 +233,7 @@ class Hunk:
         return self.new.added(self.new.body) if "at its start" in self.notes else ""
 
     @cached_property
-    def must_be_absent(self) -> list[Pattern]:
+    def signs_of_the_result(self) -> list[Pattern]:
         """What shows that the hunk was applied already.
 
         That is its whole new side where it replaces text, each insertion alone where it only inserts, and nothing where
@@ -253,7 +254,7 @@ class Hunk:
             return Fit([], [])
         is_start = "at its start" in self.notes
         matches = [] if is_start else self._matches(place)
-        for pattern in self.must_be_absent:
+        for pattern in self.signs_of_the_result:
             if place.has(pattern):
                 raise unrecognized(f"no `{str(pattern)[:80]}`", place, "it already")
         if is_start:

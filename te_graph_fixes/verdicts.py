@@ -117,7 +117,7 @@ class Decision:
         self.verdicts = verdicts(source) if known is None else known
         self.modules = {name for verdict in self.verdicts.values() for name, _ in verdict.rests_on}
         self.targets = {name for verdict in self.verdicts.values() for name in verdict.targets}
-        self._refused: dict[str, str] = {}
+        self._failures: dict[str, str] = {}
         self._build()
         source.forget_trees()
 
@@ -138,38 +138,39 @@ class Decision:
         try:
             self.installation = Installation(self.source, wanted)
         except Exception as error:  # one of ours must not reach the import of TE
-            self._refused |= self._unbuildable(error)
+            self._failures |= self._unbuildable(error)
             self._build()
 
     def require_live(self) -> None:
         """Choose anew without the fixes whose functions, to be changed or to be left alone, are not what is loaded."""
         while refused := self.installation.not_as_in_file():
-            self._refused |= refused
+            self._failures |= refused
             self._build()
 
     def _decide(self) -> dict[str, Verdict]:
+        """The verdicts, less the fixes that the settings leave out, that failed, or whose requirements are not met."""
         chosen, wanted = dict(self.verdicts), self._wanted()
         for fix_id, verdict in self.verdicts.items():
             if fix_id not in wanted:
                 reason = f"left out by the settings ({verdict.verdict} without them)"
                 chosen[fix_id] = replace(verdict, verdict=DISABLED, reason=reason)
-            elif fix_id in self._refused:
-                chosen[fix_id] = replace(verdict, verdict=UNRECOGNIZED, reason=self._refused[fix_id])
-        good = {fix_id for fix_id, found in self.verdicts.items() if found.verdict in (NOT_NEEDED, NOT_APPLICABLE)}
+            elif fix_id in self._failures:
+                chosen[fix_id] = replace(verdict, verdict=UNRECOGNIZED, reason=self._failures[fix_id])
+        without = {fix_id for fix_id, found in self.verdicts.items() if found.verdict in (NOT_NEEDED, NOT_APPLICABLE)}
         while unmet := {
             fix_id: required
             for fix_id in _applicable(chosen)
             for required in CATALOGUE[fix_id].requires
-            if required not in good and chosen[required].verdict != APPLICABLE
+            if required not in without and chosen[required].verdict != APPLICABLE
         }:
             for fix_id, required in unmet.items():
-                why = chosen[required].verdict
-                if self.settings.only is not None and why == DISABLED and not self.settings.with_required:
+                word = chosen[required].verdict
+                if self.settings.only is not None and word == DISABLED and not self.settings.with_required:
                     whole = ",".join(sorted(set().union(*map(with_required, self.settings.only))))
                     advice = f"leave {required} enabled" if required in self.settings.disable else f"write {whole}"
                     raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; {advice}")
-                reason = f"it requires {required}, which is {why}: one without the other is wrong"
-                chosen[fix_id] = replace(chosen[fix_id], verdict=why, reason=reason)
+                reason = f"it requires {required}, which is {word}: one without the other is wrong"
+                chosen[fix_id] = replace(chosen[fix_id], verdict=word, reason=reason)
         return chosen
 
     def _wanted(self) -> set[str]:

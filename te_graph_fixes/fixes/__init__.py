@@ -10,7 +10,7 @@ from ..fix import Fix
 
 def _catalogue() -> dict[str, Fix]:
     modules = {name: importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)}
-    fixes = (module.FIX.named(name, module.__doc__ or "") for name, module in modules.items())
+    fixes = (module.FIX.described_by(name, module.__doc__ or "") for name, module in modules.items())
     return {fix.id: fix for fix in sorted(fixes, key=lambda fix: fix.id)}
 
 

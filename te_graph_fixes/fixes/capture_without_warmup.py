@@ -2,11 +2,13 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: ``make_graphed_callables(..., num_warmup_iters=0)`` with an ``_order``: scales of delayed scaling never change
-(0.69 on the simulator), delayed wgrads are never delivered (1.0). With delayed wgrads and no ``_order``: ``KeyError``.
+Symptom: ``make_graphed_callables(..., num_warmup_iters=0)`` for training stops with a ``KeyError``.
 
 TE learns from forward hooks in the warmup which of its modules a callable runs, and from its backward which parameters
 get gradients. Without a warmup nothing is known, and taken to be none. One iteration is run now at least.
+
+`backward-dw-order` takes the KeyError away and requires this fix: without it scales of delayed scaling would never
+change (0.69 on the simulator), and delayed wgrads would never be delivered (1.0).
 """
 
 from ..fix import Fix
@@ -22,8 +24,8 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="num_warmup_iters=0: FP8 scales never change, delayed wgrads are missing, or KeyError",
-    group="FP8 state",
+    symptom="a capture for training with num_warmup_iters=0 stops with KeyError",
+    group="crashes",
     users="make_graphed_callables(num_warmup_iters=0)",
     cost="one warmup iteration, where none was asked for",
     examine=SemanticPatch(PATCH, "num_warmup_iters=0 runs no warmup, which would show the modules of a graph"),

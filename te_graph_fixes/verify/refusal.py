@@ -1,4 +1,4 @@
-"""Orders that no schedule can run must be refused before anything is captured, with a message that says why."""
+"""What has to be refused, with a message that says why: orders, arguments, captures. Taken, it is an error of 1.0."""
 
 from __future__ import annotations
 
