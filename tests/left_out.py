@@ -325,10 +325,23 @@ def numbers_of_the_tracker() -> bool:
         return torch.equal(drawn, torch.rand(2, 64, device="cuda")[1])
 
 
+def weights_held_after_reset() -> int:
+    import torch
+    import transformer_engine.pytorch as te
+
+    layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    te.make_graphed_callables(layer, (sample,))
+    layer.reset()
+    looked_at = [each for each in gc.get_objects() if type(each).__name__ == "_Addresses"]
+    return sum(len(each._parameters) for each in looked_at)
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "delayed-wgrad-delivery": delivered,
     "grouped-linear-amax-reduction": reductions_in_capture,
     "param-grad-lifetime": copies_turned_off,
+    "replay-contract": weights_held_after_reset,
     "rng-states-at-replay": numbers_of_the_tracker,
     "stale-fp8-weights": first_microbatches,
     "wgrad-hook-order": captured_operations,

@@ -29,11 +29,12 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables
  per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
-+if _order is None:
-+    from ._te_replay_contract import with_own_inputs
++from ._te_replay_contract import with_own_inputs
 +
-+    # An order hands buffers on; without one each callable writes into its own.
-+    sample_args, sample_kwargs = with_own_inputs((sample_args, sample_kwargs), _tree_flatten, _tree_unflatten)
++# An order hands buffers on from one callable to another; without one each writes into its own.
++sample_args, sample_kwargs = with_own_inputs(
++    sample_args, sample_kwargs, _order is not None, _tree_flatten, _tree_unflatten
++)
 @@
 +from ._te_replay_contract import WarmupRecord, make_contracts
 +

@@ -92,20 +92,30 @@ def note_capture(graph: Any, pool: Any) -> None:
 
 
 def with_own_inputs(
-    samples: Any, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[list[Any], Any], Any]
-) -> Any:
-    """The samples of a capture, where a tensor that takes a gradient is in them several times each with its own copy.
+    sample_args: Sequence[Any],
+    sample_kwargs: Sequence[Any],
+    are_handed_on: bool,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[list[Any], Any], Any],
+) -> tuple[list[Any], list[Any]]:
+    """The samples of a capture, where a tensor that takes a gradient has a copy for each input that it is given as.
 
-    What needs no gradient, as masks, has the same values for all in each step. Parameters are not written.
+    Inputs of several callables stay one tensor where they ``are_handed_on``. What needs no gradient, as masks, has the
+    same values for all in each step. Parameters are not written.
     """
-    leaves, spec = flatten(samples)
     seen: set[int] = set()
-    for i, leaf in enumerate(leaves):
-        if getattr(leaf, "requires_grad", False) and not isinstance(leaf, torch.nn.Parameter):
-            if leaf.data_ptr() in seen:
-                leaves[i] = leaf.detach().clone().requires_grad_()
-            seen.add(leaf.data_ptr())
-    return unflatten(leaves, spec)
+    samples = []
+    for sample in zip(sample_args, sample_kwargs, strict=True):
+        if are_handed_on:
+            seen.clear()
+        leaves, spec = flatten(sample)
+        for i, leaf in enumerate(leaves):
+            if getattr(leaf, "requires_grad", False) and not isinstance(leaf, torch.nn.Parameter):
+                if leaf.data_ptr() in seen:
+                    leaves[i] = leaf.detach().clone().requires_grad_()
+                seen.add(leaf.data_ptr())
+        samples.append(unflatten(leaves, spec))
+    return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 
 
 def copy_without_graphs(module: Any, memo: dict[int, Any]) -> Any:

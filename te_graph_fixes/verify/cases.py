@@ -372,6 +372,7 @@ _ALL = (
         events=("forward", "backward", "read_outputs"),
     ),
     _contract("one-sample-for-all", modules=_MLPS, together=True, one_sample=True),
+    _contract("one-sample-for-two-inputs", modules=("SumOfOne", "Sum"), order=(1, -1) * 2, reuse=True),
     _contract("deep-copy", events=("go_on_with_a_copy", "step")),
     _contract("deep-copy-in-delayed-scaling", recipe="delayed", events=("step", "go_on_with_a_copy", "step")),
     _contract("added-module", breaks=True, modules=("sequential",), events=("add_module", "step")),
