@@ -422,7 +422,7 @@ def _all_of(addresses: Iterable[_Addresses]) -> _Addresses:
     found = [*addresses]
     slots = {(id(slot[0]), slot[1]): slot for each in found for slot in each.slots}
     trained = {id(weight): weight for each in found for weight in each.trained}
-    registries = {id(registry): registry for each in found for registry in each.registries}
+    registries = {id(registry): (registry, grows) for each in found for registry, grows in each.registries}
     return _Addresses(slots.values(), trained.values(), registries.values())
 
 
@@ -466,6 +466,8 @@ def _own_parameters(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Par
 
 _Slot = tuple[Mapping[str, Any], str, str]
 """A dictionary, the name in it that a tensor has, and what to call it."""
+_Registry = tuple[Mapping[str, Any], bool]
+"""A dictionary of modules or parameters, some of which may be None, and whether others may be added to it."""
 
 
 def _submodules(function: Any) -> list[_Slot]:
@@ -490,10 +492,10 @@ def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Slot]:
     return [*found.values(), *(each for places in inner.values() for each in places)]
 
 
-def _registries(function: Any) -> list[Mapping[str, Any]]:
-    """The dictionaries of the modules and parameters inside a callable."""
+def _registries(function: Any) -> list[_Registry]:
+    """The dictionaries of modules and parameters inside a callable. Nobody reads a parameter that has a new name."""
     modules = function.modules() if isinstance(function, torch.nn.Module) else ()
-    return [registry for module in modules for registry in (module._modules, module._parameters)]
+    return [pair for module in modules for pair in ((module._modules, False), (module._parameters, True))]
 
 
 def _fused(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -510,7 +512,7 @@ def _fused(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
 class _Addresses:
     """Where tensors were at the capture: the same objects, if they are parameters or modules, at the same addresses.
 
-    Besides, weights that are ``trained``, and ``registries`` of modules and parameters to which none may be added.
+    Besides, weights that are ``trained``, and ``registries`` of modules and parameters.
     ``seen`` is the run in which `look` has found them all there.
     """
 
@@ -518,12 +520,12 @@ class _Addresses:
         self,
         slots: Iterable[_Slot],
         trained: Iterable[torch.nn.Parameter] = (),
-        registries: Iterable[Mapping[str, Any]] = (),
+        registries: Iterable[_Registry] = (),
     ) -> None:
         self.seen = -1
         self.slots, self.trained, self.registries = [*slots], [*trained], [*registries]
-        self._sizes = [*map(len, self.registries)]
-        self._absent = [(each, name) for each in self.registries for name, value in each.items() if value is None]
+        self._sizes = [(each, len(each)) for each, grows in self.registries if not grows]
+        self._absent = [(each, name) for each, _ in self.registries for name, value in each.items() if value is None]
         found = [owner[name] for owner, name, _ in self.slots]
         # main_grads and the like are not held: their memory may be given up between two replays.
         self._held = [each if isinstance(each, (torch.nn.Parameter, torch.nn.Module)) else None for each in found]
@@ -574,8 +576,8 @@ class _Addresses:
         return self._other_change()
 
     def _other_change(self) -> str:
-        added = any(registry.get(name) is not None for registry, name in self._absent)
-        if added or [*map(len, self.registries)] != self._sizes:
+        filled = any(registry.get(name) is not None for registry, name in self._absent)
+        if filled or any(len(registry) != size for registry, size in self._sizes):
             return (
                 "modules or parameters were added inside since this graph was captured, and it would run without them. "
                 "Capture again"
