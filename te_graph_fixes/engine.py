@@ -31,10 +31,11 @@ from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from .fix import Verdict
-from .matching import first_line, words
+from .matching import words
 from .outline import cut_down
 from .shipped import compiled
 from .source import Edit, ModuleSource, Source
+from .tree import first_line
 
 _PATH = "<te_graph_fixes: {}>"
 """The name under which tracebacks and `inspect` show the corrected text of a module."""

@@ -16,8 +16,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from .matching import BLOCKS, END, START, Match, as_python, first_line, first_of, is_gap, is_named_gap, last_of, located
+from .matching import END, START, Match, as_python, first_of, is_gap, is_named_gap, last_of, located
 from .source import Definition, Edit, ModuleSource, unrecognized
+from .tree import BLOCKS, first_line
 
 _IGNORED = {"ctx", "kind", "type_comment"}
 _NEAR = 200

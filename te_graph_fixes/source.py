@@ -25,8 +25,9 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from .matching import Match, Node, Pattern, Slot, extent, first_line, is_in, nodes, standing_in, statements
+from .matching import Match, Pattern
 from .outline import global_names, heads, parsed
+from .tree import Node, Slot, extent, first_line, is_in, nodes, standing_in, statements
 
 TE = "transformer_engine"
 _COMPARING = (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Constant, ast.expr_context)

@@ -22,9 +22,9 @@ import pytest
 from te_graph_fixes.engine import patched
 from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Verdict
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.matching import first_line, is_in
 from te_graph_fixes.patch import SemanticPatch, edits, read
 from te_graph_fixes.source import Edit, ModuleSource, Source, UnrecognizedError
+from te_graph_fixes.tree import first_line, is_in
 from tests.published import examined, needed, unset_names
 
 VERSIONS = [
