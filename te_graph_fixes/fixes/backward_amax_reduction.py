@@ -11,8 +11,6 @@ always takes it. It is now left for the next module where no output needs a grad
 module. Whether the graph sets the flag that says if weights are new is decided before that, as it was.
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 from ..shapes import global_state

@@ -11,8 +11,6 @@ says where a capture stands and which buffers it uses, and refuses illegal order
 Delayed wgrads that an order does not name are captured right after their dgrad, as in TE 2.10.
 """
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from typing import cast

@@ -13,8 +13,6 @@ graph's backward has set ``grad_added_to_main_grad``; a mark that another graph 
 `param-grad-lifetime` does the same for TE before 2.19.
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 from ..shapes import SHARE_DUMMIES, graph_interface, lacks_parameter

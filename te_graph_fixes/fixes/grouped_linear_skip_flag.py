@@ -14,8 +14,6 @@ what `Linear` does: under capture read the graph's skip tensor and, where there 
 The slot differs by version (16, 18 or 19), so it is found by its name.
 """
 
-from __future__ import annotations
-
 from ..fix import Fix
 from ..patch import SemanticPatch
 from ..source import Source

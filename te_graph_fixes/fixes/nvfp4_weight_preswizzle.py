@@ -12,8 +12,6 @@ to stay as it is, into new memory which it gives to the cached weight: graph n s
 There, weights now keep plain scales, as before TE 2.18; a GEMM swizzles a copy of them.
 """
 
-from __future__ import annotations
-
 import re
 
 from ..fix import Fix

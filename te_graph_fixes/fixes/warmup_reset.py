@@ -12,8 +12,6 @@ loop is removed. Removing it would freeze FP8 weights instead: those of experts 
 biases get wrong gradients (`param-grad-lifetime`), it makes the training that follows from them no better.
 """
 
-from __future__ import annotations
-
 import re
 
 from ..fix import Fix

@@ -18,8 +18,6 @@ In FP8 the dgrad computes the bias gradients. Without ``param-grad-lifetime``, w
 was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two go together.
 """
 
-from __future__ import annotations
-
 from ...fix import Fix, Verdict, applicable
 from ...patch import PYTORCH, edits
 from ...shapes import graph_capture

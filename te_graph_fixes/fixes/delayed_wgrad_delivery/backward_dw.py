@@ -1,7 +1,5 @@
 """How the `backward_dw` of TE's modules adds the gradients that it assigns to ``.grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from ...source import Edit, ModuleSource, unrecognized
