@@ -172,7 +172,7 @@ def forward_step(data: Iterator[Any], model: Any) -> tuple[Any, Callable[..., An
 
     tokens = next(data)
     positions = torch.arange(TOKENS, device="cuda").unsqueeze(0)
-    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="cuda").triu(1)
+    mask = torch.ones(1, 1, tokens.shape[1], TOKENS, dtype=torch.bool, device="cuda").triu(1)
     return model(tokens, positions, mask, labels=tokens.roll(-1, 1)), loss
 
 
