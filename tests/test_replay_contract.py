@@ -111,6 +111,22 @@ def test_nothing_is_kept_alive() -> None:
     assert simulate("-c", RELEASED).splitlines() == ["True", "True"]
 
 
+WITHOUT_A_GRAPH = """
+import contextlib
+import torch, te_graph_fixes
+from transformer_engine.pytorch import graph
+
+torch.cuda.graph = lambda *args, **kwargs: contextlib.nullcontext()
+with graph._graph_context_wrapper():
+    print("captured")
+"""
+
+
+def test_a_context_without_a_graph_is_given_no_place() -> None:
+    """TE's own tests ask for the context of a capture in this way."""
+    assert simulate("-c", WITHOUT_A_GRAPH) == "captured\n"
+
+
 SEQUENCES = """
 import itertools, random, types, torch, te_graph_fixes
 from transformer_engine.pytorch._te_replay_contract import WarmupRecord, make_contracts, note_capture

@@ -25,7 +25,7 @@ PATCH = """
 @@ graph.py _graph_context_wrapper (at its start)
 +from ._te_replay_contract import note_capture
 +
-+note_capture(args[0], kwargs["pool"])
++note_capture(*args, **kwargs)
 
 @@ graph.py _make_graphed_callables
  per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]

@@ -81,12 +81,14 @@ class _Pool:
 _pools: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
 
 
-def note_capture(graph: Any, pool: Any) -> None:
-    """Give ``graph``, which is captured now, the next place in its memory pool."""
+def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
+    """Give ``cuda_graph``, captured now, the next place in its memory pool; takes what `torch.cuda.graph` does."""
+    if cuda_graph is None:
+        return
     state = _pools.get(pool)
     if state is None:
         state = _pools[pool] = _Pool()
-    graph.place = state, len(state.last)
+    cuda_graph.place = state, len(state.last)
     state.last.append(0)
     state.names.append("a graph whose capture failed")
 
