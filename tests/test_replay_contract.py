@@ -127,6 +127,26 @@ def test_a_context_without_a_graph_is_given_no_place() -> None:
     assert simulate("-c", WITHOUT_A_GRAPH) == "captured\n"
 
 
+OTHER_SHAPE = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+layer = te.TransformerLayer(64, 64, 2, layer_number=3, self_attn_mask_type="no_mask", device="cuda")
+x = torch.zeros(16, 2, 64, device="cuda", requires_grad=True)
+graphed = te.make_graphed_callables(layer, (x,))
+try:
+    graphed(x[:8])
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_an_error_about_arguments_names_the_layer_and_what_to_do() -> None:
+    error = simulate("-c", OTHER_SHAPE)
+    assert error.startswith("The graph of TransformerLayer, layer 3, was captured for positional arguments")
+    assert error.endswith("shapes [(8, 2, 64)]. Pass what its samples were, or capture again\n")
+
+
 SEQUENCES = """
 import itertools, random, types, torch, te_graph_fixes
 from transformer_engine.pytorch._te_replay_contract import WarmupRecord, make_contracts, note_capture

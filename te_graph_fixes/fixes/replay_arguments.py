@@ -26,7 +26,9 @@ PATCH = """
 @@
  make_graphed_autograd_function(
      ...,
-+    SampleArguments(sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training),
++    SampleArguments(
++        graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
++    ),
      fwd_graphs[i],
      ...
  )

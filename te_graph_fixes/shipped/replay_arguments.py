@@ -19,9 +19,13 @@ def _of_any(leaf: Any) -> tuple[Any, ...]:
 
 
 class SampleArguments:
-    """The samples of one graph: tensors in positional arguments, then in those of ``keywords``, in this order."""
+    """The samples of a ``function``'s graph: in positional arguments, then in those of ``keywords``, in this order."""
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], keywords: list[str], is_training: bool) -> None:
+    def __init__(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keywords: list[str], is_training: bool
+    ) -> None:
+        layer = getattr(function, "layer_number", None)
+        self._graph = f"The graph of {type(function).__name__}{f', layer {layer},' if layer is not None else ''}"
         self._keywords, self._is_training = keywords, is_training
         positional, args_spec = tree_flatten(tuple(args))
         named, kwargs_spec = tree_flatten([kwargs[key] for key in keywords])
@@ -42,31 +46,31 @@ class SampleArguments:
             self._compare(given)
         if self._specs is not None and self._specs != specs:
             raise ValueError(
-                f"This graph was captured for arguments in the structure {self._specs}; "
-                f"it was given {specs}. The keys of dicts must come in the same order"
+                f"{self._graph} was captured for arguments in the structure {self._specs}; it was given {specs}. "
+                "Pass what its samples were, the keys of dicts in the same order, or capture again"
             )
 
     def _compare(self, given: list[tuple[Any, ...]]) -> None:
         shapes, sample_shapes = ([shape for shape, _, _ in found] for found in (given, self._samples))
         if shapes != sample_shapes:
             raise (ValueError if len(shapes) == len(sample_shapes) else TypeError)(
-                "This graph was captured for positional arguments, then keywords "
-                f"{self._keywords}, with tensors of shapes {[shape and tuple(shape) for shape in sample_shapes]}; "
-                f"it was given shapes {[shape and tuple(shape) for shape in shapes]}"
+                f"{self._graph} was captured for positional arguments, then keywords {self._keywords}, with tensors of "
+                f"shapes {[shape and tuple(shape) for shape in sample_shapes]}; it was given shapes "
+                f"{[shape and tuple(shape) for shape in shapes]}. Pass what its samples were, or capture again"
             )
         grads, sample_grads = ([bool(grad) for _, grad, _ in found] for found in (given, self._samples))
         more = any(grad and not sample for grad, sample in zip(grads, sample_grads, strict=True))
         if more and self._is_training and torch.is_grad_enabled():
             raise ValueError(
-                f"This graph was captured for samples whose requires_grad is {sample_grads}; it was given {grads}. "
-                "An input gets its gradient from a graph only if its sample had requires_grad=True"
+                f"{self._graph} was captured for samples whose requires_grad is {sample_grads}; it was given {grads}. "
+                "Capture again: an input gets its gradient from a graph only if its sample had requires_grad=True"
             )
         dtypes, sample_dtypes = ([dtype for _, _, dtype in found] for found in (given, self._samples))
         if dtypes != sample_dtypes:
             if torch.is_autocast_enabled():
                 return
             _warn_once(
-                f"This graph was captured for inputs of {sample_dtypes} and is given {dtypes}: it casts them, where "
+                f"{self._graph} was captured for inputs of {sample_dtypes} and is given {dtypes}: it casts them, where "
                 "eager training may not. Capture it with samples of these dtypes, or cast the inputs before"
             )
         if not more:
