@@ -14,7 +14,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ _grad_enabled = torch.is_grad_enabled
 _backward_task = torch._C._current_graph_task_id
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _warned: set[str] = set()
+_EMPTY: dict[str, Any] = {}
 
 
 def _increment_versions(tensors: Iterable[torch.Tensor]) -> None:
@@ -411,20 +412,19 @@ class Contract:
 def make_contracts(functions: Sequence[Any], *of_capture: Any) -> list[Contract]:
     """The contracts of a capture, of which `Contract` says what it takes."""
     contracts = [Contract(number, functions, *of_capture) for number in range(len(functions))]
-    read = _all_of(contract.read for contract in contracts)
-    used = _all_of(each for contract in contracts for each in (contract.read, contract.written))
+    read = _all_of([contract.read for contract in contracts])
+    used = _all_of([each for contract in contracts for each in (contract.read, contract.written)])
     first, first_backward = min(each.forward for each in contracts), min(each.backward for each in contracts)
     for contract in contracts:
         contract.join(first, first_backward, read, used)
     return contracts
 
 
-def _all_of(addresses: Iterable[_Addresses]) -> _Addresses:
+def _all_of(addresses: Sequence[_Addresses]) -> _Addresses:
     """What looks at all that they look at, once."""
-    found = [*addresses]
-    slots = {(id(slot[0]), slot[1]): slot for each in found for slot in each.slots}
-    trained = {id(weight): weight for each in found for weight in each.trained}
-    registries = {id(registry): (registry, grows) for each in found for registry, grows in each.registries}
+    slots = {(id(slot[0]), slot[1]): slot for each in addresses for slot in each.slots}
+    trained = {id(weight): weight for each in addresses for weight in each.trained}
+    registries = {id(pair[0]): pair for each in addresses for pair in each.registries}
     return _Addresses(slots.values(), trained.values(), registries.values())
 
 
@@ -496,8 +496,9 @@ def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Slot]:
 
 def _registries(function: Any) -> list[_Registry]:
     """The dictionaries of modules and parameters inside a callable. Nobody reads a parameter that has a new name."""
-    modules = function.modules() if isinstance(function, torch.nn.Module) else ()
-    return [pair for module in modules for pair in ((module._modules, False), (module._parameters, True))]
+    modules = [*function.modules()] if isinstance(function, torch.nn.Module) else []
+    of_parameters = [(module._parameters, True) for module in modules if module._parameters]
+    return [*((module._modules, False) for module in modules), *of_parameters]
 
 
 def _fused(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -526,21 +527,19 @@ class _Addresses:
     ) -> None:
         self.seen = -1
         self.slots, self.trained, self.registries = [*slots], [*trained], [*registries]
-        self._sizes = [(each, len(each)) for each, grows in self.registries if not grows]
-        self._absent = [(each, name) for each, _ in self.registries for name, value in each.items() if value is None]
+        self._were = [dict(each) or _EMPTY for each, _ in self.registries]
+        self._dictionaries = [each for each, _ in self.registries]
         found = [owner[name] for owner, name, _ in self.slots]
         # main_grads and the like are not held: their memory may be given up between two replays.
         self._held = [each if isinstance(each, (torch.nn.Parameter, torch.nn.Module)) else None for each in found]
         self._addresses = [each.data_ptr() if type(each) in (torch.nn.Parameter, torch.Tensor) else 0 for each in found]
-        pairs = list(zip(self.slots, self._held, strict=True))
-        owners = {id(owner): owner for (owner, _, _), held in pairs if held is not None}
-        self._owners, self._were = [*owners.values()], [dict(owner) for owner in owners.values()]
         if any(isinstance(each, torch.Tensor) and each.numel() == 1 for each in self._held):
-            self._were = []  # one number may be equal to another
+            self._dictionaries = []  # one number may be equal to another
         placed = [number for number, address in enumerate(self._addresses) if address]
         placed.sort(key=lambda number: self._held[number] is None)
         self._parameters = [self._held[number] for number in placed if self._held[number] is not None]
-        self._others = [self.slots[number][:2] for number in placed if self._held[number] is None]
+        others = [self.slots[number] for number in placed if self._held[number] is None]
+        self._owners, self._names = [owner for owner, _, _ in others], [name for _, name, _ in others]
         self._known = [self._addresses[number] for number in placed]
 
     def look(self, run: int) -> bool:
@@ -556,10 +555,11 @@ class _Addresses:
 
     def _are_there(self) -> bool:
         try:
-            tensors = [*self._parameters, *(owner[name] for owner, name in self._others)]
-            # The same objects, which are equal, in the same dictionaries; others raise when they are compared.
-            if self._owners == self._were and [*map(_address, tensors)] == self._known and not self._other_change():
-                return True
+            # The same objects are equal; others raise when they are compared.
+            if self._dictionaries == self._were and all(map(_needs_grad, self.trained)):
+                tensors = [*self._parameters, *map(getitem, self._owners, self._names)]
+                if [*map(_address, tensors)] == self._known:
+                    return True
         except (KeyError, RuntimeError, TypeError):
             pass
         return not self._change()
@@ -578,12 +578,13 @@ class _Addresses:
         return self._other_change()
 
     def _other_change(self) -> str:
-        filled = any(registry.get(name) is not None for registry, name in self._absent)
-        if filled or any(len(registry) != size for registry, size in self._sizes):
-            return (
-                "modules or parameters were added inside since this graph was captured, and it would run without them. "
-                "Capture again"
-            )
+        for (registry, grows), were in zip(self.registries, self._were, strict=True):
+            filled = any(value is None and registry.get(name) is not None for name, value in were.items())
+            if filled or not (grows or len(registry) == len(were)):
+                return (
+                    "modules or parameters were added inside since this graph was captured, and it would run without "
+                    "them. Capture again"
+                )
         if not all(map(_needs_grad, self.trained)):
             return (
                 "a weight was frozen since this graph was captured, and the graph would still add to its main_grad. "
@@ -593,8 +594,8 @@ class _Addresses:
 
     def forget(self) -> None:
         """Let all go."""
-        self.slots, self._held, self._parameters, self._owners, self._were = [], [], [], [], []
-        self.trained, self.registries, self._sizes, self._absent = [], [], [], []
+        self.slots, self._held, self._parameters, self._owners, self._names = [], [], [], [], []
+        self.trained, self.registries, self._dictionaries, self._were = [], [], [], []
 
 
 def _warn_once(text: str, about: str) -> None:
