@@ -36,6 +36,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
 from .fix import Verdict, applicable, not_applicable, not_needed
+from .in_force import require_in_force
 from .matching import Match, Pattern, StatementRun
 from .rewriting import Change, Insertion, Line, PatchError, Side, compare
 from .shipped import new_module
@@ -54,15 +55,17 @@ Absent = tuple[Callable[[Source], bool], str]
 class SemanticPatch:
     """The ``examine`` of a `te_graph_fixes.fix.Fix` that is a ``patch``; ``defect`` is the reason where it fits.
 
-    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
-    that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
-    stand for text which depends on the source; ``provides`` modules of `te_graph_fixes.shipped`.
+    ``corrected`` are upstream's corrections, as patches of context alone, with reasons; ``conditions`` are TE's own
+    around them, as expressions: of what stands below ``if ANY: return`` it is ``not ANY``. ``settled`` is for a
+    correction that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the
+    patch that stand for text which depends on the source; ``provides`` modules of `te_graph_fixes.shipped`.
     """
 
     patch: str
     defect: str
     absent: Sequence[Absent] = ()
     corrected: Sequence[tuple[str, str]] = ()
+    conditions: Sequence[str] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
     provides: tuple[str, ...] = ()
     settled: Callable[[Source], str] | None = None
@@ -78,7 +81,7 @@ class SemanticPatch:
             if is_absent(source):
                 return not_applicable(reason)
         found, misfit = _attempt(source, self._edits)
-        upstream = [reason for text, reason in self.corrected if _attempt(source, require_correction, text)[1] is None]
+        upstream = [reason for text, reason in self.corrected if _attempt(source, self._require, text)[1] is None]
         if len(upstream) > 1 or (upstream and misfit is None):
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
         if upstream:
@@ -89,6 +92,14 @@ class SemanticPatch:
         if self.settled:
             return not_needed(self.settled(source))
         raise misfit
+
+    def _require(self, source: Source, text: str) -> None:
+        """Raise `UnrecognizedError` unless a correction fits, and nothing keeps it from having its effect."""
+        found = [match for ways in read(text) for match in _fit(source, ways).matches]
+        known = [node for _, match in found for node in match.statements]
+        for place, match in found:
+            for node in match.statements:
+                require_in_force(place, node, match.pattern.words, known, self.conditions)
 
     def _edits(self, source: Source) -> list[Edit]:
         return edits(source, self.patch, {name: find(source) for name, find in self.names.items()})
@@ -104,15 +115,6 @@ def _attempt(
     except UnrecognizedError as error:
         source.consulted.intersection_update(before)
         return None, error
-
-
-def require_correction(source: Source, text: str) -> None:
-    """Raise `UnrecognizedError` unless the patch of a correction fits, and nothing keeps it from having its effect."""
-    found = [match for ways in read(text) for match in _fit(source, ways).matches]
-    known = [node for _, match in found for node in match.statements]
-    for place, match in found:
-        for node in match.statements:
-            place.require_in_force(node, known)
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:

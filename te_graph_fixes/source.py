@@ -18,10 +18,10 @@ import sys
 import textwrap
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,8 +30,6 @@ from .outline import global_names, heads, parsed
 from .tree import Node, Slot, extent, first_line, is_in, nodes, standing_in, statements
 
 TE = "transformer_engine"
-_COMPARING = (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Constant, ast.expr_context)
-_LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 _NEVER = 1_000_000_007
 _WORD = re.compile(r"\w+")
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
@@ -287,50 +285,7 @@ class Definition:
             )
         return found
 
-    def require_in_force(self, at: Node, known: Sequence[Node]) -> None:
-        """Raise `UnrecognizedError` where a node may be left out, or what it does is undone, as far as one can tell.
-
-        It is left out by what stands above it or around it and is not one of the ``known`` nodes.
-        """
-        statements, lines_of = self.module.outline_of(self.outer or self.node)
-        inner, *others = standing_in(statements, at.lineno)
-        for slot in (inner, *others):
-            node = slot.node
-            if any(isinstance(above, _LEAVING) for above in slot.siblings[: slot.number]):
-                raise unrecognized("a correction that is reached", self, f"what leaves above line {at.lineno}")
-            is_definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            if is_definition and slot.outer and node not in known and len(lines_of[node.name]) == 1:
-                raise unrecognized("a correction that is used", self, f"it in {node.name}, which is not")
-            if slot.outer and slot.outer.node not in known and _is_left_out(slot.siblings, slot.outer.node):
-                raise unrecognized("a correction that is always run", self, f"it below line {slot.outer.first}")
-        blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), (inner, *others))
-        for later in (node for slot in blocks for node in slot.siblings[slot.number + 1 :]):
-            if later not in known and _overwrites(later, inner.node):
-                raise unrecognized("a correction that stays", self, f"`{ast.unparse(later)}` below it")
-        there = [slot.node for slot in self._at(at.lineno)]
-        conditions = [node for node in there if isinstance(node, (ast.If, ast.IfExp, ast.While))]
-        tests = [node.test for node in conditions if node not in known and is_in(at, node) and not is_in(at, node.test)]
-        for test in tests:
-            self._require_no_switch(test)
-
-    def _require_no_switch(self, test: ast.expr) -> None:
-        """Raise `UnrecognizedError` unless a condition only compares variables that the function reads elsewhere."""
-        parts = {*ast.walk(test)}
-        names = {node for node in parts if isinstance(node, ast.Name)}
-        for node in parts - names if names else {test}:
-            if not names or not isinstance(node, _COMPARING):
-                raise unrecognized("a correction that cannot be switched off", self, f"`{ast.unparse(node)}` around it")
-        for name in names:
-            if name.id in self.module.global_names or not self._reads(name.id, names):
-                raise unrecognized("a correction that cannot be switched off", self, f"`{name.id}` around it")
-
-    def _reads(self, name: str, left_out: Collection[ast.AST]) -> bool:
-        """Whether a variable is read here, those nodes ``left_out``."""
-        _, lines_of = self.module.outline_of(self.outer or self.node)
-        nodes = (place.node for line in lines_of[name] for place in self._at(line))
-        return any(isinstance(node, ast.Name) and node.id == name and node not in left_out for node in nodes)
-
-    def _at(self, line: int) -> list[Slot]:
+    def at(self, line: int) -> list[Slot]:
         """The statements and expressions in a line."""
         statements, _ = self.module.outline_of(self.outer or self.node)
         slots = standing_in(statements, line)
@@ -418,21 +373,3 @@ def _is_among(lines: list[int], node: Any) -> bool:
     """Whether a node stands in one of these lines."""
     at = bisect_left(lines, first_line(node))
     return at < len(lines) and lines[at] <= node.end_lineno
-
-
-def _is_left_out(block: list[Any], owner: Any) -> bool:
-    """Whether a block of a statement that is no ``if`` may not be run: a handler, an ``else``, a loop over nothing."""
-    if isinstance(owner, ast.For) and not getattr(owner.iter, "elts", [owner.iter]):
-        return True
-    return block is not getattr(owner, "body", None) and not isinstance(owner, ast.If)
-
-
-def _overwrites(later: ast.stmt, earlier: ast.stmt) -> bool:
-    """Whether there is something in a later statement that sets anew, or deletes, what an earlier one has set."""
-    if not isinstance(earlier, ast.Assign) or isinstance(later, (ast.FunctionDef, ast.ClassDef)):
-        return False
-    wanted = ast.unparse(earlier.targets[0])
-    if isinstance(later, ast.Assign) and wanted in map(ast.unparse, ast.walk(later.value)):
-        return False
-    set_nodes = (part for part in ast.walk(later) if isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del)))
-    return any(ast.unparse(part) == wanted for part in set_nodes)

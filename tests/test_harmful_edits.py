@@ -285,9 +285,28 @@ def test_upstreams_correction_less_a_statement_is_not_said_to_be_whole(version: 
         module = tree.module(name)
         begin, end = module.starts[first_line(statement)], module.starts[(statement.end_lineno or 0) + 1]
         indent = " " * statement.col_offset
-        for damage in ("pass\n", f"if {SWITCHES[number % 4]}:\n{textwrap.indent(module.text[begin:end], '    ')}"):
+        whole, name_read = module.text[begin:end], a_name_read(module, statement, fix_id)
+        nested = textwrap.indent(whole, "    ")
+        damages = [
+            "pass\n",
+            *(f"if {test}:\n{nested}" for test in (SWITCHES[number % 4], name_read, f"not {name_read}")),
+        ]
+        leaving = [
+            f"if {name_read}:\n{indent}    return\n{whole}",
+            f"for _ in {name_read}:\n{indent}    return\n{whole}",
+        ]
+        for damage in damages + (leaving if isinstance(statement, (ast.Assign, ast.For, ast.If)) else []):
             text = module.text[:begin] + indent + damage + module.text[end:]
             require_not_negative(fix_id, with_texts(tree, {name: text}), f"line {statement.lineno} of {name}")
+
+
+def a_name_read(module: ModuleSource, statement: ast.stmt, fix_id: str) -> str:
+    """A variable of the function that neither the statement nor a condition of TE's own around it reads."""
+    around = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef) and is_in(statement, node)]
+    names = [node for node in ast.walk(around[-1]) if isinstance(node, ast.Name)] if around else []
+    conditions = CATALOGUE[fix_id].examine.conditions  # type: ignore[attr-defined]
+    known = set(re.findall(r"\w+", " ".join(conditions))) | {node.id for node in names if is_in(node, statement)}
+    return min({node.id for node in names} - known, default="os")
 
 
 GRAPH, BASE = "transformer_engine.pytorch.graph", "transformer_engine.pytorch.module.base"
@@ -303,6 +322,29 @@ IN_PART = [
         *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=te_modules = visited_te_modules.get\(graph_idx, set\(\)\))"),
         "\n        te_modules &= set()",
     ),
+    (
+        *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=te_modules = visited_te_modules.get\(graph_idx, set\(\)\))"),
+        "\n        te_modules.clear()",
+    ),
+    (
+        *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=visited_te_modules\[func_idx\].update\(modules\))"),
+        "\n                visited_te_modules.clear()",
+    ),
+    (
+        *(
+            "backward-dw-hooks",
+            "2.20.2",
+            GRAPH,
+            r"(?<=    )ret = \[\]((?:\n.*)*?\n( +)setattr\(ret\[-1\], .backward_dw.*)",
+        ),
+        r"pass\1\n\2ret = []",
+    ),
+    (
+        *("tuple-samples", "2.20.2", GRAPH, r"(?<=sample_kwargs = list\(sample_kwargs\))"),
+        "\n        sample_args = tuple(sample_kwargs)",
+    ),
+    (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_fp8_weight_update=)\w+(?=,\s+cache_w)", "None"),
+    (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_fp8_weight_update=)\w+(?=,\s+save)", "None"),
     (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_update_flag=)skip_fp8_weight_update", "None"),
     (*("none-outputs", "2.20.2", GRAPH), r"o for o in outputs if .*(?=\))", "x for x in outputs if x.requires_grad"),
     (*("param-grad-lifetime", "2.20.2", GRAPH), r"per_callable_returned_param_grad_clone_slots\[i\]", "[False] * 99"),

@@ -383,13 +383,19 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
         "x = c\nlog(x)\nx = run(b)\n",
         "x = c\nif a:\n    x = b\n",
         "x = c\ndel x\n",
+        "x = c\nx.clear()\n",
+        "if a:\n    x = c\n",
+        "if b:\n    x = c\n",
+        "if a:\n    return b\nx = c\n",
+        "with a:\n    if b: return\nx = c\n",
     ],
 )
 def test_a_correction_that_has_no_effect_is_not_one(text: str) -> None:
-    patch = SemanticPatch(hunk("-x = a\n+x = b"), "", corrected=[(hunk(" x = c"), "c is right")])
+    patch = SemanticPatch(hunk("-x = a\n+x = b"), "", corrected=[(hunk(" x = c"), "")], conditions=["not b"])
     assert verdict(function(text), patch).verdict == UNRECOGNIZED
     for harmless in (
-        "if a:\n    return b\nx = c\n",
+        "if b:\n    return a\nx = c\n",
+        "if not b:\n    x = c\n",
         "x = c\nx = run(x)\n",
         "x = c\ny = x\nreturn y\n",
         "def used():\n    x = c\nused()\n",

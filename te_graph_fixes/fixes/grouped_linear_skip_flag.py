@@ -67,11 +67,15 @@ UPSTREAM = """
 @@
  non_tensor_args = (..., cache_weight, skip_fp8_weight_update, self.save_original_input, ...)
 @@ module/grouped_linear.py _GroupedLinear.forward
- (*ANY, cache_weight, skip_fp8_weight_update, save_original_input, *ANY) = non_tensor_args
+ (*ANY, cache_weight, skip_fp8_weight_update, *ANY) = non_tensor_args
+@@
+ ANY(..., skip_fp8_weight_update=skip_fp8_weight_update)
 @@
  ANY(..., skip_update_flag=skip_fp8_weight_update)
 @@
  ANY(..., skip_update_flag=ANY)
+@@ module/grouped_linear.py _GroupedLinear._forward_grouped_tensor
+ ANY(..., skip_fp8_weight_update=skip_fp8_weight_update)
 @@ module/grouped_linear.py _GroupedLinear._prepare_weights_for_grouped_tensor_gemm
  ANY(..., skip_update_flag=skip_fp8_weight_update)
 @@
@@ -107,6 +111,11 @@ FIX = Fix(
             (UPSTREAM.format(reads=reads, assignments=2 * reads, flag=flag), "GroupedLinear passes the skip flag on")
             for reads in (1, 2)
             for flag in FLAGS
+        ],
+        conditions=[
+            *("fp8 or debug", "with_quantized_compute", "not single_grouped_weight"),
+            *("grouped_tensor_supported", "_GroupedLinear._is_grouped_tensor_path_supported(...)"),
+            *("not grouped_tensor_supported", "not _GroupedLinear._is_grouped_tensor_path_supported(...)"),
         ],
     ),
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),

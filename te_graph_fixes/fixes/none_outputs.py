@@ -11,6 +11,7 @@ and put back into what a replay returns.
 
 from ..fix import Fix
 from ..patch import SemanticPatch
+from ..shapes import BACKWARDS
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -53,5 +54,14 @@ FIX = Fix(
     group="crashes",
     users="callables that return None among their outputs, such as vision encoders",
     affected="<2.13",
-    examine=SemanticPatch(PATCH, "every output is taken for a tensor", corrected=[(UPSTREAM, "outputs may be None")]),
+    examine=SemanticPatch(
+        PATCH,
+        "every output is taken for a tensor",
+        corrected=[(UPSTREAM, "outputs may be None")],
+        conditions=[
+            *("is_training", "_reuse_graph_input_output_buffers", "not _reuse_graph_input_output_buffers"),
+            "not static_grad_outputs_keys in static_grad_outputs_dict",
+            *BACKWARDS,
+        ],
+    ),
 )

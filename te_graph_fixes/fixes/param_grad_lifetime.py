@@ -16,7 +16,7 @@ its own there nothing is changed: it may be a correction.
 
 from ..fix import Fix
 from ..patch import SemanticPatch
-from ..shapes import SHARE_DUMMIES
+from ..shapes import BACKWARDS, SHARE_DUMMIES
 
 PATCH = (
     SHARE_DUMMIES
@@ -110,6 +110,7 @@ FIX = Fix(
         PATCH,
         "graphs return their static buffers as parameter grads",
         corrected=[(UPSTREAM, "parameter grads are returned as copies")],
+        conditions=["clone_param_grads_on_return", *BACKWARDS],
         provides=("fused_wgrads",),
     ),
     check_hints=("use overwritten",),

@@ -32,5 +32,10 @@ FIX = Fix(
     group="crashes",
     users="samples in a tuple with _reuse_graph_input_output_buffers",
     affected=">=2.6,<2.12",
-    examine=SemanticPatch(PATCH, "samples have to be a list", corrected=[(UPSTREAM, "samples may be tuples")]),
+    examine=SemanticPatch(
+        PATCH,
+        "samples have to be a list",
+        corrected=[(UPSTREAM, "samples may be tuples")],
+        conditions=["_reuse_graph_input_output_buffers"],
+    ),
 )

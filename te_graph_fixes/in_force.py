@@ -1,0 +1,122 @@
+"""Whether a correction that stands in TransformerEngine's source has its effect, as far as one can tell."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence, Set
+from itertools import takewhile
+from typing import Any
+
+from .matching import Pattern, without_annotation
+from .source import Definition, unrecognized
+from .tree import Node, blocks_of, extent, is_in, standing_in
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_LEAVING = (ast.Return, ast.Break, ast.Continue)
+_WORD = re.compile(r"[^\W\d]\w*")
+
+
+def require_in_force(
+    place: Definition, at: Node, words: Set[str], known: Sequence[Node], conditions: Sequence[str]
+) -> None:
+    """Raise `UnrecognizedError` where a node may be left out, or what it does is undone, as far as one can tell.
+
+    It is left out by what stands around it, other than the ``known`` nodes, or leaves above it; but for TE's own
+    ``conditions``, which are patterns. It is undone where what it sets is changed below it, as far as the ``words`` of
+    its pattern name that.
+    """
+    statements, lines_of = place.module.outline_of(place.outer or place.node)
+    inner, *others = standing_in(statements, at.lineno)
+    tests = [*_tests_around(at, [slot.node for slot in place.at(at.lineno)], known)]
+    for slot in (inner, *others):
+        node = slot.node
+        for above in slot.siblings[: slot.number]:
+            if isinstance(above, ast.Raise) or _leaves(above):
+                if not isinstance(above, ast.If):
+                    raise unrecognized("a correction that is reached", place, f"what leaves above line {at.lineno}")
+                tests += [_negated(above.test)] if any(map(_leaves, above.body)) else []
+                tests += [above.test] if any(map(_leaves, above.orelse)) else []
+        if slot.outer and node not in known and isinstance(node, _DEFINITIONS) and len(lines_of[node.name]) == 1:
+            raise unrecognized("a correction that is used", place, f"it in {node.name}, which is not")
+        if slot.outer and slot.outer.node not in known and _is_left_out(slot.siblings, slot.outer.node):
+            raise unrecognized("a correction that is always run", place, f"it below line {slot.outer.first}")
+    for test in tests:
+        if not any([*Pattern.of(condition).match([test], 0)] for condition in conditions):
+            raise unrecognized("a correction that is always run", place, f"it where `{ast.unparse(test)}`")
+    statement = without_annotation(at if isinstance(at, ast.stmt) else inner.node)
+    _require_set_above(place, statement, [slot.node for slot in (inner, *others)])
+    made = {text for part in _changed(statement) for text in _owners(part) if set(_WORD.findall(text)) <= words}
+    made |= {ast.unparse(statement.targets[0])} if isinstance(statement, ast.Assign) else set()
+    blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), (inner, *others))
+    for later in (node for slot in blocks for node in slot.siblings[slot.number + 1 :]):
+        if later not in known and not made.isdisjoint(map(ast.unparse, _changed(later))):
+            raise unrecognized("a correction that stays", place, f"`{ast.unparse(later)}` below it")
+
+
+def _tests_around(at: Node, there: Sequence[Any], known: Sequence[Node]) -> Iterator[ast.expr]:
+    """The conditions, of those nodes that are ``there``, which have to hold for a node to be run."""
+    for node in there:
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)) and node not in known and is_in(at, node):
+            orelse = node.orelse if isinstance(node.orelse, list) else [node.orelse]
+            if any(is_in(at, part) for part in orelse):
+                yield _negated(node.test)
+            elif not is_in(at, node.test):
+                yield node.test
+
+
+def _negated(test: ast.expr) -> ast.expr:
+    is_not = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    return test.operand if is_not else ast.UnaryOp(ast.Not(), test)  # type: ignore[attr-defined]
+
+
+def _leaves(statement: ast.AST, kinds: tuple[type[ast.AST], ...] = _LEAVING) -> bool:
+    """Whether a statement may leave the block that it is in, other than by an error."""
+    if isinstance(statement, _DEFINITIONS):
+        return False
+    inner = kinds[:1] if isinstance(statement, (ast.For, ast.While)) else kinds
+    return isinstance(statement, kinds) or any(_leaves(each, inner) for block in blocks_of(statement) for each in block)
+
+
+def _is_left_out(block: list[Any], owner: Any) -> bool:
+    """Whether a block of a statement that is no ``if`` may not be run: a handler, an ``else``, a loop over nothing."""
+    if isinstance(owner, ast.For) and not getattr(owner.iter, "elts", [owner.iter]):
+        return True
+    return block is not getattr(owner, "body", None) and not isinstance(owner, ast.If)
+
+
+def _require_set_above(place: Definition, statement: Any, around: Sequence[Any]) -> None:
+    """Raise `UnrecognizedError` where a statement reads a variable that its function sets below it, and not above."""
+    function = next((node for node in around if isinstance(node, ast.FunctionDef)), None)
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)] if function else []
+    stored = [name for name in names if isinstance(name.ctx, ast.Store)]
+    above = {name.id for name in stored if extent(name) < (extent(statement)[1],)}
+    known = above | {node.arg for node in ast.walk(function or statement) if isinstance(node, ast.arg)}
+    for name in names:
+        if is_in(name, statement) and name.id not in known and name.id in {each.id for each in stored}:
+            raise unrecognized(f"{name.id} above line {statement.lineno}", place, "it below")
+
+
+def _changed(statement: ast.AST) -> Iterator[Any]:
+    """What a statement sets or deletes, or calls a method of, as far as it is not made of what it was before.
+
+    Variables of comprehensions are their own.
+    """
+    statement = without_annotation(statement)
+    parts = [] if isinstance(statement, _DEFINITIONS) else [*ast.walk(statement)]
+    local = {name for part in parts if isinstance(part, ast.comprehension) for name in ast.walk(part.target)}
+    kept = set(map(ast.unparse, ast.walk(statement.value))) if isinstance(statement, ast.Assign) else set()
+    for part in parts:
+        is_set = isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del))
+        if is_set and part not in local and ast.unparse(part) not in kept:
+            yield part
+        value = getattr(part, "value", None)
+        if isinstance(part, ast.stmt) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            yield value.func.value
+
+
+def _owners(part: Any) -> Iterator[str]:
+    """The text of a variable, attribute or item, and of that which it is an item of."""
+    yield ast.unparse(part)
+    if isinstance(part, ast.Subscript):
+        yield from _owners(part.value)
