@@ -6,8 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/2999
 Symptom: Megatron's DDP waits for, or never reduces, gradients of captured layers with delayed wgrad.
 
 `backward_dw` of a module ends with the hooks given to `register_wgrad_accumulation_and_reduce_hooks`; that of a graphed
-callable only replays. It now runs the hooks of its modules after the replay, in the order in which the callable holds
-its modules (TE 2.13 iterates a set, whose order may differ between ranks).
+callable only replays. It now runs the hooks of its modules after the replay, in the order of its modules.
 """
 
 from ..fix import Fix

@@ -9,8 +9,7 @@ forbidden operation has spoiled the capture one sees "operation failed due to a 
 of the error itself, work goes on in the capture's stream, and drawing random numbers raises "Offset increment outside
 graph capture encountered unexpectedly".
 
-What was done after ``yield`` or after the capture is now done in ``finally`` or ``except`` clauses, the first exception
-is raised again, and a capture that PyTorch could not end is cleaned up.
+All of that is now put back in ``finally`` or ``except`` clauses, and the first exception is raised again.
 """
 
 from ..fix import Fix

@@ -12,13 +12,11 @@ It happens to modules which
 4. are attention in FP8 in current scaling, which TE scales with delay in part;
 5. are in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 
-Before a replay TE puts the FP8 state of those modules into the buffers of the amax reduction which the warmup's forward
-hooks have seen, with the recipe of the autocast around it. Now modules say in the capture what state they use, where
-eager ones put it into the buffers, and a replay does the same with it
-(`te_graph_fixes/shipped/captured_fp8.py`, shipped beside the patched modules). What the warmup has left in the scales
-of modules with an autocast of their own is taken back. Operations get no state for a capture in which they run without
-FP8, where they would keep it, and what they have given up there is not put back (``AssertionError``). What they have
-from a capture goes into the buffers in their next eager forward, if no replay comes before.
+Before a replay TE puts the FP8 state of the modules that the warmup's forward hooks have seen into the buffers of the
+amax reduction, with the recipe of the autocast around it. Now modules say in the capture what state they use, and a
+replay does the same with it (`te_graph_fixes/shipped/captured_fp8.py`, shipped beside the patched modules). The scales
+that the warmup has left in modules with an autocast of their own are taken back. Operations that run without FP8 in a
+capture get no state there, and nothing is put back into them (``AssertionError``).
 
 Inner operations that lose FP8 (`nested-autocast`) would be captured then, without the error that TE ends with.
 """

@@ -8,8 +8,7 @@ Symptom: with wgrads that are fused into ``main_grad``, a dgrad's replay takes 1
 
 From TE 2.19 on `Graphed.backward` copies every parameter grad that it returns. One that is a dummy in this graph is now
 returned as TE's shared dummy, without a copy and without memory in the graph's pool. A gradient is a dummy if this
-graph's backward has set ``grad_added_to_main_grad``; a mark that another graph has left does not count. The keyword
-``clone_param_grads_on_return=False`` and parameters with ``skip_backward_post_hook`` are treated as before.
+graph's backward has set ``grad_added_to_main_grad``; a mark that another graph has left does not count.
 `param-grad-lifetime` does the same for TE before 2.19.
 """
 

@@ -1,7 +1,6 @@
 """``nested-autocast``: modules inside a captured one lose FP8 where their class, or a base of it, is captured as well.
 
-Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 was
-closed without this case)
+Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 
 Symptom: ``Sequential(Sequential(te.Linear), te.Linear)``, or a `te.Linear` that is captured next to a layer which holds
 one: the inner modules run in bf16 (outputs off by 0.06 to 1.47, any recipe); with `te.ops.Sequential` a crash.

@@ -6,12 +6,10 @@ Symptom: plain ``.grad`` accumulation over microbatches is off by about 1.0; so 
 the weights' wgrad is fused. A grad that a hook keeps changes under it.
 
 `Graphed.backward` returns the graph's static buffers; autograd adopts them as ``.grad``. Parameter grads are now
-returned as copies. Not copied are the grads of user inputs, and dummies that stand for a wgrad in ``main_grad``: what
-this graph's backward marks with ``grad_added_to_main_grad`` is returned as TE's shared dummy, which is in no graph's
-memory (`te_graph_fixes/shipped/fused_wgrads.py`, shipped beside the patched module). This is settled once, as the
-capture ends. Vectors (biases, norm weights) are copied by one kernel. The keyword
-``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off. Where TE has a ``.clone()`` of
-its own there nothing is changed: it may be a correction.
+returned as copies, vectors (biases, norm weights) by one kernel. Not copied are the grads of user inputs, and dummies
+that stand for a wgrad in ``main_grad``: what this graph's backward marks with ``grad_added_to_main_grad`` is returned
+as TE's shared dummy, which is in no graph's memory (`te_graph_fixes/shipped/fused_wgrads.py`, shipped beside the
+patched module). The keyword ``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off.
 """
 
 from ..fix import Fix

@@ -10,8 +10,8 @@ Hooks run in warmup and capture, and again after each replay, when the gradients
 put aside for the backwards of warmup and capture (`te_graph_fixes/shipped/parameter_hooks.py`, shipped beside the
 patched module).
 
-`torch.cuda.make_graphed_callables` calls `torch.autograd.grad`, which leaves out the hooks of accumulation but not
-those of ``register_hook``. TE did so up to 2.11; it cannot go back, for `te.checkpoint` within a graph refuses it.
+`torch.autograd.grad`, which TE called up to 2.11, leaves out only the hooks of accumulation, and `te.checkpoint` within
+a graph refuses it.
 """
 
 from ..fix import Fix

@@ -8,12 +8,11 @@ the second case all of them (outputs and gradients off by 2.7 on the simulator).
 first microbatch between forward and backward: the recomputation quantizes its weights (gradients off by 0.08).
 A capture after an evaluation: its warmup updates the scales of all other modules (outputs off by 0.19).
 
-A recomputation has an autocast of its own, and updates the scales of the forward as it leaves it; the first module in
-it updates those of the backward. The update of the forward's is captured, with the modules that happen to be registered
-then; that of the backward's is left to whichever graph is the first of an autocast. Both are now left out of warmup and
-capture, and done after each replay of such a backward. Before it the skip flag, which all graphs share, is that of its
-own forward. Other captures than TE's own, as those of `torch.cuda.graph` or Megatron-Core, keep the update: nothing
-else does it at their replays.
+A recomputation has an autocast of its own: its end updates the scales of the forward, its first module those of the
+backward. The first update is captured with the modules that happen to be registered then, the second is left to the
+graph that is the first of an autocast. Both are now left out of warmup and capture, and done after each replay of such
+a backward, which gets the skip flag of its own forward. Other captures than TE's own, as those of `torch.cuda.graph` or
+Megatron-Core, keep the update: nothing else does it at their replays.
 """
 
 from ..fix import Fix

@@ -5,14 +5,12 @@ Upstream: none yet, TE 2.10 to main
 Symptom: gradients are garbage after the number of microbatches has grown, after weights or gradient buffers were
 offloaded and came back elsewhere, where a graph is replayed twice before its backward, or around a checkpoint.
 
-All graphs that share a memory pool have a place in one sequence, that of their captures: the first one that is captured
-is at place 0, the next one at place 1. Each replay now looks at what the capture has fixed
-(`te_graph_fixes/shipped/replay_contract.py`, shipped beside the patched modules) and raises `RuntimeError` where its
-result would be another than eager training's: at the places that were replayed since what it reads was written, at the
-addresses of parameters, ``main_grad`` and the tensors of FP8 parameters, and at which parameters are trained. Outputs,
-and the gradients of inputs, are returned as copies where a checkpoint may run a graph again before they are read (with
-``leaf-grad-lifetime``). One tensor that is the sample of several inputs is copied for each of them, since a replay
-writes into it. FP8 graphs of delayed scaling that are replayed for training outside of an autocast are warned of once.
+All graphs that share a memory pool have a place in the sequence of their captures. Each replay now looks at what its
+capture has fixed (`te_graph_fixes/shipped/replay_contract.py`, shipped beside the patched modules): the graphs that
+were replayed since its input was written, the addresses of parameters and ``main_grad``, which parameters are trained.
+It raises `RuntimeError` where its result would not be that of eager training (docs/replay-contract.md). A tensor that
+is the sample of several inputs is copied for each of them; outputs and gradients are copied where a checkpoint may run
+a graph again before they are read (with ``leaf-grad-lifetime``).
 
 Without it such programs stay wrong with all other fixes too; by how much depends on what the memory that they read
 holds.

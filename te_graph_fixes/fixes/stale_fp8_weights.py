@@ -10,8 +10,7 @@ It happens
 1. to modules that carry ``is_first_microbatch``, as Megatron-Core's do, where the capture does not cache weights
    (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 where attention is not captured). Warmup leaves False
    behind, and without a skip flag False means that weights are never quantized. Such a graph now has a flag of its own,
-   which says before each replay what its modules say eagerly (`te_graph_fixes/shipped/first_microbatches.py`). Before
-   TE 2.14 it needs `warmup-reset` to show;
+   which says before each replay what its modules say eagerly (`te_graph_fixes/shipped/first_microbatches.py`);
 2. to a capture that does not cache weights, after one that does: it reads the skip flag of the other;
 3. where another FP8 module runs before the graph in the same autocast: the graph does not set the skip flag, which
    still has the value of another graph or microbatch. Every graph that caches weights sets it now.

@@ -8,9 +8,8 @@ gets that of a layer whose two inputs were one tensor: wrong outputs. Its output
 places than those of a layer with the same number of them: gradients are zero, or an exception where one output is None.
 
 Inputs are handed on by shape, dtype and layout alone. Their key now holds all that a buffer keeps of its sample: type,
-device, strides, whether it needs a gradient, and which tensors of a sample are the same. (Inputs in an order with
-wgrads: `te_graph_fixes/shipped/graph_order.py`.) Buffers of grad outputs are put where this layer has outputs with
-gradients.
+device, strides, whether it needs a gradient, and which tensors of a sample are the same. Buffers of grad outputs are
+put where this layer has outputs with gradients. (Inputs of wgrads: `te_graph_fixes/shipped/graph_order.py`.)
 """
 
 from ..fix import Fix

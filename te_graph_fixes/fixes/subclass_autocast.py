@@ -1,7 +1,6 @@
 """``subclass-autocast``: after a capture, modules of a captured subclass keep the capture's recipe for good.
 
-Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 was
-closed without this case)
+Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 
 Symptom: where a module of a class and one of its subclass are captured in this order, as Megatron-Core's dense
 `TransformerLayer` and `MoETransformerLayer` are, all later eager calls of the subclass run in the capture's autocast

@@ -9,8 +9,8 @@ tensor returns another one, without an error: ``y.t()`` comes back transposed, `
 not infer dtype of _WeakRefTensor``, as do uint8 to uint64, complex numbers, some kinds of float8, and int16 up to 2.17.
 
 Static outputs and grad inputs become weak references, made from an address, a shape and a dtype that numpy knows. They
-are now made of all bytes that the tensor covers, which are then viewed with its dtype and strides
-(`te_graph_fixes/shipped/weak_references.py`, shipped beside the patched modules).
+are now made of all bytes of the tensor, viewed with its dtype and strides (`te_graph_fixes/shipped/weak_references.py`,
+shipped beside the patched modules).
 """
 
 from ..fix import Fix

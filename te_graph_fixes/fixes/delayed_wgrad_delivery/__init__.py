@@ -7,12 +7,10 @@ into ``main_grad``, are missing (error 1.0), or garbage; captures fail with ``'N
 or ``attempting to assign a gradient of size '[0]'``. Eagerly, only one microbatch's gradient arrives.
 
 `backward_dw` assigns to ``.grad`` in Python, which a replay does not repeat, and it assigns instead of adding. It now
-adds, and takes for a bias gradient only what the wgrad GEMM has computed. The gradients which it gives to parameters in
-a capture are kept, and added to their ``.grad`` after each replay, before the hooks; warmup and capture leave ``.grad``
-as it was (`te_graph_fixes/shipped/delayed_wgrad.py`, shipped beside the patched modules). Modules whose ``forward`` is
-called directly, which TE's forward hooks do not see, are found by the wgrad that they have to compute. GroupedLinear
-no longer returns buffers that its delayed wgrad has yet to fill, and bias gradients which the dgrad returns are copied
-like other gradients.
+adds, and takes for a bias gradient only what the wgrad GEMM has computed. Gradients that it gives to parameters in a
+capture are added to their ``.grad`` after each replay, before the hooks; warmup and capture leave ``.grad`` as it was
+(`te_graph_fixes/shipped/delayed_wgrad.py`, shipped beside the patched modules). This holds for modules whose
+``forward`` is called directly, too. GroupedLinear no longer returns buffers that its delayed wgrad has yet to fill.
 
 In FP8 the dgrad computes the bias gradients. Without ``param-grad-lifetime``, which has them copied, what crashed or
 was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two go together.
