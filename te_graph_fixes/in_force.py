@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import takewhile
 from typing import Any
 
 from .matching import Pattern, without_annotation
-from .source import Definition, unrecognized
+from .source import Definition, is_among, unrecognized
 from .tree import Node, blocks_of, extent, is_in, standing_in
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -32,7 +32,7 @@ def require_in_force(
     for slot in (inner, *others):
         node = slot.node
         for above in slot.siblings[: slot.number]:
-            if isinstance(above, ast.Raise) or _leaves(above):
+            if isinstance(above, ast.Raise) or _cached(place, _leaves, above):
                 if not isinstance(above, ast.If):
                     raise unrecognized("a correction that is reached", place, f"what leaves above line {at.lineno}")
                 tests += [_negated(above.test)] if any(map(_leaves, above.body)) else []
@@ -45,12 +45,17 @@ def require_in_force(
         if not any([*Pattern.of(condition).match([test], 0)] for condition in conditions):
             raise unrecognized("a correction that is always run", place, f"it where `{ast.unparse(test)}`")
     statement = without_annotation(at if isinstance(at, ast.stmt) else inner.node)
-    _require_set_above(place, statement, [slot.node for slot in (inner, *others)])
+    for slot in (inner, *others):
+        if isinstance(slot.node, ast.FunctionDef):
+            _require_set_above(place, statement, slot.node)
+            break
     made = {text for part in _changed(statement) for text in _owners(part) if set(_WORD.findall(text)) <= words}
     made |= {ast.unparse(statement.targets[0])} if isinstance(statement, ast.Assign) else set()
     blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), (inner, *others))
+    variables = {_WORD.findall(text)[0] for text in made if _WORD.search(text)}
     for later in (node for slot in blocks for node in slot.siblings[slot.number + 1 :]):
-        if later not in known and not made.isdisjoint(map(ast.unparse, _changed(later))):
+        is_named = later not in known and any(is_among(lines_of[name], later) for name in variables)
+        if is_named and not made.isdisjoint(_cached(place, _texts_of_changed, later)):
             raise unrecognized("a correction that stays", place, f"`{ast.unparse(later)}` below it")
 
 
@@ -85,16 +90,34 @@ def _is_left_out(block: list[Any], owner: Any) -> bool:
     return block is not getattr(owner, "body", None) and not isinstance(owner, ast.If)
 
 
-def _require_set_above(place: Definition, statement: Any, around: Sequence[Any]) -> None:
+def _require_set_above(place: Definition, statement: Any, function: ast.FunctionDef) -> None:
     """Raise `UnrecognizedError` where a statement reads a variable that its function sets below it, and not above."""
-    function = next((node for node in around if isinstance(node, ast.FunctionDef)), None)
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)] if function else []
-    stored = [name for name in names if isinstance(name.ctx, ast.Store)]
-    above = {name.id for name in stored if extent(name) < (extent(statement)[1],)}
-    known = above | {node.arg for node in ast.walk(function or statement) if isinstance(node, ast.arg)}
-    for name in names:
-        if is_in(name, statement) and name.id not in known and name.id in {each.id for each in stored}:
-            raise unrecognized(f"{name.id} above line {statement.lineno}", place, "it below")
+    _, lines_of = place.module.outline_of(place.outer or place.node)
+    first_set = _cached(place, _first_set, function)
+    below = [name for name, where in first_set.items() if where >= extent(statement)[1]]
+    named = [name for name in below if is_among(lines_of[name], statement)]
+    for node in ast.walk(statement) if named else ():
+        if isinstance(node, ast.Name) and node.id in named:
+            raise unrecognized(f"{node.id} above line {statement.lineno}", place, "it below")
+
+
+def _cached(place: Definition, find: Callable[[Any], Any], node: ast.AST) -> Any:
+    """What ``find`` says of a node; asked once."""
+    cache = place.module.cache
+    if (find, node) not in cache:
+        cache[find, node] = find(node)
+    return cache[find, node]
+
+
+def _first_set(function: ast.FunctionDef) -> dict[str, tuple[int, int]]:
+    """The line and column at which each variable in a function is set first; 0, 0 for a parameter."""
+    found: dict[str, tuple[int, int]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            found[node.arg] = (0, 0)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = min(extent(node)[0], found.get(node.id, extent(node)[0]))
+    return found
 
 
 def _changed(statement: ast.AST) -> Iterator[Any]:
@@ -113,6 +136,10 @@ def _changed(statement: ast.AST) -> Iterator[Any]:
         value = getattr(part, "value", None)
         if isinstance(part, ast.stmt) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
             yield value.func.value
+
+
+def _texts_of_changed(statement: ast.AST) -> set[str]:
+    return set(map(ast.unparse, _changed(statement)))
 
 
 def _owners(part: Any) -> Iterator[str]:

@@ -310,7 +310,7 @@ class Definition:
         return [
             place
             for node, place in found.items()
-            if is_in(node, self.node) and all(_is_among(lines_of[word], node) for word in words)
+            if is_in(node, self.node) and all(is_among(lines_of[word], node) for word in words)
         ]
 
     def inner(self, name: str) -> Definition:
@@ -369,7 +369,7 @@ class Definition:
         return "\n".join(indent + line if line.strip() else "" for line in lines)
 
 
-def _is_among(lines: list[int], node: Any) -> bool:
+def is_among(lines: list[int], node: Any) -> bool:
     """Whether a node stands in one of these lines."""
     at = bisect_left(lines, first_line(node))
     return at < len(lines) and lines[at] <= node.end_lineno
