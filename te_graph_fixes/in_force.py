@@ -10,7 +10,7 @@ from typing import Any
 
 from .matching import Pattern, without_annotation
 from .source import Definition, is_among, unrecognized
-from .tree import Node, blocks_of, extent, is_in, standing_in
+from .tree import Node, Slot, blocks_of, extent, is_in, standing_in
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LEAVING = (ast.Return, ast.Break, ast.Continue)
@@ -26,33 +26,46 @@ def require_in_force(
     ``conditions``, which are patterns. It is undone where what it sets is changed below it, as far as the ``words`` of
     its pattern name that.
     """
-    statements, lines_of = place.module.outline_of(place.outer or place.node)
-    inner, *others = standing_in(statements, at.lineno)
+    statements, _ = place.module.outline_of(place.outer or place.node)
+    around = standing_in(statements, at.lineno)
+    statement = without_annotation(at if isinstance(at, ast.stmt) else around[0].node)
+    _require_run(place, at, around, known, conditions)
+    _require_set_above(place, statement, around)
+    _require_kept(place, statement, around, words, known)
+
+
+def _require_run(
+    place: Definition, at: Node, around: Sequence[Slot], known: Sequence[Node], conditions: Sequence[str]
+) -> None:
+    """Raise `UnrecognizedError` where a node is not run, or only in a condition that TE has not."""
+    _, lines_of = place.module.outline_of(place.outer or place.node)
     tests = [*_tests_around(at, [slot.node for slot in place.at(at.lineno)], known)]
-    for slot in (inner, *others):
-        node = slot.node
+    for slot in around:
         for above in slot.siblings[: slot.number]:
             if isinstance(above, ast.Raise) or _cached(place, _leaves, above):
                 if not isinstance(above, ast.If):
                     raise unrecognized("a correction that is reached", place, f"what leaves above line {at.lineno}")
                 tests += [_negated(above.test)] if any(map(_leaves, above.body)) else []
                 tests += [above.test] if any(map(_leaves, above.orelse)) else []
-        if slot.outer and node not in known and isinstance(node, _DEFINITIONS) and len(lines_of[node.name]) == 1:
-            raise unrecognized("a correction that is used", place, f"it in {node.name}, which is not")
+        is_inner = slot.outer and slot.node not in known and isinstance(slot.node, _DEFINITIONS)
+        if is_inner and len(lines_of[slot.node.name]) == 1:
+            raise unrecognized("a correction that is used", place, f"it in {slot.node.name}, which is not")
         if slot.outer and slot.outer.node not in known and _is_left_out(slot.siblings, slot.outer.node):
             raise unrecognized("a correction that is always run", place, f"it below line {slot.outer.first}")
     for test in tests:
         if not any([*Pattern.of(condition).match([test], 0)] for condition in conditions):
             raise unrecognized("a correction that is always run", place, f"it where `{ast.unparse(test)}`")
-    statement = without_annotation(at if isinstance(at, ast.stmt) else inner.node)
-    for slot in (inner, *others):
-        if isinstance(slot.node, ast.FunctionDef):
-            _require_set_above(place, statement, slot.node)
-            break
+
+
+def _require_kept(
+    place: Definition, statement: Any, around: Sequence[Slot], words: Set[str], known: Sequence[Node]
+) -> None:
+    """Raise `UnrecognizedError` where what a statement sets is changed below it, in a block that it stands in."""
+    _, lines_of = place.module.outline_of(place.outer or place.node)
     made = {text for part in _changed(statement) for text in _owners(part) if set(_WORD.findall(text)) <= words}
     made |= {ast.unparse(statement.targets[0])} if isinstance(statement, ast.Assign) else set()
-    blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), (inner, *others))
     variables = {_WORD.findall(text)[0] for text in made if _WORD.search(text)}
+    blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), around)
     for later in (node for slot in blocks for node in slot.siblings[slot.number + 1 :]):
         is_named = later not in known and any(is_among(lines_of[name], later) for name in variables)
         if is_named and not made.isdisjoint(_cached(place, _texts_of_changed, later)):
@@ -90,8 +103,11 @@ def _is_left_out(block: list[Any], owner: Any) -> bool:
     return block is not getattr(owner, "body", None) and not isinstance(owner, ast.If)
 
 
-def _require_set_above(place: Definition, statement: Any, function: ast.FunctionDef) -> None:
+def _require_set_above(place: Definition, statement: Any, around: Sequence[Slot]) -> None:
     """Raise `UnrecognizedError` where a statement reads a variable that its function sets below it, and not above."""
+    function = next((slot.node for slot in around if isinstance(slot.node, ast.FunctionDef)), None)
+    if function is None:
+        return
     _, lines_of = place.module.outline_of(place.outer or place.node)
     first_set = _cached(place, _first_set, function)
     below = [name for name, where in first_set.items() if where >= extent(statement)[1]]
