@@ -45,8 +45,10 @@ def _require_run(
             if isinstance(above, ast.Raise) or _cached(place, _leaves, above):
                 if not isinstance(above, ast.If):
                     raise unrecognized("a correction that is reached", place, f"what leaves above line {at.lineno}")
-                tests += [_negated(above.test)] if any(map(_leaves, above.body)) else []
-                tests += [above.test] if any(map(_leaves, above.orelse)) else []
+                if any(map(_leaves, above.body)):
+                    tests.append(_negated(above.test))
+                if any(map(_leaves, above.orelse)):
+                    tests.append(above.test)
         is_inner = slot.outer and slot.node not in known and isinstance(slot.node, _DEFINITIONS)
         if is_inner and len(lines_of[slot.node.name]) == 1:
             raise unrecognized("a correction that is used", place, f"it in {slot.node.name}, which is not")
@@ -62,7 +64,9 @@ def _require_kept(
 ) -> None:
     """Raise `UnrecognizedError` where what a statement sets is changed below it, in a block that it stands in."""
     _, lines_of = place.module.outline_of(place.outer or place.node)
-    made = {text for part in _changed(statement) for text in _owners(part) if set(_WORD.findall(text)) <= words}
+    made = {
+        text for part in _changed(statement) for text in _with_containers(part) if set(_WORD.findall(text)) <= words
+    }
     made |= {ast.unparse(statement.targets[0])} if isinstance(statement, ast.Assign) else set()
     variables = {_WORD.findall(text)[0] for text in made if _WORD.search(text)}
     blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), around)
@@ -92,7 +96,7 @@ def _leaves(statement: ast.AST, kinds: tuple[type[ast.AST], ...] = _LEAVING) -> 
     """Whether a statement may leave the block that it is in, other than by an error."""
     if isinstance(statement, _DEFINITIONS):
         return False
-    inner = kinds[:1] if isinstance(statement, (ast.For, ast.While)) else kinds
+    inner = (ast.Return,) if isinstance(statement, (ast.For, ast.While)) else kinds
     return isinstance(statement, kinds) or any(_leaves(each, inner) for block in blocks_of(statement) for each in block)
 
 
@@ -110,10 +114,12 @@ def _require_set_above(place: Definition, statement: Any, around: Sequence[Slot]
         return
     _, lines_of = place.module.outline_of(place.outer or place.node)
     first_set = _cached(place, _first_set, function)
-    below = [name for name, where in first_set.items() if where >= extent(statement)[1]]
-    named = [name for name in below if is_among(lines_of[name], statement)]
-    for node in ast.walk(statement) if named else ():
-        if isinstance(node, ast.Name) and node.id in named:
+    end = extent(statement)[1]
+    late = {name for name, where in first_set.items() if where >= end and is_among(lines_of[name], statement)}
+    if not late:
+        return
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and node.id in late:
             raise unrecognized(f"{node.id} above line {statement.lineno}", place, "it below")
 
 
@@ -137,9 +143,9 @@ def _first_set(function: ast.FunctionDef) -> dict[str, tuple[int, int]]:
 
 
 def _changed(statement: ast.AST) -> Iterator[Any]:
-    """What a statement sets or deletes, or calls a method of, as far as it is not made of what it was before.
+    """What a statement sets or deletes, or calls a method of, as in ``x.clear()`` or ``n = x.pop()``.
 
-    Variables of comprehensions are their own.
+    An assignment like ``x = f(x)`` does not count as setting ``x``, and variables of comprehensions do not count.
     """
     statement = without_annotation(statement)
     parts = [] if isinstance(statement, _DEFINITIONS) else [*ast.walk(statement)]
@@ -158,8 +164,8 @@ def _texts_of_changed(statement: ast.AST) -> set[str]:
     return set(map(ast.unparse, _changed(statement)))
 
 
-def _owners(part: Any) -> Iterator[str]:
-    """The text of a variable, attribute or item, and of that which it is an item of."""
+def _with_containers(part: Any) -> Iterator[str]:
+    """The text of ``a.b[0][1]``, of ``a.b[0]`` and of ``a.b``."""
     yield ast.unparse(part)
     if isinstance(part, ast.Subscript):
-        yield from _owners(part.value)
+        yield from _with_containers(part.value)

@@ -147,6 +147,37 @@ def test_an_error_about_arguments_names_the_layer_and_what_to_do() -> None:
     assert error.endswith("shapes [(8, 2, 64)]. Pass what its samples were, or capture again\n")
 
 
+REPLACED_EMPTY = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+class WithAdapters(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.adapters = te.Linear(32, 32, device="cuda"), torch.nn.ModuleList()
+
+    def forward(self, x):
+        x = self.linear(x)
+        for adapter in self.adapters:
+            x = adapter(x)
+        return x
+
+module, x = WithAdapters(), torch.zeros(32, 32, device="cuda", requires_grad=True)
+graphed = te.make_graphed_callables(module, (x,))
+module.adapters = torch.nn.ModuleList([te.Linear(32, 32, device="cuda")])
+try:
+    graphed(x)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_an_empty_list_of_modules_may_not_be_replaced() -> None:
+    assert simulate("-c", REPLACED_EMPTY).startswith(
+        "callable 0 (WithAdapters): a module (adapters) is not where it was"
+    )
+
+
 SEQUENCES = """
 import itertools, random, types, torch, te_graph_fixes
 from transformer_engine.pytorch._te_replay_contract import WarmupRecord, make_contracts, note_capture

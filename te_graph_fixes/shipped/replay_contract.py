@@ -83,13 +83,13 @@ _pools: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
 
 
 def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
-    """Give ``cuda_graph``, captured now, the next place in its memory pool; takes what `torch.cuda.graph` does."""
+    """Give a graph that is about to be captured the next place in its memory pool; ``_`` are `torch.cuda.graph`'s."""
     if cuda_graph is None:
         return
     state = _pools.get(pool)
     if state is None:
         state = _pools[pool] = _Pool()
-    cuda_graph.place = state, len(state.last)
+    cuda_graph.place = (state, len(state.last))
     state.last.append(0)
     state.names.append("a graph whose capture failed")
 
@@ -421,7 +421,7 @@ def make_contracts(functions: Sequence[Any], *of_capture: Any) -> list[Contract]
 
 
 def _all_of(addresses: Sequence[_Addresses]) -> _Addresses:
-    """What looks at all that they look at, once."""
+    """One `_Addresses` for all that these look at, each thing once."""
     slots = {(id(slot[0]), slot[1]): slot for each in addresses for slot in each.slots}
     trained = {id(weight): weight for each in addresses for weight in each.trained}
     registries = {id(pair[0]): pair for each in addresses for pair in each.registries}
@@ -475,7 +475,9 @@ _Registry = tuple[Mapping[str, Any], bool]
 def _submodules(function: Any) -> list[_Slot]:
     """Where the modules inside a callable are found."""
     modules = function.modules() if isinstance(function, torch.nn.Module) else ()
-    children = ((module._modules, name) for module in modules for name, child in module._modules.items() if child)
+    children = (
+        (module._modules, name) for module in modules for name, child in module._modules.items() if child is not None
+    )
     return [(modules, name, "a module") for modules, name in children]
 
 
@@ -534,7 +536,7 @@ class _Addresses:
         self._held = [each if isinstance(each, (torch.nn.Parameter, torch.nn.Module)) else None for each in found]
         self._addresses = [each.data_ptr() if type(each) in (torch.nn.Parameter, torch.Tensor) else 0 for each in found]
         if any(isinstance(each, torch.Tensor) and each.numel() == 1 for each in self._held):
-            self._dictionaries = []  # one number may be equal to another
+            self._dictionaries = []  # never equal: one number may be equal to another, so each is looked at
         placed = [number for number, address in enumerate(self._addresses) if address]
         placed.sort(key=lambda number: self._held[number] is None)
         self._parameters = [self._held[number] for number in placed if self._held[number] is not None]
@@ -554,8 +556,9 @@ class _Addresses:
             raise RuntimeError(f"{name}: {self._change()}")
 
     def _are_there(self) -> bool:
+        """Whether nothing has changed; the quick comparison can only say yes."""
         try:
-            # The same objects are equal; others raise when they are compared.
+            # Other modules are unequal, and comparing other parameters raises.
             if self._dictionaries == self._were and all(map(_needs_grad, self.trained)):
                 tensors = [*self._parameters, *map(getitem, self._owners, self._names)]
                 if [*map(_address, tensors)] == self._known:
@@ -578,9 +581,11 @@ class _Addresses:
         return self._other_change()
 
     def _other_change(self) -> str:
+        """What was added inside, or which weight was frozen, and what to do, or ""."""
         for (registry, grows), were in zip(self.registries, self._were, strict=True):
             filled = any(value is None and registry.get(name) is not None for name, value in were.items())
-            if filled or not (grows or len(registry) == len(were)):
+            has_others = not grows and len(registry) != len(were)
+            if filled or has_others:
                 return (
                     "modules or parameters were added inside since this graph was captured, and it would run without "
                     "them. Capture again"
