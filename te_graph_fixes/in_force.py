@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import takewhile
 from typing import Any
 
-from .matching import Pattern, without_annotation
+from .matching import WORD, Pattern, without_annotation
 from .source import Definition, is_among, unrecognized
-from .tree import Node, Slot, blocks_of, extent, is_in, standing_in
+from .tree import Node, Slot, blocks_of, extent, is_in, nodes, standing_in, targets_in
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LEAVING = (ast.Return, ast.Break, ast.Continue)
-_WORD = re.compile(r"[^\W\d]\w*")
 
 
 def require_in_force(
@@ -26,7 +24,7 @@ def require_in_force(
     ``conditions``, which are patterns. It is undone where what it sets is changed below it, as far as the ``words`` of
     its pattern name that.
     """
-    statements, _ = place.module.outline_of(place.outer or place.node)
+    statements, _ = place.outline
     around = standing_in(statements, at.lineno)
     statement = without_annotation(at if isinstance(at, ast.stmt) else around[0].node)
     _require_run(place, at, around, known, conditions)
@@ -38,8 +36,9 @@ def _require_run(
     place: Definition, at: Node, around: Sequence[Slot], known: Sequence[Node], conditions: Sequence[str]
 ) -> None:
     """Raise `UnrecognizedError` where a node is not run, or only in a condition that TE has not."""
-    _, lines_of = place.module.outline_of(place.outer or place.node)
-    tests = [*_tests_around(at, [slot.node for slot in place.at(at.lineno)], known)]
+    _, lines_of = place.outline
+    in_line = [*around, *nodes(around[0].node, at.lineno)]
+    tests = [*_tests_around(at, [slot.node for slot in in_line], known)]
     for slot in around:
         for above in slot.siblings[: slot.number]:
             if isinstance(above, ast.Raise) or _cached(place, _leaves, above):
@@ -63,12 +62,10 @@ def _require_kept(
     place: Definition, statement: Any, around: Sequence[Slot], words: Set[str], known: Sequence[Node]
 ) -> None:
     """Raise `UnrecognizedError` where what a statement sets is changed below it, in a block that it stands in."""
-    _, lines_of = place.module.outline_of(place.outer or place.node)
-    made = {
-        text for part in _changed(statement) for text in _with_containers(part) if set(_WORD.findall(text)) <= words
-    }
+    _, lines_of = place.outline
+    made = {text for part in _changed(statement) for text in _with_containers(part) if set(WORD.findall(text)) <= words}
     made |= {ast.unparse(statement.targets[0])} if isinstance(statement, ast.Assign) else set()
-    variables = {_WORD.findall(text)[0] for text in made if _WORD.search(text)}
+    variables = {WORD.findall(text)[0] for text in made if WORD.search(text)}
     blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), around)
     for later in (node for slot in blocks for node in slot.siblings[slot.number + 1 :]):
         is_named = later not in known and any(is_among(lines_of[name], later) for name in variables)
@@ -112,7 +109,7 @@ def _require_set_above(place: Definition, statement: Any, around: Sequence[Slot]
     function = next((slot.node for slot in around if isinstance(slot.node, ast.FunctionDef)), None)
     if function is None:
         return
-    _, lines_of = place.module.outline_of(place.outer or place.node)
+    _, lines_of = place.outline
     first_set = _cached(place, _first_set, function)
     end = extent(statement)[1]
     late = {name for name, where in first_set.items() if where >= end and is_among(lines_of[name], statement)}
@@ -148,13 +145,11 @@ def _changed(statement: ast.AST) -> Iterator[Any]:
     An assignment like ``x = f(x)`` does not count as setting ``x``, and variables of comprehensions do not count.
     """
     statement = without_annotation(statement)
-    parts = [] if isinstance(statement, _DEFINITIONS) else [*ast.walk(statement)]
-    local = {name for part in parts if isinstance(part, ast.comprehension) for name in ast.walk(part.target)}
+    if isinstance(statement, _DEFINITIONS):
+        return
     kept = set(map(ast.unparse, ast.walk(statement.value))) if isinstance(statement, ast.Assign) else set()
-    for part in parts:
-        is_set = isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del))
-        if is_set and part not in local and ast.unparse(part) not in kept:
-            yield part
+    yield from (part for part in targets_in(statement) if ast.unparse(part) not in kept)
+    for part in ast.walk(statement):
         value = getattr(part, "value", None)
         if isinstance(part, ast.stmt) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
             yield value.func.value

@@ -27,7 +27,7 @@ from .tree import BLOCKS, Node, blocks_of, extent, names_set_by
 Bindings: TypeAlias = "dict[Any, Any]"
 
 START, END = 0, 1
-_WORD = re.compile(r"[^\W\d]\w*")
+WORD = re.compile(r"[^\W\d]\w*")
 _STRING_OR_COMMENT = re.compile(r""""[^"\n]*"|'[^'\n]*'|#.*""")
 NO_SYNTAX = {"ctx", "kind", "type_comment"}
 
@@ -234,7 +234,7 @@ class Pattern:
 def words(text: str) -> set[str]:
     """The words that stand in whatever a pattern matches."""
     code = _STRING_OR_COMMENT.sub(" ", text)
-    return {word for word in _WORD.findall(code) if not word.startswith("ANY")}.difference(kwlist)
+    return {word for word in WORD.findall(code) if not word.startswith("ANY")}.difference(kwlist)
 
 
 def as_python(text: str) -> str:

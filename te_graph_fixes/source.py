@@ -249,10 +249,15 @@ class Definition:
     def __str__(self) -> str:
         return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
 
+    @property
+    def outline(self) -> tuple[list[Slot], Mapping[str, list[int]]]:
+        """The statements of the outermost function or class around, and in which lines its words stand."""
+        return self.module.outline_of(self.outer or self.node)
+
     def matches(self, pattern: str | Pattern, within: ast.AST | None = None) -> list[Match]:
         """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
-        _, lines_of = self.module.outline_of(self.outer or self.node)
+        _, lines_of = self.outline
         if not pattern.words <= lines_of.keys():
             return []
         found: dict[object, Match] = {}
@@ -285,12 +290,6 @@ class Definition:
             )
         return found
 
-    def at(self, line: int) -> list[Slot]:
-        """The statements and expressions in a line."""
-        statements, _ = self.module.outline_of(self.outer or self.node)
-        slots = standing_in(statements, line)
-        return [*slots, *nodes(slots[0].node, line)]
-
     @property
     def parameters(self) -> set[str]:
         """The names of this function's parameters."""
@@ -300,7 +299,7 @@ class Definition:
     def _slots(self, words: Collection[str], kinds: tuple[type[ast.AST], ...]) -> Iterable[Slot]:
         """Where nodes of these types may be that have all these words."""
         root = self.outer or self.node
-        statements, lines_of = self.module.outline_of(root)
+        statements, lines_of = self.outline
         found: dict[Any, Slot] = {}
         for line in min((lines_of[word] for word in words), key=len, default=[None]):
             slots = statements if line is None else standing_in(statements, line)

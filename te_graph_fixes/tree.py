@@ -93,15 +93,20 @@ def is_in(node: Any, outer: Any) -> bool:
     return first <= start and end <= last
 
 
-def names_set_by(statement: ast.AST) -> Iterator[list[str]]:
-    """The `_names` of all that a statement sets or deletes, without the variables of comprehensions."""
+def targets_in(statement: ast.AST) -> list[Any]:
+    """All nodes that a statement sets or deletes, tuples too, without the variables of comprehensions."""
     parts = [*ast.walk(statement)]
     local = {name for part in parts if isinstance(part, ast.comprehension) for name in ast.walk(part.target)}
-    for part in parts:
-        if isinstance(part, ast.ExceptHandler) and part.name:
-            yield [part.name]
-        is_target = isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)) and not isinstance(part.ctx, ast.Load)
-        if is_target and part not in local:
+    return [
+        part for part in parts if isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del)) and part not in local
+    ]
+
+
+def names_set_by(statement: ast.AST) -> Iterator[list[str]]:
+    """The `_names` of all that a statement sets or deletes, without the variables of comprehensions."""
+    yield from ([part.name] for part in ast.walk(statement) if isinstance(part, ast.ExceptHandler) and part.name)
+    for part in targets_in(statement):
+        if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)):
             yield _names(part)
 
 
