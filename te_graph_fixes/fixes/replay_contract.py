@@ -34,7 +34,7 @@ PATCH = """
 +    sample_args, sample_kwargs, _order is not None, _tree_flatten, _tree_unflatten
 +)
 @@
-+from ._te_replay_contract import WarmupRecord, make_contracts
++from ._te_replay_contract import WarmupRecord, make_contracts, mark_written
 +
 +warmup_run = WarmupRecord()
  visited_te_modules = ANY_EMPTY
@@ -70,13 +70,17 @@ PATCH = """
      ...
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
-+contract.before_forward(flatten_user_args, flatten_user_kwargs)
++if contract.pool.next == contract.quick_forward and torch.is_grad_enabled():
++    contract.pool.next += 1
++    mark_written(contract.outputs)
++else:
++    contract.look_forward((*flatten_user_args, *flatten_user_kwargs))
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
  out = Graphed.apply(...)
 +if contract.pool.keeps_outputs:
 +    out = tuple(None if o is None else o.clone() for o in out)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+ctx.replayed = contract.time
++ctx.replayed = contract.pool.offset + contract.forward
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
 +contract.before_backward(ctx)
 

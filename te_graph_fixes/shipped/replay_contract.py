@@ -33,7 +33,7 @@ _warned: set[str] = set()
 _EMPTY: dict[str, Any] = {}
 
 
-def _increment_versions(tensors: Iterable[torch.Tensor]) -> None:
+def mark_written(tensors: Iterable[torch.Tensor]) -> None:
     """Let autograd raise where an eager operation still has to read the old values."""
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
@@ -41,7 +41,7 @@ def _increment_versions(tensors: Iterable[torch.Tensor]) -> None:
 
 with contextlib.suppress(RuntimeError, TypeError):  # of a torch that takes one tensor alone
     torch._C._increment_version([])
-    _increment_versions = torch._C._increment_version
+    mark_written = torch._C._increment_version
 
 
 class _Pool:
@@ -179,9 +179,7 @@ class Contract:
         retains_graph: bool,
     ) -> None:
         (self.pool, self.forward), (_, self.backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs[number])
-        self.time = 0
-        """When the forward was last replayed."""
-        self._outputs = [tensor for tensor in outputs[number] if isinstance(tensor, torch.Tensor)]
+        self.outputs = [tensor for tensor in outputs[number] if isinstance(tensor, torch.Tensor)]
         self._delays_wgrad, self._retains_graph = delays_wgrad.get(number, False), retains_graph
         self._microbatch = sum(other is functions[number] for other in functions[:number])
         self.name = _name(number, functions, self._microbatch)
@@ -196,7 +194,7 @@ class Contract:
         self._end = self._wgrad if self._wgrad_pool is self.pool else len(self.pool.last)
         self._dgrad_time: int | None = None
         self._inputs = range(inputs[number])
-        returned = self._outputs, (grad_inputs[number] or ())[: inputs[number]]
+        returned = self.outputs, (grad_inputs[number] or ())[: inputs[number]]
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
         self.pool.contracts.append(weakref.ref(self))
         self._recipe = run.recipes.get(number)
@@ -205,14 +203,15 @@ class Contract:
             vars(state).setdefault("contracts", _OfState()).add(self)
         modules = run.modules.get(number, set())
         own = [parameter for parameter in _own_parameters(modules) if parameter.numel()]
-        self._frozen = list({id(parameter): parameter for parameter in own if not parameter.requires_grad}.values())
-        if self.backward < 0:
-            self._frozen = []
         slots = [*_submodules(functions[number]), *_owners(functions[number], [*parameters[number], *own])]
-        self.read = _Addresses(slots, registries=_registries(functions[number]))
+        self.read = _Addresses(slots, _registries(functions[number]))
         weights = _fused(modules)
-        main_grads = [(vars(weight), "main_grad", "the main_grad of a parameter") for weight in weights]
-        self.written = _Addresses(main_grads, trained=weights)
+        self.written = _Addresses([(vars(weight), "main_grad", "the main_grad of a parameter") for weight in weights])
+        frozen = {id(parameter): parameter for parameter in own if not parameter.requires_grad}
+        self._frozen = [*frozen.values()] if self.backward >= 0 else []
+        fused = set(map(id, weights))
+        self._is_fused = [id(parameter) in fused for parameter in parameters[number]]
+        self._needs_grad: tuple[bool, ...] = ()
         first = [owner for owner, _, _ in self.written.slots if type(owner["main_grad"]) is torch.Tensor][:1]
         self._fused: Mapping[str, Any] = first[0] if first else {"main_grad": torch.empty(0)}
         self._main_grad = self._fused["main_grad"].data_ptr()
@@ -220,14 +219,14 @@ class Contract:
     def join(self, first: int, first_backward: int, read: _Addresses, used: _Addresses) -> None:
         """Tell where a run looks at what all callables of the capture read, and at what their backwards use."""
         self._is_first, self._is_first_backward = self.forward == first, self.backward == first_backward
-        self._quick_forward: int | None = None
+        self.quick_forward: int | None = None
         self._quick_backward = None if self._is_first_backward else self.backward
         self._quick_wgrad = self._wgrad if self._wgrad_pool is self.pool else None
         self._read_by_all, self._used_by_all = read, used
 
     def release(self) -> None:
         """Let the parameters go."""
-        self._frozen, self._outputs = [], []
+        self.outputs, self._frozen = [], []
         self.read, self.written, self._fused = _Addresses([]), _Addresses([]), {}
         self._read_by_all.forget()
         self._used_by_all.forget()
@@ -237,17 +236,11 @@ class Contract:
         self.pool.catch_up(0)
         self._renewed = self.pool.clock
 
-    def before_forward(self, args: list[Any], kwargs: list[Any]) -> None:
-        """Note the replay of the forward; RuntimeError where the module would compute another result."""
-        pool = self.pool
-        if pool.next != self._quick_forward or not _grad_enabled():
-            self._look_forward([*args, *kwargs])
-        else:
-            self.time = pool.offset + pool.next
-            pool.next += 1
-            _increment_versions(self._outputs)
+    def look_forward(self, inputs: Iterable[Any]) -> None:
+        """Note the replay of the forward; RuntimeError where the module would compute another result.
 
-    def _look_forward(self, inputs: Iterable[Any]) -> None:
+        A replay that comes right behind the one before, at ``quick_forward``, needs no such look.
+        """
         pool, grad_enabled, began = self.pool, _grad_enabled(), self.pool.began
         pool.catch_up(self.forward)
         if not (self._is_first and self._read_by_all.look(pool.began)):
@@ -267,16 +260,16 @@ class Contract:
                 "outside of an autocast",
             )
         if not (in_backward and grad_enabled):
-            _increment_versions(self._outputs)
+            mark_written(self.outputs)
         checkpointed = not grad_enabled or saves_by_hooks
         goes_on = pool.began <= pool.clock
         pool.may_recompute = in_backward or checkpointed or (pool.may_recompute and goes_on)
         pool.keeps_outputs = pool.may_recompute and not checkpointed
-        self.time = pool.note_replay(self.forward, self._read_by_all)
+        time = pool.note_replay(self.forward, self._read_by_all)
         if in_backward and grad_enabled and saves_by_hooks:
-            self._recomputed = self.time
+            self._recomputed = time
         looks_again = self._is_first or self._frozen or pool.may_recompute
-        self._quick_forward = None if looks_again else self.forward
+        self.quick_forward = None if looks_again else self.forward
 
     def _recompute(self, inputs: Iterable[Any], began_before: int) -> None:
         """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out.
@@ -305,7 +298,8 @@ class Contract:
             # An operation before this forward, which runs again too, may read an output that is still held.
             if any(storage.cdata in given or (is_open and _uses(storage) > before) for storage, before in outputs):
                 end = other.backward if other.backward >= 0 else len(last)
-                self._require_untouched("forward", f"the forward of {other.name}", other.time, other.forward, end)
+                since = last[other.forward]
+                self._require_untouched("forward", f"the forward of {other.name}", since, other.forward, end)
             if other.backward >= 0 and last[other.backward] > last[other.forward]:
                 # Its backward has run: a forward captured before that may write where its grads are.
                 risk, given_out = place < other.backward and last[other.backward] >= began_before, grads
@@ -323,31 +317,27 @@ class Contract:
 
     def before_backward(self, ctx: Any) -> None:
         """Note the replay of the dgrad; RuntimeError where what its forward, at ``ctx.replayed``, has left is gone."""
-        if not self._take_if_next(self._quick_backward, ctx.replayed):
+        pool, main_grad = self.pool, self._fused.get("main_grad")
+        if (
+            pool.next == self._quick_backward
+            and ctx.replayed >= pool.began
+            and ctx.needs_input_grad == self._needs_grad
+            and main_grad is not None
+            and _address(main_grad) == self._main_grad
+        ):
+            pool.next += 1
+        else:
             self._look_backward(ctx)
         if self._delays_wgrad:
             self._note_dgrad()
 
-    def _take_if_next(self, place: int | None, since: int) -> bool:
-        """Count the replay at ``place`` and return True if it needs no look.
-
-        It needs none where it is the next one, what it reads was written in this run, and ``main_grad`` is there.
-        """
-        pool = self.pool
-        try:
-            if pool.next != place or since < pool.began or _address(self._fused["main_grad"]) != self._main_grad:
-                return False
-        except (KeyError, TypeError):
-            return False
-        pool.next += 1
-        return True
-
     def _look_backward(self, ctx: Any) -> None:
         pool, since = self.pool, ctx.replayed
         pool.catch_up(self.backward)
+        self._require_trained(ctx.needs_input_grad)
         if since < pool.began:
-            if self._recomputed == self.time:
-                since = self.time  # a checkpoint that is not reentrant has run it again, with the same inputs
+            if self._recomputed == pool.last[self.forward]:
+                since = self._recomputed  # a checkpoint that is not reentrant has run it again, with the same inputs
             self._require_untouched("backward", "its forward", since, self.forward, self.backward, self._retains_graph)
         if since <= self._renewed:
             raise RuntimeError(
@@ -363,6 +353,16 @@ class Contract:
         if pool.may_recompute:
             ctx.inputs_with_copied_grads = self._inputs
         pool.note_replay(self.backward, self._used_by_all)
+
+    def _require_trained(self, needs_grad: tuple[bool, ...]) -> None:
+        """RuntimeError where a fused weight is frozen; ``needs_grad`` is about all inputs, weights last."""
+        of_parameters = needs_grad[len(needs_grad) - len(self._is_fused) :]
+        if any(fused and not needs for fused, needs in zip(self._is_fused, of_parameters, strict=True)):
+            raise RuntimeError(
+                f"{self.name}: a weight was frozen since this graph was captured, and the graph would still add to its "
+                "main_grad. Capture again"
+            )
+        self._needs_grad = needs_grad
 
     def _note_dgrad(self) -> None:
         if self._dgrad_time is not None:
@@ -380,7 +380,15 @@ class Contract:
                 f"{self.name}: backward_dw() without a backward before it that it belongs to. Call it once after each "
                 "backward"
             )
-        if not self._take_if_next(self._quick_wgrad, since):
+        main_grad = self._fused.get("main_grad")
+        if (
+            pool.next == self._quick_wgrad
+            and since >= pool.began
+            and main_grad is not None
+            and _address(main_grad) == self._main_grad
+        ):
+            pool.next += 1
+        else:
             pool.catch_up(self._end)
             if since < pool.began:
                 self._require_untouched("backward_dw", "its backward", since, self.backward, self._end)
@@ -423,9 +431,8 @@ def make_contracts(functions: Sequence[Any], *of_capture: Any) -> list[Contract]
 def _all_of(addresses: Sequence[_Addresses]) -> _Addresses:
     """One `_Addresses` for all that these look at, each thing once."""
     slots = {(id(slot[0]), slot[1]): slot for each in addresses for slot in each.slots}
-    trained = {id(weight): weight for each in addresses for weight in each.trained}
     registries = {id(pair[0]): pair for each in addresses for pair in each.registries}
-    return _Addresses(slots.values(), trained.values(), registries.values())
+    return _Addresses(slots.values(), registries.values())
 
 
 def _name(number: int, functions: Sequence[Any], microbatch: int) -> str:
@@ -517,18 +524,13 @@ def _fused(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
 class _Addresses:
     """Where tensors were at the capture: the same objects, if they are parameters or modules, at the same addresses.
 
-    Besides, weights that are ``trained``, and ``registries`` of modules and parameters.
+    Besides, ``registries`` of modules and parameters.
     ``seen`` is the run in which `look` has found them all there.
     """
 
-    def __init__(
-        self,
-        slots: Iterable[_Slot],
-        trained: Iterable[torch.nn.Parameter] = (),
-        registries: Iterable[_Registry] = (),
-    ) -> None:
+    def __init__(self, slots: Iterable[_Slot], registries: Iterable[_Registry] = ()) -> None:
         self.seen = -1
-        self.slots, self.trained, self.registries = [*slots], [*trained], [*registries]
+        self.slots, self.registries = [*slots], [*registries]
         self._were = [dict(each) or _EMPTY for each, _ in self.registries]
         self._dictionaries = [each for each, _ in self.registries]
         found = [owner[name] for owner, name, _ in self.slots]
@@ -551,7 +553,7 @@ class _Addresses:
         return are_there
 
     def check(self, name: str) -> None:
-        """RuntimeError where one is not there, or not all are trained, or there are others."""
+        """RuntimeError where one is not there, or there are others."""
         if not self._are_there():
             raise RuntimeError(f"{name}: {self._change()}")
 
@@ -559,7 +561,7 @@ class _Addresses:
         """Whether nothing has changed; the quick comparison can only say yes."""
         try:
             # Other modules are unequal, and comparing other parameters raises.
-            if self._dictionaries == self._were and all(map(_needs_grad, self.trained)):
+            if self._dictionaries == self._were:
                 tensors = [*self._parameters, *map(getitem, self._owners, self._names)]
                 if [*map(_address, tensors)] == self._known:
                     return True
@@ -578,10 +580,6 @@ class _Addresses:
                     f"{what} is not where it was when this graph was captured (its data was replaced, moved or "
                     "resized), and the graph would go on with the old memory. Write into it in place, or capture again"
                 )
-        return self._other_change()
-
-    def _other_change(self) -> str:
-        """What was added inside, or which weight was frozen, and what to do, or ""."""
         for (registry, grows), were in zip(self.registries, self._were, strict=True):
             filled = any(value is None and registry.get(name) is not None for name, value in were.items())
             has_others = not grows and len(registry) != len(were)
@@ -590,17 +588,12 @@ class _Addresses:
                     "modules or parameters were added inside since this graph was captured, and it would run without "
                     "them. Capture again"
                 )
-        if not all(map(_needs_grad, self.trained)):
-            return (
-                "a weight was frozen since this graph was captured, and the graph would still add to its main_grad. "
-                "Capture again"
-            )
         return ""
 
     def forget(self) -> None:
         """Let all go."""
         self.slots, self._held, self._parameters, self._owners, self._names = [], [], [], [], []
-        self.trained, self.registries, self._dictionaries, self._were = [], [], [], []
+        self.registries, self._dictionaries, self._were = [], [], []
 
 
 def _warn_once(text: str, about: str) -> None:
