@@ -2,22 +2,26 @@
 
     python tests/gpu/contract_cost.py [SECONDS FOR EACH]
 
-Four transformer layers with fused wgrads, four microbatches, in an order and without one; small, as a step that waits
-for the host, and large. Both settings, all fixes and all but this one, are captured twice in this process, and their
-steps take turns. The microseconds are what the fix adds on the host to a replay, the ratio is the time of a step with
-it over that without, until the GPU is done; each is the median of the rounds, with its 95 % interval. What two captures
-of one setting differ by says how much of that is chance.
+Four transformer layers with fused wgrads, in an order and without one; small, as a step that waits for the host, and
+large. Where megatron-core is installed, also the step of a GPT of it (`examples/megatron_moe.py`). Both settings, all
+fixes and all but this one, are captured twice in this process, and their steps take turns. The microseconds are what
+the fix adds on the host to a replay, the ratio is the time of a step with it over that without, until the GPU is done;
+each is the median of the rounds, with its 95 % interval. What two captures of one setting differ by says how much of
+that is chance.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
+import runpy
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +30,18 @@ import transformer_engine.pytorch as te
 import te_graph_fixes
 
 FIX = "replay-contract"
-SIZES = ((1024, 512), (4096, 4096))
-"""Hidden sizes and tokens."""
-LAYERS, MICROBATCHES = 4, 4
+SMALL, LARGE = (1024, 512), (4096, 4096)
+"""Hidden size and tokens."""
+LAYERS = 4
 SECONDS = 14.0
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_moe.py"
+DENSE = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_grouped_gemm": False}
+
+Step = Callable[[], None]
 
 
-def trained(in_order: bool, hidden: int, tokens: int) -> Callable[[], None]:
-    """What runs one step of new layers; a step has 2 * LAYERS * MICROBATCHES replays."""
+def of_layers(in_order: bool, microbatches: int, hidden: int, tokens: int) -> Step:
+    """What runs one step of new layers; a step has 2 * LAYERS * microbatches replays."""
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True, "fuse_qkv_params": True}
     options |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     layers = [te.TransformerLayer(hidden, 4 * hidden, hidden // 64, **options).cuda() for _ in range(LAYERS)]
@@ -46,22 +54,22 @@ def trained(in_order: bool, hidden: int, tokens: int) -> Callable[[], None]:
         return (torch.zeros(tokens, 1, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True),)
 
     if in_order:
-        samples = [sample() for _ in range(LAYERS * MICROBATCHES)]
+        samples = [sample() for _ in range(LAYERS * microbatches)]
         kwargs: list[dict[str, Any]] = [{} for _ in samples]
-        order = [1] * MICROBATCHES + [-1] * MICROBATCHES
+        order = [1] * microbatches + [-1] * microbatches
         placing = {"_order": order, "_num_layers_per_chunk": [LAYERS], "_reuse_graph_input_output_buffers": True}
         graphs = te.make_graphed_callables(tuple(layers), samples, sample_kwargs=kwargs, **placing)
-        microbatches = [graphs[LAYERS * number : LAYERS * (number + 1)] for number in range(MICROBATCHES)]
+        chunks = [graphs[LAYERS * number : LAYERS * (number + 1)] for number in range(microbatches)]
     else:
         graphs = te.make_graphed_callables(tuple(layers), tuple(sample() for _ in layers))
-        microbatches = [graphs] * MICROBATCHES
-    xs = [torch.randn_like(sample()[0]) for _ in range(MICROBATCHES)]
+        chunks = [graphs] * microbatches
+    xs = [torch.randn_like(sample()[0]) for _ in range(microbatches)]
     output_grad = torch.randn_like(xs[0])
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
 
     def step() -> None:
         outputs = []
-        for graphs, x in zip(microbatches, xs, strict=True):
+        for graphs, x in zip(chunks, xs, strict=True):
             x = x.requires_grad_()
             for graph in graphs:
                 x = graph(x)
@@ -72,6 +80,23 @@ def trained(in_order: bool, hidden: int, tokens: int) -> Callable[[], None]:
             output.backward(output_grad)
         for parameter in (*xs, *parameters):
             parameter.grad = None
+
+    return step
+
+
+def of_megatron(example: dict[str, Any], microbatches: int, **changed: Any) -> Step:
+    """What runs one step of a new GPT of four layers, with hidden size 1024, in microbatches of 512 tokens."""
+    from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+
+    reconfigure_num_microbatches_calculator(0, None, microbatches, 1, 1)
+    names = example["build"].__globals__
+    names["LAYERS"], names["MICROBATCHES"], (names["HIDDEN"], names["TOKENS"]) = LAYERS, microbatches, SMALL
+    gpt, model = example["build"]("bf16", True, **changed)
+    data = [*example["batches"](0)]
+
+    def step() -> None:
+        example["step"](model, iter(data))
+        example["update"](gpt)
 
     return step
 
@@ -93,15 +118,15 @@ def median(values: list[float]) -> str:
     return f"{statistics.median(found):.4f} [{least:.4f}, {most:.4f}]"
 
 
-def captured(with_fix: bool, in_order: bool, hidden: int, tokens: int) -> Callable[[], None]:
+def captured(with_fix: bool, build: Callable[[], Step]) -> Step:
     te_graph_fixes.deactivate()
     te_graph_fixes.activate(disable=[] if with_fix else [FIX])
-    return trained(in_order, hidden, tokens)
+    return build()
 
 
-def compare(in_order: bool, hidden: int, tokens: int, limit: float) -> str:
+def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
     """Times of steps without the fix, with it, with it and without it, captured in this sequence."""
-    steps = [captured(with_fix, in_order, hidden, tokens) for with_fix in (False, True, True, False)]
+    steps = [captured(with_fix, build) for with_fix in (False, True, True, False)]
     for _ in range(5):
         for step in steps:
             step()
@@ -114,7 +139,7 @@ def compare(in_order: bool, hidden: int, tokens: int, limit: float) -> str:
         times = {number: seconds(steps[number]) for number in (*range(first, len(steps)), *range(first))}
         rounds.append([times[number] for number in range(len(steps))])
     gc.enable()
-    replays = 2 * LAYERS * MICROBATCHES
+    replays = 2 * LAYERS * microbatches
     added = median([1e6 * (b[0] + c[0] - a[0] - d[0]) / 2 / replays for a, b, c, d in rounds])
     ratio = median([(b[1] + c[1]) / (a[1] + d[1]) for a, b, c, d in rounds])
     same = median([1e6 * (d[0] - a[0]) / replays for a, _, _, d in rounds])
@@ -126,11 +151,25 @@ def compare(in_order: bool, hidden: int, tokens: int, limit: float) -> str:
     )
 
 
-if __name__ == "__main__":
+def main(limit: float) -> None:
     warnings.simplefilter("ignore")  # graphs of the other setting go on as they are
-    limit = float(sys.argv[1]) if sys.argv[1:] else SECONDS
-    print("TE", te_graph_fixes.report().te_version)
-    for hidden, tokens in SIZES:
-        for in_order in (True, False):
-            way = "in an order" if in_order else "without one"
-            print(f"hidden {hidden}, {tokens} tokens, {way}: {compare(in_order, hidden, tokens, limit)}", flush=True)
+    print("TE", te_graph_fixes.report().te_version, torch.cuda.get_device_name())
+
+    def show(what: str, microbatches: int, build: Callable[[], Step]) -> None:
+        print(f"{what}, {microbatches} microbatches: {compare(build, microbatches, limit)}", flush=True)
+
+    for microbatches in (4, 8, 16):
+        show("small, in an order", microbatches, lambda n=microbatches: of_layers(True, n, *SMALL))
+    show("small, without one", 4, lambda: of_layers(False, 4, *SMALL))
+    show("large, in an order", 4, lambda: of_layers(True, 4, *LARGE))
+    if importlib.util.find_spec("megatron.core"):
+        example = runpy.run_path(str(EXAMPLE))
+        example["start"]()
+        for name, changed in {"dense": DENSE, "MoE": {}}.items():
+            for microbatches in (4, 16):
+                build = lambda n=microbatches, c=changed: of_megatron(example, n, **c)  # noqa: E731
+                show(f"Megatron-Core, {name}", microbatches, build)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]) if sys.argv[1:] else SECONDS)
