@@ -48,6 +48,8 @@ def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
     setting.require(program.recipe, program.other)
     if "Recomputed" in program.modules:
         require_recomputation()
+    if program.frozen and not program.input_grads and not _captures_by_backward():
+        raise Skipped("TE before 2.12 refuses to capture what needs no gradient")
     setting.use(program)
     try:
         eager = train(graphed=False)
@@ -63,8 +65,13 @@ def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def require_recomputation() -> None:
     """Raise `Skipped` where this TE does not capture `te.checkpoint`."""
-    if not hasattr(te.graph, "_none_grad_context_wrapper"):
+    if not _captures_by_backward():
         raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
+
+
+def _captures_by_backward() -> bool:
+    """Whether captures call `torch.autograd.backward`, as from TE 2.12 on, and not `torch.autograd.grad`."""
+    return hasattr(te.graph, "_none_grad_context_wrapper")
 
 
 def _norm(tensors: Any) -> float:
