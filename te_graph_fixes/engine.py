@@ -193,7 +193,7 @@ def _require_fit(module: ModuleSource, name: str, before: CodeType, after: CodeT
     """Raise `EngineError` where code needs another closure than that before these edits, or a name that nobody sets."""
     if before.co_freevars != after.co_freevars:
         raise EngineError(f"the edits change the free variables of {name} in {module.path}")
-    known = {known for part in _parts(before) for known in part.co_names} | vars(builtins).keys()
+    known = {*vars(builtins), *_names(before, "co_names"), *_local_names(before), *_local_names(after)}
     new = set().union(*(words(_NO_NAME.sub("", edit.text)) for edit in edits)) - known
     for part in _parts(after):
         suspects = new.intersection(part.co_names)
@@ -201,6 +201,14 @@ def _require_fit(module: ModuleSource, name: str, before: CodeType, after: CodeT
             steps = dis.get_instructions(part)
             if unset := suspects.intersection(step.argval for step in steps if step.opname == "LOAD_GLOBAL"):
                 raise EngineError(f"the edits read {min(unset)} in {name} of {module.path}, where nothing sets it")
+
+
+def _local_names(code: CodeType) -> set[str]:
+    return _names(code, "co_varnames") | _names(code, "co_cellvars")
+
+
+def _names(code: CodeType, kind: str) -> set[str]:
+    return {name for part in _parts(code) for name in getattr(part, kind)}
 
 
 def _parts(code: CodeType) -> list[CodeType]:
@@ -287,6 +295,8 @@ class Installation:
     ``verdicts`` are, by fix, those to apply, and those to leave TE as it is, which rest on functions too.
     """
 
+    is_in_place = False
+
     def __init__(self, source: Source, verdicts: Mapping[str, Verdict]) -> None:
         self._verdicts = verdicts
         self._patches = compile_patches(source, verdicts)
@@ -313,6 +323,7 @@ class Installation:
                 if patch.block:
                     self._install(patch, earlier)
             stack.pop_all()
+        self.is_in_place = True
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
         self._set.append((owner, name, _attribute(owner, name), value))
@@ -365,6 +376,7 @@ class Installation:
                 setattr(owner, name, had)
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]
+        self.is_in_place = False
         return {owner for owner, *_ in self._set if isinstance(owner, FunctionType)}
 
 
