@@ -92,6 +92,34 @@ class FunctionPatch(NamedTuple):
         """Whether the verdict changes the function, or rests on it as it is."""
         return (self.module, self.qualname) in verdict.rests_on or not set(self.edits).isdisjoint(verdict.edits)
 
+    @property
+    def scope(self) -> Any:
+        """The module, or the class, that holds the function."""
+        return reduce(getattr, self.qualname.split(".")[:-1], cast(Any, sys.modules[self.module]))
+
+    @property
+    def live(self) -> Any:
+        """What the name of the function stands for now; None if for nothing.
+
+        Wrappers that have `__wrapped__` are followed down to TE's own function, or to the innermost if that is not
+        there.
+        """
+        found, own = None, (self.after, self.before)
+        with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a circle
+            found = vars(self.scope).get(self.qualname.rpartition(".")[2])
+            found = inspect.unwrap(found, stop=lambda each: type(each) is FunctionType and each.__code__ in own)
+        return found
+
+    def runs(self, code: CodeType | None) -> bool:
+        """Whether what runs is ``code``, or nothing where that is None.
+
+        A module that is not imported yet is right as it is, unless the function is to be changed.
+        """
+        if self.module not in sys.modules:
+            return self.block is None
+        found = self.live
+        return found is None if code is None else type(found) is FunctionType and found.__code__ in (code,)
+
 
 Lines: TypeAlias = "tuple[int, int]"
 """The first line of a function, and its last one."""
@@ -120,18 +148,18 @@ def _patches(module: ModuleSource, text: str, edits: list[Edit], places: set[str
     if len(edits) != sum(map(len, edited.values())):
         raise EngineError(f"an edit of {module.path} is not in a function")
     names = edited.keys() | {name for name in places if name in functions or not module.find(name)}
-    old_lines = {name: _lines(functions[name]) for name in names & functions.keys()}
     new_lines = {name: _new_lines(module, functions[name], edits) for name in edited}
-    before = {name: code for _, name, _, code in _old_codes(module, old_lines)}
-    for around, name, block, code in _codes(module, text, new_lines) if edits else ():
+    old_codes = _old_codes(module, {name: _lines(functions[name]) for name in names & functions.keys()})
+    new_codes = _codes(module, text, new_lines) if edits else {}
+    for name in names | new_codes.keys():
+        _, before = old_codes.get(name, (None, None))
+        block, after = new_codes.get(name, (None, before))
+        its_edits = edited.get(name, edits) if block else []
         defaults: tuple[object, ...] = ()
-        if name in before:
-            _require_fit(module, name, before[name], code, edited[name])
-            defaults = _new_defaults(module, functions[name], edited[name], text, new_lines[name])
-        names -= {name}
-        yield FunctionPatch(module.name, name, before.get(name), code, block, edited[around], defaults)
-    for name in names:
-        yield FunctionPatch(module.name, name, before.get(name), before.get(name))
+        if block and before and after:
+            _require_fit(module, name, before, after, its_edits)
+            defaults = _new_defaults(module, functions[name], its_edits, text, new_lines[name])
+        yield FunctionPatch(module.name, name, before, after, block, its_edits, defaults)
 
 
 def _functions(module: ModuleSource, places: Iterable[str]) -> dict[str, ast.FunctionDef]:
@@ -139,9 +167,7 @@ def _functions(module: ModuleSource, places: Iterable[str]) -> dict[str, ast.Fun
     found = {place: definition.node for place in places if (definition := module.find(place))}
     for name, owner in list(found.items()):
         if isinstance(owner, ast.ClassDef):
-            methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
-            names = [node.name for node in methods]
-            found |= {f"{name}.{node.name}": node for node in methods if names.count(node.name) == 1}
+            found |= {f"{name}.{node.name}": node for node in owner.body if isinstance(node, ast.FunctionDef)}
     return {name: node for name, node in found.items() if isinstance(node, ast.FunctionDef)}
 
 
@@ -216,8 +242,8 @@ def _parts(code: CodeType) -> list[CodeType]:
     return [code, *(part for inner in _inner_codes(code) for part in _parts(inner))]
 
 
-Codes: TypeAlias = "list[tuple[str, str, CodeType, CodeType]]"
-"""Of each function: the one around which it was looked for, its name, and the code of its block and of itself."""
+Codes: TypeAlias = "dict[str, tuple[CodeType, CodeType]]"
+"""By qualified name, the code of the module or class body that defines a function, and that of the function."""
 
 
 def _old_codes(module: ModuleSource, functions: Mapping[str, Lines]) -> Codes:
@@ -241,52 +267,20 @@ def _codes(module: ModuleSource, text: str, functions: Mapping[str, Lines]) -> C
 
 def _codes_in(module: CodeType, functions: Mapping[str, Lines]) -> Codes:
     """The code, in that of a module, of the ``functions``, and of those that are added below them in their lines."""
-    found = []
+    found: Codes = {}
     for qualname, (first, last) in functions.items():
         owner, dot, _ = qualname.rpartition(".")
-        blocks = [block for block in _inner_codes(module) if block.co_name == owner] if owner else [module]
-        inside = [
-            (qualname, f"{owner}{dot}{code.co_name}", block, code)
-            for block in blocks
-            for code in _inner_codes(block)
-            if first <= code.co_firstlineno <= last and code.co_name.isidentifier()
-        ]
-        if not any(name == qualname for _, name, *_ in inside):
-            raise EngineError(f"there is no {qualname} in lines {first} to {last}")
-        found += inside
+        for block in [block for block in _inner_codes(module) if block.co_name == owner] if owner else [module]:
+            for code in _inner_codes(block):
+                if first <= code.co_firstlineno <= last and code.co_name.isidentifier():
+                    found[f"{owner}{dot}{code.co_name}"] = block, code
+    if missing := functions.keys() - found.keys():
+        raise EngineError(f"{min(missing)} is not in the lines that it was in")
     return found
 
 
 def _inner_codes(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
-def live_function(patch: FunctionPatch) -> Any:
-    """What the name of the function stands for now; None if for nothing.
-
-    Wrappers that have `__wrapped__` are followed down to TE's own function, or to the innermost if that is not there.
-    """
-    found, own = None, (patch.after, patch.before)
-    with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # it is absent, or wrapped in a circle
-        found = vars(_scope(patch)).get(patch.qualname.rpartition(".")[2])
-        found = inspect.unwrap(found, stop=lambda each: type(each) is FunctionType and each.__code__ in own)
-    return found
-
-
-def _has_code(patch: FunctionPatch, code: CodeType | None) -> bool:
-    """Whether what runs is ``code``, or nothing where that is None.
-
-    A module that is not imported yet is right as it is, unless the function is to be changed.
-    """
-    if patch.module not in sys.modules:
-        return patch.block is None
-    found = live_function(patch)
-    return found is None if code is None else type(found) is FunctionType and found.__code__ in (code,)
-
-
-def _scope(patch: FunctionPatch) -> Any:
-    """The module, or the class, that holds the function."""
-    return reduce(getattr, patch.qualname.split(".")[:-1], cast(Any, sys.modules[patch.module]))
 
 
 class Installation:
@@ -330,10 +324,10 @@ class Installation:
         setattr(owner, name, value)
 
     def _install(self, patch: FunctionPatch, earlier: Iterable[FunctionType]) -> None:
-        if not _has_code(patch, patch.before):
+        if not patch.runs(patch.before):
             raise EngineError(f"{patch.qualname} of {patch.module} was replaced while it was being corrected")
         if patch.before is None:
-            scope, made = _scope(patch), dict[str, Any]()
+            scope, made = patch.scope, dict[str, Any]()
             exec(cast(CodeType, patch.block), vars(sys.modules[patch.module]), ChainMap(made, vars(scope)))
             if "__classcell__" in made:
                 made["__classcell__"].cell_contents = scope
@@ -341,7 +335,7 @@ class Installation:
             self._put(scope, name, made[name])
             return
         own = [each for each in earlier if each.__module__ == patch.module and each.__code__ == patch.before]
-        for function in {live_function(patch), *own}:
+        for function in {patch.live, *own}:
             self._put(function, "__code__", patch.after)
             if patch.defaults:
                 self._put(function, "__defaults__", (*(function.__defaults__ or ()), *patch.defaults))
@@ -353,7 +347,7 @@ class Installation:
             fix: f"{patch.qualname} of {patch.module} is not what its file says: "
             + (found if patch.module in sys.modules else "the module is not imported")
             for patch in self._patches
-            if not _has_code(patch, patch.before)
+            if not patch.runs(patch.before)
             for fix, verdict in self._verdicts.items()
             if patch.concerns(verdict)
         }
@@ -363,7 +357,7 @@ class Installation:
         verdict = self._verdicts[fix]
         added = [value for *_, value in self._set if isinstance(value, ModuleType)]
         return all(sys.modules.get(name) in added for name in verdict.new_modules) and all(
-            _has_code(patch, patch.after) for patch in self._patches if patch.concerns(verdict)
+            patch.runs(patch.after) for patch in self._patches if patch.concerns(verdict)
         )
 
     def revert(self) -> set[FunctionType]:
