@@ -101,9 +101,12 @@ class _Activation:
         settings = self._settings
         if settings is None or (name != PACKAGE and not loaded(PACKAGE)):
             return
-        from .verdicts import Decision, mismatch
+        from .source import without_collections
 
-        decision = Decision.installed(settings, self._early)
+        with without_collections():
+            from .verdicts import Decision, mismatch
+
+            decision = Decision.installed(settings, self._early)
         with self._lock:
             if self._settings is settings:
                 self._take_back()

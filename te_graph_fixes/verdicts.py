@@ -93,7 +93,6 @@ class Decision:
     was not.
     """
 
-    @without_collections()
     def __init__(self, source: Source, settings: Settings, known: Mapping[str, Verdict] | None = None) -> None:
         self.source, self.version, self.settings = source, source.version, settings
         self.verdicts = verdicts(source) if known is None else known
@@ -175,8 +174,8 @@ class Decision:
     @property
     def left_out(self) -> list[str]:
         """The fixes that the settings leave out though this TE may need them."""
-        unwanted = [fix_id for fix_id, chosen in self.decisions.items() if chosen.verdict == DISABLED]
-        return [fix_id for fix_id in unwanted if self.verdicts[fix_id].verdict in (APPLICABLE, UNRECOGNIZED)]
+        needed = [fix_id for fix_id, found in self.verdicts.items() if found.verdict in (APPLICABLE, UNRECOGNIZED)]
+        return [fix_id for fix_id in needed if self.decisions[fix_id].verdict == DISABLED]
 
     @property
     def refused(self) -> dict[str, list[str]]:
@@ -190,8 +189,8 @@ class Decision:
     @property
     def refusal(self) -> str:
         """Why no fix at all can be applied; "" where some can."""
-        first, *others = self.refused or [""]
-        return first if not others and len(self.refused.get(first, ())) == len(CATALOGUE) else ""
+        reason, ids = next(iter(self.refused.items()), ("", []))
+        return reason if len(ids) == len(CATALOGUE) else ""
 
     @property
     def to_apply(self) -> dict[str, Verdict]:
