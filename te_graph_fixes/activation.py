@@ -178,12 +178,10 @@ class _Activation:
                 version, absent = (self._decision or Source.installed()).version, ""
             except TENotFoundError:
                 version, absent = None, "TransformerEngine is not installed"
-            chosen = self._decision.decisions if self._decision else {}
-            targets = {fix_id: verdict.targets for fix_id, verdict in chosen.items()}
-            fixes = {
-                fix.id: FixStatus(*self._status(fix.id, absent), fix.upstream, targets.get(fix.id, ()))
-                for fix in CATALOGUE.values()
-            }
+            fixes = {}
+            for fix in CATALOGUE.values():
+                targets = self._decision.decisions[fix.id].targets if self._decision else ()
+                fixes[fix.id] = FixStatus(*self._status(fix.id, absent), fix.upstream, targets)
             return Report(version, fixes, copies=copies_of_graphs(f"{PACKAGE}.graph"))
 
     def _status(self, fix_id: str, absent: str) -> tuple[str, str]:

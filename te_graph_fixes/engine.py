@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import dis
 import importlib.util
 import inspect
 import io
@@ -38,8 +37,8 @@ from .tree import first_line
 
 _PATH = "<te_graph_fixes: {}>"
 """The name under which tracebacks and `inspect` show the corrected text of a module."""
-_NO_NAME = re.compile(r"\.\w+|\b\w+=(?!=)")
-"""Attributes and keywords."""
+_NO_NAME = re.compile(r"#.*|\"[^\"]*\"|\.\w+|\b\w+=(?!=)")
+"""Comments, strings, attributes and keywords."""
 
 
 class EngineError(Exception):
@@ -48,13 +47,10 @@ class EngineError(Exception):
 
 def patched(source: Source, verdicts: Collection[Verdict]) -> dict[str, tuple[str, str]]:
     """The text (before, after) of every module that the applicable ``verdicts`` change or add ("" before)."""
-    texts: dict[str, tuple[str, str]] = {}
-    for verdict in verdicts:
-        for name, text in verdict.new_modules.items():
-            if texts.setdefault(name, ("", text)) != ("", text):
-                raise EngineError(f"two fixes add module {name} with different text")
-            if source.find(name) is not None:
-                raise EngineError(f"module {name} is to be added, but {source.location} has it")
+    texts = {name: ("", text) for verdict in verdicts for name, text in verdict.new_modules.items()}
+    for name in texts:
+        if source.find(name) is not None:
+            raise EngineError(f"module {name} is to be added, but {source.location} has it")
     for name, edits in _edits(verdicts).items():
         before, after, end = source.module(name).text, "", 0
         for edit in edits:
@@ -219,22 +215,16 @@ def _require_fit(module: ModuleSource, name: str, before: CodeType, after: CodeT
     """Raise `EngineError` where code needs another closure than that before these edits, or a name that nobody sets."""
     if before.co_freevars != after.co_freevars:
         raise EngineError(f"the edits change the free variables of {name} in {module.path}")
-    known = {*vars(builtins), *_names(before, "co_names"), *_local_names(before), *_local_names(after)}
-    new = set().union(*(words(_NO_NAME.sub("", edit.text)) for edit in edits)) - known
-    for part in _parts(after):
-        suspects = new.intersection(part.co_names)
-        if suspects and (suspects := suspects - module.global_names):
-            steps = dis.get_instructions(part)
-            if unset := suspects.intersection(step.argval for step in steps if step.opname == "LOAD_GLOBAL"):
-                raise EngineError(f"the edits read {min(unset)} in {name} of {module.path}, where nothing sets it")
+    local = "co_varnames", "co_cellvars"
+    known = {*vars(builtins), *_names(before, "co_names", *local), *_names(after, *local)}
+    named = set().union(*(words(_NO_NAME.sub("", edit.text)) for edit in edits))
+    suspects = named & _names(after, "co_names") - known
+    if suspects and (unset := suspects - module.global_names):
+        raise EngineError(f"the edits read {min(unset)} in {name} of {module.path}, where nothing sets it")
 
 
-def _local_names(code: CodeType) -> set[str]:
-    return _names(code, "co_varnames") | _names(code, "co_cellvars")
-
-
-def _names(code: CodeType, kind: str) -> set[str]:
-    return {name for part in _parts(code) for name in getattr(part, kind)}
+def _names(code: CodeType, *kinds: str) -> set[str]:
+    return {name for part in _parts(code) for kind in kinds for name in getattr(part, kind)}
 
 
 def _parts(code: CodeType) -> list[CodeType]:
@@ -324,8 +314,6 @@ class Installation:
         setattr(owner, name, value)
 
     def _install(self, patch: FunctionPatch, earlier: Iterable[FunctionType]) -> None:
-        if not patch.runs(patch.before):
-            raise EngineError(f"{patch.qualname} of {patch.module} was replaced while it was being corrected")
         if patch.before is None:
             scope, made = patch.scope, dict[str, Any]()
             exec(cast(CodeType, patch.block), vars(sys.modules[patch.module]), ChainMap(made, vars(scope)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from .source import Edit, Source, UnrecognizedError
 
@@ -42,7 +41,7 @@ class Verdict:
     verdict: str
     reason: str
     edits: tuple[Edit, ...] = ()
-    new_modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    new_modules: Mapping[str, str] = field(default_factory=dict)
     fix: str = ""
     rests_on: frozenset[tuple[str, str]] = frozenset()
     stamped: bool = False

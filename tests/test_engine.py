@@ -300,9 +300,6 @@ def test_a_decorator_that_does_not_say_what_it_wraps_is_reported(standin: Callab
     package = standin(text)
     installation = Installation(package.source, {"fix": package.edit("run", "return x", "return -x")})
     assert "another package has replaced it" in installation.not_as_in_file()["fix"]
-    with pytest.raises(EngineError, match=r"run of standin\.code was replaced"):
-        installation.install()
-    assert package.module.run(1) == 1
 
 
 def test_an_added_function_has_super_and_its_decorators(standin: Callable[..., StandIn]) -> None:
@@ -630,12 +627,6 @@ def test_a_module_that_raises_leaves_nothing(standin: Callable[..., StandIn]) ->
     assert {name for name in sys.modules if name.startswith("standin.")} == {CODE}
     assert set(vars(sys.modules["standin"])) & {"_plan", "_other"} == set()
     assert package.module.run() == 1
-
-
-def test_fixes_that_add_one_module_agree_on_its_text(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    return 1\n")
-    with pytest.raises(EngineError, match=r"two fixes add module standin\._plan with different text"):
-        patched(package.source, [with_module(package, "X = 1"), with_module(package, "X = 2")])
 
 
 def test_a_module_that_is_there_already_is_not_added(standin: Callable[..., StandIn]) -> None:
