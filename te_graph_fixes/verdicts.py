@@ -93,6 +93,7 @@ class Decision:
     was not.
     """
 
+    @without_collections()
     def __init__(self, source: Source, settings: Settings, known: Mapping[str, Verdict] | None = None) -> None:
         self.source, self.version, self.settings = source, source.version, settings
         self.verdicts = verdicts(source) if known is None else known
@@ -109,7 +110,7 @@ class Decision:
             source = Source.installed()
         except TENotFoundError as error:
             return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error))))
-        return early if early and early.source == source and early.settings is settings else cls(source, settings)
+        return early if early and early.source == source else cls(source, settings)
 
     def _build(self) -> None:
         """Choose, and compile what is chosen: anew without the fixes by which that fails."""
