@@ -198,9 +198,8 @@ def _new_defaults(
     above = f"class {old.name}:\n" if old.col_offset else ""
     tree = ast.parse(above + "\n".join(text.split("\n")[lines[0] - 1 : lines[1]]))
     new = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    count = len(old.args.defaults)
-    added, new.args.defaults = new.args.defaults[count:], new.args.defaults[:count]
-    new.args.args = new.args.args[: len(new.args.args) - len(added)]
+    added = new.args.defaults[len(old.args.defaults) :]
+    del new.args.args[len(new.args.args) - len(added) :], new.args.defaults[len(old.args.defaults) :]
     values = [default.value for default in added if isinstance(default, ast.Constant)]
     if _head(old) != _head(new) or len(values) < len(added):
         raise EngineError(f"the edits do more to the head of {old.name} in {module.path} than add parameters")
