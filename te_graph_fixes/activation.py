@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
-from enum import Enum, auto
 from types import FunctionType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -38,16 +37,6 @@ if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only w
 _logger = logging.getLogger("te_graph_fixes")
 
 
-class _Stage(Enum):
-    """How far a decision has come."""
-
-    WAITING = auto()
-    """More of TE is to be executed first."""
-    INSTALLED = auto()
-    FAILED = auto()
-    """Nothing is changed; `_Activation` knows the reason."""
-
-
 class _Activation:
     """The state of this process: the settings, the decision on TE, and whether that is installed.
 
@@ -60,8 +49,7 @@ class _Activation:
         self._settings: Settings | None = None
         self._early: Decision | None = None  # for the first time that TE is to be read
         self._decision: Decision | None = None
-        self._stage = _Stage.WAITING
-        self._failure = ""
+        self._failure = ""  # why nothing of the decision was put in place
         self._reverted: frozenset[str] = frozenset()
         self._earlier: WeakSet[FunctionType] = WeakSet()
         self._earlier_graphs = EarlierGraphs()
@@ -113,49 +101,47 @@ class _Activation:
         settings = self._settings
         if settings is None or (name != PACKAGE and not loaded(PACKAGE)):
             return
-        from .verdicts import Decision, mismatch
+        from .source import without_collections
 
-        decision = Decision.installed(settings, self._early)
+        with without_collections():
+            from .verdicts import Decision, mismatch
+
+            decision = Decision.installed(settings, self._early)
         with self._lock:
             if self._settings is settings:
                 self._take_back()
                 self._decision, self._early = decision, None
-        self._warn_or_raise(mismatch(decision, os.environ.get(EXPECT, "")), settings.strict)
+        self._warn_or_raise(mismatch(decision, os.environ.get(EXPECT, "")), settings)
         if settings.strict and not loaded(PACKAGE):
             self._report_problems(self.report(), settings)
 
     def after(self, name: str) -> None:
         """``name`` has been executed: install what is chosen, if all that it changes has been."""
         with self._lock:
-            decision, settings = self._decision, self._settings
-            if decision is None or settings is None or self._stage is not _Stage.WAITING:
-                return
-            if self._waits(decision, name):
+            decision = self._decision
+            if decision is None or decision.installation.is_in_place or self._failure or self._waits(decision, name):
                 return
             try:
                 decision.require_live()
-                self._earlier_graphs.note(frozenset())
+                self._earlier_graphs.note(self._applied)
                 decision.installation.install(self._earlier)
-                self._stage = _Stage.INSTALLED
             except Exception as error:
                 _logger.debug("the installation failed", exc_info=True)
-                self._fail(f"{type(error).__name__}: {error}")
+                self._failure = f"nothing was changed: {type(error).__name__}: {error}"
         report = self.report()
-        self._report_problems(report, settings)
-        announce(report, settings.verbose)
+        self._report_problems(report, decision.settings)
+        announce(report, decision.settings.verbose)
 
     @property
     def _applied(self) -> frozenset[str]:
-        return frozenset(self._decision.to_apply if self._decision and self._stage is _Stage.INSTALLED else ())
-
-    def _fail(self, reason: str) -> None:
-        self._stage, self._failure = _Stage.FAILED, f"nothing was changed: {reason}"
+        """The fixes that are in place."""
+        return frozenset(self._decision.to_apply if self._decision and self._decision.installation.is_in_place else ())
 
     def _take_back(self) -> None:
-        if self._decision and self._stage is _Stage.INSTALLED:
-            self._earlier_graphs.note(self._applied)
+        self._earlier_graphs.note(self._applied)
+        if self._decision:
             self._earlier.update(self._decision.installation.revert())
-        self._stage = _Stage.WAITING
+        self._failure = ""
 
     def _stop(self) -> None:
         if self._finder in sys.meta_path:
@@ -165,19 +151,19 @@ class _Activation:
 
     def _report_problems(self, report: Report, settings: Settings) -> None:
         """Warn, or raise in strict mode, where a graph is without a fix that it needs."""
-        advice = ". To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
+        advice = "; see te_graph_fixes.report()"
+        if settings.strict:
+            advice = ". To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
         with self._lock:
             text = problem_summary(report, self._earlier_graphs.without(self._applied))
-        self._warn_or_raise(
-            text and text + (advice if settings.strict else "; see te_graph_fixes.report()"), settings.strict
-        )
+        self._warn_or_raise(text and text + advice, settings)
 
-    def _warn_or_raise(self, text: str, strict: bool) -> None:
+    def _warn_or_raise(self, text: str, settings: Settings) -> None:
         """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""
-        if text and strict:
+        if text and settings.strict:
             with self._lock:
                 self._take_back()
-                self._fail("strict mode has raised an error")
+                self._failure = "nothing was changed: strict mode has raised an error"
             raise FixNotAppliedError(text)
         if text:
             warn(text)
@@ -192,39 +178,38 @@ class _Activation:
                 version, absent = (self._decision or Source.installed()).version, ""
             except TENotFoundError:
                 version, absent = None, "TransformerEngine is not installed"
-            decisions = self._decision.decisions if self._decision else {}
-            targets = {fix_id: verdict.targets for fix_id, verdict in decisions.items()}
-            fixes = {
-                fix.id: FixStatus(*self._status(fix.id, absent), fix.upstream, targets.get(fix.id, ()))
-                for fix in CATALOGUE.values()
-            }
+            fixes = {}
+            for fix in CATALOGUE.values():
+                targets = self._decision.decisions[fix.id].targets if self._decision else ()
+                fixes[fix.id] = FixStatus(*self._status(fix.id, absent), fix.upstream, targets)
             return Report(version, fixes, copies=copies_of_graphs(f"{PACKAGE}.graph"))
 
     def _status(self, fix_id: str, absent: str) -> tuple[str, str]:
-        """Status of a fix, and the reason."""
+        """Status of a fix, and the reason; ``absent`` says why there is no TE."""
         decision = self._decision
         if self._settings is None:
             taken_back = "reverted", "deactivate() took it back"
             return taken_back if fix_id in self._reverted else ("disabled", "te_graph_fixes is not active")
-        if decision is None and not self._settings.wants(fix_id):
-            return "disabled", "left out by the settings"
-        word, reason = "applicable", ""
         if decision:
             word, reason = decision.decisions[fix_id].verdict, decision.reason(fix_id)
-        installed = self._stage is _Stage.INSTALLED
-        if word in ("disabled", "unrecognized") or (word != "applicable" and not installed):
+        else:
+            word = "applicable" if self._settings.wants(fix_id) else "disabled"
+            reason = "left out by the settings"
+        is_in_place = decision is not None and decision.installation.is_in_place
+        if word in ("disabled", "unrecognized") or (word != "applicable" and not is_in_place):
             return word, reason
-        if decision is None or self._stage is _Stage.WAITING:
-            past = "failed", f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
-            return past if loaded(PACKAGE) else ("pending", absent or "TransformerEngine is not imported yet")
-        live = installed and decision.installation.is_live(fix_id)
+        if decision is None or not is_in_place:
+            if self._failure:
+                return "failed", self._failure
+            if loaded(PACKAGE):
+                return "failed", f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
+            return "pending", absent or "TransformerEngine is not imported yet"
+        if not decision.installation.is_live(fix_id):
+            if word == "applicable":
+                return "failed", "another package has replaced a corrected function"
+            return "unrecognized", "another package has replaced a function that is right in its source"
         if word != "applicable":
-            replaced = "unrecognized", "another package has replaced a function that is right in its source"
-            return (word, reason) if live else replaced
-        if not installed:
-            return "failed", self._failure
-        if not live:
-            return "failed", "another package has replaced a corrected function"
+            return word, reason
         early = self._earlier_graphs.without({fix_id})
         earlier = f" (but not in {early} graph{'s' * (early > 1)} captured before)" if early else ""
         return "applied", f"corrected: {reason}{earlier}"

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import cast
 
 TE = "transformer_engine"
 PACKAGE = f"{TE}.pytorch"
@@ -38,16 +37,13 @@ class Finder:
 
         self._local.busy = True
         try:
-            for finder in sys.meta_path:
-                find = getattr(finder, "find_spec", None)
-                spec = find(name, path, target) if find and finder is not self else None
-                if spec is not None:
-                    if hasattr(spec.loader, "exec_module"):
-                        spec.loader = Loader(spec.loader, self._before, self._after)
-                    return cast("importlib.machinery.ModuleSpec", spec)
-            return None
+            finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+            spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         finally:
             self._local.busy = False
+        if spec and hasattr(spec.loader, "exec_module"):
+            spec.loader = Loader(spec.loader, self._before, self._after)  # type: ignore[assignment]
+        return spec
 
     def wait(self) -> None:
         """Wait while another thread imports TE: it may be past this finder, and TE not yet in `sys.modules`.

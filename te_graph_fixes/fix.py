@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from .source import Edit, Source, UnrecognizedError
 
@@ -42,7 +41,7 @@ class Verdict:
     verdict: str
     reason: str
     edits: tuple[Edit, ...] = ()
-    new_modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    new_modules: Mapping[str, str] = field(default_factory=dict)
     fix: str = ""
     rests_on: frozenset[tuple[str, str]] = frozenset()
     stamped: bool = False
@@ -105,9 +104,18 @@ class Fix:
         return replace(self, id=name.replace("_", "-"), summary=summary, upstream=tuple(links))
 
     @property
+    def _bounds(self) -> dict[str, int]:
+        """The first minor release of TE 2 with the defect, by ``>=``, and the first without it again, by ``<``."""
+        return {sign: int(minor) for sign, minor in re.findall(r"(>=|<)2\.(\d+)", self.affected)}
+
+    def affects(self, release: tuple[int, ...]) -> bool:
+        """Whether one expects the defect in a release, such as (2, 12, 0)."""
+        return all((release < (2, minor)) == (sign == "<") for sign, minor in self._bounds.items())
+
+    @property
     def versions(self) -> str:
         """The releases with the defect from 2.10 on, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
-        bounds = {sign: int(minor) for sign, minor in re.findall(r"(>=|<)2\.(\d+)", self.affected)}
+        bounds = self._bounds
         first = f"2.{max(bounds.get('>=', 0), int(OLDEST[2:]))}"
         last = f"2.{bounds['<'] - 1}" if "<" in bounds else "main"
         return first if first == last else f"{first} to {last}"

@@ -112,7 +112,10 @@ class Source:
 
     def forget_trees(self) -> None:
         """Let the syntax trees go, which are large; what is asked for again is parsed again."""
-        self._modules.update({name: module and replace(module) for name, module in self._modules.items()})
+        for name, module in self._modules.items():
+            if module:
+                module.found.clear()  # a definition holds its module
+                self._modules[name] = replace(module)
 
     def _read(self, name: str) -> ModuleSource | None:
         parent = os.path.join(self.location, *name.split(".")[1:-1])

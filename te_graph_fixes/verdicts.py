@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from packaging.version import InvalidVersion, Version
 
 from .engine import EngineError, Installation, compile_patches
 from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, OLDEST, UNRECOGNIZED, Fix, Verdict
@@ -16,12 +15,8 @@ from .settings import EXPECT, Settings
 from .source import Source, TENotFoundError, without_collections
 from .stamp import MADE, ChangedStampError, of_tree
 
-if TYPE_CHECKING:
-    from packaging.version import Version
-
 DISABLED = "disabled"
 ON_DISK = "corrected on disk by"
-_COMPARE = {">=": operator.ge, "<": operator.lt}
 
 
 @without_collections()
@@ -36,13 +31,14 @@ def verdicts(source: Source) -> dict[str, Verdict]:
         return dict.fromkeys(CATALOGUE, nothing)
     if on_disk := _on_disk(source):
         return on_disk
-    if _is_too_old(source.version):
+    version = _parsed(source.version)
+    if version and version.release < Version(OLDEST).release:
         advice = "upgrade it, or switch graphs off"
         reason = f"version {source.version} is older than {OLDEST}, the oldest that is tested: {advice}"
         return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, reason))
     found = {fix.id: fix.verdict(source) for fix in CATALOGUE.values()}
     for fix_id, verdict in found.items():
-        if verdict.verdict == NOT_APPLICABLE and _must_be_affected(CATALOGUE[fix_id], source.version):
+        if verdict.verdict == NOT_APPLICABLE and version and _must_have_defect(version, CATALOGUE[fix_id]):
             reason = f"TransformerEngine {source.version} should have this defect, but its feature was not found"
             found[fix_id] = Verdict(UNRECOGNIZED, f"{reason}: {verdict.reason}")
     return found
@@ -70,36 +66,22 @@ def _on_disk(source: Source) -> dict[str, Verdict] | None:
 
 def expected(fix: Fix, version: str | None) -> str | None:
     """``applicable`` or ``not-needed``, by the version alone; None for a version that is unknown or not readable."""
-    release = _release(version)
-    if release is None:
+    if (parsed := _parsed(version)) is None:
         return None
-    bounds = [(sign, type(release)(bound)) for sign, bound in re.findall(r"(>=|<)([\d.]+)", fix.affected)]
-    return APPLICABLE if all(_COMPARE[sign](release, bound) for sign, bound in bounds) else NOT_NEEDED
+    return APPLICABLE if fix.affects(parsed.release) else NOT_NEEDED
 
 
-def _release(version: str | None) -> Version | None:
-    """The release that a version counts as, local labels ignored: a development version as the one that it leads to."""
-    from packaging.version import InvalidVersion, Version  # slow to import
-
+def _parsed(version: str | None) -> Version | None:
     try:
-        return Version(Version(version or "").base_version)
+        return Version(version or "")
     except InvalidVersion:
         return None
 
 
-def _is_too_old(version: str | None) -> bool:
-    release = _release(version)
-    return release is not None and release < type(release)(OLDEST)
-
-
-def _must_be_affected(fix: Fix, version: str | None) -> bool:
-    """Whether the version is expected to have the defect; before a release, the release before it too."""
-    from packaging.version import Version
-
-    if expected(fix, version) != APPLICABLE:
-        return False
-    found = Version(version or "")
-    return not found.is_prerelease or expected(fix, f"{found.major}.{found.minor - 1}") == APPLICABLE
+def _must_have_defect(version: Version, fix: Fix) -> bool:
+    """Whether one expects the defect; before a release, in the release before it too."""
+    is_old = not version.is_prerelease or fix.affects((version.major, version.minor - 1))
+    return is_old and fix.affects(version.release)
 
 
 class Decision:
@@ -128,15 +110,15 @@ class Decision:
             source = Source.installed()
         except TENotFoundError as error:
             return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error))))
-        return early if early and early.source == source and early.settings is settings else cls(source, settings)
+        return early if early and early.source == source else cls(source, settings)
 
     def _build(self) -> None:
         """Choose, and compile what is chosen: anew without the fixes by which that fails."""
-        good = (APPLICABLE, NOT_NEEDED, NOT_APPLICABLE)
-        self.decisions = self._decide()
-        wanted = {fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.verdict in good}
+        wanted = self._wanted()
+        self.decisions = {fix_id: self._decide(fix_id, wanted) for fix_id in self.verdicts}
+        good = {i: verdict for i, verdict in self.decisions.items() if verdict.verdict not in (DISABLED, UNRECOGNIZED)}
         try:
-            self.installation = Installation(self.source, wanted)
+            self.installation = Installation(self.source, good)
         except Exception as error:  # one of ours must not reach the import of TE
             self._failures |= self._unbuildable(error)
             self._build()
@@ -147,45 +129,54 @@ class Decision:
             self._failures |= refused
             self._build()
 
-    def _decide(self) -> dict[str, Verdict]:
-        """The verdicts, less the fixes that the settings leave out, that failed, or whose requirements are not met."""
-        chosen, wanted = dict(self.verdicts), self._wanted()
-        for fix_id, verdict in self.verdicts.items():
-            if fix_id not in wanted:
-                reason = f"left out by the settings ({verdict.verdict} without them)"
-                chosen[fix_id] = replace(verdict, verdict=DISABLED, reason=reason)
-            elif fix_id in self._failures:
-                chosen[fix_id] = replace(verdict, verdict=UNRECOGNIZED, reason=self._failures[fix_id])
-        without = {fix_id for fix_id, found in self.verdicts.items() if found.verdict in (NOT_NEEDED, NOT_APPLICABLE)}
-        while unmet := {
-            fix_id: required
-            for fix_id in _applicable(chosen)
-            for required in CATALOGUE[fix_id].requires
-            if required not in without and chosen[required].verdict != APPLICABLE
-        }:
-            for fix_id, required in unmet.items():
-                word = chosen[required].verdict
-                if self.settings.only is not None and word == DISABLED and not self.settings.with_required:
-                    whole = ",".join(sorted(set().union(*map(with_required, self.settings.only))))
-                    advice = f"leave {required} enabled" if required in self.settings.disable else f"write {whole}"
-                    raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; {advice}")
-                reason = f"it requires {required}, which is {word}: one without the other is wrong"
-                chosen[fix_id] = replace(chosen[fix_id], verdict=word, reason=reason)
-        return chosen
-
     def _wanted(self) -> set[str]:
         """The fixes that the settings ask for, some of them by what others require."""
         wanted = set(filter(self.settings.wants, CATALOGUE))
         if self.settings.with_required:
-            for fix_id in wanted & _applicable(self.verdicts).keys():
-                wanted |= with_required(fix_id)
+            wanted = wanted.union(*map(with_required, wanted & _applicable(self.verdicts).keys()))
         return wanted - self.settings.disable
+
+    def _decide(self, fix_id: str, wanted: Collection[str]) -> Verdict:
+        """The verdict on a fix, unless it is left out, has failed, or goes without what it requires."""
+        verdict = self.verdicts[fix_id]
+        if fix_id not in wanted:
+            reason = f"left out by the settings ({verdict.verdict} without them)"
+            return replace(verdict, verdict=DISABLED, reason=reason)
+        if fix_id in self._failures:
+            return replace(verdict, verdict=UNRECOGNIZED, reason=self._failures[fix_id])
+        for required in CATALOGUE[fix_id].requires if verdict.verdict == APPLICABLE else ():
+            word = self._decide(required, wanted).verdict
+            if word != APPLICABLE and self.verdicts[required].verdict not in (NOT_NEEDED, NOT_APPLICABLE):
+                if word == DISABLED:
+                    self._require_chosen(fix_id, required)
+                reason = f"it requires {required}, which is {word}: one without the other is wrong"
+                return replace(verdict, verdict=word, reason=reason)
+        return verdict
+
+    def _require_chosen(self, fix_id: str, required: str) -> None:
+        """Raise ValueError if the settings name a fix without what it requires."""
+        settings = self.settings
+        if settings.only is not None and not settings.with_required:
+            whole = ",".join(sorted(set().union(*map(with_required, settings.only))))
+            advice = f"leave {required} enabled" if required in settings.disable else f"write {whole}"
+            raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; {advice}")
+
+    def _unbuildable(self, error: Exception) -> dict[str, str]:
+        """The fixes by which compiling all ended in ``error``, with reasons: those that fail alone, or else all."""
+        errors = {}
+        for fix_id, verdict in self.to_apply.items():
+            try:
+                compile_patches(self.source, {fix_id: verdict})
+            except Exception as own:
+                errors[fix_id] = own
+        errors = errors or dict.fromkeys(self.to_apply or self.decisions, error)
+        return {fix_id: str(each) if isinstance(each, EngineError) else repr(each) for fix_id, each in errors.items()}
 
     @property
     def left_out(self) -> list[str]:
         """The fixes that the settings leave out though this TE may need them."""
-        unwanted = [fix_id for fix_id, chosen in self.decisions.items() if chosen.verdict == DISABLED]
-        return [fix_id for fix_id in unwanted if self.verdicts[fix_id].verdict in (APPLICABLE, UNRECOGNIZED)]
+        needed = [fix_id for fix_id, found in self.verdicts.items() if found.verdict in (APPLICABLE, UNRECOGNIZED)]
+        return [fix_id for fix_id in needed if self.decisions[fix_id].verdict == DISABLED]
 
     @property
     def refused(self) -> dict[str, list[str]]:
@@ -199,8 +190,8 @@ class Decision:
     @property
     def refusal(self) -> str:
         """Why no fix at all can be applied; "" where some can."""
-        first, *others = self.refused or [""]
-        return first if not others and len(self.refused.get(first, ())) == len(CATALOGUE) else ""
+        reason, ids = next(iter(self.refused.items()), ("", []))
+        return reason if len(ids) == len(CATALOGUE) else ""
 
     @property
     def to_apply(self) -> dict[str, Verdict]:
@@ -212,27 +203,18 @@ class Decision:
 
         Of a TE that is ``unloaded``, and stays so, a negative verdict is by the shape of the source alone.
         """
-        guess, found = expected(CATALOGUE[fix_id], self.version), self.decisions[fix_id].verdict
-        reason = self.decisions[fix_id].reason
-        if self.decisions[fix_id].stamped:
+        verdict, version = self.decisions[fix_id], _parsed(self.version)
+        reason, is_defective = verdict.reason, verdict.verdict == APPLICABLE
+        if verdict.stamped:
             return reason
-        if unloaded and found in (NOT_NEEDED, NOT_APPLICABLE):
+        if unloaded and verdict.verdict in (NOT_NEEDED, NOT_APPLICABLE):
             reason = f"by shape: {reason}"
-        if guess is None or found in (UNRECOGNIZED, DISABLED) or (found == APPLICABLE) == (guess == APPLICABLE):
+        if version is None or verdict.verdict in (UNRECOGNIZED, DISABLED):
             return reason
-        published = "does not have" if found == APPLICABLE else "has"
-        return f"{reason} (the published {_release(self.version)} {published} this defect)"
-
-    def _unbuildable(self, error: Exception) -> dict[str, str]:
-        """The fixes by which compiling all ended in ``error``, with reasons: those that fail alone, or else all."""
-        errors = {}
-        for fix_id, verdict in self.to_apply.items():
-            try:
-                compile_patches(self.source, {fix_id: verdict})
-            except Exception as own:
-                errors[fix_id] = own
-        errors = errors or dict.fromkeys(self.to_apply or self.decisions, error)
-        return {fix_id: str(each) if isinstance(each, EngineError) else repr(each) for fix_id, each in errors.items()}
+        if is_defective == CATALOGUE[fix_id].affects(version.release):
+            return reason
+        published = "does not have" if is_defective else "has"
+        return f"{reason} (the published {version.base_version} {published} this defect)"
 
 
 def with_required(fix_id: str) -> set[str]:
@@ -246,15 +228,13 @@ def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
 
 def mismatch(decision: Decision, expected: str) -> str:
     """What is different from the `fingerprint` that is ``expected``, or "" (nothing is, or nothing is expected)."""
-    found = fingerprint(decision.version, decision.verdicts)
-    theirs, ours = (
-        ", ".join(sorted(set(a.split(",")) - set(b.split(",")))) for a, b in ((expected, found), (found, expected))
-    )
-    if not expected or not theirs + ours:
+    theirs, ours = (set(text.split(",")) for text in (expected, fingerprint(decision.version, decision.verdicts)))
+    if not expected or theirs == ours:
         return ""
+    has, has_here = (", ".join(sorted(more)) or "nothing more" for more in (theirs - ours, ours - theirs))
     return (
-        f"TransformerEngine is not that of the other processes: {EXPECT} has {theirs or 'nothing more'}, this process "
-        f"has {ours or 'nothing more'}; start all of them in the same image"
+        f"TransformerEngine is not that of the other processes: {EXPECT} has {has}, this process has {has_here}; start "
+        "all of them in the same image"
     )
 
 

@@ -300,9 +300,6 @@ def test_a_decorator_that_does_not_say_what_it_wraps_is_reported(standin: Callab
     package = standin(text)
     installation = Installation(package.source, {"fix": package.edit("run", "return x", "return -x")})
     assert "another package has replaced it" in installation.not_as_in_file()["fix"]
-    with pytest.raises(EngineError, match=r"run of standin\.code was replaced"):
-        installation.install()
-    assert package.module.run(1) == 1
 
 
 def test_an_added_function_has_super_and_its_decorators(standin: Callable[..., StandIn]) -> None:
@@ -361,11 +358,8 @@ def test_a_module_in_a_zip_is_corrected(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("old", "new", "call", "result"),
     [
-        ("def run(a, b=1, *, c=2):", "def run(a, b=1, *, c=2, d=3):", lambda f: f(0), (0, 1, 2, 3)),
-        ("def run(a, b=1, *, c=2):", "def run(a, b=1, *, c=2, d=3):", lambda f: f(0, d=4), (0, 1, 2, 4)),
         ("def run(a, b=1, *, c=2):", "def run(a, b=1, d=3, *, c=2):", lambda f: f(0), (0, 1, 2, 3)),
         ("def run(a, b=1, *, c=2):", "def run(a, b=1, d=3, *, c=2):", lambda f: f(0, 5, 4), (0, 5, 2, 4)),
-        ("def run(a, b=1, *, c=2):", "def run(a, b=1, *, d=3, c=2):", lambda f: f(0), (0, 1, 2, 3)),
     ],
 )
 def test_a_parameter_with_a_default_can_be_added(
@@ -397,6 +391,9 @@ def signature(package: StandIn, text: str, new: str) -> Verdict:
         ("def run(b, a=1, *, c=2):\n    return a", "do more to the head"),
         ("def run(a, *, c=2):\n    return a", "do more to the head"),
         ("def run(a, b=1, *, d=2):\n    return a", "do more to the head"),
+        ("def run(a, b=1, *, c=2, d=3):\n    return a", "do more to the head"),
+        ("def run(a, d=3, b=1, *, c=2):\n    return a", "do more to the head"),
+        ("def run(a, b=1, d=[], *, c=2):\n    return a", "do more to the head"),
         ("def run(a, b=1, *, c=2, d):\n    return a", "do more to the head"),
         ("def run(a, b=1, *d, c=2):\n    return a", "do more to the head"),
         ("def run(a, /, b=1, *, c=2):\n    return a", "do more to the head"),
@@ -428,13 +425,6 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
     verdict = applicable("a test", [Edit(CODE, start, start + len(pattern), new)])
     with pytest.raises(EngineError, match="not in a function"):
         compile_patches(package.source, {"fix": verdict})
-
-
-@pytest.mark.parametrize("text", ["X = 1", "def added(): pass", "class B: pass"])
-def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
-    package = standin("class A:\n    def run(self):\n        return 1\n")
-    with pytest.raises(EngineError, match="something other than functions"):
-        compile_patches(package.source, {"fix": package.add("A", text)})
 
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
@@ -637,12 +627,6 @@ def test_a_module_that_raises_leaves_nothing(standin: Callable[..., StandIn]) ->
     assert {name for name in sys.modules if name.startswith("standin.")} == {CODE}
     assert set(vars(sys.modules["standin"])) & {"_plan", "_other"} == set()
     assert package.module.run() == 1
-
-
-def test_fixes_that_add_one_module_agree_on_its_text(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    return 1\n")
-    with pytest.raises(EngineError, match=r"two fixes add module standin\._plan with different text"):
-        patched(package.source, [with_module(package, "X = 1"), with_module(package, "X = 2")])
 
 
 def test_a_module_that_is_there_already_is_not_added(standin: Callable[..., StandIn]) -> None:

@@ -23,7 +23,7 @@ import importlib, inspect, os, sys, threading
 
 def check(active=True):
     import te_graph_fixes
-    from te_graph_fixes.engine import compile_patches, live_function
+    from te_graph_fixes.engine import compile_patches
     from te_graph_fixes.source import Source
     from te_graph_fixes.verdicts import verdicts
     source = Source.installed()
@@ -38,7 +38,7 @@ def check(active=True):
             module = sys.modules[change.module]
             assert name not in vars(getattr(module, owner) if owner else module), change
         else:
-            assert live_function(change).__code__ == wanted, change
+            assert change.live.__code__ == wanted, change
 
 def attempt(function, *args):
     try:
@@ -117,7 +117,7 @@ def test_tracebacks_and_sources_show_the_corrected_lines() -> None:
         + """
 import inspect, linecache, traceback, te_graph_fixes
 import transformer_engine.pytorch as te
-from te_graph_fixes.engine import compile_patches, live_function, patched
+from te_graph_fixes.engine import compile_patches, patched
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import verdicts
 import torch
@@ -128,7 +128,7 @@ found = compile_patches(source, chosen)
 texts = {name: text for name, (_, text) in patched(source, chosen.values()).items()}
 for change in found:
     if change.block:
-        lines, first = inspect.getsourcelines(live_function(change))
+        lines, first = inspect.getsourcelines(change.live)
         assert f"def {change.after.co_name}(" in "".join(lines), change.qualname
         wanted = texts[change.module].split("\\n")[first - 1 : first - 1 + len(lines)]
         assert "".join(lines) == "\\n".join(wanted) + "\\n", change.qualname
