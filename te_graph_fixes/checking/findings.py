@@ -39,7 +39,7 @@ CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where these differ by more, as in memory that nothing has written, none can be told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
-NAME = re.compile(r"(grad of |in FP8 \()([\w.]+)")  # a parameter, or a module, in the kind of a `Place`
+PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Place`
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 _numbers = itertools.count()  # the same on all ranks
 
@@ -82,35 +82,36 @@ class Check:
         self.twins: list[Any] = []
         self.lifetimes = Lifetimes(self)
         self.numbers = itertools.count()  # of callables
+        self.step = 1
         self.finished = False
-        self._options, self._step = options, 0
-        self._seen: dict[Any, list[int]] = {}
+        self._options = options
+        self._called: dict[
+            Any, list[tuple[int, bool]] | None
+        ] = {}  # in this step; None: an optimizer has stepped since
         self._pending: list[tuple[Place, str, torch.Tensor | bool, torch.Tensor | float]] = []
         self._noise: defaultdict[str, float] = defaultdict(float)
         self._said: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
         self._name = f"te_graph_fixes/check {next(_numbers)}"
-        self._hook = register_optimizer_step_post_hook(lambda *_: self._seen.clear())
+        self._hook = register_optimizer_step_post_hook(lambda *_: self._called.update(dict.fromkeys(self._called)))
         atexit.register(self.finish)
 
     def enter(self, twin: Any, first: bool | None) -> bool:
-        """Count the steps of ``twin``, of which a callable is called; whether it is to be compared."""
-        twin.step += int(self._begins_step(twin, first) or not twin.module.training)
-        if twin.step > self._step:
-            self._step_over()
-            self._step = twin.step
-        steps, layers = self._options.steps, self._options.layers or len(self.twins)
-        before, last = self.twins.index(twin) // layers * steps, -(-len(self.twins) // layers) * steps
-        if self._step > last + 1 or all(other.step > last for other in self.twins):
-            self.finish()
-        return bool(before < twin.step <= before + steps)
-
-    def _begins_step(self, twin: Any, first: bool | None) -> bool:
-        """Whether this is its first microbatch: as its caller says, or parameters were written into or lost a grad."""
+        """A callable of ``twin`` is called, which may begin a step; whether it is to be compared."""
         parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
-        now = [2 * parameter._version + (parameter.grad is None) for parameter in parameters]
-        seen, self._seen[twin] = self._seen.get(twin), now
-        return bool(first or seen is None or any(map(operator.gt, now, seen)))
+        now = [(parameter._version, parameter.grad is None) for parameter in parameters]
+        if twin in self._called:
+            before = self._called[twin]
+            changed = before is None or any(map(operator.gt, now, before))  # written into, or the gradient dropped
+            if changed or first or not twin.module.training:
+                self._step_over()
+                self._called.clear()
+                self.step += 1
+        self._called[twin] = now
+        turn, layers = (self.step - 1) // self._options.steps, self._options.layers or len(self.twins)
+        if turn * layers >= len(self.twins):
+            self.finish()
+        return bool(self.twins.index(twin) // layers == turn)
 
     def compare(self, place: Place, found: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
@@ -131,37 +132,45 @@ class Check:
         return new
 
     def _step_over(self) -> None:
-        """Read what has been compared so far. A strict check ends the process here."""
+        """Read what has been compared in this step. A strict check ends the process here."""
         if torch.distributed.is_initialized():
             store = distributed_c10d._get_default_store()
             self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
-        pending, self._pending = [(*each[:2], float(each[2]), float(each[3])) for each in self._pending], []
-        for place, _, _, noise in pending:
+        compared = [(place, text, float(error), float(noise)) for place, text, error, noise in self._pending]
+        self._pending = []
+        for place, _, _, noise in compared:
             self._noise[place.kind] = max(self._noise[place.kind], noise)
-            self.totals["steps"] = max(self.totals["steps"], place.step)
-        groups: defaultdict[tuple[str, bool, str], list[tuple[float, Place, str]]] = defaultdict(list)
-        for place, text, error, _ in pending:
+        groups: defaultdict[tuple[str, bool], list[tuple[float, Place, str]]] = defaultdict(list)
+        for place, text, error, _ in compared:
             noise = self._noise[place.kind]
             different = error > NOISE * noise and noise < ANYTHING
+            self.totals |= Counter(steps=place.step)
             self.totals += Counter(tensors=1, callables=self.new(place.callable), noisy=noise > 0, different=different)
             if (different or noise) and self.new((place.kind, different)):
-                text = text or f"is off by {error:.3g} of its norm"
-                text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
-                fixes = " or ".join(self._hinted(place)) if different else ""
-                groups[NAME.sub(r"\1", place.kind), different, fixes].append((error, place, text))
-        for (_, different, fixes), alike in groups.items():
-            _, place, text = max(alike, key=operator.itemgetter(0))
-            text = f"step {place.step}, callable {place.callable} {place.kind} {text}"
-            others = [NAME.search(each.kind) for _, each, _ in alike if each is not place]
-            names = [other[2] for other in others[:3] if other] + ["..."] * (len(others) > 3)
-            text += f" ({len(others)} more like it: {', '.join(names)})" if others else ""
-            text += f"; looks like {fixes}" if fixes else ""
-            say(text)
-            self.mismatches += [text] if different else []
+                groups[PARAMETER.sub("", place.kind), different].append((error, place, text))
+        for (_, different), alike in groups.items():
+            self._tell(different, alike)
         if self._options.strict and self.totals["different"]:
             say(f"which ends with status {DIFFERENT}: {_sentence([self.totals])}")
             sys.stdout.flush()
             os._exit(DIFFERENT)
+
+    def _tell(self, different: bool, alike: list[tuple[float, Place, str]]) -> None:
+        """Say what is wrong with the worst of these tensors, which differ in no more than the name of a parameter."""
+        error, place, text = max(alike, key=operator.itemgetter(0))
+        line = (
+            f"step {place.step}, callable {place.callable} {place.kind} {text or f'is off by {error:.3g} of its norm'}"
+        )
+        if noise := self._noise[place.kind]:
+            line += f", but is not reproducible: two eager runs differ by {noise:.3g}"
+        others = [name for _, each, _ in alike if each is not place for name in PARAMETER.findall(each.kind)]
+        if others:
+            line += f" ({len(others)} more like it: {', '.join(others[:3])}{', ...' * (len(others) > 3)})"
+        if different:
+            fixes = self._hinted(place)
+            line += f"; looks like {' or '.join(fixes)}" if fixes else ""
+            self.mismatches.append(line)
+        say(line)
 
     def _hinted(self, place: Place) -> list[str]:
         words = {*re.findall(r"[\w.]+", place.kind.split(" is ")[-1]), *place.modules}
@@ -246,9 +255,10 @@ class Lifetimes:
         self._check = check
         self.returned: dict[int, Place] = {}
         """By address, what graphs have returned in their memory; the ``.grad`` of a parameter may lie there now."""
-        self._sent: list[tuple[Place, torch.Tensor]] = []  # by sends that have no handle: the batch goes on
+        self._batch: list[tuple[Place, torch.Tensor]] = []  # sent without a handle: the end of the batch gives one
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Place, torch.Tensor]]]] = WeakKeyDictionary()
-        self._before: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
+        """By handle, the receiver and what is sent, in the order of the sends."""
+        self._sums: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
         self.undo = ExitStack()
         for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
             self.undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
@@ -260,12 +270,12 @@ class Lifetimes:
         for address, place in self.returned.items():
             if (grad := getattr(place.parameter, "grad", None)) is not None and grad.data_ptr() == address:
                 used.append((place._replace(kind=f"{place.kind} is in use and overwritten"), grad))
-        self._before = [(place, tensor, tensor.sum(dtype=torch.float64)) for place, tensor in used]
+        self._sums = [(place, tensor, tensor.sum(dtype=torch.float64)) for place, tensor in used]
 
     def after_replay(self, by: str) -> None:
-        for place, tensor, total in self._before:
+        for place, tensor, total in self._sums:
             self._check.compare(place, tensor.sum(dtype=torch.float64), total, total, f"by {by}")
-        self._before = []
+        self._sums = []
 
     def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
         """Send tensors; or end a batch, all of which has one handle."""
@@ -273,18 +283,17 @@ class Lifetimes:
         for tensor in args[0] if isinstance(args[0], list) else ():
             if place := self.returned.get(tensor.data_ptr()):
                 place = place._replace(kind=f"{place.kind} is being sent and overwritten")
-                self._sent.append((place, tensor.detach()))
+                self._batch.append((place, tensor.detach()))
         if work is not None:
-            self._sends[work], self._sent = ((group, args[1:2]), self._sent), []
+            self._sends[work], self._batch = ((group, args[1:2]), self._batch), []
         return work
 
     def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
         """Wait for a send, and with it for the earlier ones to the same rank: they go in order."""
         result = wait(*args, **kwargs)
-        to, _ = self._sends.get(work, (None, ()))
-        for each in list(self._sends) if to else ():
-            if self._sends[each][0] == to:
-                del self._sends[each]
-            if each is work:
-                break
+        if work in self._sends:
+            handles, (receiver, _) = list(self._sends), self._sends[work]
+            for each in handles[: handles.index(work) + 1]:
+                if self._sends[each][0] == receiver:
+                    del self._sends[each]
         return result
