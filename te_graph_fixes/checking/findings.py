@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 import wrapt
 from torch.distributed import distributed_c10d
+from torch.linalg import vector_norm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
@@ -35,7 +36,7 @@ from ..source import Source
 from ..verdicts import verdicts
 from . import DIFFERENT, Options
 
-CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory for each
+SMALLEST = 1e-30  # what large integers differ by may be no number of 32 bits
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where these differ by more, as in memory that nothing has written, none can be told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
@@ -46,16 +47,12 @@ _numbers = itertools.count()  # the same on all ranks
 
 def measure(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The norm of the difference over the norm of what is wanted; 0.0 is bit for bit, and NaN equals NaN."""
-    tensors = [each.dequantize() if hasattr(each, "_quantizer") else each for each in (found, wanted)]
-    total = torch.zeros(3, dtype=torch.float64, device=found.device)
     if found.shape != wanted.shape:
-        return total[0] + math.inf
-    for a, b in zip(*(each.detach().reshape(-1).split(CHUNK) for each in tensors), strict=True):
-        unequal = (a != b) & ~(a.isnan() & b.isnan())
-        a, b = a.double(), b.double()
-        total += torch.stack((unequal.sum(), (a - b).square().sum(), b.square().sum()))
-    unequal, difference, norm = total
-    return torch.where(unequal > 0, (difference / norm).sqrt().nan_to_num(math.inf, math.inf), 0.0)
+        return torch.tensor(math.inf)
+    a, b = (each.dequantize() if hasattr(each, "_quantizer") else each.detach() for each in (found, wanted))
+    unequal = (a != b) & ~(a.isnan() & b.isnan())
+    difference, norm = (vector_norm(each, dtype=torch.float64) for each in (a.float() - b.float(), b.float()))
+    return torch.where(unequal.any(), (difference / norm).nan_to_num(math.inf).clamp(min=SMALLEST), 0.0)
 
 
 def say(text: str, of_rank: bool = True) -> None:
@@ -184,15 +181,18 @@ class Check:
 
     def finish(self) -> Check:
         """The check is over: let go of everything. Rank 0 reports for the job, once all ranks are here."""
-        if not self.finished:
-            self.finished = True
-            self._hook.remove()
-            self.lifetimes.undo.close()
-            self._step_over()
-            for twin in self.twins:
-                twin.own.clear()
-            waits = self._job[2] > 1 and threading.main_thread().is_alive()
-            (threading.Thread(target=self._report).start if waits else self._report)()
+        if self.finished:
+            return self
+        self.finished = True
+        self._hook.remove()
+        self.lifetimes.undo.close()
+        self._step_over()
+        for twin in self.twins:
+            twin.own.clear()
+        if self._job[2] > 1 and threading.main_thread().is_alive():
+            threading.Thread(target=self._report).start()  # the other ranks may take a while
+        else:
+            self._report()
         return self
 
     def _report(self) -> None:
@@ -215,18 +215,15 @@ class Check:
 def _sentence(totals: list[Counter[str]]) -> str:
     """What was compared, and how many differ; ``totals`` are those of the ranks."""
     total, steps = sum(totals, Counter[str]()), max(each["steps"] for each in totals)
-    several = len(totals) > 1
     scope = (
         f"{_counted(steps, 'step')}, {_counted(total['callables'], 'callable')}, {total['tensors']:,} tensors compared"
     )
-    if several:
+    verdict = f"{total['different']:,} differ" if total["different"] else "all equal"
+    if len(totals) > 1:
         scope += f" on {len(totals)} ranks"
-    verdict = "all equal"
-    if total["different"]:
-        verdict = f"{total['different']:,} differ"
-        if several:
-            verdict += f", on rank {', '.join(str(rank) for rank, each in enumerate(totals) if each['different'])}"
-    elif not total["tensors"]:
+        ranks = [str(rank) for rank, each in enumerate(totals) if each["different"]]
+        verdict += f", on rank {', '.join(ranks)}" if ranks else ""
+    if not total["tensors"]:
         verdict = "there was nothing to compare"
         if not total["left out"]:
             verdict += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
@@ -240,7 +237,7 @@ def _sentence(totals: list[Counter[str]]) -> str:
 
 
 def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+    return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 class Lifetimes:

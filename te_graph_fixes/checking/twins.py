@@ -51,17 +51,18 @@ def start(options: Options) -> None:
 
 @functools.wraps(graph.make_graphed_callables)
 def make(*args: Any, **kwargs: Any) -> Any:
-    check, twins = current[0], list[Twin]()
-    if check.finished and check.new("late"):
-        say("graphs that are captured from here on are not compared: the checked steps are over")
+    check, capture = current[0], partial(make.__wrapped__, *args, **kwargs)
+    if check.finished:
+        if check.new("late"):
+            say("graphs that are captured from here on are not compared: the checked steps are over")
+        return capture()
     try:
         given = inspect.signature(make).bind(*args, **kwargs).arguments
-        twins += [] if check.finished else _twins(given)
+        twins = _twins(given)
     except Exception as error:
         say(f"the graphs of this capture are not compared: its arguments gave {type(error).__name__}: {error}")
-    made = make.__wrapped__(*args, **kwargs)
-    if not twins:
-        return made
+        return capture()
+    made = capture()
     check.twins += dict.fromkeys(twins)
     samples, calls = given.get("sample_kwargs") or {}, list(made if isinstance(made, tuple) else (made,))
     for i, (twin, graphed) in enumerate(zip(twins, calls, strict=True)):
