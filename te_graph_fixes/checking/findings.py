@@ -82,9 +82,8 @@ class Check:
         self.step = 1
         self.finished = False
         self._options = options
-        self._called: dict[
-            Any, list[tuple[int, bool]] | None
-        ] = {}  # in this step; None: an optimizer has stepped since
+        self._called: dict[Any, Any] = {}
+        """In this step, with the state of their parameters then; None once an optimizer has stepped."""
         self._pending: list[tuple[Place, str, torch.Tensor | bool, torch.Tensor | float]] = []
         self._noise: defaultdict[str, float] = defaultdict(float)
         self._said: set[object] = set()
@@ -98,14 +97,15 @@ class Check:
         parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
         now = [(parameter._version, parameter.grad is None) for parameter in parameters]
         if twin in self._called:
-            before = self._called[twin]
-            changed = before is None or any(map(operator.gt, now, before))  # written into, or the gradient dropped
+            then = self._called[twin]
+            changed = then is None or any(map(operator.gt, now, then))  # written into, or without a gradient again
             if changed or first or not twin.module.training:
                 self._step_over()
                 self._called.clear()
                 self.step += 1
         self._called[twin] = now
-        turn, layers = (self.step - 1) // self._options.steps, self._options.layers or len(self.twins)
+        turn = (self.step - 1) // self._options.steps
+        layers = self._options.layers or len(self.twins)
         if turn * layers >= len(self.twins):
             self.finish()
         return bool(self.twins.index(twin) // layers == turn)
@@ -153,7 +153,7 @@ class Check:
             os._exit(DIFFERENT)
 
     def _tell(self, different: bool, alike: list[tuple[float, Place, str]]) -> None:
-        """Say what is wrong with the worst of these tensors, which differ in no more than the name of a parameter."""
+        """Say what is wrong with the worst of these tensors, whose places differ in the name of a parameter alone."""
         error, place, text = max(alike, key=operator.itemgetter(0))
         line = (
             f"step {place.step}, callable {place.callable} {place.kind} {text or f'is off by {error:.3g} of its norm'}"

@@ -30,6 +30,7 @@ from . import Options
 from .findings import Check, Place, say
 
 FIRST = "is_first_microbatch"
+DELAYED_HOOKS = "wgrad_accumulation_and_reduce_hooks"
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
 REPLACED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without an order
 Values = dict[str, Any]
@@ -64,13 +65,15 @@ def make(*args: Any, **kwargs: Any) -> Any:
         return capture()
     made = capture()
     check.twins += dict.fromkeys(twins)
-    samples, calls = given.get("sample_kwargs") or {}, list(made if isinstance(made, tuple) else (made,))
-    for i, (twin, graphed) in enumerate(zip(twins, calls, strict=True)):
-        keys = [*(samples[i] if isinstance(samples, (tuple, list)) else samples)]
-        calls[i] = call = Checked(check, twin, keys, graphed)
-        if graphed is twin.module:
-            graphed.forward, graphed.backward_dw, calls[i] = call, call.backward_dw, graphed
-    return tuple(calls) if isinstance(made, tuple) else calls[0]
+    graphs = made if isinstance(made, tuple) else (made,)
+    samples: Any = given.get("sample_kwargs") or ({},) * len(graphs)
+    samples = (samples,) if isinstance(samples, dict) else samples
+    calls = tuple(Checked(check, *each) for each in zip(twins, graphs, samples, strict=True))
+    if graphs[0] is not twins[0].module:
+        return calls if isinstance(made, tuple) else calls[0]
+    for module, call in zip(graphs, calls, strict=True):
+        module.forward, module.backward_dw = call, call.backward_dw
+    return made
 
 
 def _twins(given: Values) -> list[Twin]:
@@ -89,10 +92,10 @@ def _twins(given: Values) -> list[Twin]:
 class Checked:
     """One graphed callable beside its twin."""
 
-    def __init__(self, check: Check, twin: Twin, keys: list[str], graphed: Any) -> None:
+    def __init__(self, check: Check, twin: Twin, graphed: Any, sample: Values) -> None:
         self._replay = graphed.forward if graphed is twin.module else graphed
         functools.update_wrapper(self, self._replay).__dict__.pop("backward_dw", None)
-        self._check, self._twin, self._keys, self._index = check, twin, [*keys, *twin.takes], next(check.numbers)
+        self._check, self._twin, self._keys, self._index = check, twin, [*sample, *twin.takes], next(check.numbers)
         self._replay_wgrads, self._training = graphed.backward_dw, twin.module.training
         self._delayed: Microbatch | None = None
 
@@ -207,18 +210,20 @@ class Twin:
     """The eager side of a module, made before it is graphed; ``enabled`` and ``recipe`` are those of its graphs."""
 
     def __init__(self, module: Module, enabled: bool, recipe: Any) -> None:
-        self.module, self.name, self._enabled, self._recipe = module, type(module).__name__, enabled, recipe
+        self.module, self.name, self.refusal = module, type(module).__name__, ""
         self.parameters: dict[str, Any] = dict(module.named_parameters())
         kinds = {kind.__name__ for each in module.modules() for kind in type(each).__mro__}
         self.kinds = frozenset(kinds | {"fp8"} if enabled else kinds)
-        self.refusal = ""
         self.takes = {FIRST} & inspect.signature(module.forward).parameters.keys()
-        self._torch_autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        self._autocast = partial(autocast, enabled=enabled, recipe=recipe)
+        of_torch = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        self._torch_autocast = torch.autocast("cuda", *of_torch, cache_enabled=False)
         self.own: dict[Module, Values] = {}
-        """What the eager side keeps for itself between its runs, by submodule."""
+        """What the eager side has for itself in the dictionary of a submodule."""
         for each in module.modules():
             own = {name: copy.copy(x) for name, x in vars(each).items() if name in REPLACED or "_hooks" in name}
-            self.own[each] = own | {"_fp8_workspaces": {}}
+            empty: Values = {"_fp8_workspaces": {}, "_module_groups": None, "cuda_graphs": [], DELAYED_HOOKS: []}
+            self.own[each] = own | empty
 
     def why_left_out(self) -> str:
         """Why it cannot be compared, if so."""
@@ -236,7 +241,7 @@ class Twin:
     def compute(self, run: Microbatch, until: str) -> Values:
         """Run a microbatch until the end of its ``forward``, ``backward`` or ``wgrad``: what is new then."""
         grad = until != "forward" or torch.is_grad_enabled()
-        with self._as_it_was(run) as aliases, torch.set_grad_enabled(grad):
+        with self._as_it_was(run), torch.set_grad_enabled(grad):
             args, kwargs = _copied(run.inputs)
             inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             outputs = tree_leaves(self.module(*args, **kwargs))
@@ -244,33 +249,39 @@ class Twin:
             if until == "forward":
                 return _outputs(outputs) | self.amaxes(until)
             self._backward(run, outputs)
-            values = {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
             if until == "wgrad":
-                for parameter, alias in aliases.items():
-                    alias.grad = None
-                    if getattr(alias, "main_grad", None) is not None:
-                        alias.main_grad.copy_(parameter.main_grad)
-                for each in run.delayed:
-                    each.backward_dw()
-            elif not run.updates:
-                values |= self.amaxes(until)
-        for name, parameter in self.parameters.items():
-            alias = aliases[parameter]
-            values[f"main_grad of {name}"] = getattr(alias, "main_grad", None)
-            dummy = alias.grad_added_to_main_grad
-            if alias.requires_grad and not dummy and not (run.delayed and alias.grad is None):
-                before = parameter.grad if until == "wgrad" else None
-                values[f".grad of {name}"] = alias.grad if before is None else before + alias.grad
-        return values
+                self._wgrads(run)
+                return self._gradients(run, until)
+            values = {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+            return values | self._gradients(run, until) | ({} if run.updates else self.amaxes(until))
 
     def _backward(self, run: Microbatch, outputs: list[Any]) -> None:
         grads, state = run.backward
-        for put, value in state:
-            put(value)
+        _put(state)
         used = [(x, g) for x, g in zip(outputs, _copied(grads), strict=False) if getattr(x, "requires_grad", False)]
         torch.autograd.backward([x for x, _ in used], [torch.zeros_like(x) if g is None else g for x, g in used])
         stores = {each: vars(each).get("wgrad_store") for each in self.own}
         run.delayed = [each for each, store in stores.items() if store and store.context.qsize()]
+
+    def _wgrads(self, run: Microbatch) -> None:
+        """Compute the delayed wgrads, which add to the ``main_grad`` that the parameters have now."""
+        for name, alias in self.module.named_parameters():
+            alias.grad = None
+            if getattr(alias, "main_grad", None) is not None:
+                alias.main_grad.copy_(self.parameters[name].main_grad)
+        for each in run.delayed:
+            each.backward_dw()
+
+    def _gradients(self, run: Microbatch, until: str) -> Values:
+        """Those of the parameters, while these are the eager side's."""
+        values = {}
+        for name, alias in self.module.named_parameters():
+            values[f"main_grad of {name}"] = getattr(alias, "main_grad", None)
+            later = run.delayed and alias.grad is None
+            if alias.requires_grad and not alias.grad_added_to_main_grad and not later:
+                before = self.parameters[name].grad if until == "wgrad" else None
+                values[f".grad of {name}"] = alias.grad if before is None else before + alias.grad
+        return values
 
     def amaxes(self, when: str) -> Values:
         """By module, the largest values that FP8 has seen in this microbatch: the first row of the histories."""
@@ -295,12 +306,11 @@ class Twin:
         return [(x.set_state, x.get_state()) for x in generators] + [(x.copy_, x.clone()) for x in tensors]
 
     @contextmanager
-    def _as_it_was(self, run: Microbatch) -> Iterator[dict[torch.Tensor, Any]]:
-        """Have the module as it was at the beginning of ``run``, then put all back. Gives what its parameters are."""
+    def _as_it_was(self, run: Microbatch) -> Iterator[None]:
+        """Have the module as it was at the beginning of ``run``, with other parameters, then put all back."""
         aliases = {parameter: _alias(parameter) for parameter in self.parameters.values()}
         with ExitStack() as stack:
-            for put, value in self._all_that_changes():
-                stack.callback(put, value)
+            stack.callback(_put, self._all_that_changes())
             for module in self.own:
                 object.__setattr__(module, "__dict__", self._dictionary(module, run, aliases))
             self._enter_autocasts(stack)
@@ -309,17 +319,16 @@ class Twin:
             while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
                 hooks._pop_saved_tensors_default_hooks()
                 stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
-            for put, value in run.state:
-                put(value)
-            yield aliases
+            _put(run.state)
+            yield
 
     def _all_that_changes(self) -> State:
-        """The `state`, TE's own, and attributes: another recipe has amax histories of another length."""
-        parts: State = [(part.__dict__.update, dict(part.__dict__)) for part in self.scaling().values()]
-        names = [name for name in vars(Manager) if not name.startswith("__")]
-        manager: State = [(partial(setattr, Manager, name), vars(Manager)[name]) for name in names]
+        """Attributes, TE's own state, and the `state`: another recipe has amax histories of another length."""
         modules: State = [(partial(object.__setattr__, each, "__dict__"), vars(each)) for each in self.own]
-        return self.state() + parts + manager + modules
+        attributes = [(name, value) for name, value in vars(Manager).items() if not name.startswith("__")]
+        manager: State = [(partial(setattr, Manager, name), value) for name, value in attributes]
+        parts: State = [(part.__dict__.update, dict(part.__dict__)) for part in self.scaling().values()]
+        return modules + manager + parts + self.state()
 
     def _enter_autocasts(self, stack: ExitStack) -> None:
         """Those of the graphs, inside one whose first module is none of ours: it would update scales."""
@@ -327,20 +336,18 @@ class Twin:
         Manager.reset()
         stack.enter_context(autocast(enabled=False))
         Manager.is_first_fp8_module()
-        stack.enter_context(autocast(enabled=self._enabled, recipe=self._recipe, amax_reduction_group=group))
-        stack.enter_context(torch.autocast("cuda", *self._torch_autocast, cache_enabled=False))
+        stack.enter_context(self._autocast(amax_reduction_group=group))
+        stack.enter_context(self._torch_autocast)
 
     def _dictionary(self, module: Module, run: Microbatch, aliases: dict[torch.Tensor, Any]) -> Values:
         """What takes the place of the ``__dict__`` of a submodule, with containers of its own."""
         present = {name: value for name, value in vars(module).items() if name not in REPLACED}
         result: Values = tree_map_only(torch.Tensor, lambda each: aliases.get(each, each), present)
-        blank: Values = {"_module_groups": None, "cuda_graphs": [], "wgrad_accumulation_and_reduce_hooks": []}
-        changed = blank | {FIRST: run.first, "wgrad_store": copy.copy(present.get("wgrad_store"))}
-        result |= self.own[module] | {name: value for name, value in changed.items() if name in present}
-        result["_buffers"] = _copied(run.buffers[module])
-        if result.get("wgrad_store"):
-            result["wgrad_store"].context = queue.Queue()
+        result |= self.own[module] | {"_buffers": _copied(run.buffers[module]), FIRST: run.first}
         result.get("fp8_meta", {}).pop(RECOMPUTED, None)
+        if store := present.get("wgrad_store"):
+            result["wgrad_store"] = copy.copy(store)
+            result["wgrad_store"].context = queue.Queue()
         return result
 
 
@@ -350,6 +357,11 @@ def _enter_capture_of_megatron(stack: ExitStack) -> None:
     if hasattr(megatron, "_IS_GRAPH_CAPTURING"):
         stack.callback(setattr, megatron, "_IS_GRAPH_CAPTURING", megatron._IS_GRAPH_CAPTURING)
         megatron._IS_GRAPH_CAPTURING = True
+
+
+def _put(state: State) -> None:
+    for put, value in state:
+        put(value)
 
 
 def _outputs(outputs: list[Any]) -> Values:
