@@ -48,7 +48,7 @@ _numbers = itertools.count()  # the same on all ranks
 def measure(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The norm of the difference over the norm of what is wanted; 0.0 is bit for bit, and NaN equals NaN."""
     if found.shape != wanted.shape:
-        return torch.tensor(math.inf)
+        return torch.tensor(math.inf, device=found.device)
     a, b = (each.dequantize() if hasattr(each, "_quantizer") else each.detach() for each in (found, wanted))
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     difference, norm = (vector_norm(each, dtype=torch.float64) for each in (a.float() - b.float(), b.float()))
@@ -83,9 +83,10 @@ class Check:
         self.finished = False
         self._options = options
         self._called: dict[Any, Any] = {}
-        """In this step, with the state of their parameters then; None once an optimizer has stepped."""
-        self._pending: list[tuple[Place, str, torch.Tensor | bool, torch.Tensor | float]] = []
-        self._noise: defaultdict[str, float] = defaultdict(float)
+        """By twin, in this step: how its parameters were at its last call; None once an optimizer has stepped."""
+        self._pending: list[tuple[torch.Tensor | float, Place, str]] = []
+        self._noise: dict[str, torch.Tensor] = {}
+        """By kind, the most that two eager runs have differed by."""
         self._said: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
         self._name = f"te_graph_fixes/check {next(_numbers)}"
@@ -113,9 +114,11 @@ class Check:
     def compare(self, place: Place, found: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
         if found is not None and eager is not None:
-            self._pending.append((place, text, measure(found, eager), measure(again, eager)))
+            noise = measure(again, eager)
+            self._noise[place.kind] = torch.maximum(noise, self._noise.get(place.kind, noise))
+            self._pending.append((measure(found, eager), place, text))
         elif found is not eager:
-            self._pending.append((place, "is missing" if found is None else "is not expected", True, 0.0))
+            self._pending.append((1.0, place, "is missing" if found is None else "is not expected"))
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         self.totals["left out"] += self.new(("left out", index))
@@ -133,18 +136,15 @@ class Check:
         if torch.distributed.is_initialized():
             store = distributed_c10d._get_default_store()
             self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
-        compared = [(place, text, float(error), float(noise)) for place, text, error, noise in self._pending]
-        self._pending = []
-        for place, _, _, noise in compared:
-            self._noise[place.kind] = max(self._noise[place.kind], noise)
         groups: defaultdict[tuple[str, bool], list[tuple[float, Place, str]]] = defaultdict(list)
-        for place, text, error, _ in compared:
-            noise = self._noise[place.kind]
+        for error, place, text in self._pending:
+            error, noise = float(error), float(self._noise.get(place.kind, 0.0))
             different = error > NOISE * noise and noise < ANYTHING
-            self.totals |= Counter(steps=place.step)
             self.totals += Counter(tensors=1, callables=self.new(place.callable), noisy=noise > 0, different=different)
+            self.totals["steps"] = self.step
             if (different or noise) and self.new((place.kind, different)):
                 groups[PARAMETER.sub("", place.kind), different].append((error, place, text))
+        self._pending = []
         for (_, different), alike in groups.items():
             self._tell(different, alike)
         if self._options.strict and self.totals["different"]:
@@ -158,7 +158,7 @@ class Check:
         line = (
             f"step {place.step}, callable {place.callable} {place.kind} {text or f'is off by {error:.3g} of its norm'}"
         )
-        if noise := self._noise[place.kind]:
+        if noise := float(self._noise.get(place.kind, 0.0)):
             line += f", but is not reproducible: two eager runs differ by {noise:.3g}"
         others = [name for _, each, _ in alike if each is not place for name in PARAMETER.findall(each.kind)]
         if others:

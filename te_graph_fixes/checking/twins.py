@@ -103,7 +103,7 @@ class Checked:
         return self  # as a function is: programs copy modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first = kwargs.get(FIRST)
+        self._delayed, first = None, kwargs.get(FIRST)
         over = self._check.finished or self._twin.module.training != self._training
         if over or torch.cuda.is_current_stream_capturing() or not self._check.enter(self._twin, first):
             return self._replay(*args, **kwargs)
@@ -201,7 +201,7 @@ class Microbatch:
         twin.refusal = twin.why_left_out()
         self.inputs, self.first, self.state = _copied((args, kwargs)), first, twin.state()
         self.buffers = {each: _copied(each._buffers) for each in twin.own}
-        self.updates = bool(Manager.get_autocast_state()[4])  # FP8 scales, in its backward
+        self.updates = bool(Manager.get_autocast_state()[4])  # TE moves FP8 scales on in its backward
         self.delayed: list[Any] = []  # modules that leave wgrads for later
         self.eager: list[Values] = []  # what two runs have computed, until it is compared
 
@@ -226,7 +226,7 @@ class Twin:
             self.own[each] = own | empty
 
     def why_left_out(self) -> str:
-        """Why it cannot be compared, if so."""
+        """Why it cannot be compared; empty if it can."""
         names = {name for each in self.own for name, value in vars(each).items() if value is True}
         if any(name.startswith("ub_") for name in names):
             return "it shares communication buffers (userbuffers) with its graph"
