@@ -10,7 +10,6 @@ import atexit
 import functools
 import itertools
 import json
-import math
 import operator
 import os
 import re
@@ -26,33 +25,22 @@ from weakref import WeakKeyDictionary
 import torch
 import wrapt
 from torch.distributed import distributed_c10d
-from torch.linalg import vector_norm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
+from ..difference import off_by
 from ..fix import APPLICABLE, Fix
 from ..fixes import CATALOGUE
 from ..source import Source
 from ..verdicts import verdicts
 from . import DIFFERENT, Options
 
-SMALLEST = 1e-30  # what large integers differ by may be no number of 32 bits
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where these differ by more, as in memory that nothing has written, none can be told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
 PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Place`
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 _numbers = itertools.count()  # the same on all ranks
-
-
-def measure(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The norm of the difference over the norm of what is wanted; 0.0 is bit for bit, and NaN equals NaN."""
-    if found.shape != wanted.shape:
-        return torch.tensor(math.inf, device=found.device)
-    a, b = (each.dequantize() if hasattr(each, "_quantizer") else each.detach() for each in (found, wanted))
-    unequal = (a != b) & ~(a.isnan() & b.isnan())
-    difference, norm = (vector_norm(each, dtype=torch.float64) for each in (a.float() - b.float(), b.float()))
-    return torch.where(unequal.any(), (difference / norm).nan_to_num(math.inf).clamp(min=SMALLEST), 0.0)
 
 
 def say(text: str, of_rank: bool = True) -> None:
@@ -66,8 +54,7 @@ class Place(NamedTuple):
     step: int
     callable: int
     kind: str
-    modules: frozenset[str]  # the classes of what is in the callable, and ``fp8``
-    parameter: torch.Tensor | None = None  # of which this is the ``.grad``
+    twin: Any
 
 
 class Check:
@@ -79,14 +66,10 @@ class Check:
         self.twins: list[Any] = []
         self.lifetimes = Lifetimes(self)
         self.numbers = itertools.count()  # of callables
-        self.step = 1
-        self.finished = False
-        self._options = options
-        self._called: dict[Any, Any] = {}
-        """By twin, in this step: how its parameters were at its last call; None once an optimizer has stepped."""
+        self.step, self.finished, self._options = 1, False, options
+        self._called: dict[Any, Any] = {}  # twins, in this step: their parameters then; None after an optimizer's step
         self._pending: list[tuple[torch.Tensor | float, Place, str]] = []
-        self._noise: dict[str, torch.Tensor] = {}
-        """By kind, the most that two eager runs have differed by."""
+        self._noise: dict[str, torch.Tensor] = {}  # by kind, the most that two eager runs have differed by
         self._said: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
         self._name = f"te_graph_fixes/check {next(_numbers)}"
@@ -114,9 +97,9 @@ class Check:
     def compare(self, place: Place, found: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
         if found is not None and eager is not None:
-            noise = measure(again, eager)
+            noise = off_by(again, eager)
             self._noise[place.kind] = torch.maximum(noise, self._noise.get(place.kind, noise))
-            self._pending.append((measure(found, eager), place, text))
+            self._pending.append((off_by(found, eager), place, text))
         elif found is not eager:
             self._pending.append((1.0, place, "is missing" if found is None else "is not expected"))
 
@@ -170,7 +153,7 @@ class Check:
         say(line)
 
     def _hinted(self, place: Place) -> list[str]:
-        words = {*re.findall(r"[\w.]+", place.kind.split(" is ")[-1]), *place.modules}
+        words = {*re.findall(r"[\w.]+", place.kind.split(" is ")[-1]), *place.twin.kinds}
         return [fix.id for fix in self._open if any(words.issuperset(look.split()) for look in fix.check_hints)]
 
     @functools.cached_property
@@ -189,10 +172,9 @@ class Check:
         self._step_over()
         for twin in self.twins:
             twin.own.clear()
-        if self._job[2] > 1 and threading.main_thread().is_alive():
-            threading.Thread(target=self._report).start()  # the other ranks may take a while
-        else:
-            self._report()
+        others = self._job[2] > 1 and threading.main_thread().is_alive()  # which may take a while
+        report = threading.Thread(target=self._report).start if others else self._report
+        report()
         return self
 
     def _report(self) -> None:
@@ -215,9 +197,9 @@ class Check:
 def _sentence(totals: list[Counter[str]]) -> str:
     """What was compared, and how many differ; ``totals`` are those of the ranks."""
     total, steps = sum(totals, Counter[str]()), max(each["steps"] for each in totals)
-    scope = (
-        f"{_counted(steps, 'step')}, {_counted(total['callables'], 'callable')}, {total['tensors']:,} tensors compared"
-    )
+    counts = (steps, "step"), (total["callables"], "callable")
+    counted = [f"{number:,} {word}{'s' * (number != 1)}" for number, word in counts]
+    scope = ", ".join([*counted, f"{total['tensors']:,} tensors compared"])
     verdict = f"{total['different']:,} differ" if total["different"] else "all equal"
     if len(totals) > 1:
         scope += f" on {len(totals)} ranks"
@@ -236,10 +218,6 @@ def _sentence(totals: list[Counter[str]]) -> str:
     return f"{scope}: {verdict}"
 
 
-def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'s' * (number != 1)}"
-
-
 class Lifetimes:
     """Tensors in graph memory that are in use, and whether a replay writes into them meanwhile.
 
@@ -250,8 +228,7 @@ class Lifetimes:
 
     def __init__(self, check: Check) -> None:
         self._check = check
-        self.returned: dict[int, Place] = {}
-        """By address, what graphs have returned in their memory; the ``.grad`` of a parameter may lie there now."""
+        self.returned: dict[int, Place] = {}  # by address; the ``.grad`` of a parameter may lie there now
         self._batch: list[tuple[Place, torch.Tensor]] = []  # sent without a handle: the end of the batch gives one
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Place, torch.Tensor]]]] = WeakKeyDictionary()
         """By handle, the receiver and what is sent, in the order of the sends."""
@@ -265,7 +242,8 @@ class Lifetimes:
         """What the program itself writes before this is no defect."""
         used = [each for _, sent in self._sends.values() for each in sent]
         for address, place in self.returned.items():
-            if (grad := getattr(place.parameter, "grad", None)) is not None and grad.data_ptr() == address:
+            parameter = place.twin.parameters.get("".join(PARAMETER.findall(place.kind)))
+            if (grad := getattr(parameter, "grad", None)) is not None and grad.data_ptr() == address:
                 used.append((place._replace(kind=f"{place.kind} is in use and overwritten"), grad))
         self._sums = [(place, tensor, tensor.sum(dtype=torch.float64)) for place, tensor in used]
 

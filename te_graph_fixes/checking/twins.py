@@ -9,14 +9,13 @@ and random states are set to those of the microbatch, and put back.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import queue
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def start(options: Options) -> None:
             setattr(module, name, make)
 
 
-@functools.wraps(graph.make_graphed_callables)
+@wraps(graph.make_graphed_callables)
 def make(*args: Any, **kwargs: Any) -> Any:
     check, capture = current[0], partial(make.__wrapped__, *args, **kwargs)
     if check.finished:
@@ -94,7 +93,7 @@ class Checked:
 
     def __init__(self, check: Check, twin: Twin, graphed: Any, sample: Values) -> None:
         self._replay = graphed.forward if graphed is twin.module else graphed
-        functools.update_wrapper(self, self._replay).__dict__.pop("backward_dw", None)
+        update_wrapper(self, self._replay).__dict__.pop("backward_dw", None)
         self._check, self._twin, self._keys, self._index = check, twin, [*sample, *twin.takes], next(check.numbers)
         self._replay_wgrads, self._training = graphed.backward_dw, twin.module.training
         self._delayed: Microbatch | None = None
@@ -187,15 +186,13 @@ class Checked:
         return self._check.leave_out(self._index, self._twin.name, self._twin.refusal)
 
     def _place(self, when: str, tensor: str) -> Place:
-        twin, parameter = self._twin, self._twin.parameters.get(tensor.removeprefix(".grad of "))
-        return Place(self._check.step, self._index, f"({twin.name}), {when}: {tensor}", twin.kinds, parameter)
+        return Place(self._check.step, self._index, f"({self._twin.name}), {when}: {tensor}", self._twin)
 
 
 class Microbatch:
     """What eager starts from, all of it copies, and what it has computed."""
 
-    backward: tuple[list[torch.Tensor | None], State]
-    """The gradient of each output, and the state in which the backward begins."""
+    backward: tuple[list[torch.Tensor | None], State]  # the gradient of each output, and the state that it begins in
 
     def __init__(self, twin: Twin, args: Any, kwargs: Values, first: bool | None) -> None:
         twin.refusal = twin.why_left_out()
@@ -218,8 +215,7 @@ class Twin:
         self._autocast = partial(autocast, enabled=enabled, recipe=recipe)
         of_torch = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         self._torch_autocast = torch.autocast("cuda", *of_torch, cache_enabled=False)
-        self.own: dict[Module, Values] = {}
-        """What the eager side has for itself in the dictionary of a submodule."""
+        self.own: dict[Module, Values] = {}  # what the eager side has for itself in the dictionary of a submodule
         for each in module.modules():
             own = {name: copy.copy(x) for name, x in vars(each).items() if name in REPLACED or "_hooks" in name}
             empty: Values = {"_fp8_workspaces": {}, "_module_groups": None, "cuda_graphs": [], DELAYED_HOOKS: []}
@@ -240,8 +236,7 @@ class Twin:
 
     def compute(self, run: Microbatch, until: str) -> Values:
         """Run a microbatch until the end of its ``forward``, ``backward`` or ``wgrad``: what is new then."""
-        grad = until != "forward" or torch.is_grad_enabled()
-        with self._as_it_was(run), torch.set_grad_enabled(grad):
+        with self._as_it_was(run), torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
             args, kwargs = _copied(run.inputs)
             inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             outputs = tree_leaves(self.module(*args, **kwargs))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...checking.findings import measure
+from ...difference import off_by
 from .events import OF_GRAPHS
 
 
@@ -34,4 +34,4 @@ def _error(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
         return 0.0 if found is wanted else 1.0
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return 1.0
-    return float(measure(found, wanted))
+    return float(off_by(found, wanted))
