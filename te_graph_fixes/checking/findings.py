@@ -10,7 +10,6 @@ import atexit
 import functools
 import itertools
 import json
-import math
 import operator
 import os
 import re
@@ -29,33 +28,19 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
+from ..difference import off_by
 from ..fix import APPLICABLE, Fix
 from ..fixes import CATALOGUE
 from ..source import Source
 from ..verdicts import verdicts
 from . import DIFFERENT, Options
 
-CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory for each
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where these differ by more, as in memory that nothing has written, none can be told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
-NAME = re.compile(r"(grad of |in FP8 \()([\w.]+)")  # a parameter, or a module, in the kind of a `Place`
+PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Place`
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 _numbers = itertools.count()  # the same on all ranks
-
-
-def measure(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The norm of the difference over the norm of what is wanted; 0.0 is bit for bit, and NaN equals NaN."""
-    tensors = [each.dequantize() if hasattr(each, "_quantizer") else each for each in (found, wanted)]
-    total = torch.zeros(3, dtype=torch.float64, device=found.device)
-    if found.shape != wanted.shape:
-        return total[0] + math.inf
-    for a, b in zip(*(each.detach().reshape(-1).split(CHUNK) for each in tensors), strict=True):
-        unequal = (a != b) & ~(a.isnan() & b.isnan())
-        a, b = a.double(), b.double()
-        total += torch.stack((unequal.sum(), (a - b).square().sum(), b.square().sum()))
-    unequal, difference, norm = total
-    return torch.where(unequal > 0, (difference / norm).sqrt().nan_to_num(math.inf, math.inf), 0.0)
 
 
 def say(text: str, of_rank: bool = True) -> None:
@@ -69,8 +54,7 @@ class Place(NamedTuple):
     step: int
     callable: int
     kind: str
-    modules: frozenset[str]  # the classes of what is in the callable, and ``fp8``
-    parameter: torch.Tensor | None = None  # of which this is the ``.grad``
+    twin: Any
 
 
 class Check:
@@ -82,42 +66,42 @@ class Check:
         self.twins: list[Any] = []
         self.lifetimes = Lifetimes(self)
         self.numbers = itertools.count()  # of callables
-        self.finished = False
-        self._options, self._step = options, 0
-        self._seen: dict[Any, list[int]] = {}
-        self._pending: list[tuple[Place, str, torch.Tensor | bool, torch.Tensor | float]] = []
-        self._noise: defaultdict[str, float] = defaultdict(float)
+        self.step, self.finished, self._options = 1, False, options
+        self._called: dict[Any, Any] = {}  # twins, in this step: their parameters then; None after an optimizer's step
+        self._pending: list[tuple[torch.Tensor | float, Place, str]] = []
+        self._noise: dict[str, torch.Tensor] = {}  # by kind, the most that two eager runs have differed by
         self._said: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
         self._name = f"te_graph_fixes/check {next(_numbers)}"
-        self._hook = register_optimizer_step_post_hook(lambda *_: self._seen.clear())
+        self._hook = register_optimizer_step_post_hook(lambda *_: self._called.update(dict.fromkeys(self._called)))
         atexit.register(self.finish)
 
     def enter(self, twin: Any, first: bool | None) -> bool:
-        """Count the steps of ``twin``, of which a callable is called; whether it is to be compared."""
-        twin.step += int(self._begins_step(twin, first) or not twin.module.training)
-        if twin.step > self._step:
-            self._step_over()
-            self._step = twin.step
-        steps, layers = self._options.steps, self._options.layers or len(self.twins)
-        before, last = self.twins.index(twin) // layers * steps, -(-len(self.twins) // layers) * steps
-        if self._step > last + 1 or all(other.step > last for other in self.twins):
-            self.finish()
-        return bool(before < twin.step <= before + steps)
-
-    def _begins_step(self, twin: Any, first: bool | None) -> bool:
-        """Whether this is its first microbatch: as its caller says, or parameters were written into or lost a grad."""
+        """A callable of ``twin`` is called, which may begin a step; whether it is to be compared."""
         parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
-        now = [2 * parameter._version + (parameter.grad is None) for parameter in parameters]
-        seen, self._seen[twin] = self._seen.get(twin), now
-        return bool(first or seen is None or any(map(operator.gt, now, seen)))
+        now = [(parameter._version, parameter.grad is None) for parameter in parameters]
+        if twin in self._called:
+            then = self._called[twin]
+            changed = then is None or any(map(operator.gt, now, then))  # written into, or without a gradient again
+            if changed or first or not twin.module.training:
+                self._step_over()
+                self._called.clear()
+                self.step += 1
+        self._called[twin] = now
+        turn = (self.step - 1) // self._options.steps
+        layers = self._options.layers or len(self.twins)
+        if turn * layers >= len(self.twins):
+            self.finish()
+        return bool(self.twins.index(twin) // layers == turn)
 
     def compare(self, place: Place, found: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
         if found is not None and eager is not None:
-            self._pending.append((place, text, measure(found, eager), measure(again, eager)))
+            noise = off_by(again, eager)
+            self._noise[place.kind] = torch.maximum(noise, self._noise.get(place.kind, noise))
+            self._pending.append((off_by(found, eager), place, text))
         elif found is not eager:
-            self._pending.append((place, "is missing" if found is None else "is not expected", True, 0.0))
+            self._pending.append((1.0, place, "is missing" if found is None else "is not expected"))
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         self.totals["left out"] += self.new(("left out", index))
@@ -131,40 +115,45 @@ class Check:
         return new
 
     def _step_over(self) -> None:
-        """Read what has been compared so far. A strict check ends the process here."""
+        """Read what has been compared in this step. A strict check ends the process here."""
         if torch.distributed.is_initialized():
             store = distributed_c10d._get_default_store()
             self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
-        pending, self._pending = [(*each[:2], float(each[2]), float(each[3])) for each in self._pending], []
-        for place, _, _, noise in pending:
-            self._noise[place.kind] = max(self._noise[place.kind], noise)
-            self.totals["steps"] = max(self.totals["steps"], place.step)
-        groups: defaultdict[tuple[str, bool, str], list[tuple[float, Place, str]]] = defaultdict(list)
-        for place, text, error, _ in pending:
-            noise = self._noise[place.kind]
+        groups: defaultdict[tuple[str, bool], list[tuple[float, Place, str]]] = defaultdict(list)
+        for error, place, text in self._pending:
+            error, noise = float(error), float(self._noise.get(place.kind, 0.0))
             different = error > NOISE * noise and noise < ANYTHING
             self.totals += Counter(tensors=1, callables=self.new(place.callable), noisy=noise > 0, different=different)
+            self.totals["steps"] = self.step
             if (different or noise) and self.new((place.kind, different)):
-                text = text or f"is off by {error:.3g} of its norm"
-                text += f", but is not reproducible: two eager runs differ by {noise:.3g}" if noise else ""
-                fixes = " or ".join(self._hinted(place)) if different else ""
-                groups[NAME.sub(r"\1", place.kind), different, fixes].append((error, place, text))
-        for (_, different, fixes), alike in groups.items():
-            _, place, text = max(alike, key=operator.itemgetter(0))
-            text = f"step {place.step}, callable {place.callable} {place.kind} {text}"
-            others = [NAME.search(each.kind) for _, each, _ in alike if each is not place]
-            names = [other[2] for other in others[:3] if other] + ["..."] * (len(others) > 3)
-            text += f" ({len(others)} more like it: {', '.join(names)})" if others else ""
-            text += f"; looks like {fixes}" if fixes else ""
-            say(text)
-            self.mismatches += [text] if different else []
+                groups[PARAMETER.sub("", place.kind), different].append((error, place, text))
+        self._pending = []
+        for (_, different), alike in groups.items():
+            self._tell(different, alike)
         if self._options.strict and self.totals["different"]:
             say(f"which ends with status {DIFFERENT}: {_sentence([self.totals])}")
             sys.stdout.flush()
             os._exit(DIFFERENT)
 
+    def _tell(self, different: bool, alike: list[tuple[float, Place, str]]) -> None:
+        """Say what is wrong with the worst of these tensors, whose places differ in the name of a parameter alone."""
+        error, place, text = max(alike, key=operator.itemgetter(0))
+        line = (
+            f"step {place.step}, callable {place.callable} {place.kind} {text or f'is off by {error:.3g} of its norm'}"
+        )
+        if noise := float(self._noise.get(place.kind, 0.0)):
+            line += f", but is not reproducible: two eager runs differ by {noise:.3g}"
+        others = [name for _, each, _ in alike if each is not place for name in PARAMETER.findall(each.kind)]
+        if others:
+            line += f" ({len(others)} more like it: {', '.join(others[:3])}{', ...' * (len(others) > 3)})"
+        if different:
+            fixes = self._hinted(place)
+            line += f"; looks like {' or '.join(fixes)}" if fixes else ""
+            self.mismatches.append(line)
+        say(line)
+
     def _hinted(self, place: Place) -> list[str]:
-        words = {*re.findall(r"[\w.]+", place.kind.split(" is ")[-1]), *place.modules}
+        words = {*re.findall(r"[\w.]+", place.kind.split(" is ")[-1]), *place.twin.kinds}
         return [fix.id for fix in self._open if any(words.issuperset(look.split()) for look in fix.check_hints)]
 
     @functools.cached_property
@@ -175,15 +164,17 @@ class Check:
 
     def finish(self) -> Check:
         """The check is over: let go of everything. Rank 0 reports for the job, once all ranks are here."""
-        if not self.finished:
-            self.finished = True
-            self._hook.remove()
-            self.lifetimes.undo.close()
-            self._step_over()
-            for twin in self.twins:
-                twin.own.clear()
-            waits = self._job[2] > 1 and threading.main_thread().is_alive()
-            (threading.Thread(target=self._report).start if waits else self._report)()
+        if self.finished:
+            return self
+        self.finished = True
+        self._hook.remove()
+        self.lifetimes.undo.close()
+        self._step_over()
+        for twin in self.twins:
+            twin.own.clear()
+        others = self._job[2] > 1 and threading.main_thread().is_alive()  # which may take a while
+        report = threading.Thread(target=self._report).start if others else self._report
+        report()
         return self
 
     def _report(self) -> None:
@@ -206,18 +197,15 @@ class Check:
 def _sentence(totals: list[Counter[str]]) -> str:
     """What was compared, and how many differ; ``totals`` are those of the ranks."""
     total, steps = sum(totals, Counter[str]()), max(each["steps"] for each in totals)
-    several = len(totals) > 1
-    scope = (
-        f"{_counted(steps, 'step')}, {_counted(total['callables'], 'callable')}, {total['tensors']:,} tensors compared"
-    )
-    if several:
+    counts = (steps, "step"), (total["callables"], "callable")
+    counted = [f"{number:,} {word}{'s' * (number != 1)}" for number, word in counts]
+    scope = ", ".join([*counted, f"{total['tensors']:,} tensors compared"])
+    verdict = f"{total['different']:,} differ" if total["different"] else "all equal"
+    if len(totals) > 1:
         scope += f" on {len(totals)} ranks"
-    verdict = "all equal"
-    if total["different"]:
-        verdict = f"{total['different']:,} differ"
-        if several:
-            verdict += f", on rank {', '.join(str(rank) for rank, each in enumerate(totals) if each['different'])}"
-    elif not total["tensors"]:
+        ranks = [str(rank) for rank, each in enumerate(totals) if each["different"]]
+        verdict += f", on rank {', '.join(ranks)}" if ranks else ""
+    if not total["tensors"]:
         verdict = "there was nothing to compare"
         if not total["left out"]:
             verdict += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
@@ -230,10 +218,6 @@ def _sentence(totals: list[Counter[str]]) -> str:
     return f"{scope}: {verdict}"
 
 
-def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-
-
 class Lifetimes:
     """Tensors in graph memory that are in use, and whether a replay writes into them meanwhile.
 
@@ -244,11 +228,11 @@ class Lifetimes:
 
     def __init__(self, check: Check) -> None:
         self._check = check
-        self.returned: dict[int, Place] = {}
-        """By address, what graphs have returned in their memory; the ``.grad`` of a parameter may lie there now."""
-        self._sent: list[tuple[Place, torch.Tensor]] = []  # by sends that have no handle: the batch goes on
+        self.returned: dict[int, Place] = {}  # by address; the ``.grad`` of a parameter may lie there now
+        self._batch: list[tuple[Place, torch.Tensor]] = []  # sent without a handle: the end of the batch gives one
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Place, torch.Tensor]]]] = WeakKeyDictionary()
-        self._before: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
+        """By handle, the receiver and what is sent, in the order of the sends."""
+        self._sums: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
         self.undo = ExitStack()
         for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
             self.undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
@@ -258,14 +242,15 @@ class Lifetimes:
         """What the program itself writes before this is no defect."""
         used = [each for _, sent in self._sends.values() for each in sent]
         for address, place in self.returned.items():
-            if (grad := getattr(place.parameter, "grad", None)) is not None and grad.data_ptr() == address:
+            parameter = place.twin.parameters.get("".join(PARAMETER.findall(place.kind)))
+            if (grad := getattr(parameter, "grad", None)) is not None and grad.data_ptr() == address:
                 used.append((place._replace(kind=f"{place.kind} is in use and overwritten"), grad))
-        self._before = [(place, tensor, tensor.sum(dtype=torch.float64)) for place, tensor in used]
+        self._sums = [(place, tensor, tensor.sum(dtype=torch.float64)) for place, tensor in used]
 
     def after_replay(self, by: str) -> None:
-        for place, tensor, total in self._before:
+        for place, tensor, total in self._sums:
             self._check.compare(place, tensor.sum(dtype=torch.float64), total, total, f"by {by}")
-        self._before = []
+        self._sums = []
 
     def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
         """Send tensors; or end a batch, all of which has one handle."""
@@ -273,18 +258,17 @@ class Lifetimes:
         for tensor in args[0] if isinstance(args[0], list) else ():
             if place := self.returned.get(tensor.data_ptr()):
                 place = place._replace(kind=f"{place.kind} is being sent and overwritten")
-                self._sent.append((place, tensor.detach()))
+                self._batch.append((place, tensor.detach()))
         if work is not None:
-            self._sends[work], self._sent = ((group, args[1:2]), self._sent), []
+            self._sends[work], self._batch = ((group, args[1:2]), self._batch), []
         return work
 
     def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
         """Wait for a send, and with it for the earlier ones to the same rank: they go in order."""
         result = wait(*args, **kwargs)
-        to, _ = self._sends.get(work, (None, ()))
-        for each in list(self._sends) if to else ():
-            if self._sends[each][0] == to:
-                del self._sends[each]
-            if each is work:
-                break
+        if work in self._sends:
+            handles, (receiver, _) = list(self._sends), self._sends[work]
+            for each in handles[: handles.index(work) + 1]:
+                if self._sends[each][0] == receiver:
+                    del self._sends[each]
         return result

@@ -9,18 +9,18 @@ and random states are set to those of the microbatch, and put back.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import queue
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_engine.pytorch import autocast, graph
 from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
@@ -29,12 +29,13 @@ from . import Options
 from .findings import Check, Place, say
 
 FIRST = "is_first_microbatch"
+DELAYED_HOOKS = "wgrad_accumulation_and_reduce_hooks"
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
 REPLACED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without an order
 Values = dict[str, Any]
 """Tensors by names for people: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
-State = list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]]
-"""Values of FP8 scales, of their amax histories and of random generators, each with what puts it back."""
+State = list[tuple[Callable[[Any], Any], Any]]
+"""Values, such as those of FP8 scales and of random generators, each with what puts it back."""
 current: list[Check] = []  # the check of this process, the last one
 
 
@@ -48,27 +49,30 @@ def start(options: Options) -> None:
             setattr(module, name, make)
 
 
-@functools.wraps(graph.make_graphed_callables)
+@wraps(graph.make_graphed_callables)
 def make(*args: Any, **kwargs: Any) -> Any:
-    check, twins = current[0], list[Twin]()
+    check, capture = current[0], partial(make.__wrapped__, *args, **kwargs)
+    if check.finished:
+        if check.new("late"):
+            say("graphs that are captured from here on are not compared: the checked steps are over")
+        return capture()
     try:
         given = inspect.signature(make).bind(*args, **kwargs).arguments
-        twins += [] if check.finished else _twins(given)
+        twins = _twins(given)
     except Exception as error:
         say(f"the graphs of this capture are not compared: its arguments gave {type(error).__name__}: {error}")
-    if check.finished and check.new("late"):
-        say("graphs that are captured from here on are not compared: the checked steps are over")
-    made = make.__wrapped__(*args, **kwargs)
-    if not twins:
-        return made
+        return capture()
+    made = capture()
     check.twins += dict.fromkeys(twins)
-    samples, calls = given.get("sample_kwargs") or {}, list(made if isinstance(made, tuple) else (made,))
-    for i, (twin, graphed) in enumerate(zip(twins, calls, strict=True)):
-        keys = [*(samples[i] if isinstance(samples, (tuple, list)) else samples)]
-        calls[i] = call = Checked(check, twin, keys, graphed)
-        if graphed is twin.module:
-            graphed.forward, graphed.backward_dw, calls[i] = call, call.backward_dw, graphed
-    return tuple(calls) if isinstance(made, tuple) else calls[0]
+    graphs = made if isinstance(made, tuple) else (made,)
+    samples: Any = given.get("sample_kwargs") or ({},) * len(graphs)
+    samples = (samples,) if isinstance(samples, dict) else samples
+    calls = tuple(Checked(check, *each) for each in zip(twins, graphs, samples, strict=True))
+    if graphs[0] is not twins[0].module:
+        return calls if isinstance(made, tuple) else calls[0]
+    for module, call in zip(graphs, calls, strict=True):
+        module.forward, module.backward_dw = call, call.backward_dw
+    return made
 
 
 def _twins(given: Values) -> list[Twin]:
@@ -80,33 +84,33 @@ def _twins(given: Values) -> list[Twin]:
         return twins
     chunks, microbatches, rest = int(max(given["_order"])), len(given["sample_args"]) // len(twins), iter(twins)
     layers = given.get("_num_layers_per_chunk") or len(twins) // chunks
-    chunked = [[*itertools.islice(rest, n)] for n in ([layers] * chunks if isinstance(layers, int) else layers)]
-    return [twin for chunk in chunked for twin in chunk * microbatches]
+    sizes = [layers] * chunks if isinstance(layers, int) else layers
+    return [twin for size in sizes for twin in [*itertools.islice(rest, size)] * microbatches]
 
 
 class Checked:
     """One graphed callable beside its twin."""
 
-    def __init__(self, check: Check, twin: Twin, keys: list[str], graphed: Any) -> None:
+    def __init__(self, check: Check, twin: Twin, graphed: Any, sample: Values) -> None:
         self._replay = graphed.forward if graphed is twin.module else graphed
-        functools.update_wrapper(self, self._replay).__dict__.pop("backward_dw", None)
-        self._check, self._twin, self._keys, self._index = check, twin, keys, next(check.numbers)
+        update_wrapper(self, self._replay).__dict__.pop("backward_dw", None)
+        self._check, self._twin, self._keys, self._index = check, twin, [*sample, *twin.takes], next(check.numbers)
         self._replay_wgrads, self._training = graphed.backward_dw, twin.module.training
-        self._delayed: Run | None = None
+        self._delayed: Microbatch | None = None
 
     def __deepcopy__(self, memo: object) -> Checked:
         return self  # as a function is: programs copy modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._delayed, first = None, kwargs.get(FIRST)
         over = self._check.finished or self._twin.module.training != self._training
-        if over or torch.cuda.is_current_stream_capturing():
+        if over or torch.cuda.is_current_stream_capturing() or not self._check.enter(self._twin, first):
             return self._replay(*args, **kwargs)
-        self._delayed, first, stream = None, kwargs.get(FIRST), kwargs.get("cuda_graph_stream")
-        given = {key: kwargs[key] for key in self._keys if key in kwargs}
-        run = self._attempt(Run, self._twin, args, given, first) if self._check.enter(self._twin, first) else None
+        given = {key: kwargs[key] for key in self._keys if key in kwargs}  # in the order of the graph
+        run = self._attempt(Microbatch, self._twin, args, given, first)
         self._attempt(self._before, run, "forward")
         result = self._replay(*args, **kwargs)
-        self._attempt(self._after_forward, run, tree_leaves(result), stream)
+        self._attempt(self._after_forward, run, tree_leaves(result), kwargs.get("cuda_graph_stream"))
         return result
 
     def backward_dw(self) -> None:
@@ -115,7 +119,7 @@ class Checked:
             self._replay_wgrads()
             return
         self._attempt(self._before, run, "wgrad")
-        compare = functools.partial(self._attempt, self._after, run, "wgrad", {})
+        compare = partial(self._attempt, self._after, run, "wgrad", {})
         followed = [hooks for each in run.delayed if (hooks := each.wgrad_accumulation_and_reduce_hooks)]
         with ExitStack() as stack:
             for hooks in followed:
@@ -126,10 +130,10 @@ class Checked:
             self._check.compare(self._place("wgrad", "call of the hooks that follow"), None, True, True)
         compare()
 
-    def _after_forward(self, run: Run | None, tensors: list[Any], stream: Any) -> None:
+    def _after_forward(self, run: Microbatch, tensors: list[Any], stream: Any) -> None:
         self._after(run, "forward", _outputs(tensors), stream)
         node = next((each.grad_fn for each in tensors if isinstance(each, torch.Tensor) and each.grad_fn), None)
-        if run is None or node is None:
+        if node is None:
             return
         if node.name() == "CloneBackward0":  # replay-contract copies outputs where a checkpoint may run a graph again
             node = node.next_functions[0][0]
@@ -144,22 +148,21 @@ class Checked:
         node.register_prehook(lambda grads: self._attempt(self._before, run, "backward", grads))
         node.register_hook(lambda grads, _: self._attempt(after, grads))
 
-    def _before(self, run: Run | None, when: str, grads: Any = None) -> None:
+    def _before(self, run: Microbatch, when: str, grads: Any = None) -> None:
         """A replay is about to begin, of a backward with the ``grads`` of outputs: see what eager computes."""
-        if run is not None:
-            if grads:
-                run.backward = _copied(grads), self._twin.state()
-            run.eager = [self._twin.compute(run, when) for _ in range(2)]
+        if grads:
+            run.backward = _copied(grads), self._twin.state()
+        run.eager = [self._twin.compute(run, when) for _ in range(2)]
         self._check.lifetimes.before_replay()
 
-    def _after(self, run: Run | None, when: str, returned: Values, stream: Any = None) -> None:
+    def _after(self, run: Microbatch, when: str, returned: Values, stream: Any = None) -> None:
         """A replay is over and has ``returned`` tensors in graph memory: compare them, and what else it has written."""
         if stream is not None:  # compare what the graph has computed, not what it is about to
             torch.cuda.current_stream().wait_stream(stream)
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
         kept = {each.data_ptr(): self._place(when, name) for name, each in returned.items() if each is not None}
         self._check.lifetimes.returned |= kept
-        if run is None or not run.eager:  # it raised, or has been compared
+        if not run.eager:  # it has been compared
             return
         found = self._twin.amaxes(when)
         for name, each in self._twin.parameters.items():
@@ -183,92 +186,97 @@ class Checked:
         return self._check.leave_out(self._index, self._twin.name, self._twin.refusal)
 
     def _place(self, when: str, tensor: str) -> Place:
-        twin, parameter = self._twin, self._twin.parameters.get(tensor.removeprefix(".grad of "))
-        return Place(twin.step, self._index, f"({twin.name}), {when}: {tensor}", twin.kinds, parameter)
+        return Place(self._check.step, self._index, f"({self._twin.name}), {when}: {tensor}", self._twin)
 
 
-class Run:
-    """One microbatch: what eager starts from, all of it copies."""
+class Microbatch:
+    """What eager starts from, all of it copies, and what it has computed."""
 
-    backward: tuple[list[torch.Tensor | None], State]
-    """The gradient of each output, and the state in which the backward begins."""
+    backward: tuple[list[torch.Tensor | None], State]  # the gradient of each output, and the state that it begins in
 
     def __init__(self, twin: Twin, args: Any, kwargs: Values, first: bool | None) -> None:
+        twin.refusal = twin.why_left_out()
         self.inputs, self.first, self.state = _copied((args, kwargs)), first, twin.state()
         self.buffers = {each: _copied(each._buffers) for each in twin.own}
-        self.updates = twin.enabled and bool(Manager.get_autocast_state()[4])  # FP8 scales, in its backward
+        self.updates = bool(Manager.get_autocast_state()[4])  # TE moves FP8 scales on in its backward
         self.delayed: list[Any] = []  # modules that leave wgrads for later
         self.eager: list[Values] = []  # what two runs have computed, until it is compared
-        if twin.scaling() and in_fp8_activation_recompute_phase():
-            twin.refusal = "te.checkpoint runs it a second time, with the FP8 scales of an earlier step"
-        if any(each is not twin.parameters.get(name) for name, each in twin.module.named_parameters()):
-            twin.refusal = "it has got new parameters since its capture"
 
 
 class Twin:
     """The eager side of a module, made before it is graphed; ``enabled`` and ``recipe`` are those of its graphs."""
 
     def __init__(self, module: Module, enabled: bool, recipe: Any) -> None:
-        self.module, self.name, self.enabled, self._recipe = module, type(module).__name__, enabled, recipe
+        self.module, self.name, self.refusal = module, type(module).__name__, ""
         self.parameters: dict[str, Any] = dict(module.named_parameters())
         kinds = {kind.__name__ for each in module.modules() for kind in type(each).__mro__}
         self.kinds = frozenset(kinds | {"fp8"} if enabled else kinds)
-        self.step, self.refusal = 0, ""
-        self._takes_first = FIRST in inspect.signature(module.forward).parameters
-        self._torch_autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        self.own: dict[Module, Values] = {}
+        self.takes = {FIRST} & inspect.signature(module.forward).parameters.keys()
+        self._autocast = partial(autocast, enabled=enabled, recipe=recipe)
+        of_torch = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        self._torch_autocast = torch.autocast("cuda", *of_torch, cache_enabled=False)
+        self.own: dict[Module, Values] = {}  # what the eager side has for itself in the dictionary of a submodule
         for each in module.modules():
-            present = vars(each)
-            own = {name: copy.copy(value) for name, value in present.items() if name in REPLACED or "_hooks" in name}
-            self.own[each] = own | {"_fp8_workspaces": {}}
-            if any(value is True and name.startswith("ub_") for name, value in present.items()):
-                self.refusal = "it shares communication buffers (userbuffers) with its graph"
-        if any(type(each).__name__ == "DTensor" for each in self.parameters.values()):
-            self.refusal = "its parameters are sharded (DTensor), and an eager run would change their gradients"
+            own = {name: copy.copy(x) for name, x in vars(each).items() if name in REPLACED or "_hooks" in name}
+            empty: Values = {"_fp8_workspaces": {}, "_module_groups": None, "cuda_graphs": [], DELAYED_HOOKS: []}
+            self.own[each] = own | empty
 
-    def compute(self, run: Run, until: str) -> Values:
+    def why_left_out(self) -> str:
+        """Why it cannot be compared; empty if it can."""
+        names = {name for each in self.own for name, value in vars(each).items() if value is True}
+        if any(name.startswith("ub_") for name in names):
+            return "it shares communication buffers (userbuffers) with its graph"
+        if any(type(each).__name__ == "DTensor" for each in self.parameters.values()):
+            return "its parameters are sharded (DTensor), and an eager run would change their gradients"
+        if any(each is not self.parameters.get(name) for name, each in self.module.named_parameters()):
+            return "it has got new parameters since its capture"
+        if self.scaling() and in_fp8_activation_recompute_phase():
+            return "te.checkpoint runs it a second time, with the FP8 scales of an earlier step"
+        return ""
+
+    def compute(self, run: Microbatch, until: str) -> Values:
         """Run a microbatch until the end of its ``forward``, ``backward`` or ``wgrad``: what is new then."""
-        with ExitStack() as stack, torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
-            aliases = self._become(stack, run)
+        with self._as_it_was(run), torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
             args, kwargs = _copied(run.inputs)
             inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-            kwargs |= {FIRST: run.first} if run.first is not None and self._takes_first else {}
             outputs = tree_leaves(self.module(*args, **kwargs))
             run.updates |= any(RECOMPUTED in vars(each).get("fp8_meta", ()) for each in self.own)
             if until == "forward":
                 return _outputs(outputs) | self.amaxes(until)
-            given, state = _copied(run.backward[0]), run.backward[1]
-            for put, value in state:
-                put(value)
-            used = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-            grads = [torch.zeros_like(outputs[i]) if given[i] is None else given[i] for i in used]
-            torch.autograd.backward([outputs[i] for i in used], grads)
-            run.delayed = [each for each in self.own if (s := vars(each).get("wgrad_store")) and s.context.qsize()]
-            values = {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+            self._backward(run, outputs)
             if until == "wgrad":
-                for parameter, alias in aliases.items():
-                    alias.grad = None
-                    if getattr(alias, "main_grad", None) is not None:
-                        alias.main_grad.copy_(parameter.main_grad)
-                for each in run.delayed:
-                    each.backward_dw()
-            elif not run.updates:
-                values |= self.amaxes(until)
-        for name, parameter in self.parameters.items():
-            alias = aliases[parameter]
+                self._wgrads(run)
+                return self._gradients(run, until)
+            values = {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+            return values | self._gradients(run, until) | ({} if run.updates else self.amaxes(until))
+
+    def _backward(self, run: Microbatch, outputs: list[Any]) -> None:
+        grads, state = run.backward
+        _put(state)
+        used = [(x, g) for x, g in zip(outputs, _copied(grads), strict=False) if getattr(x, "requires_grad", False)]
+        torch.autograd.backward([x for x, _ in used], [torch.zeros_like(x) if g is None else g for x, g in used])
+        stores = {each: vars(each).get("wgrad_store") for each in self.own}
+        run.delayed = [each for each, store in stores.items() if store and store.context.qsize()]
+
+    def _wgrads(self, run: Microbatch) -> None:
+        """Compute the delayed wgrads, which add to the ``main_grad`` that the parameters have now."""
+        for name, alias in self.module.named_parameters():
+            alias.grad = None
+            if getattr(alias, "main_grad", None) is not None:
+                alias.main_grad.copy_(self.parameters[name].main_grad)
+        for each in run.delayed:
+            each.backward_dw()
+
+    def _gradients(self, run: Microbatch, until: str) -> Values:
+        """Those of the parameters, while these are the eager side's."""
+        values = {}
+        for name, alias in self.module.named_parameters():
             values[f"main_grad of {name}"] = getattr(alias, "main_grad", None)
-            dummy = alias.grad_added_to_main_grad
-            if alias.requires_grad and not dummy and not (run.delayed and alias.grad is None):
-                before = parameter.grad if until == "wgrad" else None
+            later = run.delayed and alias.grad is None
+            if alias.requires_grad and not alias.grad_added_to_main_grad and not later:
+                before = self.parameters[name].grad if until == "wgrad" else None
                 values[f".grad of {name}"] = alias.grad if before is None else before + alias.grad
         return values
-
-    def state(self) -> State:
-        """All random states, and the FP8 state of delayed scaling, as they are now."""
-        trackers = [each for each in get_all_rng_states().values() if isinstance(each, torch.Generator)]
-        generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]
-        tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
-        return [(x.set_state, x.get_state()) for x in generators] + [(x.copy_, x.clone()) for x in tensors]
 
     def amaxes(self, when: str) -> Values:
         """By module, the largest values that FP8 has seen in this microbatch: the first row of the histories."""
@@ -285,32 +293,37 @@ class Twin:
                         found[f"{key} of {name or self.name}"] = part
         return found
 
-    def _become(self, stack: ExitStack, run: Run) -> dict[torch.Tensor, Any]:
-        """Be the module, as it was at the beginning of ``run``, until ``stack`` puts all back. Gives its parameters."""
-        self._keep_state(stack)
-        self._enter_autocasts(stack)
-        _enter_capture_of_megatron(stack)
-        hooks: Any = torch._C._autograd  # those of a checkpoint around count what is saved
-        while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
-            hooks._pop_saved_tensors_default_hooks()
-            stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
-        aliases = {parameter: _alias(parameter) for parameter in self.parameters.values()}
-        for module in self.own:
-            stack.callback(object.__setattr__, module, "__dict__", vars(module))
-            object.__setattr__(module, "__dict__", self._dictionary(module, run, aliases))
-        for put, value in run.state:
-            put(value)
-        return aliases
+    def state(self) -> State:
+        """All random states, and the FP8 state of delayed scaling, as they are now."""
+        trackers = [each for each in get_all_rng_states().values() if isinstance(each, torch.Generator)]
+        generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]
+        tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
+        return [(x.set_state, x.get_state()) for x in generators] + [(x.copy_, x.clone()) for x in tensors]
 
-    def _keep_state(self, stack: ExitStack) -> None:
-        """Put back random states and the FP8 state: another recipe has amax histories of another length."""
-        for put, value in self.state():
-            stack.callback(put, value)
-        for part in self.scaling().values():
-            stack.callback(part.__dict__.update, dict(part.__dict__))
-        for name, value in list(vars(Manager).items()):
-            if not name.startswith("__") and not isinstance(value, (classmethod, staticmethod)):
-                stack.callback(setattr, Manager, name, value)
+    @contextmanager
+    def _as_it_was(self, run: Microbatch) -> Iterator[None]:
+        """Have the module as it was at the beginning of ``run``, with other parameters, then put all back."""
+        aliases = {parameter: _alias(parameter) for parameter in self.parameters.values()}
+        with ExitStack() as stack:
+            stack.callback(_put, self._all_that_changes())
+            for module in self.own:
+                object.__setattr__(module, "__dict__", self._dictionary(module, run, aliases))
+            self._enter_autocasts(stack)
+            _enter_capture_of_megatron(stack)
+            hooks: Any = torch._C._autograd  # those of a checkpoint around count what is saved
+            while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+                hooks._pop_saved_tensors_default_hooks()
+                stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
+            _put(run.state)
+            yield
+
+    def _all_that_changes(self) -> State:
+        """Attributes, TE's own state, and the `state`: another recipe has amax histories of another length."""
+        modules: State = [(partial(object.__setattr__, each, "__dict__"), vars(each)) for each in self.own]
+        attributes = [(name, value) for name, value in vars(Manager).items() if not name.startswith("__")]
+        manager: State = [(partial(setattr, Manager, name), value) for name, value in attributes]
+        parts: State = [(part.__dict__.update, dict(part.__dict__)) for part in self.scaling().values()]
+        return modules + manager + parts + self.state()
 
     def _enter_autocasts(self, stack: ExitStack) -> None:
         """Those of the graphs, inside one whose first module is none of ours: it would update scales."""
@@ -318,23 +331,19 @@ class Twin:
         Manager.reset()
         stack.enter_context(autocast(enabled=False))
         Manager.is_first_fp8_module()
-        stack.enter_context(autocast(enabled=self.enabled, recipe=self._recipe, amax_reduction_group=group))
-        stack.enter_context(torch.autocast("cuda", *self._torch_autocast, cache_enabled=False))
+        stack.enter_context(self._autocast(amax_reduction_group=group))
+        stack.enter_context(self._torch_autocast)
 
-    def _dictionary(self, each: Module, run: Run, aliases: dict[torch.Tensor, Any]) -> Values:
-        """What takes the place of the ``__dict__`` of a submodule."""
-        merged = {name: value for name, value in vars(each).items() if name not in REPLACED}
-        merged |= {name: copy.copy(value) for name, value in merged.items() if type(value) in (list, dict, set)}
-        merged["_parameters"] = {name: p if p is None else aliases[p] for name, p in each._parameters.items()}
-        merged["_buffers"] = _copied(run.buffers[each])
-        changed: Values = {"_module_groups": None, "cuda_graphs": [], "wgrad_accumulation_and_reduce_hooks": []}
-        changed |= {FIRST: run.first, "wgrad_store": copy.copy(merged.get("wgrad_store"))}
-        changed["_fp8_metas"] = tree_map(lambda x: x, merged.get("_fp8_metas"))  # dictionaries in one
-        merged |= self.own[each] | {name: value for name, value in changed.items() if name in merged}
-        if merged.get("wgrad_store"):
-            merged["wgrad_store"].context = queue.Queue()
-        merged.get("fp8_meta", {}).pop(RECOMPUTED, None)
-        return merged
+    def _dictionary(self, module: Module, run: Microbatch, aliases: dict[torch.Tensor, Any]) -> Values:
+        """What takes the place of the ``__dict__`` of a submodule, with containers of its own."""
+        present = {name: value for name, value in vars(module).items() if name not in REPLACED}
+        result: Values = tree_map_only(torch.Tensor, lambda each: aliases.get(each, each), present)
+        result |= self.own[module] | {"_buffers": _copied(run.buffers[module]), FIRST: run.first}
+        result.get("fp8_meta", {}).pop(RECOMPUTED, None)
+        if store := present.get("wgrad_store"):
+            result["wgrad_store"] = copy.copy(store)
+            result["wgrad_store"].context = queue.Queue()
+        return result
 
 
 def _enter_capture_of_megatron(stack: ExitStack) -> None:
@@ -343,6 +352,11 @@ def _enter_capture_of_megatron(stack: ExitStack) -> None:
     if hasattr(megatron, "_IS_GRAPH_CAPTURING"):
         stack.callback(setattr, megatron, "_IS_GRAPH_CAPTURING", megatron._IS_GRAPH_CAPTURING)
         megatron._IS_GRAPH_CAPTURING = True
+
+
+def _put(state: State) -> None:
+    for put, value in state:
+        put(value)
 
 
 def _outputs(outputs: list[Any]) -> Values:

@@ -17,9 +17,7 @@ from ..patch import SemanticPatch
 from ..shapes import SHARE_DUMMIES, graph_interface, lacks_parameter
 from ..source import Source
 
-PATCH = (
-    SHARE_DUMMIES
-    + """
+PATCH = """
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots
  if not clone_param_grads_on_return:
      return (False,) * len(static_grad_inputs)
@@ -32,7 +30,6 @@ and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_para
 @@ graph.py _make_graphed_callables (2 times)
  _returned_param_grad_clone_slots(ANY, ANY, ...)
 """
-)
 
 
 def lacks_option(source: Source) -> bool:
@@ -47,7 +44,7 @@ FIX = Fix(
     affected=">=2.19",
     cost="none: a replay takes 0.81 to 0.95 of its time without",
     examine=SemanticPatch(
-        PATCH,
+        SHARE_DUMMIES + PATCH,
         "parameter grads that stand for a wgrad in main_grad are copied",
         absent=[(lacks_option, "TE before 2.19 copies no parameter grads")],
         provides=("fused_wgrads",),

@@ -16,9 +16,7 @@ from ..fix import Fix
 from ..patch import SemanticPatch
 from ..shapes import BACKWARDS, SHARE_DUMMIES
 
-PATCH = (
-    SHARE_DUMMIES
-    + """
+PATCH = """
 @@ graph.py make_graphed_callables
  def make_graphed_callables(
      ...,
@@ -56,7 +54,6 @@ PATCH = (
 -tuple(b.detach() if b is not None else b for b in static_grad_inputs)
 +returned_grads()
 """
-)
 
 UPSTREAM = """
 @@ graph.py _make_graphed_callables
@@ -105,7 +102,7 @@ FIX = Fix(
     cost="gradients that are not fused are copied: for biases and norm weights 3 µs of the GPU a replay, and one "
     "kernel for each unfused wgrad",
     examine=SemanticPatch(
-        PATCH,
+        SHARE_DUMMIES + PATCH,
         "graphs return their static buffers as parameter grads",
         corrected=[(UPSTREAM, "parameter grads are returned as copies")],
         conditions=["clone_param_grads_on_return", *BACKWARDS],

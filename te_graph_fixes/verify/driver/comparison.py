@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ...difference import off_by
 from .events import OF_GRAPHS
 
 
@@ -24,22 +24,14 @@ def differences(found: Any, wanted: Any) -> dict[str, float]:
     return {name: size for name, size in errors(found, wanted).items() if size}
 
 
-def equal(found: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
-    if found is None or wanted is None:
-        return found is wanted
-    same = found.shape == wanted.shape and found.dtype == wanted.dtype
-    return same and bool(torch.equal(found.nan_to_num(9e9), wanted.nan_to_num(9e9)))
-
-
 def error(found: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
     """The largest error of a tensor. 0.0 is bit for bit; missing tensors are an error of 1.0."""
     return max(map(_error, found, wanted), default=0.0) if len(found) == len(wanted) else 1.0
 
 
 def _error(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
-    if equal(found, wanted):
-        return 0.0
-    if found is None or wanted is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
+    if found is None or wanted is None:
+        return 0.0 if found is wanted else 1.0
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return 1.0
-    result = float((found.double() - wanted.double()).norm() / wanted.double().norm())
-    return result if math.isfinite(result) else math.inf
+    return float(off_by(found, wanted))
