@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from typing import cast
 
 from .source import Definition, Source, unrecognized
@@ -52,27 +51,6 @@ def skip_flag_state(source: Source) -> str:
     """What holds the skip flag while the program runs."""
     flag = "skip_fp8_weight_update_tensor"
     return global_state(source, flag, flag).removesuffix(f".{flag}")
-
-
-def given_to_graphs(name: str, value: str) -> str:
-    """The patch by which the autograd function of callable ``i`` can read ``value`` as ``name``."""
-    return f"""
-@@ graph.py _make_graphed_callables
- make_graphed_autograd_function(
-     ...,
-{textwrap.indent(value, "+    ")},
-     fwd_graphs[i],
-     ...
- )
-@@
- def make_graphed_autograd_function(
-     ...,
-+    {name},
-     fwd_graph,
-     ...
- ):
-     ...
-"""
 
 
 SHARE_DUMMIES = """

@@ -13,13 +13,29 @@ module. Whether the graph sets the flag that says if weights are new is decided 
 
 from ..fix import Fix
 from ..patch import SemanticPatch
-from ..shapes import given_to_graphs, global_state
+from ..shapes import global_state
 from ..source import Source
 
 PATCH = """
 @@ graph.py _make_graphed_callables
 +callables_without_fp8 = set()
  visited_te_modules = ANY_EMPTY
+@@
+ make_graphed_autograd_function(
+     ...,
++    i not in callables_without_fp8,
+     fwd_graphs[i],
+     ...
+ )
+@@
+ def make_graphed_autograd_function(
+     ...,
++    uses_fp8,
+     fwd_graph,
+     ...
+ ):
+     ...
+
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +if module is func and not any(
 +    isinstance(m, BasicOperation) or getattr(m, "fp8", False) for m in func.modules()
@@ -51,8 +67,6 @@ FIX = Fix(
     group="FP8 state",
     users="recipe DelayedScaling with a graph first in an autocast that has no backward: a frozen layer, a teacher",
     examine=SemanticPatch(
-        PATCH + given_to_graphs("uses_fp8", "i not in callables_without_fp8"),
-        "a graph always takes the flag of the first FP8 module",
-        names={"FIRST": first_module_flag},
+        PATCH, "a graph always takes the flag of the first FP8 module", names={"FIRST": first_module_flag}
     ),
 )

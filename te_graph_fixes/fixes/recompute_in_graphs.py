@@ -17,7 +17,7 @@ Megatron-Core, keep the update: nothing else does it at their replays.
 
 from ..fix import Fix
 from ..patch import SemanticPatch
-from ..shapes import given_to_graphs, skip_flag_state
+from ..shapes import skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit
@@ -50,6 +50,21 @@ PATCH = """
 -with ..., _graph_context_wrapper(bwd_graph, ...):
 +with updates_left_out(bwd_graph), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
+@@
+ make_graphed_autograd_function(
+     ...,
++    bwd_graphs[i] in recomputing_graphs,
+     fwd_graphs[i],
+     ...
+ )
+@@
+ def make_graphed_autograd_function(
+     ...,
++    recomputes,
+     fwd_graph,
+     ...
+ ):
+     ...
 
 @@ graph.py _make_graphed_callables.Graphed.forward (at its start)
 +ctx.skips_update = skip_fp8_weight_update
@@ -71,9 +86,7 @@ FIX = Fix(
     group="FP8 state",
     users="recipe DelayedScaling with te.checkpoint inside a captured module",
     examine=SemanticPatch(
-        PATCH + given_to_graphs("recomputes", "bwd_graphs[i] in recomputing_graphs"),
-        "a recomputation's update of scales is captured, or never done",
-        names={"STATE": skip_flag_state},
+        PATCH, "a recomputation's update of scales is captured, or never done", names={"STATE": skip_flag_state}
     ),
     check_hints=("fp8 gradient",),
 )

@@ -17,13 +17,29 @@ ignored as before: callers give ``is_first_microbatch``.
 
 from ..fix import Fix
 from ..patch import SemanticPatch
-from ..shapes import given_to_graphs
 
 PATCH = """
 @@ graph.py _make_graphed_callables
 +from ._te_replay_arguments import SampleArguments
 +
  visited_te_modules = ANY_EMPTY
+@@
+ make_graphed_autograd_function(
+     ...,
++    SampleArguments(
++        graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
++    ),
+     fwd_graphs[i],
+     ...
+ )
+@@
+ def make_graphed_autograd_function(
+     ...,
++    sample_arguments,
+     fwd_graph,
+     ...
+ ):
+     ...
 @@
  per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
 
@@ -43,19 +59,11 @@ PATCH = """
 +        "This graph was captured for a forward alone: under torch.no_grad(), or with outputs that need no gradient"
 +    )
 """
-SAMPLE = """\
-SampleArguments(
-    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
-)"""
 
 FIX = Fix(
     symptom="graphed(inp=x) computes with a weight in place of x, and dicts with other key orders exchange tensors",
     group="misuse",
     users="own callers of make_graphed_callables that pass other arguments than their samples",
     cost="3 µs of the CPU a call, with a dict of tensors 9",
-    examine=SemanticPatch(
-        PATCH + given_to_graphs("sample_arguments", SAMPLE),
-        "a replay takes whatever it is given",
-        provides=("replay_arguments",),
-    ),
+    examine=SemanticPatch(PATCH, "a replay takes whatever it is given", provides=("replay_arguments",)),
 )

@@ -18,7 +18,6 @@ holds.
 
 from ..fix import Fix
 from ..patch import SemanticPatch
-from ..shapes import given_to_graphs
 
 PATCH = """
 @@ graph.py _graph_context_wrapper (at its start)
@@ -54,6 +53,21 @@ PATCH = """
 +    retain_graph_in_backward,
 +)
  ret = []
+@@
+ make_graphed_autograd_function(
+     ...,
++    contracts[i],
+     fwd_graphs[i],
+     ...
+ )
+@@
+ def make_graphed_autograd_function(
+     ...,
++    contract,
+     fwd_graph,
+     ...
+ ):
+     ...
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 +if contract.pool.next == contract.quick_forward and torch.is_grad_enabled():
@@ -94,9 +108,7 @@ FIX = Fix(
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="a look at the address of each parameter, twice a step",
     examine=SemanticPatch(
-        PATCH + given_to_graphs("contract", "contracts[i]"),
-        "a replay computes with whatever is where the capture has found its data",
-        provides=("replay_contract",),
+        PATCH, "a replay computes with whatever is where the capture has found its data", provides=("replay_contract",)
     ),
     requires=("leaf-grad-lifetime",),
 )
