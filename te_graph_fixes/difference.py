@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.linalg import vector_norm
 
-SMALLEST = 1e-30  # what large integers differ by may be no number of 32 bits
+CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory for each
 
 
 def off_by(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The norm of the difference over the norm of what is wanted; 0.0 is bit for bit, and NaN equals NaN."""
+    tensors = [each.dequantize() if hasattr(each, "_quantizer") else each for each in (found, wanted)]
+    total = torch.zeros(3, dtype=torch.float64, device=found.device)
     if found.shape != wanted.shape:
-        return torch.tensor(math.inf, device=found.device)
-    a, b = (each.dequantize() if hasattr(each, "_quantizer") else each.detach() for each in (found, wanted))
-    unequal = (a != b) & ~(a.isnan() & b.isnan())
-    difference, norm = (vector_norm(each, dtype=torch.float64) for each in (a.float() - b.float(), b.float()))
-    return torch.where(unequal.any(), (difference / norm).nan_to_num(math.inf).clamp(min=SMALLEST), 0.0)
+        return total[0] + math.inf
+    for a, b in zip(*(each.detach().reshape(-1).split(CHUNK) for each in tensors), strict=True):
+        unequal = (a != b) & ~(a.isnan() & b.isnan())
+        a, b = a.double(), b.double()
+        total += torch.stack((unequal.sum(), (a - b).square().sum(), b.square().sum()))
+    unequal, difference, norm = total
+    return torch.where(unequal > 0, (difference / norm).sqrt().nan_to_num(math.inf, math.inf), 0.0)

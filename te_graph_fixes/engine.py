@@ -39,6 +39,8 @@ _PATH = "<te_graph_fixes: {}>"
 """The name under which tracebacks and `inspect` show the corrected text of a module."""
 _NO_NAME = re.compile(r"#.*|\"[^\"]*\"|\.\w+|\b\w+=(?!=)")
 """Comments, strings, attributes and keywords."""
+_CHANGE = re.compile(r"\s*(?P<name>\w+) (?P<operator>[-+*/%@&|^<>]*)= (?P<value>.*)")
+"""A line that sets a variable."""
 
 
 class EngineError(Exception):
@@ -217,9 +219,21 @@ def _require_fit(module: ModuleSource, name: str, before: CodeType, after: CodeT
     local = "co_varnames", "co_cellvars"
     known = {*vars(builtins), *_names(before, "co_names", *local), *_names(after, *local)}
     named = set().union(*(words(_NO_NAME.sub("", edit.text)) for edit in edits))
-    suspects = named & _names(after, "co_names") - known
-    if suspects and (unset := suspects - module.global_names):
+    unset = named & _names(after, "co_names") - known
+    unset = unset and unset - module.global_names
+    unset |= _changed_before_they_are_set(edits, _names(before, *local, "co_freevars"))
+    if unset:
         raise EngineError(f"the edits read {min(unset)} in {name} of {module.path}, where nothing sets it")
+
+
+def _changed_before_they_are_set(edits: Iterable[Edit], known: set[str]) -> set[str]:
+    """The variables, other than ``known`` ones, of which a line of the edits makes a new value before one sets them."""
+    unset = set()
+    for found in filter(None, (_CHANGE.match(line) for edit in edits for line in edit.text.split("\n"))):
+        if found["name"] not in known and (found["operator"] or found["name"] in words(found["value"])):
+            unset.add(found["name"])
+        known.add(found["name"])
+    return unset
 
 
 def _names(code: CodeType, *kinds: str) -> set[str]:

@@ -299,6 +299,18 @@ NOT_APART += [
 ]
 
 
+@pytest.mark.parametrize("change", ["y = [y]", "y += 1", "xs.n = 1\n+y = run(a, y)"])
+def test_a_name_that_is_changed_before_it_is_set_is_refused(change: str) -> None:
+    for above, is_set in (("b = c", False), ("y = c", True)):
+        source = source_of(function(f"{above}\nx = a\n"))
+        verdict = applicable("", edits(source, hunk(f" x = a\n+{change}")))
+        if is_set:
+            compile_patches(source, {"fix": verdict})
+        else:
+            with pytest.raises(EngineError, match="the edits read y in run"):
+                compile_patches(source, {"fix": verdict})
+
+
 @pytest.mark.parametrize("between", APART + NOT_APART)
 def test_what_a_pattern_sets_is_touched_by_nothing_in_between(between: str) -> None:
     change = hunk(" a = 1\n-b = 2\n+b = 3")
