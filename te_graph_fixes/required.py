@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import mmap
 import os
 import re
 import signal
@@ -120,23 +119,11 @@ def _stat(number: str) -> list[str]:
 @functools.cache
 def _on_disk(process: str, library: str) -> bool:
     """Whether the TE that a process has loaded is corrected on disk."""
-    folders = [folder for folder in Path(library).parents if (folder / "transformer_engine" / "pytorch").is_dir()]
-    location = f"/proc/{process.split()[0]}/root{folders[0]}/transformer_engine" if folders else ""
-    try:
-        return bool(location) and of_tree(location) is not None
-    except ChangedStampError:
-        return False
-
-
-def mark() -> None:
-    """Show who looks that this process has the fixes, in a page that lives as long as it, and in its forks."""
-    file = os.memfd_create(MARK)
-    os.ftruncate(file, mmap.PAGESIZE)
-    _marks.append(mmap.mmap(file, mmap.PAGESIZE))
-    os.close(file)
-
-
-_marks: list[object] = []
+    for folder in Path(library).parents:
+        with contextlib.suppress(ChangedStampError):
+            if of_tree(f"/proc/{process.split()[0]}/root{folder}/transformer_engine"):
+                return True
+    return False
 
 
 def _reap(job: subprocess.Popen[bytes]) -> None:

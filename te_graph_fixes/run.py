@@ -1,8 +1,8 @@
 """``te-graph-fixes run``: start a program with the fixes active in it and in all its children, through the environment.
 
-PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start; where another one stands before it,
-PYTHONWARNINGS does, by naming a category of `launcher/te_graph_fixes_run.py`. Then the program takes the place of this
-process, so that its signals, exit status and streams are its own.
+PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start, and that
+`launcher/te_graph_fixes_run.py`; where another one stands before it, PYTHONWARNINGS does, by naming a category there.
+Then the program takes the place of this process, so that its signals, exit status and streams are its own.
 """
 
 from __future__ import annotations
