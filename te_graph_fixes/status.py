@@ -9,8 +9,8 @@ from typing import Any
 
 from . import __version__
 
-COPIED = {"_make_graphed_callables", "_graph_context_wrapper"}
-"""Functions of TransformerEngine's graph.py, by which a copy of it is known."""
+COPIED = "_make_graphed_callables"
+"""A function of TransformerEngine's graph.py, by which a copy of it is known."""
 
 
 def te_name(version: str | None) -> str:
@@ -19,13 +19,13 @@ def te_name(version: str | None) -> str:
 
 
 def copies_of_graphs(original: str) -> tuple[str, ...]:
-    """The imported modules, except the one called ``original``, that define all of `COPIED`."""
+    """The imported modules, except the one called ``original``, that define `COPIED`."""
     found = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)
         own = object.__getattribute__(module, "__dict__") if is_module else {}  # loads nothing
-        if name != original and own.keys() >= COPIED:
-            found += [name] * all(getattr(own[each], "__module__", None) == name for each in COPIED)
+        if name != original and getattr(own.get(COPIED), "__module__", None) == name:
+            found.append(name)
     return tuple(sorted(found))
 
 
