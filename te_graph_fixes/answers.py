@@ -81,7 +81,6 @@ def explain(fix: Fix, decision: Decision | None = None, where: str = "") -> Iter
         "symptom": fix.symptom,
         "affected": fix.users,
         "versions": f"TransformerEngine {fix.versions}",
-        "here": "",
         "cost": fix.cost,
         "leave out": f"{DISABLE}={fix.id}",
         "requires": ", ".join(fix.requires),

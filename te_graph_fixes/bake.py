@@ -224,8 +224,8 @@ def _link_or_copy(path: Path, place: Path) -> None:
     try:
         os.link(path.resolve(), place)
     except OSError:
-        shutil.copy2(path, place)
-        _copy_owner(place, path)
+        _write(place, path.read_bytes(), path)
+        shutil.copystat(path, place)
 
 
 def _write(path: Path, data: bytes, like: Path) -> None:
@@ -233,10 +233,6 @@ def _write(path: Path, data: bytes, like: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     shutil.copymode(like, path)
-    _copy_owner(path, like)
-
-
-def _copy_owner(path: Path, like: Path) -> None:
     with contextlib.suppress(PermissionError):  # only root gives files away
         os.chown(path, like.stat().st_uid, like.stat().st_gid)
 
@@ -273,9 +269,8 @@ def _write_manifest(decision: Decision, paths: list[str], folder: Path) -> dict[
     return manifest
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
-    return manifest
+def _read(folder: Path) -> Any:
+    return json.loads((folder / MANIFEST).read_bytes())
 
 
 def _sha256_of(path: Path) -> str | None:

@@ -23,7 +23,7 @@ from .bake import BakeError, Corrected, corrected, module_path
 from .engine import EngineError
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
-from .project import issues
+from .messages import issues
 from .settings import Settings, fix_ids
 from .source import TE, Source, TENotFoundError
 from .stamp import ChangedStampError, of_tree

@@ -8,9 +8,10 @@ import sys
 import warnings
 from types import FrameType
 
-from .project import how_to_report
 from .status import Report, TEGraphFixesWarning, te_name
 
+PLACEHOLDER = "https://example.invalid/"
+"""An address in the metadata that is none yet."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _NOT_THE_USERS = ("te_graph_fixes", "importlib", "_frozen_importlib", "transformer_engine", "sitecustomize")
 _BAD = ("unrecognized", "failed")
@@ -46,6 +47,25 @@ def problem_summary(report: Report, early: int) -> str:
     return f"{text}: stop the job or switch graphs off; {how_to_report()}" if bad else text
 
 
+def issues() -> str:
+    """Where reports go; "" where the package was put in place without its metadata, or has no address yet."""
+    from importlib.metadata import PackageNotFoundError, metadata  # slow to import
+
+    try:
+        urls = metadata("te-graph-fixes").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    url = next((url.partition(", ")[2] for url in urls if url.startswith("Issues, ")), "")
+    return "" if url.startswith(PLACEHOLDER) else url
+
+
+def how_to_report() -> str:
+    """What to do about a TransformerEngine that is not recognized."""
+    where = issues()
+    report = f"a report at {where} needs" if where else "whoever gave you the package needs to know"
+    return f"`te-graph-fixes issue` prints what {report}"
+
+
 def warn(text: str) -> None:
     """Warn, once a process for each text, at the line outside of this package, TE and the import system."""
     if text in _said:
@@ -55,9 +75,7 @@ def warn(text: str) -> None:
         _module(frame).partition(".")[0] in _NOT_THE_USERS or "exec_module" in frame.f_code.co_name  # a tool's loader
     ):
         frame = frame.f_back
-    registry = frame.f_globals.setdefault("__warningregistry__", {})
-    place = frame.f_code.co_filename, frame.f_lineno, _module(frame)
-    warnings.warn_explicit(text, TEGraphFixesWarning, *place, registry)
+    warnings.warn_explicit(text, TEGraphFixesWarning, frame.f_code.co_filename, frame.f_lineno, _module(frame))
     _said.add(text)
 
 

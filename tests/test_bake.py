@@ -118,6 +118,17 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
     assert base.samefile(shared)
 
 
+def test_a_file_system_without_hard_links(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    tree = copy(tmp_path)
+    before = content(tree)
+    monkeypatch.setattr(os, "link", refuse)
+    assert cli("bake", "--te", tree)[0] == cli("bake", "--undo", "--te", tree)[0] == 0
+    assert content(tree) == before
+
+
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.chmod", "os.chown", "shutil.rmtree"}
 
 
