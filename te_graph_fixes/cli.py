@@ -117,7 +117,7 @@ def _status(options: argparse.Namespace) -> int:
         bake.require_mounted(_source(options), Path(options.overlay))
         print(f"the overlay {options.overlay} is in place")
         return 0
-    decision = _decision(options, Settings.read())
+    decision = _decision(options)
     if options.json:
         fixes = {
             fix_id: {
@@ -162,7 +162,7 @@ def _explain(options: argparse.Namespace) -> int:
 )
 def _diff(options: argparse.Namespace) -> int:
     names = options.fixes
-    decision = _decision(options, Settings(fix_ids(names)) if names else Settings.read())
+    decision = _decision(options, Settings(fix_ids(names)) if names else None)
     for fix_id in names:
         verdict = decision.decisions[fix_id]
         if verdict.verdict not in (APPLICABLE, UNRECOGNIZED):
@@ -196,7 +196,7 @@ def _bake(options: argparse.Namespace) -> int:
     if options.undo and options.overlay:
         raise ValueError("bake takes --undo or --overlay, not both: an overlay is undone by not mounting it")
     if options.overlay:
-        return _overlay(_decision(options, Settings.read()), Path(os.path.abspath(options.overlay)))
+        return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
     location = Path(_source(options).location)
     with bake.changing(location) as interrupted:
         if interrupted:
@@ -205,7 +205,7 @@ def _bake(options: argparse.Namespace) -> int:
             if not interrupted or (location / bake.KEPT).exists():
                 print(f"{bake.undo(location)} files of {location} are as they were before the bake")
             return 0
-        decision = _decision(options, Settings.read())
+        decision = _decision(options)
         bake.require_complete(decision)
         files = bake.in_place(decision)
     if files:
@@ -295,8 +295,9 @@ def _list(_: argparse.Namespace) -> int:
     return 0
 
 
-def _decision(options: argparse.Namespace, settings: Settings) -> Decision:
-    """What `te_graph_fixes.activate` with these settings does to the TE that the options name."""
+def _decision(options: argparse.Namespace, settings: Settings | None = None) -> Decision:
+    """What is done, by these settings or the environment's, to the TE that the options name."""
+    settings = settings or Settings.read()  # what is wrong there is said first
     return Decision(_source(options), settings)
 
 

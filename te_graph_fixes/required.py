@@ -21,12 +21,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .launcher.te_graph_fixes_run import NAME
 from .settings import REQUIRED
 from .stamp import ChangedStampError, of_tree
 
 MISSING = 87
 """The exit status of a job in which a process was without the fixes."""
-MARK = "te_graph_fixes_active"
 _LOADED = re.compile(r"^\S+ ..x\S .*?(/.*transformer_engine_torch[^/\n]*\.so)", re.MULTILINE)
 _LOOK = 0.1
 """Seconds between two looks."""
@@ -102,7 +102,7 @@ class _Watch:
             return True
         maps = Path("/proc", number, "maps").read_text(errors="replace")
         library = _LOADED.search(maps)
-        if MARK in maps or (library and _on_disk(number, library[1])):
+        if NAME in maps or (library and _on_disk(number, library[1])):
             self._right.add(process)
         return process in self._right or not library
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from .checking import VARIABLE, Options
+from .launcher.te_graph_fixes_run import FILTER
 from .settings import EXPECT, Settings, nearest
 
 USAGE = """\
@@ -34,7 +35,6 @@ exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 
 example: te-graph-fixes run --required torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
-FILTER = "ignore::te_graph_fixes_run.Started"
 OPTIONS = ("--required", "--check", "--check-strict", "--print-env")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 _OTHER = r"[^\0cmEISWX-]"

@@ -14,6 +14,7 @@ import sys
 
 PACKAGE = "transformer_engine.pytorch"
 FILTER = "ignore::te_graph_fixes_run.Started"
+NAME = "te_graph_fixes_active"
 
 
 class Started(Warning):
@@ -21,13 +22,10 @@ class Started(Warning):
 
 
 def mark() -> object:
-    """Show `te_graph_fixes.required` that this process has the fixes, in memory that lives as long as what is returned.
-
-    Forks have it too.
-    """
+    """Show that this process and its forks have the fixes, by memory called `NAME`, while what is returned lives."""
     import mmap
 
-    file = os.memfd_create("te_graph_fixes_active")
+    file = os.memfd_create(NAME)
     os.ftruncate(file, mmap.PAGESIZE)
     page = mmap.mmap(file, mmap.PAGESIZE)
     os.close(file)
