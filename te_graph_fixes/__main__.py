@@ -9,7 +9,13 @@ def main() -> int:
     """Run one command and return its exit status, also where nobody reads on or there is no space for its output."""
     try:
         try:
-            return _command()
+            if sys.argv[1:2] == ["run"]:  # has to start fast, so it does without the other commands
+                from .run import main as run
+
+                return run(sys.argv[2:])
+            from .cli import main as others
+
+            return others()
         finally:
             sys.stdout.flush()
     except OSError as error:
@@ -20,16 +26,6 @@ def main() -> int:
             return 128 + signal.SIGPIPE
         print(f"te-graph-fixes: cannot write: {error.strerror}", file=sys.stderr)
         return 1
-
-
-def _command() -> int:
-    if sys.argv[1:2] == ["run"]:  # has to start fast, so it does without the other commands
-        from .run import main as run
-
-        return run(sys.argv[2:])
-    from .cli import main as others
-
-    return others()
 
 
 if __name__ == "__main__":

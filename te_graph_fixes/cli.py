@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import hashlib
 import importlib.metadata
 import io
-import itertools
 import json
+import operator
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from .bake import BakeError, Corrected, corrected, module_path
 from .engine import EngineError
 from .fix import APPLICABLE, UNRECOGNIZED
 from .fixes import CATALOGUE
-from .project import issues
-from .settings import Settings, chosen_by, fix_ids, nearest
+from .messages import issues
+from .settings import Settings, fix_ids
 from .source import TE, Source, TENotFoundError
-from .stamp import ChangedStampError, above, of_tree
-from .verdicts import Decision, expected, with_required
+from .stamp import ChangedStampError, of_tree
+from .status import te_name
+from .verdicts import Decision, expected
 
 NO_TE = WRONG_USE = 2
 _EPILOG = """\
@@ -51,15 +52,13 @@ _parser = argparse.ArgumentParser(
     formatter_class=argparse.RawDescriptionHelpFormatter,
 )
 _parser.add_argument("--version", action="version", version=f"te-graph-fixes {__version__}")
+_parser.set_defaults(source=None)
 _commands = _parser.add_subparsers(required=True, metavar="COMMAND")
 COMMANDS: dict[str, argparse.ArgumentParser] = _commands.choices
 Command = Callable[[argparse.Namespace], int]
 
 
-def _argument(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, settings
-
-
+_argument = functools.partial(operator.methodcaller, "add_argument")
 SOURCE = _argument("--source", "--te", metavar="DIR", help="a site-packages folder or checkout that holds TE")
 JSON = _argument("--json", action="store_true", help="print JSON")
 
@@ -76,8 +75,8 @@ def _command(what: str, statuses: str, example: str, *arguments: Any) -> Callabl
             epilog=f"exit status: {statuses}\nexample: te-graph-fixes {name} {example}".rstrip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        for names, settings in arguments:
-            parser.add_argument(*names, **settings)
+        for add_to in arguments:
+            add_to(parser)
         parser.set_defaults(command=function)
         return function
 
@@ -86,22 +85,20 @@ def _command(what: str, statuses: str, example: str, *arguments: Any) -> Callabl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0].isidentifier() and given[0] not in COMMANDS:
-        return _fail(WRONG_USE, f"no command {given[0]}; {nearest(given[:1], COMMANDS)}see te-graph-fixes -h")
-    options, unknown = _parser.parse_known_args(given)
-    if unknown:
-        near = nearest(unknown, COMMANDS[given[0]]._option_string_actions)
-        return _fail(WRONG_USE, f"{given[0]} does not take {unknown[0]}; {near}see te-graph-fixes {given[0]} -h")
+    options, unknown = _parser.parse_known_args(arguments)
+    options.where = "" if options.source is None else f" --source {shlex.quote(options.source)}"
     try:
+        if unknown:
+            name = options.command.__name__[1:]
+            raise ValueError(f"{name} does not take {unknown[0]}; see te-graph-fixes {name} -h")
         return int(options.command(options))
     except (TENotFoundError, ValueError) as error:
-        return _fail(WRONG_USE, error)
+        return _say(error, WRONG_USE)
     except (EngineError, BakeError, ChangedStampError) as error:
-        return _fail(1, error)
+        return _say(error, 1)
 
 
-def _fail(status: int, message: object) -> int:
+def _say(message: object, status: int = 0) -> int:
     print(f"te-graph-fixes: {message}", file=sys.stderr)
     return status
 
@@ -117,35 +114,25 @@ def _fail(status: int, message: object) -> int:
 )
 def _status(options: argparse.Namespace) -> int:
     if options.overlay:
-        wrong = bake.differences(_source(options), Path(options.overlay))
-        for line in wrong:
-            print(line, file=sys.stderr)
-        if not wrong:
-            print(f"the overlay {options.overlay} is in place")
-        return int(bool(wrong))
-    decision = _decision(options, Settings.read())
+        bake.require_mounted(_source(options), Path(options.overlay))
+        print(f"the overlay {options.overlay} is in place")
+        return 0
+    decision = _decision(options)
     if options.json:
-        print(json.dumps(_status_dict(decision, options.source is not None), indent=2))
-    else:
-        print("\n".join(answers.status(decision, _source_option(options), options.all)))
-    return _exit_status(decision)
-
-
-def _status_dict(decision: Decision, by_source: bool) -> dict[str, object]:
-    return {
-        "te_graph_fixes_version": __version__,
-        "te_version": decision.version,
-        "source": decision.source.location,
-        "fixes": {
+        fixes = {
             fix_id: {
                 "verdict": verdict.verdict,
                 "expected": expected(CATALOGUE[fix_id], decision.version),
-                "reason": decision.reason(fix_id, by_source),
+                "reason": decision.reason(fix_id, options.source is not None),
                 "upstream": list(CATALOGUE[fix_id].upstream),
             }
             for fix_id, verdict in decision.decisions.items()
-        },
-    }
+        }
+        about = {"te_version": decision.version, "source": decision.source.location, "fixes": fixes}
+        print(json.dumps({"te_graph_fixes_version": __version__, **about}, indent=2))
+    else:
+        print(*answers.status(decision, options.where, options.all), sep="\n")
+    return int(bool(decision.refused))
 
 
 @_command(
@@ -160,12 +147,9 @@ def _explain(options: argparse.Namespace) -> int:
     try:
         decision = _decision(options, Settings())
     except TENotFoundError as error:
-        print("\n".join(answers.explain(CATALOGUE[fix_id], None, 0, "")))
-        return _fail(NO_TE, error)
-    only = Decision(decision.source, Settings(frozenset(with_required(fix_id))), decision.verdicts)
-    files = [replace(file, after=above(file.after)) for file in corrected(only)]
-    changed = [line for file in files for line in itertools.islice(_unified(file), 2, None) if line[0] in "+-"]
-    print("\n".join(answers.explain(CATALOGUE[fix_id], decision, len(changed), _source_option(options))))
+        print(*answers.explain(CATALOGUE[fix_id]), sep="\n")
+        return _say(error, NO_TE)
+    print(*answers.explain(CATALOGUE[fix_id], decision, options.where), sep="\n")
     return 0
 
 
@@ -178,31 +162,26 @@ def _explain(options: argparse.Namespace) -> int:
 )
 def _diff(options: argparse.Namespace) -> int:
     names = options.fixes
-    decision = _decision(options, Settings(fix_ids(names)) if names else Settings.read())
+    decision = _decision(options, Settings(fix_ids(names)) if names else None)
     for fix_id in names:
         verdict = decision.decisions[fix_id]
         if verdict.verdict not in (APPLICABLE, UNRECOGNIZED):
-            _note(f"{fix_id} is {verdict.verdict}: {verdict.reason}")
+            _say(f"{fix_id} is {verdict.verdict}: {verdict.reason}")
     for reason, ids in decision.refused.items():
-        _note(f"{', '.join(ids)} cannot be applied: {reason}")
+        _say(f"{', '.join(ids)} cannot be applied: {reason}")
     if not (names or decision.to_apply):
-        _note(f"no changes: `te-graph-fixes status --all{_source_option(options)}` says why")
+        _say(f"no changes: `te-graph-fixes status --all{options.where}` says why")
     for file in corrected(decision):
         sys.stdout.writelines(_unified(file))
-    return _exit_status(decision)
+    return int(bool(decision.refused))
 
 
 def _unified(file: Corrected) -> Iterator[str]:
     """A unified diff that `patch -p1` accepts, last lines without a line break included."""
     old = f"a/{file.path}" if file.before else "/dev/null"
-    was, is_now = (io.StringIO(text).readlines() for text in (file.before, file.after))
-    diff = difflib.unified_diff(was, is_now, old, f"b/{file.path}")
-    yield from itertools.islice(diff, 2)
-    for line in diff:
-        if not line.endswith("\n"):
-            yield f"{line}\n\\ No newline at end of file\n"
-        else:
-            yield line if line.startswith("@") else line[:-1] + file.newline
+    was, is_now = (io.StringIO(text, newline="").readlines() for text in (file.before, file.after))
+    for line in difflib.unified_diff(was, is_now, old, f"b/{file.path}"):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
 @_command(
@@ -217,27 +196,27 @@ def _bake(options: argparse.Namespace) -> int:
     if options.undo and options.overlay:
         raise ValueError("bake takes --undo or --overlay, not both: an overlay is undone by not mounting it")
     if options.overlay:
-        return _overlay(_decision(options, Settings.read()), Path(os.path.abspath(options.overlay)))
+        return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
     location = Path(_source(options).location)
-    with bake.locked(location):
-        interrupted = bake.roll_back(location)
+    with bake.changing(location) as interrupted:
         if interrupted:
-            _note("took back what an interrupted command had left")
+            _say("took back what an interrupted command had left")
         if options.undo:
             if not interrupted or (location / bake.KEPT).exists():
-                print(f"{len(bake.undo(location))} files of {location} are as they were before the bake")
+                print(f"{bake.undo(location)} files of {location} are as they were before the bake")
             return 0
-        decision = _decision(options, Settings.read())
+        decision = _decision(options)
         bake.require_complete(decision)
-        changed = bake.in_place(decision)
-    if changed:
-        left = f" ({len(decision.left_out)} are left out by {chosen_by()})" if decision.left_out else ""
+        files = bake.in_place(decision)
+    if files:
+        left = len(decision.left_out)
+        said = f" ({left} are left out by {decision.settings.chosen_by})" if left else ""
         print(
-            f"{len(decision.to_apply)} fixes are now in TransformerEngine {decision.version or '(version unknown)'} in "
-            f"{location}: {len(changed)} files{left}. Undo: te-graph-fixes bake --undo{_source_option(options)}"
+            f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in "
+            f"{location}: {files} files{said}. Undo: te-graph-fixes bake --undo{options.where}"
         )
     else:
-        print(answers.answer(decision, _source_option(options)))
+        print(answers.answer(decision, options.where))
     return 0
 
 
@@ -247,11 +226,10 @@ def _overlay(decision: Decision, folder: Path) -> int:
         raise BakeError("there is nothing to correct, so there is no overlay to make")
     manifest = bake.overlay(decision, folder)
     print(bake.mounts(folder, manifest))
-    _note(
+    return _say(
         f"{len(manifest['files'])} files with {len(decision.to_apply)} fixes are in {folder}. "
         f"In the container: te-graph-fixes status --overlay {folder}"
     )
-    return 0
 
 
 @_command(
@@ -272,7 +250,7 @@ def _verify(options: argparse.Namespace) -> int:
     cases = select(options.wanted, options.quick)
     on_disk = of_tree(Source.installed().location) is not None
     if reason := no_gpu():
-        return _fail(NO_TE, f"verify needs a GPU: {reason}")
+        return _say(f"verify needs a GPU: {reason}", NO_TE)
     return verify(cases, options.json, options.limit, on_disk)
 
 
@@ -290,26 +268,18 @@ def _issue(options: argparse.Namespace) -> int:
     """Versions, verdicts and digests of the files that they are about: no paths, variables or source text."""
     decision = _decision(options, Settings())
     source = decision.source
-    print(f"te-graph-fixes {__version__}, TransformerEngine {source.version or '(version unknown)'}")
+    print(f"te-graph-fixes {__version__}, {te_name(source.version)}")
     packages = [f"{name} {_installed(name)}" for name in ("torch", "megatron-core", "wrapt")]
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
     for fix_id, verdict in decision.decisions.items():
-        guess = expected(CATALOGUE[fix_id], source.version)
-        print(f"{fix_id}: {verdict.verdict}{_unexpected(verdict.verdict, guess)}")
+        print(f"{fix_id}: {verdict.verdict} (expected: {expected(CATALOGUE[fix_id], source.version)})")
         if verdict.verdict == UNRECOGNIZED:
             print("    " + verdict.reason.replace(source.location, TE))
     print()
     for name in sorted(decision.modules):
         if (module := source.find(name)) is not None:
             print(f"{hashlib.sha256(module.text.encode()).hexdigest()[:16]}  {module_path(source, name)}")
-    _note(f"report it at {issues()}" if issues() else "send it to whoever gave you the package")
-    return 0
-
-
-def _unexpected(verdict: str, guess: str | None) -> str:
-    """What to add to a verdict where the published TE of this version has another."""
-    here, published = (word == APPLICABLE for word in (verdict, guess))
-    return "" if guess is None or (verdict != UNRECOGNIZED and here == published) else f" (expected: {guess})"
+    return _say(f"report it at {issues()}" if issues() else "send it to whoever gave you the package")
 
 
 def _installed(name: str) -> str:
@@ -321,27 +291,15 @@ def _installed(name: str) -> str:
 
 @_command("list all fixes: symptom, versions with the defect, upstream", "0", "")
 def _list(_: argparse.Namespace) -> int:
-    print("\n".join(answers.listing()))
+    print(*answers.listing(), sep="\n")
     return 0
 
 
-def _note(message: str) -> None:
-    print(f"te-graph-fixes: {message}", file=sys.stderr)
-
-
-def _decision(options: argparse.Namespace, settings: Settings) -> Decision:
-    """What `te_graph_fixes.activate` with these settings does to the TE that the options name."""
+def _decision(options: argparse.Namespace, settings: Settings | None = None) -> Decision:
+    """What is done, by these settings or the environment's, to the TE that the options name."""
+    settings = settings or Settings.read()  # what is wrong there is said first
     return Decision(_source(options), settings)
 
 
 def _source(options: argparse.Namespace) -> Source:
     return Source.installed() if options.source is None else Source.at(options.source)
-
-
-def _source_option(options: argparse.Namespace) -> str:
-    return "" if options.source is None else f" --source {shlex.quote(options.source)}"
-
-
-def _exit_status(decision: Decision) -> int:
-    """1 where a fix that is needed cannot be applied."""
-    return int(any(verdict.verdict == UNRECOGNIZED for verdict in decision.decisions.values()))

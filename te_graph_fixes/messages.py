@@ -8,9 +8,10 @@ import sys
 import warnings
 from types import FrameType
 
-from .project import how_to_report
-from .status import Report, TEGraphFixesWarning
+from .status import Report, TEGraphFixesWarning, te_name
 
+PLACEHOLDER = "https://example.invalid/"
+"""An address in the metadata that is none yet."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _NOT_THE_USERS = ("te_graph_fixes", "importlib", "_frozen_importlib", "transformer_engine", "sitecustomize")
 _BAD = ("unrecognized", "failed")
@@ -42,8 +43,27 @@ def problem_summary(report: Report, early: int) -> str:
         )
     if not said:
         return ""
-    text = f"TransformerEngine {_version(report)}: {'; '.join(said)}. Its graphs may give wrong gradients"
+    text = f"{te_name(report.te_version)}: {'; '.join(said)}. Its graphs may give wrong gradients"
     return f"{text}: stop the job or switch graphs off; {how_to_report()}" if bad else text
+
+
+def issues() -> str:
+    """Where reports go; "" where the package was put in place without its metadata, or has no address yet."""
+    from importlib.metadata import PackageNotFoundError, metadata  # slow to import
+
+    try:
+        urls = metadata("te-graph-fixes").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    url = next((url.partition(", ")[2] for url in urls if url.startswith("Issues, ")), "")
+    return "" if url.startswith(PLACEHOLDER) else url
+
+
+def how_to_report() -> str:
+    """What to do about a TransformerEngine that is not recognized."""
+    where = issues()
+    report = f"a report at {where} needs" if where else "whoever gave you the package needs to know"
+    return f"`te-graph-fixes issue` prints what {report}"
 
 
 def warn(text: str) -> None:
@@ -55,21 +75,17 @@ def warn(text: str) -> None:
         _module(frame).partition(".")[0] in _NOT_THE_USERS or "exec_module" in frame.f_code.co_name  # a tool's loader
     ):
         frame = frame.f_back
-    registry = frame.f_globals.setdefault("__warningregistry__", {})
-    place = frame.f_code.co_filename, frame.f_lineno, _module(frame)
-    warnings.warn_explicit(text, TEGraphFixesWarning, *place, registry)
+    warnings.warn_explicit(text, TEGraphFixesWarning, frame.f_code.co_filename, frame.f_lineno, _module(frame))
     _said.add(text)
 
 
 def announce(report: Report, verbose: bool | None) -> None:
     """Say once what was applied: to a log that takes it, or else on stderr; unless ``verbose``, on the first rank."""
-    text = _in_short(report)
-    if verbose:
-        words = _groups({fix_id: status.status for fix_id, status in report.fixes.items()})
-        text += f" ({'; '.join(f'{word}: {ids}' for word, ids in sorted(words.items()))})"
-    text = "; ".join([text, *report.said_of_copies()])
-    is_on = len(report.having("disabled")) < len(report.fixes)
-    if text in _said or not (rank() in (None, "0") and is_on if verbose is None else verbose):
+    text = _in_short(report, bool(verbose))
+    wanted = verbose
+    if verbose is None:
+        wanted = rank() in (None, "0") and len(report.having("disabled")) < len(report.fixes)
+    if text in _said or not wanted:
         return
     _said.add(text)
     if verbose is None and _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers():
@@ -79,19 +95,22 @@ def announce(report: Report, verbose: bool | None) -> None:
         print(f"te-graph-fixes {report.version}{where}: {text}", file=sys.stderr, flush=True)
 
 
-def _in_short(report: Report) -> str:
-    """How many fixes are applied, or why none is, and which are missing."""
-    count = len(report.having("applied"))
+def _in_short(report: Report, everything: bool) -> str:
+    """How many fixes are applied, or why none is, and which are missing; on demand ``everything`` by its status."""
+    te, count = te_name(report.te_version), len(report.having("applied"))
     on_disk = [reason for reason in report.having("not-needed").values() if reason.startswith("corrected on disk")]
     if count:
-        text = f"{count} fix{'es' * (count > 1)} applied to TransformerEngine {_version(report)}"
+        text = f"{count} fix{'es' * (count > 1)} applied to {te}"
     elif on_disk:
-        text = f"TransformerEngine {_version(report)} has {len(on_disk)} fixes, {on_disk[0]}"
+        text = f"{te} has {len(on_disk)} fixes, {on_disk[0]}"
     else:
-        text = f"no fix applied to TransformerEngine {_version(report)}"
+        text = f"no fix applied to {te}"
     for word, names in (("missing", report.having(*_BAD)), ("left out", report.having("disabled"))):
         text += f"; {word}: {', '.join(names) if len(names) <= _NAMED else len(names)}" if names else ""
-    return text
+    if everything:
+        words = _groups({fix_id: status.status for fix_id, status in report.fixes.items()})
+        text += f" ({'; '.join(f'{word}: {ids}' for word, ids in sorted(words.items()))})"
+    return "; ".join([text, *report.said_of_copies()])
 
 
 def _groups(items: dict[str, str]) -> dict[str, str]:
@@ -100,10 +119,6 @@ def _groups(items: dict[str, str]) -> dict[str, str]:
     for key, value in items.items():
         found.setdefault(value, []).append(key)
     return {value: ", ".join(keys) for value, keys in found.items()}
-
-
-def _version(report: Report) -> str:
-    return report.te_version or "(unknown version)"
 
 
 def _module(frame: FrameType) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import mmap
 import os
 import re
 import signal
@@ -22,17 +21,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .launcher.te_graph_fixes_run import NAME
 from .settings import REQUIRED
 from .stamp import ChangedStampError, of_tree
 
 MISSING = 87
 """The exit status of a job in which a process was without the fixes."""
-MARK = "te_graph_fixes_active"
 _LOADED = re.compile(r"^\S+ ..x\S .*?(/.*transformer_engine_torch[^/\n]*\.so)", re.MULTILINE)
 _LOOK = 0.1
 """Seconds between two looks."""
-_GRACE = 2.0
-"""Seconds that a process has to `import te_graph_fixes` after TE."""
 _PARENT, _STARTED, _STACK = 1, 19, 25
 """Places in ``/proc/NUMBER/stat``, from behind the name of the program."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -52,7 +49,7 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
     while status is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = job.wait(_LOOK)
-        if guilty := watch.guilty(0.0 if status is not None else _GRACE):
+        if guilty := watch.guilty():
             for about in guilty:
                 print(f"te-graph-fixes run --required: {about}", file=sys.stderr)
             _end(job, watch)
@@ -67,7 +64,6 @@ class _Watch:
     def __init__(self) -> None:
         self._parents: dict[str, str] = {}
         self._right: set[str] = set()
-        self._suspects: dict[str, tuple[float, str]] = {}  # since when, and a sentence
 
     def below(self) -> list[str]:
         """The numbers of all that this process has started, and that these have; orphans of them are given to it."""
@@ -84,59 +80,44 @@ class _Watch:
             found += children[number]
         return found
 
-    def guilty(self, grace: float) -> list[str]:
-        """A sentence for each process that had TE without the fixes for ``grace`` seconds, or until it ended."""
-        now, before, self._suspects = time.monotonic(), self._suspects, {}
+    def guilty(self) -> list[str]:
+        """A sentence for each process that has TE without the fixes."""
+        found = []
         for number in self.below():
             with contextlib.suppress(OSError):  # it has ended
-                self._look(number, before, now)
-        ended = [about for process, (_, about) in before.items() if process not in {*self._right, *self._suspects}]
-        return ended + [about for since, about in self._suspects.values() if now - since >= grace]
+                if not self._is_right(number):
+                    words = Path("/proc", number, "cmdline").read_text(errors="replace").replace("\0", " ").split()
+                    found.append(
+                        f"process {number} ({' '.join(words)[:200]}) has imported TransformerEngine without the fixes, "
+                        "so the job was ended. Start that Python without -I, -E and -S and with the environment of "
+                        "this one, or `import te_graph_fixes` in it first"
+                    )
+        return found
 
-    def _look(self, number: str, before: Mapping[str, tuple[float, str]], now: float) -> None:
-        """See whether a process has the fixes, then for good, or TE without them."""
+    def _is_right(self, number: str) -> bool:
+        """Whether a process has the fixes, which it then has for good, or no TE so far."""
         stat = _stat(number)
         process = f"{number} {stat[_STARTED]} {stat[_STACK]}"  # what it executes next has another stack
         if process in self._right:
-            return
+            return True
         maps = Path("/proc", number, "maps").read_text(errors="replace")
         library = _LOADED.search(maps)
-        if MARK in maps or (library and _on_disk(process, library[1])):
+        if NAME in maps or (library and _on_disk(number, library[1])):
             self._right.add(process)
-        elif library:
-            words = Path("/proc", number, "cmdline").read_text(errors="replace").replace("\0", " ").split()
-            about = (
-                f"process {number} ({' '.join(words)[:200]}) has imported TransformerEngine without the fixes, "
-                "so the job was ended. Start that Python without -I, -E and -S and with the environment of this one, "
-                "or `import te_graph_fixes` in it first"
-            )
-            self._suspects[process] = before.get(process, (now, about))
+        return process in self._right or not library
 
 
 def _stat(number: str) -> list[str]:
     return Path("/proc", number, "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
-@functools.cache
-def _on_disk(process: str, library: str) -> bool:
+def _on_disk(number: str, library: str) -> bool:
     """Whether the TE that a process has loaded is corrected on disk."""
-    folders = [folder for folder in Path(library).parents if (folder / "transformer_engine" / "pytorch").is_dir()]
-    location = f"/proc/{process.split()[0]}/root{folders[0]}/transformer_engine" if folders else ""
-    try:
-        return bool(location) and of_tree(location) is not None
-    except ChangedStampError:
-        return False
-
-
-def mark() -> None:
-    """Show who looks that this process has the fixes, in a page that lives as long as it, and in its forks."""
-    file = os.memfd_create(MARK)
-    os.ftruncate(file, mmap.PAGESIZE)
-    _marks.append(mmap.mmap(file, mmap.PAGESIZE))
-    os.close(file)
-
-
-_marks: list[object] = []
+    for folder in Path(library).parents:
+        with contextlib.suppress(ChangedStampError):
+            if of_tree(f"/proc/{number}/root{folder}/transformer_engine"):
+                return True
+    return False
 
 
 def _reap(job: subprocess.Popen[bytes]) -> None:

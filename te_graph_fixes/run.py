@@ -1,13 +1,15 @@
 """``te-graph-fixes run``: start a program with the fixes active in it and in all its children, through the environment.
 
-PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start; where another one stands before it,
-PYTHONWARNINGS does, by naming a category of `launcher/te_graph_fixes_run.py`. Then the program takes the place of this
-process, so that its signals, exit status and streams are its own.
+PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start, and that
+`launcher/te_graph_fixes_run.py`; where another one stands before it, PYTHONWARNINGS does, by naming a category there.
+Then the program takes the place of this process, so that its signals, exit status and streams are its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from .checking import VARIABLE, Options
+from .launcher.te_graph_fixes_run import FILTER
 from .settings import EXPECT, Settings, nearest
 
 USAGE = """\
@@ -32,9 +35,13 @@ exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 
 example: te-graph-fixes run --required torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
-FILTER = "ignore::te_graph_fixes_run.Started"
 OPTIONS = ("--required", "--check", "--check-strict", "--print-env")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+_OTHER = r"[^\0cmEISWX-]"
+_UNREACHABLE = re.compile(
+    rf"([^\0]*/)?python[\d.]*\0(-{_OTHER}*[WX]\0?[^\0]+\0|-{_OTHER}+\0)*-{_OTHER}*(?P<option>[EIS])"
+)
+"""A Python whose options keep it from our ``sitecustomize``, with zeros between the words. W and X take a value."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,31 +49,22 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    command, required = list(arguments), False
+    options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "--", arguments))
+    command = list(arguments[len(options) :])
+    if command[:1] == ["--"]:
+        del command[0]
     try:
         settings = Settings.read()
         if settings.only:
             from .verdicts import Decision
 
             Decision.installed(settings)  # that a fix is named without one that it requires shows before the start
-        if command == ["--print-env"]:
+        if list(arguments) == ["--print-env"]:
             print_environment()
             return 0
-        while command and command[0].startswith("-") and command[0] != "--":
-            given = command.pop(0)
-            option, equals, value = given.partition("=")
-            if given == "--required":
-                required = True
-            elif option in ("--check", "--check-strict"):
-                _ask_for_check(option, value if equals else "on", command)
-            elif option == "--print-env":
-                raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
-            else:
-                raise ValueError(
-                    f"unknown option {given}; {nearest([option, given], OPTIONS)}see te-graph-fixes run -h"
-                )
-        command = command[1:] if command[:1] == ["--"] else command
-        _require_reachable(command)
+        for option in options:
+            _obey(option)
+        _require_startable(command)
     except ValueError as error:
         if "--print-env" in arguments:
             print("false")  # so that `eval` fails too
@@ -75,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(name, signal.SIG_DFL)
     environ = {**os.environ, **variables()}
     try:
-        if required:
+        if "--required" in options:
             from .required import run
 
             return run(command, environ)
@@ -85,19 +83,22 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(NOT_FOUND if missing else NOT_EXECUTABLE, f"cannot start {command[0]}: {error.strerror}")
 
 
-def _ask_for_check(name: str, value: str, following: Sequence[str]) -> None:
-    """Set the variable that asks for a check; ValueError where the value, or what follows the option, says nothing."""
-    os.environ[VARIABLE] = value + (",strict" if name == "--check-strict" else "")
-    try:
-        wanted = Options.parse(os.environ[VARIABLE])
-    except ValueError as error:
-        raise ValueError(f"{name}={value} is not understood; valid: {name}, {name}=N, {name}=N,layers=K") from error
-    if wanted is None:
-        raise ValueError(f"{name}={value} checks nothing: leave it out, or ask for 1 step or more")
-    if following and following[0].isdecimal():
-        raise ValueError(f"no program is called {following[0]}; write {name}={following[0]} for the steps")
-    if importlib.util.find_spec("transformer_engine") is None:
-        _fail(0, f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
+def _obey(option: str) -> None:
+    """Set the variable that asks for a check, if this option does; ValueError where it is not understood."""
+    name, equals, value = option.partition("=")
+    if option == "--print-env":
+        raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
+    if name in ("--check", "--check-strict"):
+        os.environ[VARIABLE] = (value if equals else "on") + (",strict" if name == "--check-strict" else "")
+        wanted = None
+        with contextlib.suppress(ValueError):
+            wanted = Options.parse(os.environ[VARIABLE])
+        if wanted is None:
+            raise ValueError(f"{option} is not understood; valid: {name}, {name}=N, {name}=N,layers=K")
+        if importlib.util.find_spec("transformer_engine") is None:
+            _fail(0, f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
+    elif option != "--required":
+        raise ValueError(f"unknown option {option}; {nearest([name, option], OPTIONS)}see te-graph-fixes run -h")
 
 
 def variables() -> dict[str, str]:
@@ -128,26 +129,17 @@ def print_environment() -> None:
         print(f"export {EXPECT}={shlex.quote(fingerprint(source.version, verdicts(source)))}")
 
 
-def _require_reachable(command: Sequence[str]) -> None:
-    """Raise ValueError where there is no command, or a Python whose options keep it from our ``sitecustomize``."""
+def _require_startable(command: Sequence[str]) -> None:
+    """Raise ValueError where there is no command, or a Python that does not run our ``sitecustomize``."""
     if not command or not command[0]:
         raise ValueError("no command; write for example: te-graph-fixes run python train.py")
-    if not re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])):
-        return
-    words = iter(command[1:])
-    for word in words:
-        options = re.fullmatch(r"-([a-zA-Z]*?)(?:([cmWX])(.*))?", word)
-        if word == "-" or options is None:
-            return
-        flags, last, value = options.groups()
-        if found := re.search("[EIS]", flags):
-            raise ValueError(
-                f"cannot reach {command[0]} -{found[0]}: drop -{found[0]}, or `import te_graph_fixes` in the program"
-            )
-        if last in ("c", "m"):
-            return
-        if last and not value:
-            next(words, None)
+    if command[0].isdecimal():
+        raise ValueError(f"no program is called {command[0]}; write --check={command[0]} for the steps")
+    if found := _UNREACHABLE.match("\0".join(command)):
+        option = f"-{found['option']}"
+        raise ValueError(
+            f"cannot reach {command[0]} {option}: drop {option}, or `import te_graph_fixes` in the program"
+        )
 
 
 def _fail(status: int, message: object) -> int:

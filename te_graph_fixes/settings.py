@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .checking import VARIABLE as CHECK
 from .checking import Options
@@ -47,6 +47,11 @@ class Settings:
     def off(self) -> bool:
         return self.only is not None and not self.only
 
+    @property
+    def chosen_by(self) -> str:
+        """The variables that leave fixes out."""
+        return " and ".join([SWITCH] * (self.only is not None) + [DISABLE] * bool(self.disable))
+
     @classmethod
     def read(
         cls,
@@ -60,25 +65,17 @@ class Settings:
         Raises ValueError for an unknown fix id or value, naming the valid ones.
         """
         _require_known(environ)
+        word, required = environ.get(SWITCH, "").strip().lower(), bool(environ.get(REQUIRED))
         found = cls(
-            _switch(environ) if only is None else fix_ids(only, "only"),
+            _switch(word, environ) if only is None else fix_ids(only, "only"),
             fix_ids(_split(environ, DISABLE), DISABLE) if disable is None else fix_ids(disable, "disable"),
-            bool(_flag(environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")),
+            bool(_flag(environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")) or required,
             _flag(environ.get(VERBOSE, ""), VERBOSE),
-            only is None and _word(environ) == UPSTREAM,
+            only is None and word == UPSTREAM,
         )
-        if environ.get(REQUIRED):
-            if found.off:
-                raise ValueError(f"{SWITCH} is off below `te-graph-fixes run --required`; unset one of the two")
-            return replace(found, strict=True)
+        if required and found.off:
+            raise ValueError(f"{SWITCH} is off below `te-graph-fixes run --required`; unset one of the two")
         return found
-
-
-def chosen_by(environ: Mapping[str, str] = os.environ) -> str:
-    """The variables that leave fixes out, with the value where it is a word for all."""
-    word = f"={_word(environ)}" if _word(environ) in (*_FALSE, UPSTREAM) else ""
-    named = {f"{SWITCH}{word}": _word(environ) not in (*_TRUE, ""), DISABLE: environ.get(DISABLE)}
-    return " and ".join(name for name, chooses in named.items() if chooses)
 
 
 def _split(environ: Mapping[str, str], name: str) -> list[str]:
@@ -89,12 +86,8 @@ def _split(environ: Mapping[str, str], name: str) -> list[str]:
     return found
 
 
-def _word(environ: Mapping[str, str]) -> str:
-    return environ.get(SWITCH, "").strip().lower()
-
-
-def _switch(environ: Mapping[str, str]) -> frozenset[str] | None:
-    word = _word(environ)
+def _switch(word: str, environ: Mapping[str, str]) -> frozenset[str] | None:
+    """The fixes that `SWITCH` chooses: by a word, or by their names."""
     if word in _TRUE or not word:
         return None
     if word in _FALSE:
@@ -108,9 +101,7 @@ def _switch(environ: Mapping[str, str]) -> frozenset[str] | None:
 
 def _flag(value: object, where: str) -> bool | None:
     """Whether a value says yes or no; None if it says nothing."""
-    if value in (False, True):
-        return bool(value)
-    word = value.strip().lower() if isinstance(value, str) else value
+    word = str(value).strip().lower()
     if word not in (*_TRUE, *_FALSE, ""):
         raise ValueError(f"{where}={value!r} is not understood; valid: {', '.join(_TRUE + _FALSE)}")
     return word in _TRUE if word else None

@@ -14,11 +14,12 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 PACKAGE = "transformer_engine.pytorch"
 MADE, MODULES = "made", "modules"
 OPEN = ".te-graph-fixes.open"
-"""The folder in TE's that stands while `te_graph_fixes.bake` exchanges files."""
+"""The folder in TE's that stands while `te_graph_fixes.bake` changes files, or changes them back."""
 _BEGIN = "# Corrected on disk by te-graph-fixes "
 _ADVICE = "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`"
 _DIGEST = "# sha256 of all above: "
@@ -84,30 +85,23 @@ def of_tree(location: str) -> Stamp | None:
     stamps = {name: of_text(text) for name, text in _marked(location)}
     if not stamps:
         return None
-    for name, stamp in stamps.items():
-        if stamp is None:
+    first = next(filter(None, stamps.values()), None)
+    for name in sorted(stamps.keys() | set(first.facts[MODULES] if first else ())):
+        if first is None or stamps.get(name) != first:
             file = f"pytorch/{name.replace('.', '/')}.py"
-            raise ChangedStampError(f"{file} was edited after te-graph-fixes had corrected it on disk: {_ADVICE}")
-    first, *others = stamps.values()
-    assert first is not None
-    if any(stamp != first for stamp in others):
-        raise ChangedStampError(f"te-graph-fixes has corrected it on disk more than once: {_ADVICE}")
-    if missing := sorted(set(first.facts[MODULES]) - stamps.keys()):
-        file = f"pytorch/{missing[0].replace('.', '/')}.py"
-        raise ChangedStampError(f"{file} is not the one that te-graph-fixes {first.version} has written: {_ADVICE}")
+            raise ChangedStampError(f"{file} is not as te-graph-fixes has written it: {_ADVICE}")
     return first
 
 
 def _marked(location: str) -> Iterator[tuple[str, str]]:
     """The modules that hold the first line of a stamp: name below `PACKAGE`, and text."""
-    root = os.path.join(location, "pytorch")
-    for folder, _, names in os.walk(root):
-        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                data = file.read()
-                if _BEGIN.encode() in data:
-                    module = os.path.relpath(path, root).removesuffix(".py").replace(os.sep, ".")
-                    yield module.removesuffix(".__init__"), importlib.util.decode_source(data)
+    root = Path(location, "pytorch")
+    for path in root.rglob("*.py"):
+        with contextlib.suppress(OSError):
+            data = path.read_bytes()
+            if _BEGIN.encode() in data:
+                module = ".".join(path.relative_to(root).with_suffix("").parts)
+                yield module.removesuffix(".__init__"), importlib.util.decode_source(data)
 
 
 def _digest(text: str) -> str:

@@ -9,18 +9,23 @@ from typing import Any
 
 from . import __version__
 
-COPIED = {"_make_graphed_callables", "_graph_context_wrapper"}
-"""Functions of TransformerEngine's graph.py, by which a copy of it is known."""
+COPIED = "_make_graphed_callables"
+"""A function of TransformerEngine's graph.py, by which a copy of it is known."""
+
+
+def te_name(version: str | None) -> str:
+    """TransformerEngine with its version."""
+    return f"TransformerEngine {version or '(version unknown)'}"
 
 
 def copies_of_graphs(original: str) -> tuple[str, ...]:
-    """The imported modules, except the one called ``original``, that define all of `COPIED`."""
+    """The imported modules, except the one called ``original``, that define `COPIED`."""
     found = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)
         own = object.__getattribute__(module, "__dict__") if is_module else {}  # loads nothing
-        if name != original and own.keys() >= COPIED:
-            found += [name] * all(getattr(own[each], "__module__", None) == name for each in COPIED)
+        if name != original and getattr(own.get(COPIED), "__module__", None) == name:
+            found.append(name)
     return tuple(sorted(found))
 
 
@@ -62,7 +67,7 @@ class Report:
 
     def __str__(self) -> str:
         width = max(map(len, self.fixes), default=0)
-        lines = [f"te-graph-fixes {self.version}, TransformerEngine {self.te_version or '(version unknown)'}"]
+        lines = [f"te-graph-fixes {self.version}, {te_name(self.te_version)}"]
         lines += [f"  {fix:{width}}  {status.status:14}  {status.reason}" for fix, status in self.fixes.items()]
         return "\n".join([*lines, *(f"  {text}" for text in self.said_of_copies())])
 
@@ -76,12 +81,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain dicts and lists, ready for JSON."""
-        return {
-            "te_graph_fixes_version": self.version,
-            "te_version": self.te_version,
-            "copies": list(self.copies),
-            "fixes": {
-                fix_id: {**asdict(status), "upstream": list(status.upstream), "targets": list(status.targets)}
-                for fix_id, status in self.fixes.items()
-            },
-        }
+        import json  # slow to import
+
+        plain = json.loads(json.dumps(asdict(self)))
+        return {"te_graph_fixes_version": plain.pop("version"), **plain}

@@ -11,7 +11,7 @@ import re
 
 from te_graph_fixes.fix import APPLICABLE, GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.project import PLACEHOLDER
+from te_graph_fixes.messages import PLACEHOLDER
 from tests.child import ROOT, python
 from tests.published import source
 

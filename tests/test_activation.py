@@ -767,7 +767,7 @@ sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = 
 import te_graph_fixes
 assert set(statuses().values()) == {{"unrecognized"}}
 found = attempt(te_graph_fixes.activate, None, None, True)
-assert found.startswith("FixNotAppliedError: TransformerEngine (unknown version): graph, linear cannot be"), found
+assert found.startswith("FixNotAppliedError: TransformerEngine (version unknown): graph, linear cannot be"), found
 """)
     assert out.count("graph, linear cannot be applied: transformer_engine in sys.modules is a stand-in (") == 1
     assert out.count("TEGraphFixesWarning") == 1

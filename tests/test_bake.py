@@ -118,6 +118,17 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
     assert base.samefile(shared)
 
 
+def test_a_file_system_without_hard_links(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    tree = copy(tmp_path)
+    before = content(tree)
+    monkeypatch.setattr(os, "link", refuse)
+    assert cli("bake", "--te", tree)[0] == cli("bake", "--undo", "--te", tree)[0] == 0
+    assert content(tree) == before
+
+
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.chmod", "os.chown", "shutil.rmtree"}
 
 
@@ -173,7 +184,7 @@ def test_killed_at_any_write(make: Callable[[Path], Decision], tmp_path: Path, m
     """What is left is TE as it was, or corrected, or closed; what follows, and is not killed, does its work."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     tree, decision = tmp_path, make(tmp_path)
-    location, closed = tree / "transformer_engine", compile(bake._GUARD, "", "exec", dont_inherit=True)
+    location, closed = tree / "transformer_engine", compile(bake._CLOSED, "", "exec", dont_inherit=True)
     files = bake.corrected(decision)
     monkeypatch.setattr(bake, "corrected", lambda _: files)
     names = {bake.INIT, *(file.path for file in files)}
@@ -311,7 +322,7 @@ def test_what_is_left_out_stays_left_out(tmp_path: Path, cli: Cli, monkeypatch: 
 @pytest.mark.parametrize(
     ("value", "status", "said"),
     [
-        ("off", 1, r"^te-graph-fixes: nothing was changed: \d+ fixes are left out by TE_GRAPH_FIXES=off\n$"),
+        ("off", 1, r"^te-graph-fixes: nothing was changed: \d+ fixes are left out by TE_GRAPH_FIXES\n$"),
         ("none-outputs", 0, r" \(\d+ are left out by TE_GRAPH_FIXES\)\. Undo: te-graph-fixes bake --undo --source "),
     ],
 )
@@ -333,7 +344,7 @@ def change(path: Path, old: str, new: str) -> None:
 
 
 ADDED = "transformer_engine/pytorch/_te_graph_order.py"
-EDITED = "pytorch/graph.py was edited"
+EDITED = "pytorch/graph.py is not as te-graph-fixes has written it: take"
 CHANGES: dict[str, tuple[str, str, str, str]] = {
     "a line is edited": (GRAPH, "import contextlib", "import contextlib as c", EDITED),
     "a comment is edited": (GRAPH, "# Copyright", "# copyright", EDITED),
@@ -342,9 +353,9 @@ CHANGES: dict[str, tuple[str, str, str, str]] = {
     "an entry is added": (GRAPH, "# made: ", "# made: another-fix, ", EDITED),
     "an entry is dropped": (GRAPH, "tuple-samples", "none-outputs", EDITED),
     "the digest is edited": (GRAPH, "of all above: ", "of all above: 0", EDITED),
-    "the stamp is taken off": (GRAPH, "# Corrected on disk", "# C", "pytorch/graph.py is not the one"),
-    "an added module is edited": (ADDED, "import", "import os, ", "pytorch/_te_graph_order.py was edited"),
-    "an added module is gone": (ADDED, "", "", "pytorch/_te_graph_order.py is not the one"),
+    "the stamp is taken off": (GRAPH, "# Corrected on disk", "# C", EDITED),
+    "an added module is edited": (ADDED, "import", "import os, ", "pytorch/_te_graph_order.py is not as"),
+    "an added module is gone": (ADDED, "", "", "pytorch/_te_graph_order.py is not as"),
 }
 
 
@@ -399,7 +410,7 @@ def test_an_interrupted_bake_is_said(tmp_path: Path, cli: Cli) -> None:
     before = content(tree)
     for number in itertools.count(1):
         in_child(lambda: bake.in_place(decision), number)
-        if (tree / bake.INIT).read_text() == bake._GUARD:
+        if (tree / bake.INIT).read_bytes() == bake._CLOSED:
             break
         bake.roll_back(tree / "transformer_engine")
     assert "was interrupted" in verdicts(Source.at(tree))["warmup-reset"].reason
@@ -428,7 +439,9 @@ def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
     status, _, err = cli("status", "--te", tree, "--overlay", folder)
     assert status == 1
     files = len(manifest["files"])
-    assert re.fullmatch(rf"{files} of {files} files are not mounted, first {tree}/\S+: mount what .*\n", err)
+    assert re.fullmatch(
+        rf"te-graph-fixes: {files} of {files} files are not mounted, first {tree}/\S+: mount what .*\n", err
+    )
     for each in manifest["files"]:
         shutil.copy(folder / each["path"], tree / each["path"])
     assert cli("status", "--te", tree, "--overlay", folder)[0] == 0
@@ -436,8 +449,11 @@ def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
     assert {verdict.verdict for verdict in found.values()} <= {NOT_NEEDED, "not-applicable"}
     change(tree / GRAPH, "import", "import os,")
     assert "neither the overlay's nor" in cli("status", "--te", tree, "--overlay", folder)[2]
-    assert cli("status", "--te", source("2.14.0"), "--overlay", folder)[0] == 1
-    assert "the overlay is for 2.12.0" in cli("status", "--te", source("2.14.0"), "--overlay", folder)[2]
+    status, _, err = cli("status", "--te", source("2.14.0"), "--overlay", folder)
+    assert (status, "what it was made of, which is TransformerEngine 2.12.0: make the overlay again" in err) == (
+        1,
+        True,
+    )
     missing = f"te-graph-fixes: no overlay in {tmp_path}: MANIFEST.json: No such file or directory\n"
     assert cli("status", "--te", tree, "--overlay", tmp_path)[2] == missing
     assert "is not empty" in cli("bake", "--te", source("2.12.0"), "--overlay", tmp_path)[2]

@@ -13,8 +13,7 @@ import te_graph_fixes
 from te_graph_fixes.checking import Options
 from te_graph_fixes.fix import UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.messages import announce, problem_summary
-from te_graph_fixes.project import PLACEHOLDER, how_to_report
+from te_graph_fixes.messages import PLACEHOLDER, announce, how_to_report, problem_summary
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import Source
 from te_graph_fixes.status import FixStatus, Report
