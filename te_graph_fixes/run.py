@@ -37,11 +37,6 @@ example: te-graph-fixes run --required torchrun --nproc-per-node 8 pretrain_gpt.
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher")
 OPTIONS = ("--required", "--check", "--check-strict", "--print-env")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
-_OTHER = r"[^\0cmEISWX-]"
-_UNREACHABLE = re.compile(
-    rf"([^\0]*/)?python[\d.]*\0(-{_OTHER}*[WX]\0?[^\0]+\0|-{_OTHER}+\0)*-{_OTHER}*(?P<option>[EIS])"
-)
-"""A Python whose options keep it from our ``sitecustomize``, with zeros between the words. W and X take a value."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -135,11 +130,27 @@ def _require_startable(command: Sequence[str]) -> None:
         raise ValueError("no command; write for example: te-graph-fixes run python train.py")
     if command[0].isdecimal():
         raise ValueError(f"no program is called {command[0]}; write --check={command[0]} for the steps")
-    if found := _UNREACHABLE.match("\0".join(command)):
-        option = f"-{found['option']}"
+    if option := _out_of_reach(command):
         raise ValueError(
             f"cannot reach {command[0]} {option}: drop {option}, or `import te_graph_fixes` in the program"
         )
+
+
+def _out_of_reach(command: Sequence[str]) -> str:
+    """The option that keeps a Python from our ``sitecustomize``; "" if there is none."""
+    words = iter(command[1:] if re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])) else ())
+    for word in words:
+        options = re.fullmatch(r"-([a-zA-Z]*?)(?:([cmWX])(.*))?", word)
+        if word == "-" or options is None:
+            break
+        flags, last, value = options.groups()
+        if found := re.search("[EIS]", flags):
+            return f"-{found[0]}"
+        if last in ("c", "m"):
+            break
+        if last and not value:
+            next(words, None)
+    return ""
 
 
 def _fail(status: int, message: object) -> int:
