@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
-from itertools import takewhile
+from functools import cache
 from typing import Any
 
 from .matching import WORD, Pattern, without_annotation
-from .source import Definition, is_among, unrecognized
-from .tree import Node, Slot, blocks_of, extent, is_in, nodes, standing_in, targets_in
+from .source import Definition, UnrecognizedError, unrecognized
+from .tree import Node, Slot, blocks_of, first_line, is_in, nodes, standing_in, targets_in
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LEAVING = (ast.Return, ast.Break, ast.Continue)
 
 
+class NotInForceError(UnrecognizedError):
+    """A correction of upstream's stands in the source, and may have no effect."""
+
+
+def _not_in_force(wanted: str, place: Definition, found: str) -> NotInForceError:
+    return NotInForceError(*unrecognized(wanted, place, found).args)
+
+
 def require_in_force(
-    place: Definition, at: Node, words: Set[str], known: Sequence[Node], conditions: Sequence[str]
+    place: Definition, at: Node, pattern: Pattern, known: Sequence[Node], conditions: Sequence[str]
 ) -> None:
-    """Raise `UnrecognizedError` where a node may be left out, or what it does is undone, as far as one can tell.
+    """Raise `NotInForceError` where a node may be left out, or what it does is undone, as far as one can tell.
 
     It is left out by what stands around it, other than the ``known`` nodes, or leaves above it; but for TE's own
-    ``conditions``, which are patterns. It is undone where what it sets is changed below it, as far as the ``words`` of
-    its pattern name that.
+    ``conditions``, which are patterns. It is undone where what its ``pattern`` sets is changed below it.
     """
     statements, _ = place.outline
     around = standing_in(statements, at.lineno)
-    statement = without_annotation(at if isinstance(at, ast.stmt) else around[0].node)
     _require_run(place, at, around, known, conditions)
-    _require_set_above(place, statement, around)
-    _require_kept(place, statement, around, words, known)
+    statement = without_annotation(at if isinstance(at, ast.stmt) else around[0].node)
+    target = {ast.unparse(statement.targets[0])} if isinstance(statement, ast.Assign) else set()
+    _require_kept(place, around, _made_by(pattern) | target, known)
 
 
 def _require_run(
     place: Definition, at: Node, around: Sequence[Slot], known: Sequence[Node], conditions: Sequence[str]
 ) -> None:
-    """Raise `UnrecognizedError` where a node is not run, or only in a condition that TE has not."""
+    """Raise `NotInForceError` where a node is not run, or only in a condition that TE has not."""
     _, lines_of = place.outline
     in_line = [*around, *nodes(around[0].node, at.lineno)]
     tests = [*_tests_around(at, [slot.node for slot in in_line], known)]
@@ -43,34 +51,36 @@ def _require_run(
         for above in slot.siblings[: slot.number]:
             if isinstance(above, ast.Raise) or _cached(place, _leaves, above):
                 if not isinstance(above, ast.If):
-                    raise unrecognized("a correction that is reached", place, f"what leaves above line {at.lineno}")
+                    raise _not_in_force("a correction that is reached", place, f"what leaves above line {at.lineno}")
                 if any(map(_leaves, above.body)):
                     tests.append(_negated(above.test))
                 if any(map(_leaves, above.orelse)):
                     tests.append(above.test)
         is_inner = slot.outer and slot.node not in known and isinstance(slot.node, _DEFINITIONS)
         if is_inner and len(lines_of[slot.node.name]) == 1:
-            raise unrecognized("a correction that is used", place, f"it in {slot.node.name}, which is not")
+            raise _not_in_force("a correction that is used", place, f"it in {slot.node.name}, which is not")
         if slot.outer and slot.outer.node not in known and _is_left_out(slot.siblings, slot.outer.node):
-            raise unrecognized("a correction that is always run", place, f"it below line {slot.outer.first}")
+            raise _not_in_force("a correction that is always run", place, f"it below line {slot.outer.first}")
     for test in tests:
         if not any([*Pattern.of(condition).match([test], 0)] for condition in conditions):
-            raise unrecognized("a correction that is always run", place, f"it where `{ast.unparse(test)}`")
+            raise _not_in_force("a correction that is always run", place, f"it where `{ast.unparse(test)}`")
 
 
-def _require_kept(
-    place: Definition, statement: Any, around: Sequence[Slot], words: Set[str], known: Sequence[Node]
-) -> None:
-    """Raise `UnrecognizedError` where what a statement sets is changed below it, in a block that it stands in."""
-    _, lines_of = place.outline
-    made = {text for part in _changed(statement) for text in _with_containers(part) if set(WORD.findall(text)) <= words}
-    made |= {ast.unparse(statement.targets[0])} if isinstance(statement, ast.Assign) else set()
+def _require_kept(place: Definition, around: Sequence[Slot], made: Set[str], known: Sequence[Node]) -> None:
+    """Raise `NotInForceError` where what is ``made`` is changed below, in a block that one stands in."""
+    statements, lines_of = place.outline
     variables = {WORD.findall(text)[0] for text in made if WORD.search(text)}
-    blocks = takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), around)
-    for later in (node for slot in blocks for node in slot.siblings[slot.number + 1 :]):
-        is_named = later not in known and any(is_among(lines_of[name], later) for name in variables)
-        if is_named and not made.isdisjoint(_cached(place, _texts_of_changed, later)):
-            raise unrecognized("a correction that stays", place, f"`{ast.unparse(later)}` below it")
+    blocks = itertools.takewhile(lambda slot: not isinstance(slot.node, ast.FunctionDef), around)
+    for later in (node for slot in blocks for node in slot.siblings[slot.number + 1 :] if node not in known):
+        for line in sorted({line for name in variables for line in lines_of[name] if line in _lines(later)}):
+            inner = [slot.node for slot in standing_in(statements, line) if is_in(slot.node, later)]
+            is_defined = any(isinstance(node, _DEFINITIONS) for node in inner)
+            if not is_defined and not made.isdisjoint(_cached(place, _texts_of_changed, inner[0])):
+                raise _not_in_force("a correction that stays", place, f"`{ast.unparse(inner[0])}` below it")
+
+
+def _lines(node: Any) -> range:
+    return range(first_line(node), node.end_lineno + 1)
 
 
 def _tests_around(at: Node, there: Sequence[Any], known: Sequence[Node]) -> Iterator[ast.expr]:
@@ -82,6 +92,9 @@ def _tests_around(at: Node, there: Sequence[Any], known: Sequence[Node]) -> Iter
                 yield _negated(node.test)
             elif not is_in(at, node.test):
                 yield node.test
+        elif isinstance(node, ast.BoolOp) and node not in (at, *known) and is_in(at, node):
+            above = itertools.takewhile(lambda value: not is_in(at, value), node.values)
+            yield from (value if isinstance(node.op, ast.And) else _negated(value) for value in above)
 
 
 def _negated(test: ast.expr) -> ast.expr:
@@ -104,39 +117,12 @@ def _is_left_out(block: list[Any], owner: Any) -> bool:
     return block is not getattr(owner, "body", None) and not isinstance(owner, ast.If)
 
 
-def _require_set_above(place: Definition, statement: Any, around: Sequence[Slot]) -> None:
-    """Raise `UnrecognizedError` where a statement reads a variable that its function sets below it, and not above."""
-    function = next((slot.node for slot in around if isinstance(slot.node, ast.FunctionDef)), None)
-    if function is None:
-        return
-    _, lines_of = place.outline
-    first_set = _cached(place, _first_set, function)
-    end = extent(statement)[1]
-    late = {name for name, where in first_set.items() if where >= end and is_among(lines_of[name], statement)}
-    if not late:
-        return
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and node.id in late:
-            raise unrecognized(f"{node.id} above line {statement.lineno}", place, "it below")
-
-
 def _cached(place: Definition, find: Callable[[Any], Any], node: ast.AST) -> Any:
     """What ``find`` says of a node; asked once."""
     cache = place.module.cache
     if (find, node) not in cache:
         cache[find, node] = find(node)
     return cache[find, node]
-
-
-def _first_set(function: ast.FunctionDef) -> dict[str, tuple[int, int]]:
-    """The line and column at which each variable in a function is set first; 0, 0 for a parameter."""
-    found: dict[str, tuple[int, int]] = {}
-    for node in ast.walk(function):
-        if isinstance(node, ast.arg):
-            found[node.arg] = (0, 0)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found[node.id] = min(extent(node)[0], found.get(node.id, extent(node)[0]))
-    return found
 
 
 def _changed(statement: ast.AST) -> Iterator[Any]:
@@ -153,6 +139,13 @@ def _changed(statement: ast.AST) -> Iterator[Any]:
         value = getattr(part, "value", None)
         if isinstance(part, ast.stmt) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
             yield value.func.value
+
+
+@cache
+def _made_by(pattern: Pattern) -> Set[str]:
+    """What a pattern sets, or calls a method of, with the containers around it."""
+    changed = (part for node in pattern.nodes for part in _changed(node))
+    return {text for part in changed for text in _with_containers(part) if "ANY" not in text}
 
 
 def _texts_of_changed(statement: ast.AST) -> set[str]:

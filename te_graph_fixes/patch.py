@@ -36,7 +36,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
 from .fix import Verdict, applicable, not_applicable, not_needed
-from .in_force import require_in_force
+from .in_force import NotInForceError, require_in_force
 from .matching import Match, Pattern, StatementRun
 from .rewriting import Change, Insertion, Line, PatchError, Side, compare
 from .shipped import new_module
@@ -71,17 +71,23 @@ class SemanticPatch:
     settled: Callable[[Source], str] | None = None
 
     def check(self) -> None:
-        """Compile all its patches; raises `PatchError`."""
+        """Compile all its patches and conditions; raises `PatchError`."""
         for text in (self.patch, *(text for text, _ in self.corrected)):
             for hunk in (hunk for ways in read(text) for hunk in ways):
                 hunk.check()
+        for condition in self.conditions:
+            try:
+                Pattern.of(condition).nodes  # noqa: B018
+            except SyntaxError as error:
+                raise PatchError(f"conditions= has {condition!r}, which is no expression: {error.msg}") from error
 
     def __call__(self, source: Source) -> Verdict:
         for is_absent, reason in self.absent:
             if is_absent(source):
                 return not_applicable(reason)
         found, misfit = _attempt(source, self._edits)
-        upstream = [reason for text, reason in self.corrected if _attempt(source, self._require, text)[1] is None]
+        tried = [(reason, _attempt(source, self._require, text)[1]) for text, reason in self.corrected]
+        upstream = [reason for reason, error in tried if error is None]
         if len(upstream) > 1 or (upstream and misfit is None):
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
         if upstream:
@@ -91,6 +97,9 @@ class SemanticPatch:
             return applicable(self.defect, found or [], modules)
         if self.settled:
             return not_needed(self.settled(source))
+        for _, error in tried:
+            if isinstance(error, NotInForceError):
+                raise UnrecognizedError(f"{misfit}; and upstream's correction does not count: {error}")
         raise misfit
 
     def _require(self, source: Source, text: str) -> None:
@@ -99,7 +108,7 @@ class SemanticPatch:
         known = [node for _, match in found for node in match.statements]
         for place, match in found:
             for node in match.statements:
-                require_in_force(place, node, match.pattern.words, known, self.conditions)
+                require_in_force(place, node, match.pattern, known, self.conditions)
 
     def _edits(self, source: Source) -> list[Edit]:
         return edits(source, self.patch, {name: find(source) for name, find in self.names.items()})

@@ -331,15 +331,6 @@ IN_PART = [
         "\n                visited_te_modules.clear()",
     ),
     (
-        *(
-            "backward-dw-hooks",
-            "2.20.2",
-            GRAPH,
-            r"(?<=    )ret = \[\]((?:\n.*)*?\n( +)setattr\(ret\[-1\], .backward_dw.*)",
-        ),
-        r"pass\1\n\2ret = []",
-    ),
-    (
         *("tuple-samples", "2.20.2", GRAPH, r"(?<=sample_kwargs = list\(sample_kwargs\))"),
         "\n        sample_args = tuple(sample_kwargs)",
     ),

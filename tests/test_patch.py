@@ -392,7 +392,8 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
 )
 def test_a_correction_that_has_no_effect_is_not_one(text: str) -> None:
     patch = SemanticPatch(hunk("-x = a\n+x = b"), "", corrected=[(hunk(" x = c"), "")], conditions=["not b"])
-    assert verdict(function(text), patch).verdict == UNRECOGNIZED
+    found = verdict(function(text), patch)
+    assert (found.verdict, "and upstream's correction does not count" in found.reason) == (UNRECOGNIZED, True)
     for harmless in (
         "if b:\n    return a\nx = c\n",
         "if not b:\n    x = c\n",
@@ -403,6 +404,18 @@ def test_a_correction_that_has_no_effect_is_not_one(text: str) -> None:
         "for y in a:\n    with b:\n        x = c\n",
     ):
         assert verdict(function(harmless), patch).verdict == NOT_NEEDED
+
+
+@pytest.mark.parametrize(("text", "holds"), [("a and run(c)", False), ("b or run(c)", True), ("run(c) and a", True)])
+def test_a_correction_may_be_a_part_of_a_condition(text: str, holds: bool) -> None:
+    patch = SemanticPatch(hunk("-x = a\n+x = b"), "", corrected=[(hunk(" run(c)"), "")], conditions=["not b"])
+    assert verdict(function(f"y = {text}\n"), patch).verdict == (NOT_NEEDED if holds else UNRECOGNIZED)
+
+
+def test_a_malformed_condition_is_found_with_the_patches() -> None:
+    patch = SemanticPatch(hunk("-x = a\n+x = b"), "", corrected=[(hunk(" x = c"), "")], conditions=["if a:"])
+    with pytest.raises(PatchError, match="'if a:', which is no expression"):
+        patch.check()
 
 
 def test_a_verdict_does_not_rest_on_what_did_not_fit() -> None:
