@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
+from te_graph_fixes import difference
 from te_graph_fixes.verify import driver
 from te_graph_fixes.verify.driver.program import Program
 
@@ -15,6 +16,7 @@ PARTS = [
         Path(driver.__file__).with_name(f"{name}.py")
         for name in ("setting", "modules", "graphs", "training", "replays", "events", "comparison")
     ),
+    Path(difference.__file__),
 ]
 SET_HERE = ({"program"}, {"use"})
 """What the parts know the program by, of which a script has only the values."""
