@@ -134,7 +134,11 @@ def _changed(statement: ast.AST) -> Iterator[Any]:
     if isinstance(statement, _DEFINITIONS):
         return
     kept = set(map(ast.unparse, ast.walk(statement.value))) if isinstance(statement, ast.Assign) else set()
-    yield from (part for part in targets_in(statement) if ast.unparse(part) not in kept)
+    for part in targets_in(statement):
+        is_slice = isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Slice)
+        target = part.value if is_slice else part
+        if ast.unparse(target) not in kept:
+            yield target
     for part in ast.walk(statement):
         value = getattr(part, "value", None)
         if isinstance(part, ast.stmt) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):

@@ -384,6 +384,7 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
         "x = c\nif a:\n    x = b\n",
         "x = c\ndel x\n",
         "x = c\nx.clear()\n",
+        "x = c\nx[:] = b\n",
         "if a:\n    x = c\n",
         "if b:\n    x = c\n",
         "if a:\n    return b\nx = c\n",
