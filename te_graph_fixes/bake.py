@@ -28,7 +28,7 @@ from . import __version__
 from .engine import patched
 from .fix import NOT_APPLICABLE, NOT_NEEDED
 from .source import TE, Source
-from .stamp import MADE, MODULES, OPEN, PACKAGE, Stamp, of_tree
+from .stamp import MADE, MODULES, OPEN, PACKAGE, Stamp, above, of_tree
 from .verdicts import Decision
 
 KEPT = ".te-graph-fixes"
@@ -83,16 +83,19 @@ def module_path(source: Source, module: str) -> str:
 
 
 def require_complete(decision: Decision) -> None:
-    """Raise `BakeError` where a fix that TE needs cannot be applied, or another version has corrected TE on disk."""
+    """Raise `BakeError` where a fix that TE needs cannot be applied, or another version has corrected TE on disk.
+
+    So where the settings leave out all that it needs.
+    """
     location, stamp = decision.source.location, of_tree(decision.source.location)
-    unknown = [fix_id for ids in decision.refused.values() for fix_id in ids]
-    if stamp and (stamp.version != __version__ or unknown):
-        lacks = f" without {', '.join(unknown)}" if unknown else ""
+    refused = [fix_id for ids in decision.refused.values() for fix_id in ids]
+    if stamp and (stamp.version != __version__ or refused):
+        lacks = f" without {', '.join(refused)}" if refused else ""
         raise BakeError(
             f"te-graph-fixes {stamp.version} has corrected {location} on disk{lacks}. "
             "Take that back with `te-graph-fixes bake --undo` (a patch with `patch -p1 -R`), then bake again"
         )
-    if unknown:
+    if refused:
         reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
         why = decision.refusal or f"not every fix that is needed can be applied. {reasons}"
         raise BakeError(f"nothing was changed, because {why}")
@@ -103,7 +106,7 @@ def require_complete(decision: Decision) -> None:
 
 @contextlib.contextmanager
 def changing(location: Path) -> Iterator[bool]:
-    """Let one process at a time change the TE in a folder; whether it took back what another had left."""
+    """Let one process at a time change the TE in a folder. Yields whether it took back what another had left."""
     folder = os.open(location, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -145,17 +148,25 @@ def undo(location: Path) -> int:
     here = {each["path"]: _sha256_of(root / each["path"]) for each in files}
     ours = [each for each in files if here[each["path"]] == each[RESULT]]
     others = [each["path"] for each in files if here[each["path"]] not in (each[ORIGINAL], each[RESULT])]
-    if others and any(each[ORIGINAL] for each in ours):
+    if INIT not in here and _sha256_of(root / INIT) != _sha256_of(kept / ORIGINAL / INIT):
+        others.append(INIT)
+    is_ours = any(each[ORIGINAL] for each in ours) or any(_is_stamped(root / path) for path in others)
+    if others and is_ours:
         raise BakeError(
             f"{', '.join(others)} in {location} was edited after the bake: take the edit back, or "
             "install TransformerEngine anew, and undo again"
         )
     with _disk(location, "Mend that, and undo again"):
         if others:  # TE was installed anew: of what is ours only added modules are left
-            shutil.rmtree(kept / ORIGINAL)
+            shutil.rmtree(kept / ORIGINAL, ignore_errors=True)
         os.rename(kept, location / OPEN)
     roll_back(location)  # an undo is a bake that is taken back
     return len(ours)
+
+
+def _is_stamped(path: Path) -> bool:
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    return above(text) != text
 
 
 def roll_back(location: Path) -> bool:

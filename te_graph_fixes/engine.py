@@ -20,6 +20,7 @@ import os
 import re
 import struct
 import sys
+import textwrap
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
@@ -75,7 +76,7 @@ class FunctionPatch(NamedTuple):
     """One function of TransformerEngine, as its source has it and as it becomes; None where there is none.
 
     Where the ``edits`` change it, ``block`` is the code of what it is in: of its module or, for a method, of a class
-    body that holds it alone. ``defaults`` are those of the parameters that it gets.
+    body. ``defaults`` are those of the parameters that the edits add.
     """
 
     module: str
@@ -116,7 +117,7 @@ class FunctionPatch(NamedTuple):
         if self.module not in sys.modules:
             return self.block is None
         found = self.live
-        return found is None if code is None else type(found) is FunctionType and found.__code__ in (code,)
+        return found is None if code is None else type(found) is FunctionType and found.__code__ == code
 
 
 Lines: TypeAlias = "tuple[int, int]"
@@ -133,7 +134,7 @@ def compile_patches(source: Source, verdicts: Mapping[str, Verdict]) -> list[Fun
     rests_on = {place for verdict in verdicts.values() for place in verdict.rests_on}
     patches: list[FunctionPatch] = []
     for module in map(source.module, sorted(edits.keys() | {name for name, _ in rests_on})):
-        places = {name for place, name in rests_on if place == module.name}
+        places = {qualname for name, qualname in rests_on if name == module.name}
         _, text = texts.get(module.name, ("", module.text))
         patches += _patches(module, text, edits.get(module.name, []), places)
     return patches
@@ -145,6 +146,8 @@ def _patches(module: ModuleSource, text: str, edits: list[Edit], places: set[str
     edited = {name: inside for name, node in functions.items() if (inside := _inside(module, node, edits))}
     if len(edits) != sum(map(len, edited.values())):
         raise EngineError(f"an edit of {module.path} is not in a function")
+    for name, inside in edited.items():
+        _require_methods_below(module, functions[name], inside)
     names = edited.keys() | {name for name in places if name in functions or not module.find(name)}
     new_lines = {name: _new_lines(module, functions[name], edits) for name in edited}
     old_codes = _old_codes(module, {name: _lines(functions[name]) for name in names & functions.keys()})
@@ -177,6 +180,19 @@ def _inside(module: ModuleSource, node: ast.FunctionDef, edits: list[Edit]) -> l
     """The edits in the lines of a function, and directly below them."""
     first, last = _lines(node)
     return [edit for edit in edits if module.starts[first] < edit.start and edit.end <= module.starts[last + 1]]
+
+
+def _require_methods_below(module: ModuleSource, node: ast.FunctionDef, edits: list[Edit]) -> None:
+    """Raise `EngineError` where edits add something other than methods directly below a function."""
+    _, last = _lines(node)
+    for edit in edits:
+        text = edit.text.lstrip("\n")
+        is_inside = edit.start < module.starts[last + 1] or text[: node.col_offset + 1].isspace()
+        if is_inside:
+            continue
+        kinds = {type(part) for part in ast.parse(textwrap.dedent(text)).body}
+        if not node.col_offset or kinds != {ast.FunctionDef}:
+            raise EngineError(f"the edits add something other than methods below {node.name} in {module.path}")
 
 
 def _new_lines(module: ModuleSource, node: ast.FunctionDef, edits: list[Edit]) -> Lines:
@@ -289,7 +305,7 @@ def _inner_codes(code: CodeType) -> list[CodeType]:
 class Installation:
     """What has been put in place, and the means to take it back.
 
-    ``verdicts`` are, by fix, those to apply, and those to leave TE as it is, which rest on functions too.
+    ``verdicts`` are, by fix, those to apply, and those that change nothing but rest on functions as they are.
     """
 
     is_in_place = False

@@ -27,10 +27,11 @@ def _not_in_force(wanted: str, place: Definition, found: str) -> NotInForceError
 def require_in_force(
     place: Definition, at: Node, pattern: Pattern, known: Sequence[Node], conditions: Sequence[str]
 ) -> None:
-    """Raise `NotInForceError` where a node may be left out, or what it does is undone, as far as one can tell.
+    """Raise `NotInForceError` where a node may not be run, or what it does is undone, as far as one can tell.
 
-    It is left out by what stands around it, other than the ``known`` nodes, or leaves above it; but for TE's own
-    ``conditions``, which are patterns. It is undone where what its ``pattern`` sets is changed below it.
+    It may not be run where it stands in something conditional, or below what leaves. The ``known`` nodes are those of
+    the correction itself and do not count, nor do tests that are among the ``conditions``, which are patterns. It is
+    undone where what its ``pattern`` sets is changed below it.
     """
     statements, _ = place.outline
     around = standing_in(statements, at.lineno)
@@ -106,12 +107,13 @@ def _leaves(statement: ast.AST, kinds: tuple[type[ast.AST], ...] = _LEAVING) -> 
     """Whether a statement may leave the block that it is in, other than by an error."""
     if isinstance(statement, _DEFINITIONS):
         return False
-    inner = (ast.Return,) if isinstance(statement, (ast.For, ast.While)) else kinds
-    return isinstance(statement, kinds) or any(_leaves(each, inner) for block in blocks_of(statement) for each in block)
+    if isinstance(statement, (ast.For, ast.While)):  # a ``break`` in its ``else`` leaves the loop around
+        return any(_leaves(each, (ast.Return,)) for each in statement.body) or any(map(_leaves, statement.orelse))
+    return isinstance(statement, kinds) or any(_leaves(each, kinds) for block in blocks_of(statement) for each in block)
 
 
 def _is_left_out(block: list[Any], owner: Any) -> bool:
-    """Whether a block of a statement that is no ``if`` may not be run: a handler, an ``else``, a loop over nothing."""
+    """Whether a block may be skipped other than by an ``if``: a handler, a loop's ``else``, a loop over nothing."""
     if isinstance(owner, ast.For) and not getattr(owner.iter, "elts", [owner.iter]):
         return True
     return block is not getattr(owner, "body", None) and not isinstance(owner, ast.If)

@@ -1,8 +1,8 @@
 """``te-graph-fixes run --required``: the job ends where a process of it has TransformerEngine (TE) without the fixes.
 
 Every Python that the hook reaches maps a page of memory that has our name, before it can import TE, and is strict then.
-Linux shows what a process has mapped to who started it. So a process below this one that has loaded TE's library for
-PyTorch and not that page has got round the hook (``python -I``, ``env -i``), and nothing is asked of it to find that
+Linux lets one read the memory map of a process that one has started. So a process below this one that has loaded TE's
+library for PyTorch and not that page has got round the hook (``python -I``, ``env -i``); it need not help to find that
 out. To import TE takes longer than it takes until the next look.
 """
 

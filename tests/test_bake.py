@@ -393,6 +393,21 @@ def test_what_was_changed_later_is_said(kind: str, baked: Path, tmp_path: Path, 
     assert "edited after the bake: take the edit back, or install TransformerEngine anew, and undo again" in err
 
 
+@pytest.mark.parametrize("edited", ["quantization.py", "__init__.py"])
+def test_no_edit_is_lost_in_an_undo(edited: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where all changed modules were edited, and not of the module that stands aside during a bake."""
+    te = copy(tmp_path / "te", "2.15.0")
+    monkeypatch.setenv(SWITCH, "skip-flag-accessors")
+    assert cli("bake", "--source", te)[0] == 0
+    path = te / "transformer_engine" / "pytorch" / edited
+    text = path.read_text() + "# edited\n"
+    path.unlink()
+    path.write_text(text)
+    status, _, err = cli("bake", "--undo", "--source", te)
+    assert (status, "was edited after the bake" in err) == (1, True)
+    assert path.read_text() == text
+
+
 def test_a_te_that_was_installed_over_a_bake(baked: Path, tmp_path: Path, cli: Cli) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(baked, tree)

@@ -427,6 +427,23 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
         compile_patches(package.source, {"fix": verdict})
 
 
+@pytest.mark.parametrize("text", ["X = 1", "class B: pass", "def added(): pass\nX = 1"])
+def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
+    package = standin("class A:\n    def run(self):\n        return 1\n")
+    run = package.source.module(CODE).definition("A.run")
+    with pytest.raises(EngineError, match="something other than methods below run"):
+        compile_patches(package.source, {"fix": applicable("a test", [run.insert_after(run.node, text)])})
+
+
+def test_no_function_is_added_to_a_module(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    return 1\n")
+    run = package.source.module(CODE).definition("run")
+    with pytest.raises(EngineError, match="something other than methods below run"):
+        compile_patches(
+            package.source, {"fix": applicable("a test", [run.insert_after(run.node, "def added(): pass")])}
+        )
+
+
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    x.append(1)\n    x.append(2)\n")
     run = package.source.module(CODE).definition("run")

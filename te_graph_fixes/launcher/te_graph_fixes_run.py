@@ -22,7 +22,7 @@ class Started(Warning):
 
 
 def mark() -> object:
-    """Show that this process and its forks have the fixes, by memory called `NAME`, while what is returned lives."""
+    """Show, by memory called `NAME`, that the hook is in this process and its forks, while what is returned lives."""
     import mmap
 
     file = os.memfd_create(NAME)
@@ -36,7 +36,7 @@ class Activator:
     """Imports te_graph_fixes just before TE is imported, then steps aside."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name == "site":  # what brought us here is no choice of warnings, and programs ask whether there is one
+        if name == "site":  # programs read this list to see whether somebody has chosen what to do with warnings
             sys.warnoptions[:] = [option for option in sys.warnoptions if option != FILTER]
         if name != PACKAGE or self not in sys.meta_path:  # type: ignore[comparison-overlap]
             return None

@@ -52,7 +52,7 @@ class _Pool:
     the one before, and what its capture reads was there; -1 if there is none. Such a replay counts ``next`` up, at the
     time ``offset + place``; `catch_up` enters it later.
     ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read; then
-    outputs that none is around are copied (``keeps_outputs``).
+    outputs of forwards outside of a checkpoint are copied (``keeps_outputs``).
     """
 
     def __init__(self) -> None:
