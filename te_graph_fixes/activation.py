@@ -210,8 +210,8 @@ class _Activation:
             return "unrecognized", "another package has replaced a function that is right in its source"
         if word != "applicable":
             return word, reason
-        early = self._earlier_graphs.without({fix_id})
-        earlier = f" (but not in {early} graph{'s' * (early > 1)} captured before)" if early else ""
+        stale = self._earlier_graphs.without({fix_id})
+        earlier = f" (but not in {stale} graph{'s' * (stale > 1)} captured before)" if stale else ""
         return "applied", f"corrected: {reason}{earlier}"
 
     def _waits(self, decision: Decision, executed: str) -> bool:

@@ -1,8 +1,8 @@
 """tox run: lint, types, the tests without torch, and those on TransformerEngine 2.10 to the newest, on a CPU.
 
-The first time it takes about 6 minutes on two cores, 2.6 GB in .tox and 0.6 GB of downloads; later half a minute less.
+The first time it takes 6 to 8 minutes on two cores, 2.6 GB in .tox and 0.6 GB of downloads; later half a minute less.
 PyPI's torch for Linux brings CUDA, which is some GB more; PIP_EXTRA_INDEX_URL may name an index with a CPU build.
-CONTRIBUTING.md has the time of each part, and of the rest of the full set: tox run -m rest, 8 minutes more.
+CONTRIBUTING.md has the time of each part, and of the rest of the full set: tox run -m rest, 9 minutes more.
 """
 
 import shutil

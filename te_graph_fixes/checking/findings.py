@@ -36,7 +36,7 @@ from ..verdicts import verdicts
 from . import DIFFERENT, Options
 
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
-ANYTHING = 0.1  # of the norm: where these differ by more, as in memory that nothing has written, none can be told
+ANYTHING = 0.1  # of the norm: where two eager runs differ by more, as in memory that nothing has written, none is told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
 PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Place`
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
@@ -77,7 +77,10 @@ class Check:
         atexit.register(self.finish)
 
     def enter(self, twin: Any, first: bool | None) -> bool:
-        """A callable of ``twin`` is called, which may begin a step; whether it is to be compared."""
+        """A callable of ``twin`` is called, which may begin a step; whether it is to be compared.
+
+        ``first`` is its ``is_first_microbatch``; where that is None its parameters tell where a step begins.
+        """
         parameters = [p for p in twin.parameters.values() if first is None and not p.is_inference()]
         now = [(parameter._version, parameter.grad is None) for parameter in parameters]
         if twin in self._called:

@@ -326,7 +326,7 @@ class Twin:
         return modules + manager + parts + self.state()
 
     def _enter_autocasts(self, stack: ExitStack) -> None:
-        """Those of the graphs, inside one whose first module is none of ours: it would update scales."""
+        """Those of the graphs, in an outer one: its first module would update scales, and is none of these."""
         group = Manager.get_fp8_group()
         Manager.reset()
         stack.enter_context(autocast(enabled=False))
