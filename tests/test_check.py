@@ -39,6 +39,7 @@ CORRECT: list[dict[str, Any]] = [
         "reuse": True,
     },
     {**FUSED, "modules": ("layernorm_mlp",), "recipe": "delayed", "order": (1, -1) * 2, "weights": "plain"},
+    {**FUSED, "recipe": "delayed", "weights": "marked"},
     {**FUSED, "recipe": "current", "fp8_params": True, "bias": False},
     {**PLAIN, "delay": True},
 ]

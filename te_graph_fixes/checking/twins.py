@@ -110,6 +110,7 @@ class Checked:
         run = self._attempt(Microbatch, self._twin, args, given, first)
         self._attempt(self._before, run, "forward")
         result = self._replay(*args, **kwargs)
+        self._twin.keeps_marks |= any(self._twin.marks().values())
         self._attempt(self._after_forward, run, tree_leaves(result), kwargs.get("cuda_graph_stream"))
         return result
 
@@ -196,7 +197,8 @@ class Microbatch:
 
     def __init__(self, twin: Twin, args: Any, kwargs: Values, first: bool | None) -> None:
         twin.refusal = twin.why_left_out()
-        self.inputs, self.first, self.state = _copied((args, kwargs)), first, twin.state()
+        self.inputs, self.state = _copied((args, kwargs)), twin.state()
+        self.first = dict.fromkeys(twin.own, first) if first is not None or twin.keeps_marks else twin.marks()
         self.buffers = {each: _copied(each._buffers) for each in twin.own}
         self.updates = bool(Manager.get_autocast_state()[4])  # TE moves FP8 scales on in its backward
         self.delayed: list[Any] = []  # modules that leave wgrads for later
@@ -208,6 +210,7 @@ class Twin:
 
     def __init__(self, module: Module, enabled: bool, recipe: Any) -> None:
         self.module, self.name, self.refusal = module, type(module).__name__, ""
+        self.keeps_marks = False  # a replay has left a mark of a first microbatch, which an eager forward clears
         self.parameters: dict[str, Any] = dict(module.named_parameters())
         kinds = {kind.__name__ for each in module.modules() for kind in type(each).__mro__}
         self.kinds = frozenset(kinds | {"fp8"} if enabled else kinds)
@@ -220,6 +223,10 @@ class Twin:
             own = {name: copy.copy(x) for name, x in vars(each).items() if name in REPLACED or "_hooks" in name}
             empty: Values = {"_fp8_workspaces": {}, "_module_groups": None, "cuda_graphs": [], DELAYED_HOOKS: []}
             self.own[each] = own | empty
+
+    def marks(self) -> dict[Module, bool | None]:
+        """What each submodule says itself of its next microbatch, as Megatron-Core's do."""
+        return {each: vars(each).get(FIRST) for each in self.own}
 
     def why_left_out(self) -> str:
         """Why it cannot be compared; empty if it can."""
@@ -338,7 +345,7 @@ class Twin:
         """What takes the place of the ``__dict__`` of a submodule, with containers of its own."""
         present = {name: value for name, value in vars(module).items() if name not in REPLACED}
         result: Values = tree_map_only(torch.Tensor, lambda each: aliases.get(each, each), present)
-        result |= self.own[module] | {"_buffers": _copied(run.buffers[module]), FIRST: run.first}
+        result |= self.own[module] | {"_buffers": _copied(run.buffers[module]), FIRST: run.first[module]}
         result.get("fp8_meta", {}).pop(RECOMPUTED, None)
         if store := present.get("wgrad_store"):
             result["wgrad_store"] = copy.copy(store)
