@@ -47,10 +47,11 @@ def status(decision: Decision, where: str, everything: bool) -> Iterator[str]:
         rest = CATALOGUE.keys() - {*decision.to_apply, *refused, *decision.left_out}
         lines.update({i: f"{decision.verdicts[i].verdict}: {decision.reason(i, bool(where))}" for i in rest})
         sections["not affected"] = sorted(rest)
+    width = max(map(len, CATALOGUE))
     for title, ids in sections.items():
         if ids:
             yield f"\n{title}"
-            yield from (f"  {fix_id:{max(map(len, CATALOGUE))}}  {lines[fix_id]}" for fix_id in ids)
+            yield from (f"  {fix_id:{width}}  {lines[fix_id]}" for fix_id in ids)
 
 
 def answer(decision: Decision, where: str) -> str:

@@ -150,8 +150,8 @@ def undo(location: Path) -> int:
     others = [each["path"] for each in files if here[each["path"]] not in (each[ORIGINAL], each[RESULT])]
     if INIT not in here and _sha256_of(root / INIT) != _sha256_of(kept / ORIGINAL / INIT):
         others.append(INIT)
-    is_ours = any(each[ORIGINAL] for each in ours) or any(_is_stamped(root / path) for path in others)
-    if others and is_ours:
+    is_same_te = any(each[ORIGINAL] for each in ours) or any(_is_stamped(root / path) for path in others)
+    if others and is_same_te:
         raise BakeError(
             f"{', '.join(others)} in {location} was edited after the bake: take the edit back, or "
             "install TransformerEngine anew, and undo again"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import functools
 import hashlib
 import importlib.metadata
 import io
 import json
-import operator
 import os
 import platform
 import shlex
@@ -58,7 +56,11 @@ COMMANDS: dict[str, argparse.ArgumentParser] = _commands.choices
 Command = Callable[[argparse.Namespace], int]
 
 
-_argument = functools.partial(operator.methodcaller, "add_argument")
+def _argument(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser], object]:
+    """What adds an argument to the parser of a command."""
+    return lambda parser: parser.add_argument(*names, **settings)
+
+
 SOURCE = _argument("--source", "--te", metavar="DIR", help="a site-packages folder or checkout that holds TE")
 JSON = _argument("--json", action="store_true", help="print JSON")
 

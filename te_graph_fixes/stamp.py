@@ -14,7 +14,6 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 PACKAGE = "transformer_engine.pytorch"
 MADE, MODULES = "made", "modules"
@@ -95,13 +94,14 @@ def of_tree(location: str) -> Stamp | None:
 
 def _marked(location: str) -> Iterator[tuple[str, str]]:
     """The modules that hold the first line of a stamp: name below `PACKAGE`, and text."""
-    root = Path(location, "pytorch")
-    for path in root.rglob("*.py"):
-        with contextlib.suppress(OSError):
-            data = path.read_bytes()
-            if _BEGIN.encode() in data:
-                module = ".".join(path.relative_to(root).with_suffix("").parts)
-                yield module.removesuffix(".__init__"), importlib.util.decode_source(data)
+    root = os.path.join(location, "pytorch")
+    for folder, _, names in os.walk(root):
+        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                data = file.read()
+                if _BEGIN.encode() in data:
+                    module = os.path.relpath(path, root).removesuffix(".py").replace(os.sep, ".")
+                    yield module.removesuffix(".__init__"), importlib.util.decode_source(data)
 
 
 def _digest(text: str) -> str:

@@ -317,19 +317,22 @@ class Contract:
 
     def before_backward(self, ctx: Any) -> None:
         """Note the replay of the dgrad; RuntimeError where what its forward, at ``ctx.replayed``, has left is gone."""
-        pool, main_grad = self.pool, self._fused.get("main_grad")
-        if (
-            pool.next == self._quick_backward
-            and ctx.replayed >= pool.began
-            and ctx.needs_input_grad == self._needs_grad
-            and main_grad is not None
-            and _address(main_grad) == self._main_grad
-        ):
-            pool.next += 1
-        else:
+        has_same_needs = ctx.needs_input_grad == self._needs_grad
+        if not (has_same_needs and self._take_if_next(self._quick_backward, ctx.replayed)):
             self._look_backward(ctx)
         if self._delays_wgrad:
             self._note_dgrad()
+
+    def _take_if_next(self, place: int | None, since: int) -> bool:
+        """Count the replay at ``place`` and return True if it needs no look.
+
+        It needs none where it is the next one, what it reads was written in this run, and ``main_grad`` is there.
+        """
+        pool, main_grad = self.pool, self._fused.get("main_grad")
+        if pool.next != place or since < pool.began or main_grad is None or _address(main_grad) != self._main_grad:
+            return False
+        pool.next += 1
+        return True
 
     def _look_backward(self, ctx: Any) -> None:
         pool, since = self.pool, ctx.replayed
@@ -380,15 +383,7 @@ class Contract:
                 f"{self.name}: backward_dw() without a backward before it that it belongs to. Call it once after each "
                 "backward"
             )
-        main_grad = self._fused.get("main_grad")
-        if (
-            pool.next == self._quick_wgrad
-            and since >= pool.began
-            and main_grad is not None
-            and _address(main_grad) == self._main_grad
-        ):
-            pool.next += 1
-        else:
+        if not self._take_if_next(self._quick_wgrad, since):
             pool.catch_up(self._end)
             if since < pool.began:
                 self._require_untouched("backward_dw", "its backward", since, self.backward, self._end)
