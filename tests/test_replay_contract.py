@@ -186,6 +186,71 @@ def test_an_empty_list_of_modules_may_not_be_replaced() -> None:
     )
 
 
+LATER = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+def move(layers):
+    for layer in layers:
+        layer.weight.data = layer.weight.data.clone()
+
+def move_main_grad(layer):
+    layer.weight.main_grad = layer.weight.main_grad.clone()
+
+def step(first=None, between=lambda: None):
+    kwargs = {} if first is None else {"is_first_microbatch": first}
+    x = torch.zeros(32, 32, device="cuda", requires_grad=True)
+    for layer in layers:
+        x = layer(x, **kwargs)
+    between()
+    x.sum().backward()
+
+def steps_until_it_raises():
+    for number in range(1, 20):
+        try:
+            step()
+        except RuntimeError as error:
+            assert "is not where it was" in str(error), error
+            return number
+
+for change in (
+    lambda: move(layers),
+    lambda: move(layers[2:3]),
+    lambda: move_main_grad(layers[1]),
+    lambda: step(between=lambda: move(layers)),
+    lambda: (step(True), move(layers), step(False)),
+):
+    options = {"fuse_wgrad_accumulation": True, "bias": False, "device": "cuda"}
+    layers = [te.Linear(32, 32, **options) for _ in range(4)]
+    for layer in layers:
+        layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
+    samples = tuple((torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in layers)
+    te.make_graphed_callables(tuple(layers), samples)
+    for _ in range(STEPS):
+        step()
+    try:
+        change()
+    except RuntimeError:
+        print("at once")
+    else:
+        print(steps_until_it_raises())
+"""
+
+
+def test_a_change_in_the_first_steps_raises_at_once() -> None:
+    """Within a step too, and whatever the caller says of the microbatch."""
+    assert simulate("-c", LATER.replace("STEPS", "3")).splitlines() == ["1", "1", "1", "at once", "at once"]
+
+
+def test_a_later_change_of_all_weights_raises_in_the_next_step_and_one_of_some_within_four() -> None:
+    all_weights, weight, main_grad, within_a_step, said_to_be_the_same = map(
+        int, simulate("-c", LATER.replace("STEPS", "20")).split()
+    )
+    assert (all_weights, within_a_step, said_to_be_the_same) == (1, 1, 1)
+    assert 1 <= weight <= 4
+    assert 1 <= main_grad <= 4
+
+
 SEQUENCES = """
 import itertools, random, types, torch, te_graph_fixes
 from transformer_engine.pytorch._te_replay_contract import WarmupRecord, make_contracts, note_capture
@@ -232,7 +297,7 @@ for seed in range(1000):
                     contract.pool.next += 1  # as the patch has it
                 else:
                     contract.look_forward([])
-            ctx = types.SimpleNamespace(replayed=contract.pool.offset + contract.forward)
+            ctx = types.SimpleNamespace(replayed=contract.pool.run + contract.forward)
             ctx.needs_input_grad = (True,) * len(parameters[k])
             forwards.append((k, ctx, len(log)))
         else:

@@ -74,13 +74,13 @@ PATCH = """
 +    contract.pool.next += 1
 +    mark_written(contract.outputs)
 +else:
-+    contract.look_forward((*flatten_user_args, *flatten_user_kwargs))
++    contract.look_forward((*flatten_user_args, *flatten_user_kwargs), user_kwargs.get("is_first_microbatch"))
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
  out = Graphed.apply(...)
 +if contract.pool.keeps_outputs:
 +    out = tuple(None if o is None else o.clone() for o in out)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+ctx.replayed = contract.pool.offset + contract.forward
++ctx.replayed = contract.pool.run + contract.forward
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
 +contract.before_backward(ctx)
 
@@ -106,7 +106,7 @@ FIX = Fix(
     symptom="garbage after the number of microbatches has grown, or after weights were offloaded and came back",
     group="misuse",
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
-    cost="a look at the address of each parameter, twice a step",
+    cost="a look at the addresses of some parameters, once a step",
     examine=SemanticPatch(
         PATCH, "a replay computes with whatever is where the capture has found its data", provides=("replay_contract",)
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
+
+RUNS = 16
+"""So many runs look at all that a capture uses; later a callable is looked at once in so many of its replays."""
 
 _address = torch.Tensor.data_ptr
 _needs_grad = attrgetter("requires_grad")
@@ -47,36 +51,43 @@ with contextlib.suppress(RuntimeError, TypeError):  # of a torch that takes one 
 class _Pool:
     """What has been replayed of the graphs of one memory pool. Places are counted from 0 in the order of captures.
 
-    ``clock`` counts replays and ``last`` has, for each place, when it was last replayed. Since ``began`` the places
-    have only increased, up to ``place``: a run. ``next`` is where a replay needs no look, since it comes right behind
-    the one before, and what its capture reads was there; -1 if there is none. Such a replay counts ``next`` up, at the
-    time ``offset + place``; `catch_up` enters it later.
+    Replays whose places increase are a run, which has come to ``place``. The time of a replay is ``run + place``; a new
+    ``run`` is greater than all times before. ``runs`` has for each place the run of its last replay.
+    ``next`` is where a replay needs no look, since it comes right behind the one before, and what its capture reads was
+    there; -1 if there is none. Such a replay only counts ``next`` up; `catch_up` enters it later.
     ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read; then
     outputs of forwards outside of a checkpoint are copied (``keeps_outputs``).
     """
 
     def __init__(self) -> None:
-        self.last: list[int] = []
+        self.runs: list[float] = []
         self.names: list[str] = []
-        self.offset = self.clock = self.began = self.captures = 0
+        self.run = self.captures = 0
         self.next = self.place = -1
         self.may_recompute = self.keeps_outputs = False
         self.contracts: list[weakref.ref[Contract]] = []
 
-    def catch_up(self, place: int) -> None:
-        """Enter the replays that ``next`` has only counted; a new run begins where ``place`` is not a later one."""
-        if self.next > self.place:
-            self.last[self.place + 1 : self.next] = range(self.offset + self.place + 1, self.offset + self.next)
-            self.place, self.clock = self.next - 1, self.offset + self.next - 1
-        if place <= self.place:
-            self.began = self.clock + 1
+    def time(self, place: int) -> float:
+        """When the graph at ``place`` was last replayed; less than 0 if never."""
+        return self.runs[place] + place
 
-    def note_replay(self, place: int, addresses: _Addresses) -> int:
-        """Note that the graph at ``place`` is replayed now, and when. ``addresses`` are what its capture looks at."""
-        self.clock = self.last[place] = self.clock + 1
-        self.place, self.offset = place, self.clock - place
-        self.next = place + 1 if addresses.seen == self.began and not self.may_recompute else -1
-        return self.clock
+    def catch_up(self, place: int) -> bool:
+        """Enter the replays that ``next`` has only counted; return whether ``place`` is a later one, or begin a run."""
+        if self.next > self.place:
+            self.runs[self.place + 1 : self.next] = [self.run] * (self.next - self.place - 1)
+            self.place = self.next - 1
+        self.next = -1
+        goes_on = place > self.place
+        if not goes_on:
+            self.run += len(self.runs)
+        return goes_on
+
+    def note_replay(self, place: int, looks: _Looks) -> int:
+        """Note that the graph at ``place`` is replayed now, and return when. ``looks`` are those of its capture."""
+        self.runs[place] = self.run
+        self.place = place
+        self.next = place + 1 if looks.seen == self.run and not self.may_recompute else -1
+        return self.run + place
 
 
 _pools: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
@@ -89,8 +100,8 @@ def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
     state = _pools.get(pool)
     if state is None:
         state = _pools[pool] = _Pool()
-    cuda_graph.place = (state, len(state.last))
-    state.last.append(0)
+    cuda_graph.place = (state, len(state.runs))
+    state.runs.append(-math.inf)
     state.names.append("a graph whose capture failed")
 
 
@@ -181,8 +192,8 @@ class Contract:
         (self.pool, self.forward), (_, self.backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs[number])
         self.outputs = [tensor for tensor in outputs[number] if isinstance(tensor, torch.Tensor)]
         self._delays_wgrad, self._retains_graph = delays_wgrad.get(number, False), retains_graph
-        self._microbatch = sum(other is functions[number] for other in functions[:number])
-        self.name = _name(number, functions, self._microbatch)
+        self.microbatch = sum(other is functions[number] for other in functions[:number])
+        self.name = _name(number, functions, self.microbatch)
         if not number:
             self.pool.captures += 1
         if self.pool.captures > 1:
@@ -191,7 +202,7 @@ class Contract:
             if hasattr(graph, "place"):
                 graph.place[0].names[graph.place[1]] = f"the {kind} of {self.name}"
         # Without an order wgrads are captured behind all else, in a pool of their own.
-        self._end = self._wgrad if self._wgrad_pool is self.pool else len(self.pool.last)
+        self._end = self._wgrad if self._wgrad_pool is self.pool else len(self.pool.runs)
         self._dgrad_time: int | None = None
         self._inputs = range(inputs[number])
         returned = self.outputs, (grad_inputs[number] or ())[: inputs[number]]
@@ -212,38 +223,38 @@ class Contract:
         fused = set(map(id, weights))
         self._is_fused = [id(parameter) in fused for parameter in parameters[number]]
         self._needs_grad: tuple[bool, ...] = ()
-        first = [owner for owner, _, _ in self.written.slots if type(owner["main_grad"]) is torch.Tensor][:1]
-        self._fused: Mapping[str, Any] = first[0] if first else {"main_grad": torch.empty(0)}
-        self._main_grad = self._fused["main_grad"].data_ptr()
 
-    def join(self, first: int, first_backward: int, read: _Addresses, used: _Addresses) -> None:
-        """Tell where a run looks at what all callables of the capture read, and at what their backwards use."""
-        self._is_first, self._is_first_backward = self.forward == first, self.backward == first_backward
+    def join(self, looks: _Looks) -> None:
+        """Take part in the ``looks`` of the capture."""
+        self._looks = looks
         self.quick_forward: int | None = None
-        self._quick_backward = None if self._is_first_backward else self.backward
+        self._quick_backward = None if self.backward == looks.first_backward else self.backward
         self._quick_wgrad = self._wgrad if self._wgrad_pool is self.pool else None
-        self._read_by_all, self._used_by_all = read, used
+
+    def used(self) -> _Addresses:
+        """All that the graphs of the callable read and write."""
+        return _Addresses([*self.read.slots, *self.written.slots], self.read.registries)
 
     def release(self) -> None:
         """Let the parameters go."""
         self.outputs, self._frozen = [], []
-        self.read, self.written, self._fused = _Addresses([]), _Addresses([]), {}
-        self._read_by_all.forget()
-        self._used_by_all.forget()
+        self.read, self.written = _Addresses([]), _Addresses([])
+        self._looks.end()
 
     def note_other_scales(self) -> None:
         """Note that the scales of the graphs have other values now: an evaluation in another recipe took the old."""
         self.pool.catch_up(0)
-        self._renewed = self.pool.clock
+        self._renewed = self.pool.run
 
-    def look_forward(self, inputs: Iterable[Any]) -> None:
+    def look_forward(self, inputs: Iterable[Any], is_first_microbatch: bool | None = None) -> None:
         """Note the replay of the forward; RuntimeError where the module would compute another result.
 
         A replay that comes right behind the one before, at ``quick_forward``, needs no such look.
         """
-        pool, grad_enabled, began = self.pool, _grad_enabled(), self.pool.began
-        pool.catch_up(self.forward)
-        if not (self._is_first and self._read_by_all.look(pool.began)):
+        pool, grad_enabled, run_before = self.pool, _grad_enabled(), self.pool.run
+        goes_on = pool.catch_up(self.forward)
+        is_first = self.forward == self._looks.first_forward
+        if not (is_first and self._looks.begin(pool.run, is_first_microbatch)):
             self.read.check(self.name)
         if grad_enabled and any(map(_needs_grad, self._frozen)):
             raise RuntimeError(
@@ -252,7 +263,7 @@ class Contract:
             )
         in_backward, saves_by_hooks = _backward_task() != -1, _saved_tensors_hooks(True) is not None
         if in_backward:
-            self._recompute(inputs, began)
+            self._recompute(inputs, run_before)
         if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             _warn_once(
                 f"{self.name}: this graph was captured in FP8 and is replayed outside of an autocast: it computes in "
@@ -262,19 +273,18 @@ class Contract:
         if not (in_backward and grad_enabled):
             mark_written(self.outputs)
         checkpointed = not grad_enabled or saves_by_hooks
-        goes_on = pool.began <= pool.clock
         pool.may_recompute = in_backward or checkpointed or (pool.may_recompute and goes_on)
         pool.keeps_outputs = pool.may_recompute and not checkpointed
-        time = pool.note_replay(self.forward, self._read_by_all)
+        time = pool.note_replay(self.forward, self._looks)
         if in_backward and grad_enabled and saves_by_hooks:
             self._recomputed = time
-        looks_again = self._is_first or self._frozen or pool.may_recompute
+        looks_again = is_first or self._frozen or pool.may_recompute
         self.quick_forward = None if looks_again else self.forward
 
-    def _recompute(self, inputs: Iterable[Any], began_before: int) -> None:
+    def _recompute(self, inputs: Iterable[Any], run_before: int) -> None:
         """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out.
 
-        ``began_before`` is where the run began that was under way until this replay.
+        ``run_before`` is the run that was under way until this replay.
         """
         if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             raise RuntimeError(
@@ -288,24 +298,24 @@ class Contract:
                 f"{self.name}: a checkpoint runs this graph again with its own output, which is overwritten. Capture "
                 "the module once for each time that a step calls it (`_order`)"
             )
-        last, place = self.pool.last, self.forward
+        time, place = self.pool.time, self.forward
         for reference in self.pool.contracts:
             other = reference()
-            if other is None or other is self or not last[other.forward]:
+            if other is None or other is self or time(other.forward) < 0:
                 continue
             outputs, grads = other._returned
-            is_open = other.backward >= 0 and last[other.backward] < last[other.forward]
+            is_open = other.backward >= 0 and time(other.backward) < time(other.forward)
             # An operation before this forward, which runs again too, may read an output that is still held.
             if any(storage.cdata in given or (is_open and _uses(storage) > before) for storage, before in outputs):
-                end = other.backward if other.backward >= 0 else len(last)
-                since = last[other.forward]
+                end = other.backward if other.backward >= 0 else len(self.pool.runs)
+                since = time(other.forward)
                 self._require_untouched("forward", f"the forward of {other.name}", since, other.forward, end)
-            if other.backward >= 0 and last[other.backward] > last[other.forward]:
+            if other.backward >= 0 and time(other.backward) > time(other.forward):
                 # Its backward has run: a forward captured before that may write where its grads are.
-                risk, given_out = place < other.backward and last[other.backward] >= began_before, grads
+                risk, given_out = place < other.backward and time(other.backward) >= run_before, grads
             else:
                 # Its backward is to come: only graphs captured in between leave its outputs alone.
-                is_other = other._microbatch != self._microbatch
+                is_other = other.microbatch != self.microbatch
                 risk, given_out = is_other and not other.forward <= place < other.backward, outputs
             if risk and any(_uses(storage) > before for storage, before in given_out):
                 what = "gradient that the backward" if given_out is grads else "output that the forward"
@@ -317,45 +327,40 @@ class Contract:
 
     def before_backward(self, ctx: Any) -> None:
         """Note the replay of the dgrad; RuntimeError where what its forward, at ``ctx.replayed``, has left is gone."""
-        has_same_needs = ctx.needs_input_grad == self._needs_grad
-        if not (has_same_needs and self._take_if_next(self._quick_backward, ctx.replayed)):
+        pool = self.pool
+        is_next = pool.next == self._quick_backward and ctx.replayed >= pool.run
+        if is_next and ctx.needs_input_grad == self._needs_grad:
+            pool.next += 1
+        else:
             self._look_backward(ctx)
         if self._delays_wgrad:
             self._note_dgrad()
-
-    def _take_if_next(self, place: int | None, since: int) -> bool:
-        """Count the replay at ``place`` and return True if it needs no look.
-
-        It needs none where it is the next one, what it reads was written in this run, and ``main_grad`` is there.
-        """
-        pool, main_grad = self.pool, self._fused.get("main_grad")
-        if pool.next != place or since < pool.began or main_grad is None or _address(main_grad) != self._main_grad:
-            return False
-        pool.next += 1
-        return True
 
     def _look_backward(self, ctx: Any) -> None:
         pool, since = self.pool, ctx.replayed
         pool.catch_up(self.backward)
         self._require_trained(ctx.needs_input_grad)
-        if since < pool.began:
-            if self._recomputed == pool.last[self.forward]:
+        if since < pool.run:
+            if self._recomputed == pool.time(self.forward):
                 since = self._recomputed  # a checkpoint that is not reentrant has run it again, with the same inputs
-            self._require_untouched("backward", "its forward", since, self.forward, self.backward, self._retains_graph)
-        if since <= self._renewed:
+            end = self.backward + self._retains_graph
+            self._require_untouched("backward", "its forward", since, self.forward, end)
+        if since < self._renewed:
             raise RuntimeError(
                 f"the backward of {self.name} cannot be replayed: since its forward its modules have run in another "
                 "recipe, which drops the scales and cached weights that it reads. Evaluate in the recipe of the "
                 "capture, or between two steps"
             )
-        if not (self._is_first_backward and self._used_by_all.look(pool.began)):
+        is_first = self.backward == self._looks.first_backward
+        if not (is_first and self._looks.go_on(pool.run)):
             self.read.check(self.name)
             if not self._delays_wgrad:
                 self.written.check(self.name)
         self._recomputed = 0
         if pool.may_recompute:
             ctx.inputs_with_copied_grads = self._inputs
-        pool.note_replay(self.backward, self._used_by_all)
+        pool.note_replay(self.backward, self._looks)
+        self._quick_backward = None if is_first and self._looks.are_two else self.backward
 
     def _require_trained(self, needs_grad: tuple[bool, ...]) -> None:
         """RuntimeError where a fused weight is frozen; ``needs_grad`` is about all inputs, weights last."""
@@ -373,7 +378,7 @@ class Contract:
                 f"{self.name}: the last backward has had no backward_dw(), and its wgrad is lost: call it after each",
                 "no backward_dw",
             )
-        self._dgrad_time = self.pool.offset + self.backward
+        self._dgrad_time = self.pool.run + self.backward
 
     def before_wgrad(self) -> None:
         """Note the replay of the wgrad; RuntimeError where there was no dgrad before it, or what that left is gone."""
@@ -383,26 +388,23 @@ class Contract:
                 f"{self.name}: backward_dw() without a backward before it that it belongs to. Call it once after each "
                 "backward"
             )
-        if not self._take_if_next(self._quick_wgrad, since):
+        if pool.next == self._quick_wgrad and since >= pool.run:
+            pool.next += 1
+        else:
             pool.catch_up(self._end)
-            if since < pool.began:
+            if since < pool.run:
                 self._require_untouched("backward_dw", "its backward", since, self.backward, self._end)
             self.written.check(self.name)
             if self._wgrad_pool is pool:
-                pool.note_replay(self._wgrad, self._used_by_all)
+                pool.note_replay(self._wgrad, self._looks)
         self._dgrad_time = None
 
-    def _require_untouched(self, kind: str, before: str, since: int, first: int, end: int, again: bool = False) -> None:
-        """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``.
-
-        With ``again`` that at ``end`` may have been replayed, too.
-        """
-        last = self.pool.last
-        outside = last[: first + 1] + [0] * (end - first - 1) + last[end:]
-        if again:
-            outside[end] = 0
-        if max(outside) > since:
-            other = self.pool.names[outside.index(max(outside))]
+    def _require_untouched(self, kind: str, before: str, since: float, first: int, end: int) -> None:
+        """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``."""
+        pool = self.pool
+        others = [place for place, run in enumerate(pool.runs) if run + place > since and not first < place < end]
+        if others:
+            other = pool.names[max(others, key=pool.time)]
             raise RuntimeError(
                 f"the {kind} of {self.name} cannot be replayed: {other} was replayed since {before}, and may have "
                 "overwritten what it reads. Graphs that share memory are replayed in the sequence of their capture "
@@ -415,19 +417,55 @@ class Contract:
 def make_contracts(functions: Sequence[Any], *of_capture: Any) -> list[Contract]:
     """The contracts of a capture, of which `Contract` says what it takes."""
     contracts = [Contract(number, functions, *of_capture) for number in range(len(functions))]
-    read = _all_of([contract.read for contract in contracts])
-    used = _all_of([each for contract in contracts for each in (contract.read, contract.written)])
-    first, first_backward = min(each.forward for each in contracts), min(each.backward for each in contracts)
+    looks = _Looks(contracts)
     for contract in contracts:
-        contract.join(first, first_backward, read, used)
+        contract.join(looks)
     return contracts
 
 
-def _all_of(addresses: Sequence[_Addresses]) -> _Addresses:
-    """One `_Addresses` for all that these look at, each thing once."""
-    slots = {(id(slot[0]), slot[1]): slot for each in addresses for slot in each.slots}
-    registries = {id(pair[0]): pair for each in addresses for pair in each.registries}
-    return _Addresses(slots.values(), registries.values())
+class _Looks:
+    """The looks that a run takes, before its first forward, at what the graphs of a capture use.
+
+    The first ``RUNS`` runs look at all callables, and again before their first backward: what a program does in each of
+    its steps shows there. Later the callables take turns, each once in ``RUNS`` of its replays; what moves all weights
+    is seen at any of them.
+    ``seen`` is the run that has found all where it was, and ``are_two`` whether it looks again.
+    """
+
+    def __init__(self, contracts: Sequence[Contract]) -> None:
+        self.seen, self._count, self.are_two, self._says_first = -1, 0, True, False
+        self.first_forward = min(contract.forward for contract in contracts)
+        self.first_backward = min((each.backward for each in contracts if each.backward >= 0), default=-1)
+        self._callables = [each.used() for each in contracts if not each.microbatch]
+        microbatches = len(contracts) // len(self._callables)
+        self._turns = max(1, min(RUNS // microbatches, len(self._callables)))
+
+    def begin(self, run: int, is_first_microbatch: bool | None) -> bool:
+        """Look before the first forward, and return whether there is something to look at, and all is there.
+
+        A caller who says which microbatch is the first says of the others that the weights are still the same.
+        """
+        if self._says_first and is_first_microbatch is False and self.seen >= 0:
+            self.seen = run
+            return True
+        self._says_first = is_first_microbatch is True
+        self._count += 1
+        self.are_two = self._count <= RUNS
+        turns = 1 if self.are_two else self._turns
+        return self._look(run, self._callables[self._count % turns :: turns])
+
+    def go_on(self, run: int) -> bool:
+        """Look at all again before the first backward, with the same answer."""
+        return self.seen == run and self._look(run, self._callables)
+
+    def _look(self, run: int, callables: Sequence[_Addresses]) -> bool:
+        are_there = bool(callables) and all(map(_Addresses.are_there, callables))
+        self.seen = run if are_there else -1
+        return are_there
+
+    def end(self) -> None:
+        """Look no more: each callable looks at its own."""
+        self.seen, self._callables = -1, []
 
 
 def _name(number: int, functions: Sequence[Any], microbatch: int) -> str:
@@ -520,11 +558,9 @@ class _Addresses:
     """Where tensors were at the capture: the same objects, if they are parameters or modules, at the same addresses.
 
     Besides, ``registries`` of modules and parameters.
-    ``seen`` is the run in which `look` has found them all there.
     """
 
     def __init__(self, slots: Iterable[_Slot], registries: Iterable[_Registry] = ()) -> None:
-        self.seen = -1
         self.slots, self.registries = [*slots], [*registries]
         self._were = [dict(each) or _EMPTY for each, _ in self.registries]
         self._dictionaries = [each for each, _ in self.registries]
@@ -541,18 +577,12 @@ class _Addresses:
         self._owners, self._names = [owner for owner, _, _ in others], [name for _, name, _ in others]
         self._known = [self._addresses[number] for number in placed]
 
-    def look(self, run: int) -> bool:
-        """See whether there are any, and all are there."""
-        are_there = bool(self.slots) and self._are_there()
-        self.seen = run if are_there else -1
-        return are_there
-
     def check(self, name: str) -> None:
         """RuntimeError where one is not there, or there are others."""
-        if not self._are_there():
+        if not self.are_there():
             raise RuntimeError(f"{name}: {self._change()}")
 
-    def _are_there(self) -> bool:
+    def are_there(self) -> bool:
         """Whether nothing has changed; the quick comparison can only say yes."""
         try:
             # Other modules are unequal, and comparing other parameters raises.
@@ -584,11 +614,6 @@ class _Addresses:
                     "them. Capture again"
                 )
         return ""
-
-    def forget(self) -> None:
-        """Let all go."""
-        self.slots, self._held, self._parameters, self._owners, self._names = [], [], [], [], []
-        self.registries, self._dictionaries, self._were = [], [], []
 
 
 def _warn_once(text: str, about: str) -> None:
