@@ -6,6 +6,7 @@ Nothing here imports torch. To add a kind of module or an event: write it in the
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -213,6 +214,15 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "a GPU's eager wgrad of an operation before another in FP8 reads a transpose that nobody wrote": lambda p: (
         "operations" not in p.modules or "delayed" not in (p.recipe, p.other)
+    ),
+    "eagerly a frozen LayerNormLinear behind a view that TE gives does not see that its input needs a gradient": (
+        lambda p: (
+            not any(
+                number in p.frozen and number - 1 in p.in_bf16 and before in TE_LAYERS[1:4]
+                for number, (before, module) in enumerate(itertools.pairwise(p.modules), 1)
+                if module in ("layernorm_linear", "transformer_layer") and "delayed" in (p.recipe, p.other)
+            )
+        )
     ),
     "a call that is refused has registered FP8 state with the autocast": lambda p: (
         not any(each.startswith("misuse") for each in p.events) or "delayed" not in (p.recipe, p.other)
