@@ -186,6 +186,110 @@ def test_an_empty_list_of_modules_may_not_be_replaced() -> None:
     )
 
 
+ONCE_MORE = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint
+
+def new_input():
+    return torch.randn(32, 32, device="cuda", requires_grad=True)
+
+def new_layer():
+    return te.Linear(32, 32, device="cuda")
+
+def captured(module):
+    return te.make_graphed_callables(module, (new_input(),))
+
+def in_checkpoint(function, *inputs):
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = new_layer(), new_layer()
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+class OwnParameter(torch.nn.Parameter):
+    pass
+
+x, y, other = new_input(), new_input(), new_input()
+layer = new_layer()
+graph = captured(layer)
+{}
+"""
+
+ANOTHER_IS_RECOMPUTED = """
+first = graph(x).clone()
+second = in_checkpoint(lambda y: graph(y).detach() * other, y)
+(first.sum() + second.sum()).backward()
+"""
+TWICE_IN_A_CHECKPOINT = """
+in_checkpoint(lambda x, y: graph(x).clone() * graph(y).clone().detach(), x, y).sum().backward()
+"""
+RECOMPUTED_FOR_NOTHING = """
+first = graph(x).clone()
+torch.autograd.grad(in_checkpoint(lambda y: graph(y) * other, y).sum(), other)
+first.sum().backward()
+"""
+TIED = """
+layer = Tied()
+graph = captured(layer)
+layer.second.weight = new_layer().weight
+graph(x)
+"""
+OF_ANOTHER_CLASS = """
+layer = torch.nn.Linear(32, 32, device="cuda")
+layer.weight = OwnParameter(layer.weight.data)
+graph = captured(layer)
+layer.weight.data = layer.weight.data.clone()
+graph(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        pytest.param(ANOTHER_IS_RECOMPUTED, "cannot be replayed", id="another is recomputed"),
+        pytest.param(TWICE_IN_A_CHECKPOINT, "cannot be replayed", id="twice in a checkpoint"),
+        pytest.param(RECOMPUTED_FOR_NOTHING, "cannot be replayed", id="recomputed for nothing"),
+        pytest.param(TIED, "is not where it was", id="tied"),
+        pytest.param(OF_ANOTHER_CLASS, "is not where it was", id="of another class"),
+    ],
+)
+def test_such_a_program_raises(program: str, error: str) -> None:
+    done = on_simulator("-c", ONCE_MORE.format(program))
+    assert "RuntimeError" in done.stderr
+    assert error in done.stderr
+
+
+TWO_CHECKPOINTS = """
+def grads(function, sequence):
+    outputs = [in_checkpoint(lambda x: function(torch.relu(x)) * other, x).clone() for x in (x, y)]
+    layer.zero_grad()
+    for number in sequence:
+        outputs[number].square().sum().backward()
+    return layer.weight.grad.clone()
+
+sequences = (0, 1), (1, 0)
+replayed = [grads(graph, sequence) for sequence in sequences]
+del layer.forward
+print(all(torch.equal(grad, grads(layer, sequence)) for grad, sequence in zip(replayed, sequences)))
+"""
+ON_AN_OLDER_TORCH = """
+import torch
+
+del torch._C._autograd._top_saved_tensors_default_hooks
+"""
+
+
+@pytest.mark.parametrize("before", ["", pytest.param(ON_AN_OLDER_TORCH, id="torch before 2.8")])
+def test_two_checkpoints_around_one_graph_are_right(before: str) -> None:
+    assert simulate("-c", before + ONCE_MORE.format(TWO_CHECKPOINTS)) == "True\n"
+
+
 LATER = """
 import torch, te_graph_fixes
 import transformer_engine.pytorch as te

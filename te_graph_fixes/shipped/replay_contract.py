@@ -1,4 +1,4 @@
-"""What a capture of CUDA graphs has fixed, looked at at each replay: who may be replayed when, and what is where.
+"""What a capture of CUDA graphs has fixed, compared at each replay: the order of replays, and where everything is.
 
 Graphs of one memory pool write where they wrote at capture. What graph X leaves for graph Y (a forward for its dgrad, a
 dgrad for its wgrad) is untouched by what was captured between the two, since it was in use then, and by nothing else:
@@ -25,14 +25,15 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 
-RUNS = 16
-"""So many runs look at all that a capture uses; later a callable is looked at once in so many of its replays."""
+RUNS, TURNS = 16, 4
+"""So many runs look at all that a capture uses; later each looks at one callable in so many."""
 
 _address = torch.Tensor.data_ptr
 _needs_grad = attrgetter("requires_grad")
 _grad_enabled = torch.is_grad_enabled
 _backward_task = torch._C._current_graph_task_id
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# A torch older than 2.8 does not say whether a checkpoint is around: there is one, then.
+_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
 _warned: set[str] = set()
 _EMPTY: dict[str, Any] = {}
 
@@ -51,10 +52,11 @@ with contextlib.suppress(RuntimeError, TypeError):  # of a torch that takes one 
 class _Pool:
     """What has been replayed of the graphs of one memory pool. Places are counted from 0 in the order of captures.
 
-    Replays whose places increase are a run, which has come to ``place``. The time of a replay is ``run + place``; a new
-    ``run`` is greater than all times before. ``runs`` has for each place the run of its last replay.
-    ``next`` is where a replay needs no look, since it comes right behind the one before, and what its capture reads was
-    there; -1 if there is none. Such a replay only counts ``next`` up; `catch_up` enters it later.
+    A run is a sequence of replays whose places increase; ``place`` is the last of them. The time of a replay is
+    ``run + place``, where a new ``run`` is greater than all times before. ``runs`` has the run of each place's last
+    replay.
+    ``next`` is the one place that may be replayed without a look, since it comes right behind the one before, and what
+    its capture reads was there; -1 if there is none. Such a replay only counts ``next`` up; `catch_up` enters it later.
     ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read; then
     outputs of forwards outside of a checkpoint are copied (``keeps_outputs``).
     """
@@ -72,7 +74,7 @@ class _Pool:
         return self.runs[place] + place
 
     def catch_up(self, place: int) -> bool:
-        """Enter the replays that ``next`` has only counted; return whether ``place`` is a later one, or begin a run."""
+        """Enter the replays that ``next`` has only counted; True if ``place`` goes on with the run, else begin one."""
         if self.next > self.place:
             self.runs[self.place + 1 : self.next] = [self.run] * (self.next - self.place - 1)
             self.place = self.next - 1
@@ -186,7 +188,7 @@ class Contract:
         inputs: Sequence[int],
         parameters: Sequence[Iterable[torch.Tensor]],
         delays_wgrad: Mapping[int, bool],
-        run: WarmupRecord,
+        warmup: WarmupRecord,
         retains_graph: bool,
     ) -> None:
         (self.pool, self.forward), (_, self.backward), (self._wgrad_pool, self._wgrad) = map(_place, graphs[number])
@@ -208,11 +210,13 @@ class Contract:
         returned = self.outputs, (grad_inputs[number] or ())[: inputs[number]]
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
         self.pool.contracts.append(weakref.ref(self))
-        self._recipe = run.recipes.get(number)
-        self._recomputed = self._renewed = 0
+        self._recipe = warmup.recipes.get(number)
+        self._checkpointed: set[int] = set()
+        self._recomputed: list[float] = []
+        self._renewed = 0
         for state in _recipe_states(functions[number]):
             vars(state).setdefault("contracts", _OfState()).add(self)
-        modules = run.modules.get(number, set())
+        modules = warmup.modules.get(number, set())
         own = [parameter for parameter in _own_parameters(modules) if parameter.numel()]
         slots = [*_submodules(functions[number]), *_owners(functions[number], [*parameters[number], *own])]
         self.read = _Addresses(slots, _registries(functions[number]))
@@ -253,8 +257,8 @@ class Contract:
         """
         pool, grad_enabled, run_before = self.pool, _grad_enabled(), self.pool.run
         goes_on = pool.catch_up(self.forward)
-        is_first = self.forward == self._looks.first_forward
-        if not (is_first and self._looks.begin(pool.run, is_first_microbatch)):
+        looks, is_first = self._looks, self.forward == self._looks.first_forward
+        if not (is_first and looks.begin(pool.run, is_first_microbatch, grad_enabled)):
             self.read.check(self.name)
         if grad_enabled and any(map(_needs_grad, self._frozen)):
             raise RuntimeError(
@@ -263,7 +267,7 @@ class Contract:
             )
         in_backward, saves_by_hooks = _backward_task() != -1, _saved_tensors_hooks(True) is not None
         if in_backward:
-            self._recompute(inputs, run_before)
+            self._check_recomputation(inputs, run_before)
         if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             _warn_once(
                 f"{self.name}: this graph was captured in FP8 and is replayed outside of an autocast: it computes in "
@@ -275,13 +279,17 @@ class Contract:
         checkpointed = not grad_enabled or saves_by_hooks
         pool.may_recompute = in_backward or checkpointed or (pool.may_recompute and goes_on)
         pool.keeps_outputs = pool.may_recompute and not checkpointed
-        time = pool.note_replay(self.forward, self._looks)
-        if in_backward and grad_enabled and saves_by_hooks:
-            self._recomputed = time
+        time = pool.note_replay(self.forward, looks)
+        if not in_backward:
+            self._recomputed.clear()
+        if grad_enabled and saves_by_hooks and in_backward:
+            self._recomputed.append(time)
+        elif grad_enabled and saves_by_hooks:
+            self._checkpointed.add(time)
         looks_again = is_first or self._frozen or pool.may_recompute
         self.quick_forward = None if looks_again else self.forward
 
-    def _recompute(self, inputs: Iterable[Any], run_before: int) -> None:
+    def _check_recomputation(self, inputs: Iterable[Any], run_before: int) -> None:
         """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out.
 
         ``run_before`` is the run that was under way until this replay.
@@ -292,8 +300,8 @@ class Contract:
                 "would compute in FP8, its module would not. Use te.checkpoint, which enters the autocast again, or "
                 "run the backward in the autocast"
             )
-        given = {each.untyped_storage()._cdata for each in inputs if isinstance(each, torch.Tensor)}
-        if any(storage.cdata in given for storage, _ in self._returned[0]):
+        of_inputs = {each.untyped_storage()._cdata for each in inputs if isinstance(each, torch.Tensor)}
+        if any(storage.cdata in of_inputs for storage, _ in self._returned[0]):
             raise RuntimeError(
                 f"{self.name}: a checkpoint runs this graph again with its own output, which is overwritten. Capture "
                 "the module once for each time that a step calls it (`_order`)"
@@ -306,7 +314,7 @@ class Contract:
             outputs, grads = other._returned
             is_open = other.backward >= 0 and time(other.backward) < time(other.forward)
             # An operation before this forward, which runs again too, may read an output that is still held.
-            if any(storage.cdata in given or (is_open and _uses(storage) > before) for storage, before in outputs):
+            if any(storage.cdata in of_inputs or (is_open and _uses(storage) > before) for storage, before in outputs):
                 end = other.backward if other.backward >= 0 else len(self.pool.runs)
                 since = time(other.forward)
                 self._require_untouched("forward", f"the forward of {other.name}", since, other.forward, end)
@@ -341,9 +349,9 @@ class Contract:
         pool.catch_up(self.backward)
         self._require_trained(ctx.needs_input_grad)
         if since < pool.run:
-            if self._recomputed == pool.time(self.forward):
-                since = self._recomputed  # a checkpoint that is not reentrant has run it again, with the same inputs
-            end = self.backward + self._retains_graph
+            if since in self._checkpointed and self._recomputed == [pool.time(self.forward)]:
+                since = self._recomputed[0]  # a checkpoint that is not reentrant has run it again
+            end = self.backward + 1 if self._retains_graph else self.backward
             self._require_untouched("backward", "its forward", since, self.forward, end)
         if since < self._renewed:
             raise RuntimeError(
@@ -352,11 +360,12 @@ class Contract:
                 "capture, or between two steps"
             )
         is_first = self.backward == self._looks.first_backward
-        if not (is_first and self._looks.go_on(pool.run)):
+        if not (is_first and self._looks.look_again(pool.run)):
             self.read.check(self.name)
             if not self._delays_wgrad:
                 self.written.check(self.name)
-        self._recomputed = 0
+        self._checkpointed.discard(ctx.replayed)
+        self._recomputed.clear()
         if pool.may_recompute:
             ctx.inputs_with_copied_grads = self._inputs
         pool.note_replay(self.backward, self._looks)
@@ -427,8 +436,8 @@ class _Looks:
     """The looks that a run takes, before its first forward, at what the graphs of a capture use.
 
     The first ``RUNS`` runs look at all callables, and again before their first backward: what a program does in each of
-    its steps shows there. Later the callables take turns, each once in ``RUNS`` of its replays; what moves all weights
-    is seen at any of them.
+    its steps shows there. Later the callables take ``TURNS``; what moves all weights is seen at any of them. Runs
+    without gradients look at all, and are not counted.
     ``seen`` is the run that has found all where it was, and ``are_two`` whether it looks again.
     """
 
@@ -437,14 +446,15 @@ class _Looks:
         self.first_forward = min(contract.forward for contract in contracts)
         self.first_backward = min((each.backward for each in contracts if each.backward >= 0), default=-1)
         self._callables = [each.used() for each in contracts if not each.microbatch]
-        microbatches = len(contracts) // len(self._callables)
-        self._turns = max(1, min(RUNS // microbatches, len(self._callables)))
+        self._turns = min(TURNS, len(self._callables))
 
-    def begin(self, run: int, is_first_microbatch: bool | None) -> bool:
-        """Look before the first forward, and return whether there is something to look at, and all is there.
+    def begin(self, run: int, is_first_microbatch: bool | None, has_grads: bool) -> bool:
+        """Look before the first forward; True if there is something to look at, and all is where it was.
 
         A caller who says which microbatch is the first says of the others that the weights are still the same.
         """
+        if not has_grads:
+            return self._look(run, self._callables)
         if self._says_first and is_first_microbatch is False and self.seen >= 0:
             self.seen = run
             return True
@@ -454,8 +464,8 @@ class _Looks:
         turns = 1 if self.are_two else self._turns
         return self._look(run, self._callables[self._count % turns :: turns])
 
-    def go_on(self, run: int) -> bool:
-        """Look at all again before the first backward, with the same answer."""
+    def look_again(self, run: int) -> bool:
+        """Look at all again before the first backward; True if all is still where it was."""
         return self.seen == run and self._look(run, self._callables)
 
     def _look(self, run: int, callables: Sequence[_Addresses]) -> bool:
@@ -525,15 +535,15 @@ def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Slot]:
     """Where the ``parameters`` of a callable are found, and the tensors of those in FP8."""
     wanted = {id(parameter) for parameter in parameters if parameter.numel()}
     modules = function.modules() if isinstance(function, torch.nn.Module) else ()
-    found: dict[int, _Slot] = {}
+    found: list[_Slot] = []
     inner: dict[int, list[_Slot]] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
             if id(parameter) in wanted:
-                found.setdefault(id(parameter), (module._parameters, name, "a parameter"))
+                found.append((module._parameters, name, "a parameter"))
                 names = [each for each in QUANTIZED if isinstance(vars(parameter).get(each), torch.Tensor)]
                 inner[id(parameter)] = [(vars(parameter), each, f"the {each} of a parameter") for each in names]
-    return [*found.values(), *(each for places in inner.values() for each in places)]
+    return [*found, *(each for places in inner.values() for each in places)]
 
 
 def _registries(function: Any) -> list[_Registry]:
@@ -567,7 +577,8 @@ class _Addresses:
         found = [owner[name] for owner, name, _ in self.slots]
         # main_grads and the like are not held: their memory may be given up between two replays.
         self._held = [each if isinstance(each, (torch.nn.Parameter, torch.nn.Module)) else None for each in found]
-        self._addresses = [each.data_ptr() if type(each) in (torch.nn.Parameter, torch.Tensor) else 0 for each in found]
+        # A tensor that consists of others, as one in FP8, has no address.
+        self._addresses = [_address(each) if isinstance(each, torch.Tensor) else 0 for each in found]
         if any(isinstance(each, torch.Tensor) and each.numel() == 1 for each in self._held):
             self._dictionaries = []  # never equal: one number may be equal to another, so each is looked at
         placed = [number for number, address in enumerate(self._addresses) if address]
@@ -599,7 +610,7 @@ class _Addresses:
         for (owner, name, kind), held, address in zip(self.slots, self._held, self._addresses, strict=True):
             now: Any = owner.get(name)
             is_same = isinstance(now, torch.Tensor) if held is None else now is held
-            if not is_same or (address and now.data_ptr() != address):
+            if not is_same or (address and _address(now) != address):
                 what = f"{kind} ({name})" if kind in ("a parameter", "a module") else kind
                 return (
                     f"{what} is not where it was when this graph was captured (its data was replaced, moved or "
