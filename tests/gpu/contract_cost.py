@@ -32,6 +32,7 @@ import transformer_engine.pytorch as te
 import te_graph_fixes
 
 FIX = "replay-contract"
+MODULE = "transformer_engine.pytorch._te_replay_contract"
 SMALL, LARGE = (1024, 512), (4096, 4096)
 """Hidden size and tokens."""
 LAYERS = 4
@@ -127,9 +128,8 @@ def median(values: list[float]) -> str:
     return f"{statistics.median(found):.4f} [{least:.4f}, {most:.4f}]"
 
 
-def clocked(step: Step) -> float:
-    """Microseconds that a step spends in the fix's calls."""
-    contract = sys.modules["transformer_engine.pytorch._te_replay_contract"].Contract
+def clocked(step: Step, contract: Any) -> float:
+    """Microseconds that a step spends in the fix's calls, methods of its class ``contract``."""
     real = {name: getattr(contract, name) for name in ("look_forward", "before_backward")}
     medians = []
     for functions in (real, dict.fromkeys(real, lambda *_: None)):
@@ -156,15 +156,18 @@ def timed(function: Callable[..., None], times: list[int]) -> Callable[..., None
     return call
 
 
-def captured(with_fix: bool, build: Callable[[], Step]) -> Step:
+def captured(with_fix: bool, build: Callable[[], Step]) -> tuple[Step, Any]:
+    """What runs a step, and the class that the fix has in its graphs."""
     te_graph_fixes.deactivate()
     te_graph_fixes.activate(disable=[] if with_fix else [FIX])
-    return build()
+    return build(), getattr(sys.modules.get(MODULE), "Contract", None)
 
 
 def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
     """Times of steps without the fix, with it, with it and without it, captured in this sequence."""
-    steps = [captured(with_fix, build) for with_fix in (False, True, True, False)]
+    steps, (_, contract, _, _) = zip(
+        *(captured(with_fix, build) for with_fix in (False, True, True, False)), strict=True
+    )
     for _ in range(5):
         for step in steps:
             step()
@@ -176,7 +179,7 @@ def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
         first = len(rounds) % len(steps)
         times = {number: seconds(steps[number]) for number in (*range(first, len(steps)), *range(first))}
         rounds.append([times[number] for number in range(len(steps))])
-    in_calls = clocked(steps[1])
+    in_calls = clocked(steps[1], contract)
     gc.enable()
     replays = 2 * LAYERS * microbatches
     added = median([1e6 * (b[0] + c[0] - a[0] - d[0]) / 2 / replays for a, b, c, d in rounds])
