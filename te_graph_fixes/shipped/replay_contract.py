@@ -26,7 +26,7 @@ QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 
 RUNS, TURNS = 16, 4
-"""So many runs look at all that a capture uses; later each looks at one callable in so many."""
+"""So many first runs look at all that a capture uses; a later one at every fourth callable."""
 
 _address = torch.Tensor.data_ptr
 _needs_grad = attrgetter("requires_grad")
@@ -211,6 +211,7 @@ class Contract:
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
         self.pool.contracts.append(weakref.ref(self))
         self._recipe = warmup.recipes.get(number)
+        # Times of forwards that a checkpoint may run again, and of those that it has, since the last backward.
         self._checkpointed: set[int] = set()
         self._recomputed: list[float] = []
         self._renewed = 0
@@ -369,7 +370,7 @@ class Contract:
         if pool.may_recompute:
             ctx.inputs_with_copied_grads = self._inputs
         pool.note_replay(self.backward, self._looks)
-        self._quick_backward = None if is_first and self._looks.are_two else self.backward
+        self._quick_backward = None if is_first and self._looks.is_thorough else self.backward
 
     def _require_trained(self, needs_grad: tuple[bool, ...]) -> None:
         """RuntimeError where a fused weight is frozen; ``needs_grad`` is about all inputs, weights last."""
@@ -438,11 +439,11 @@ class _Looks:
     The first ``RUNS`` runs look at all callables, and again before their first backward: what a program does in each of
     its steps shows there. Later the callables take ``TURNS``; what moves all weights is seen at any of them. Runs
     without gradients look at all, and are not counted.
-    ``seen`` is the run that has found all where it was, and ``are_two`` whether it looks again.
+    ``seen`` is the run that has found all where it was, and ``is_thorough`` whether it looks again.
     """
 
     def __init__(self, contracts: Sequence[Contract]) -> None:
-        self.seen, self._count, self.are_two, self._says_first = -1, 0, True, False
+        self.seen, self._count, self.is_thorough, self._says_first = -1, 0, True, False
         self.first_forward = min(contract.forward for contract in contracts)
         self.first_backward = min((each.backward for each in contracts if each.backward >= 0), default=-1)
         self._callables = [each.used() for each in contracts if not each.microbatch]
@@ -460,8 +461,8 @@ class _Looks:
             return True
         self._says_first = is_first_microbatch is True
         self._count += 1
-        self.are_two = self._count <= RUNS
-        turns = 1 if self.are_two else self._turns
+        self.is_thorough = self._count <= RUNS
+        turns = 1 if self.is_thorough else self._turns
         return self._look(run, self._callables[self._count % turns :: turns])
 
     def look_again(self, run: int) -> bool:
