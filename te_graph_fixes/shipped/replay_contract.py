@@ -26,7 +26,7 @@ QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 
 RUNS, TURNS = 16, 4
-"""So many first runs look at all that a capture uses; a later one at every fourth callable."""
+"""So many first runs look at all that a capture uses; a later one at a quarter, and the next at another."""
 
 _address = torch.Tensor.data_ptr
 _needs_grad = attrgetter("requires_grad")
@@ -53,42 +53,42 @@ class _Pool:
     """What has been replayed of the graphs of one memory pool. Places are counted from 0 in the order of captures.
 
     A run is a sequence of replays whose places increase; ``place`` is the last of them. The time of a replay is
-    ``run + place``, where a new ``run`` is greater than all times before. ``runs`` has the run of each place's last
-    replay.
+    ``run + place``: a new run starts at a number above all earlier times. ``last_runs`` has the run of each place's
+    last replay.
     ``next`` is the one place that may be replayed without a look, since it comes right behind the one before, and what
     its capture reads was there; -1 if there is none. Such a replay only counts ``next`` up; `catch_up` enters it later.
-    ``may_recompute``: a checkpoint has run a forward, and may run it again before what backwards return is read; then
-    outputs of forwards outside of a checkpoint are copied (``keeps_outputs``).
+    ``may_recompute``: a checkpoint has run a forward, and may run it again before gradients of earlier backwards are
+    read; then outputs of forwards outside of a checkpoint are copied (``keeps_outputs``).
     """
 
     def __init__(self) -> None:
-        self.runs: list[float] = []
+        self.last_runs: list[float] = []
         self.names: list[str] = []
         self.run = self.captures = 0
         self.next = self.place = -1
         self.may_recompute = self.keeps_outputs = False
         self.contracts: list[weakref.ref[Contract]] = []
 
-    def time(self, place: int) -> float:
+    def last_time(self, place: int) -> float:
         """When the graph at ``place`` was last replayed; less than 0 if never."""
-        return self.runs[place] + place
+        return self.last_runs[place] + place
 
     def catch_up(self, place: int) -> bool:
         """Enter the replays that ``next`` has only counted; True if ``place`` goes on with the run, else begin one."""
         if self.next > self.place:
-            self.runs[self.place + 1 : self.next] = [self.run] * (self.next - self.place - 1)
+            self.last_runs[self.place + 1 : self.next] = [self.run] * (self.next - self.place - 1)
             self.place = self.next - 1
         self.next = -1
         goes_on = place > self.place
         if not goes_on:
-            self.run += len(self.runs)
+            self.run += len(self.last_runs)
         return goes_on
 
     def note_replay(self, place: int, looks: _Looks) -> int:
         """Note that the graph at ``place`` is replayed now, and return when. ``looks`` are those of its capture."""
-        self.runs[place] = self.run
+        self.last_runs[place] = self.run
         self.place = place
-        self.next = place + 1 if looks.seen == self.run and not self.may_recompute else -1
+        self.next = place + 1 if looks.verified_run == self.run and not self.may_recompute else -1
         return self.run + place
 
 
@@ -102,8 +102,8 @@ def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
     state = _pools.get(pool)
     if state is None:
         state = _pools[pool] = _Pool()
-    cuda_graph.place = (state, len(state.runs))
-    state.runs.append(-math.inf)
+    cuda_graph.place = (state, len(state.last_runs))
+    state.last_runs.append(-math.inf)
     state.names.append("a graph whose capture failed")
 
 
@@ -204,16 +204,17 @@ class Contract:
             if hasattr(graph, "place"):
                 graph.place[0].names[graph.place[1]] = f"the {kind} of {self.name}"
         # Without an order wgrads are captured behind all else, in a pool of their own.
-        self._end = self._wgrad if self._wgrad_pool is self.pool else len(self.pool.runs)
+        self._end = self._wgrad if self._wgrad_pool is self.pool else len(self.pool.last_runs)
         self._dgrad_time: int | None = None
         self._inputs = range(inputs[number])
         returned = self.outputs, (grad_inputs[number] or ())[: inputs[number]]
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
         self.pool.contracts.append(weakref.ref(self))
         self._recipe = warmup.recipes.get(number)
-        # Times of forwards that a checkpoint may run again, and of those that it has, since the last backward.
-        self._checkpointed: set[int] = set()
+        self._plain: float = -1
+        """When a forward was last seen outside of a checkpoint."""
         self._recomputed: list[float] = []
+        """When checkpoints have run the forward again, since its last backward."""
         self._renewed = 0
         for state in _recipe_states(functions[number]):
             vars(state).setdefault("contracts", _OfState()).add(self)
@@ -236,7 +237,7 @@ class Contract:
         self._quick_backward = None if self.backward == looks.first_backward else self.backward
         self._quick_wgrad = self._wgrad if self._wgrad_pool is self.pool else None
 
-    def used(self) -> _Addresses:
+    def all_addresses(self) -> _Addresses:
         """All that the graphs of the callable read and write."""
         return _Addresses([*self.read.slots, *self.written.slots], self.read.registries)
 
@@ -283,12 +284,12 @@ class Contract:
         time = pool.note_replay(self.forward, looks)
         if not in_backward:
             self._recomputed.clear()
-        if grad_enabled and saves_by_hooks and in_backward:
-            self._recomputed.append(time)
         elif grad_enabled and saves_by_hooks:
-            self._checkpointed.add(time)
-        looks_again = is_first or self._frozen or pool.may_recompute
-        self.quick_forward = None if looks_again else self.forward
+            self._recomputed.append(time)
+        if not (in_backward or checkpointed):
+            self._plain = time
+        is_never_quick = is_first or self._frozen or pool.may_recompute
+        self.quick_forward = None if is_never_quick else self.forward
 
     def _check_recomputation(self, inputs: Iterable[Any], run_before: int) -> None:
         """RuntimeError where a checkpoint runs the forward again without FP8, or over what others have given out.
@@ -307,21 +308,21 @@ class Contract:
                 f"{self.name}: a checkpoint runs this graph again with its own output, which is overwritten. Capture "
                 "the module once for each time that a step calls it (`_order`)"
             )
-        time, place = self.pool.time, self.forward
+        last_time, place = self.pool.last_time, self.forward
         for reference in self.pool.contracts:
             other = reference()
-            if other is None or other is self or time(other.forward) < 0:
+            if other is None or other is self or last_time(other.forward) < 0:
                 continue
             outputs, grads = other._returned
-            is_open = other.backward >= 0 and time(other.backward) < time(other.forward)
+            is_open = other.backward >= 0 and last_time(other.backward) < last_time(other.forward)
             # An operation before this forward, which runs again too, may read an output that is still held.
             if any(storage.cdata in of_inputs or (is_open and _uses(storage) > before) for storage, before in outputs):
-                end = other.backward if other.backward >= 0 else len(self.pool.runs)
-                since = time(other.forward)
+                end = other.backward if other.backward >= 0 else len(self.pool.last_runs)
+                since = last_time(other.forward)
                 self._require_untouched("forward", f"the forward of {other.name}", since, other.forward, end)
-            if other.backward >= 0 and time(other.backward) > time(other.forward):
+            if other.backward >= 0 and last_time(other.backward) > last_time(other.forward):
                 # Its backward has run: a forward captured before that may write where its grads are.
-                risk, given_out = place < other.backward and time(other.backward) >= run_before, grads
+                risk, given_out = place < other.backward and last_time(other.backward) >= run_before, grads
             else:
                 # Its backward is to come: only graphs captured in between leave its outputs alone.
                 is_other = other.microbatch != self.microbatch
@@ -350,7 +351,7 @@ class Contract:
         pool.catch_up(self.backward)
         self._require_trained(ctx.needs_input_grad)
         if since < pool.run:
-            if since in self._checkpointed and self._recomputed == [pool.time(self.forward)]:
+            if since != self._plain and self._recomputed == [pool.last_time(self.forward)]:
                 since = self._recomputed[0]  # a checkpoint that is not reentrant has run it again
             end = self.backward + 1 if self._retains_graph else self.backward
             self._require_untouched("backward", "its forward", since, self.forward, end)
@@ -365,7 +366,6 @@ class Contract:
             self.read.check(self.name)
             if not self._delays_wgrad:
                 self.written.check(self.name)
-        self._checkpointed.discard(ctx.replayed)
         self._recomputed.clear()
         if pool.may_recompute:
             ctx.inputs_with_copied_grads = self._inputs
@@ -412,9 +412,9 @@ class Contract:
     def _require_untouched(self, kind: str, before: str, since: float, first: int, end: int) -> None:
         """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``."""
         pool = self.pool
-        others = [place for place, run in enumerate(pool.runs) if run + place > since and not first < place < end]
+        others = [place for place, run in enumerate(pool.last_runs) if run + place > since and not first < place < end]
         if others:
-            other = pool.names[max(others, key=pool.time)]
+            other = pool.names[max(others, key=pool.last_time)]
             raise RuntimeError(
                 f"the {kind} of {self.name} cannot be replayed: {other} was replayed since {before}, and may have "
                 "overwritten what it reads. Graphs that share memory are replayed in the sequence of their capture "
@@ -439,27 +439,31 @@ class _Looks:
     The first ``RUNS`` runs look at all callables, and again before their first backward: what a program does in each of
     its steps shows there. Later the callables take ``TURNS``; what moves all weights is seen at any of them. Runs
     without gradients look at all, and are not counted.
-    ``seen`` is the run that has found all where it was, and ``is_thorough`` whether it looks again.
+    ``verified_run`` is the run whose look found no change, and ``is_thorough`` whether it looks again.
     """
 
     def __init__(self, contracts: Sequence[Contract]) -> None:
-        self.seen, self._count, self.is_thorough, self._says_first = -1, 0, True, False
+        self.verified_run, self._count, self.is_thorough = -1, 0, True
+        self._believed = RUNS
         self.first_forward = min(contract.forward for contract in contracts)
         self.first_backward = min((each.backward for each in contracts if each.backward >= 0), default=-1)
-        self._callables = [each.used() for each in contracts if not each.microbatch]
-        self._turns = min(TURNS, len(self._callables))
+        used = [each.all_addresses() for each in contracts if not each.microbatch]
+        self._callables = [each for each in used if each.slots]
+        self._turns = max(1, min(TURNS, len(self._callables)))
 
     def begin(self, run: int, is_first_microbatch: bool | None, has_grads: bool) -> bool:
-        """Look before the first forward; True if there is something to look at, and all is where it was.
+        """Look before the first forward; False where each graph has to look at its own.
 
-        A caller who says which microbatch is the first says of the others that the weights are still the same.
+        A caller who says which microbatch is the first says of the others that the weights are still the same, and is
+        believed for ``RUNS`` of them.
         """
         if not has_grads:
             return self._look(run, self._callables)
-        if self._says_first and is_first_microbatch is False and self.seen >= 0:
-            self.seen = run
+        if is_first_microbatch is False and self._believed < RUNS and self.verified_run >= 0:
+            self._believed += 1
+            self.verified_run = run
             return True
-        self._says_first = is_first_microbatch is True
+        self._believed = 0 if is_first_microbatch else RUNS
         self._count += 1
         self.is_thorough = self._count <= RUNS
         turns = 1 if self.is_thorough else self._turns
@@ -467,16 +471,16 @@ class _Looks:
 
     def look_again(self, run: int) -> bool:
         """Look at all again before the first backward; True if all is still where it was."""
-        return self.seen == run and self._look(run, self._callables)
+        return self.verified_run == run and self._look(run, self._callables)
 
     def _look(self, run: int, callables: Sequence[_Addresses]) -> bool:
         are_there = bool(callables) and all(map(_Addresses.are_there, callables))
-        self.seen = run if are_there else -1
+        self.verified_run = run if are_there else -1
         return are_there
 
     def end(self) -> None:
         """Look no more: each callable looks at its own."""
-        self.seen, self._callables = -1, []
+        self.verified_run, self._callables = -1, []
 
 
 def _name(number: int, functions: Sequence[Any], microbatch: int) -> str:
