@@ -442,6 +442,12 @@ for seed in range(1000):
             assert is_intact, (seed, sequence, log)
             intact += 1
         log.append(places[kind, k])
+    pool = contracts[0].pool
+    pool.catch_up(0)
+    times = [pool.last_time(place) for place in range(len(sequence))]
+    note_capture(types.SimpleNamespace(), ("pool", seed))
+    assert [pool.last_time(place) for place in range(len(sequence))] == times
+    assert pool.last_time(len(sequence)) < 0
 print(raised, intact)
 """
 

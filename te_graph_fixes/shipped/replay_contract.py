@@ -54,7 +54,7 @@ class _Pool:
 
     A run is a sequence of replays whose places increase; ``place`` is the last of them. The time of a replay is
     ``run + place``: a new run starts at a number above all earlier times. ``last_runs`` has the run of each place's
-    last replay.
+    last replay, where that is not the ``complete`` run, the last one that went through all places.
     ``next`` is the one place that may be replayed without a look, since it comes right behind the one before, and what
     its capture reads was there; -1 if there is none. Such a replay only counts ``next`` up; `catch_up` enters it later.
     ``may_recompute``: a checkpoint has run a forward, and may run it again before gradients of earlier backwards are
@@ -63,20 +63,33 @@ class _Pool:
 
     def __init__(self) -> None:
         self.last_runs: list[float] = []
+        self.complete = -math.inf
         self.names: list[str] = []
         self.run = self.captures = 0
         self.next = self.place = -1
         self.may_recompute = self.keeps_outputs = False
         self.contracts: list[weakref.ref[Contract]] = []
 
+    def new_place(self) -> int:
+        """A place for a graph that is about to be captured."""
+        if self.complete >= 0:
+            self.last_runs = [max(run, self.complete) for run in self.last_runs]
+            self.complete = -math.inf
+        self.last_runs.append(-math.inf)
+        self.names.append("a graph whose capture failed")
+        return len(self.names) - 1
+
     def last_time(self, place: int) -> float:
         """When the graph at ``place`` was last replayed; less than 0 if never."""
-        return self.last_runs[place] + place
+        return max(self.last_runs[place], self.complete) + place
 
     def catch_up(self, place: int) -> bool:
         """Enter the replays that ``next`` has only counted; True if ``place`` goes on with the run, else begin one."""
         if self.next > self.place:
-            self.last_runs[self.place + 1 : self.next] = [self.run] * (self.next - self.place - 1)
+            if self.place == 0 and self.next == len(self.last_runs):
+                self.complete = self.run
+            else:
+                self.last_runs[self.place + 1 : self.next] = [self.run] * (self.next - self.place - 1)
             self.place = self.next - 1
         self.next = -1
         goes_on = place > self.place
@@ -102,9 +115,7 @@ def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
     state = _pools.get(pool)
     if state is None:
         state = _pools[pool] = _Pool()
-    cuda_graph.place = (state, len(state.last_runs))
-    state.last_runs.append(-math.inf)
-    state.names.append("a graph whose capture failed")
+    cuda_graph.place = (state, state.new_place())
 
 
 def with_own_inputs(
@@ -412,7 +423,9 @@ class Contract:
     def _require_untouched(self, kind: str, before: str, since: float, first: int, end: int) -> None:
         """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``."""
         pool = self.pool
-        others = [place for place, run in enumerate(pool.last_runs) if run + place > since and not first < place < end]
+        others = [
+            place for place in range(len(pool.last_runs)) if pool.last_time(place) > since and not first < place < end
+        ]
         if others:
             other = pool.names[max(others, key=pool.last_time)]
             raise RuntimeError(
