@@ -299,7 +299,7 @@ def _disk(folder: Path, advice: str) -> Iterator[None]:
 
 def overlay(decision: Decision, folder: Path) -> dict[str, Any]:
     """Lay the corrected modules into a folder, which is new, empty or an older overlay; returns its manifest."""
-    part = folder.with_name(folder.name + ".part")
+    part = folder.with_name(f"{folder.name}.te-graph-fixes-part")
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
         raise BakeError(f"{folder} is not empty, and no overlay of te-graph-fixes: name another folder")
     with _disk(folder, "Nothing was changed: name another folder"):

@@ -222,10 +222,9 @@ class Contract:
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
         self.pool.contracts.append(weakref.ref(self))
         self._recipe = warmup.recipes.get(number)
+        # When the forward was last seen outside of a checkpoint; when checkpoints have run it again since its backward.
         self._plain: float = -1
-        """When a forward was last seen outside of a checkpoint."""
         self._recomputed: list[float] = []
-        """When checkpoints have run the forward again, since its last backward."""
         self._renewed = 0
         for state in _recipe_states(functions[number]):
             vars(state).setdefault("contracts", _OfState()).add(self)
@@ -267,6 +266,7 @@ class Contract:
         """Note the replay of the forward; RuntimeError where the module would compute another result.
 
         A replay that comes right behind the one before, at ``quick_forward``, needs no such look.
+        ``is_first_microbatch`` is what the caller says of it, if anything.
         """
         pool, grad_enabled, run_before = self.pool, _grad_enabled(), self.pool.run
         goes_on = pool.catch_up(self.forward)
