@@ -85,7 +85,7 @@ def module_path(source: Source, module: str) -> str:
 def require_complete(decision: Decision) -> None:
     """Raise `BakeError` where a fix that TE needs cannot be applied, or another version has corrected TE on disk.
 
-    So where the settings leave out all that it needs.
+    It is raised, too, where the settings leave out all that TE needs.
     """
     location, stamp = decision.source.location, of_tree(decision.source.location)
     refused = [fix_id for ids in decision.refused.values() for fix_id in ids]

@@ -267,7 +267,7 @@ def test_such_a_program_raises(program: str, error: str) -> None:
 
 IN_A_LATER_STEP = """
 layers = [new_layer() for _ in range(2)]
-graphs = te.make_graphed_callables(tuple(layers), tuple((new_input(),) for _ in layers))
+te.make_graphed_callables(tuple(layers), tuple((new_input(),) for _ in layers))
 
 def grads(in_checkpoint):
     for layer in layers:
@@ -330,10 +330,10 @@ def step(first=None, between=lambda: None):
     between()
     x.sum().backward()
 
-def steps_until_it_raises(*first):
+def steps_until_it_raises(first):
     for number in range(1, 40):
         try:
-            step(*first)
+            step(first)
         except RuntimeError as error:
             assert "is not where it was" in str(error), error
             return number

@@ -423,11 +423,9 @@ class Contract:
     def _require_untouched(self, kind: str, before: str, since: float, first: int, end: int) -> None:
         """RuntimeError unless all that was replayed after ``since`` is between ``first`` and ``end``."""
         pool = self.pool
-        others = [
-            place for place in range(len(pool.last_runs)) if pool.last_time(place) > since and not first < place < end
-        ]
-        if others:
-            other = pool.names[max(others, key=pool.last_time)]
+        latest = max((*range(first + 1), *range(end, len(pool.last_runs))), key=pool.last_time)
+        if pool.last_time(latest) > since:
+            other = pool.names[latest]
             raise RuntimeError(
                 f"the {kind} of {self.name} cannot be replayed: {other} was replayed since {before}, and may have "
                 "overwritten what it reads. Graphs that share memory are replayed in the sequence of their capture "

@@ -167,9 +167,8 @@ def captured(with_fix: bool, build: Callable[[], Step]) -> tuple[Step, Any]:
 
 def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
     """Times of steps without the fix, with it, with it and without it, captured in this sequence."""
-    steps, (_, contract, _, _) = zip(
-        *(captured(with_fix, build) for with_fix in (False, True, True, False)), strict=True
-    )
+    captures = [captured(with_fix, build) for with_fix in (False, True, True, False)]
+    steps = [step for step, _ in captures]
     for _ in range(5):
         for step in steps:
             step()
@@ -181,7 +180,7 @@ def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
         first = len(rounds) % len(steps)
         times = {number: seconds(steps[number]) for number in (*range(first, len(steps)), *range(first))}
         rounds.append([times[number] for number in range(len(steps))])
-    in_calls = clocked(steps[1], contract)
+    in_calls = clocked(*captures[1])
     gc.enable()
     replays = 2 * LAYERS * microbatches
     added = median([1e6 * (b[0] + c[0] - a[0] - d[0]) / 2 / replays for a, b, c, d in rounds])
