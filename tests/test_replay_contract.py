@@ -312,8 +312,11 @@ def test_a_checkpoint_that_first_comes_in_a_later_step_is_right() -> None:
 
 
 LATER = """
-import torch, te_graph_fixes
+import math, torch, te_graph_fixes
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _te_replay_contract
+
+_te_replay_contract.RECENT = SECONDS
 
 def move(layers):
     for layer in layers:
@@ -322,20 +325,29 @@ def move(layers):
 def move_main_grad(layer):
     layer.weight.main_grad = layer.weight.main_grad.clone()
 
-def step(first=None, between=lambda: None):
+def forward(first):
     kwargs = {} if first is None else {"is_first_microbatch": first}
     x = torch.zeros(32, 32, device="cuda", requires_grad=True)
     for layer in layers:
         x = layer(x, **kwargs)
+    return x
+
+def step(first=None, between=lambda: None):
+    output = forward(first)
     between()
-    x.sum().backward()
+    output.sum().backward()
+
+def raises(first):
+    try:
+        step(first)
+    except RuntimeError as error:
+        assert "is not where it was" in str(error), error
+        return True
 
 def steps_until_it_raises(first):
     for number in range(1, 40):
-        try:
-            step(first)
-        except RuntimeError as error:
-            assert "is not where it was" in str(error), error
+        if raises(first):
+            assert raises(False)
             return number
 
 for change, first in (
@@ -343,7 +355,7 @@ for change, first in (
     (lambda: move(layers[2:3]), None),
     (lambda: move_main_grad(layers[1]), None),
     (lambda: step(between=lambda: move(layers)), None),
-    (lambda: (step(True), move(layers), step(False)), None),
+    (lambda: (step(True), move(layers), forward(False)), None),
     (lambda: (step(True), move(layers)), False),
 ):
     options = {"fuse_wgrad_accumulation": True, "bias": False, "device": "cuda"}
@@ -356,24 +368,108 @@ for change, first in (
         step()
     try:
         change()
-    except RuntimeError:
-        print("at once")
+    except RuntimeError as error:
+        print("at once, in", str(error)[:10])
     else:
         print(steps_until_it_raises(first))
 """
 
 
+AT_ONCE = ["1", "1", "1", "at once, in callable 3", "at once, in callable 0", "1"]
+QUICK, SLOW = ("math.inf", "0.0")
+
+
+def raises_after(steps: int, seconds: str) -> list[str]:
+    """At which step the changes of ``LATER`` raise, if they come behind some steps."""
+    return simulate("-c", LATER.replace("STEPS", str(steps)).replace("SECONDS", seconds)).splitlines()
+
+
 def test_a_change_in_the_first_steps_raises_at_once() -> None:
     """Within a step too, and whatever the caller says of the microbatch."""
-    assert simulate("-c", LATER.replace("STEPS", "3")).splitlines() == ["1", "1", "1", "at once", "at once", "1"]
+    assert raises_after(3, QUICK) == AT_ONCE
 
 
-def test_a_later_change_of_all_weights_raises_in_the_next_step_and_one_of_some_within_four() -> None:
-    found = map(int, simulate("-c", LATER.replace("STEPS", "20")).split())
-    all_weights, weight, main_grad, within_a_step, said_to_be_the_same, always_said = found
-    assert (all_weights, within_a_step, said_to_be_the_same, always_said) == (1, 1, 1, 17)
-    assert 1 <= weight <= 4
-    assert 1 <= main_grad <= 4
+def test_a_later_change_raises_at_once_where_runs_take_long() -> None:
+    assert raises_after(70, SLOW) == AT_ONCE
+
+
+def test_a_later_change_of_all_weights_raises_in_the_next_quick_run_and_one_of_some_within_four() -> None:
+    all_weights, weight, main_grad, within_a_step, said_to_be_the_same, always_said = raises_after(70, QUICK)
+    assert (all_weights, within_a_step, said_to_be_the_same, always_said) == ("1", "1", "1", "None")
+    assert 1 <= int(weight) <= 4
+    assert 1 <= int(main_grad) <= 4
+
+
+TURN_ABOUT = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+layer = te.Linear(32, 32, device="cuda")
+samples = [(torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in range(2)]
+graphs = te.make_graphed_callables((layer,), samples, _order=[1, -1, 1, -1], allow_unused_input=True)
+x = torch.randn(32, 32, device="cuda", requires_grad=True)
+for graph in graphs * 2:
+    graph(x).sum().backward()
+graphs[0](x).sum().backward()
+layer.weight.data = layer.weight.data.clone()
+try:
+    graphs[1](x)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_steps_of_one_microbatch_that_take_the_graphs_of_an_order_in_turn_look_each() -> None:
+    assert simulate("-c", TURN_ABOUT).startswith(
+        "callable 0 (Linear) of microbatch 1: a parameter (weight) is not where it was"
+    )
+
+
+WITHOUT_BACKWARD = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch._te_replay_contract import _Looks
+
+layers = [te.Linear(32, 32, device="cuda").eval() for _ in range(3)]
+te.make_graphed_callables(tuple(layers), tuple((torch.zeros(32, 32, device="cuda"),) for _ in layers))
+looks, real = [], _Looks.begin
+_Looks.begin = lambda *given: looks.append(given) or real(*given)
+with torch.no_grad():
+    for layer in layers:
+        layer(torch.zeros(32, 32, device="cuda"))
+print(len(looks))
+"""
+
+
+def test_graphs_without_a_backward_look_once_a_run() -> None:
+    assert simulate("-c", WITHOUT_BACKWARD) == "1\n"
+
+
+BEHIND_ONE_WITHOUT_FP8 = """
+import warnings, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+def x():
+    return torch.zeros(32, 32, device="cuda", requires_grad=True)
+
+def step():
+    graphs[1](graphs[0](x())).sum().backward()
+
+layers = torch.nn.Linear(32, 32, device="cuda"), te.Linear(32, 32, device="cuda")
+graphs = te.make_graphed_callables(layers, ((x(),), (x(),)), enabled=(False, True), allow_unused_input=True)
+with te.autocast(enabled=True):
+    step()
+with warnings.catch_warnings(record=True) as given:
+    warnings.simplefilter("always")
+    step()
+print(*(warning.message for warning in given))
+"""
+
+
+def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast() -> None:
+    assert simulate("-c", BEHIND_ONE_WITHOUT_FP8).startswith(
+        "callable 1 (Linear): this graph was captured in FP8 and is replayed outside of an autocast"
+    )
 
 
 SEQUENCES = """

@@ -106,7 +106,7 @@ FIX = Fix(
     symptom="garbage after the number of microbatches has grown, or after weights were offloaded and came back",
     group="misuse",
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
-    cost="a look at the addresses of some parameters, once a step",
+    cost="a look at the addresses of parameters, twice a step",
     examine=SemanticPatch(
         PATCH, "a replay computes with whatever is where the capture has found its data", provides=("replay_contract",)
     ),

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, getitem
+from time import monotonic
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 
-RUNS, TURNS = 16, 4
-"""So many first runs look at all that a capture uses; a later one at a quarter, and the next at another."""
+LOOKS, TURNS, RECENT = 64, 4, 0.05
+"""The first 64 looks are at all that a capture uses; less than 0.05 seconds behind such a look, later ones are at a
+quarter."""
 
 _address = torch.Tensor.data_ptr
 _needs_grad = attrgetter("requires_grad")
@@ -222,6 +224,7 @@ class Contract:
         self._returned = [[(s, _uses(s)) for s in map(_storage, tensors) if s] for tensors in returned]
         self.pool.contracts.append(weakref.ref(self))
         self._recipe = warmup.recipes.get(number)
+        self._is_first_in_fp8 = bool(self._recipe) and not warmup.recipes.get(number - 1)
         # When the forward was last seen outside of a checkpoint; when checkpoints have run it again since its backward.
         self._plain: float = -1
         self._recomputed: list[float] = []
@@ -244,7 +247,7 @@ class Contract:
         """Take part in the ``looks`` of the capture."""
         self._looks = looks
         self.quick_forward: int | None = None
-        self._quick_backward = None if self.backward == looks.first_backward else self.backward
+        self.quick_backward: int | None = self.backward
         self._quick_wgrad = self._wgrad if self._wgrad_pool is self.pool else None
 
     def all_addresses(self) -> _Addresses:
@@ -270,8 +273,8 @@ class Contract:
         """
         pool, grad_enabled, run_before = self.pool, _grad_enabled(), self.pool.run
         goes_on = pool.catch_up(self.forward)
-        looks, is_first = self._looks, self.forward == self._looks.first_forward
-        if not (is_first and looks.begin(pool.run, is_first_microbatch, grad_enabled)):
+        looks, is_first = self._looks, self.forward in self._looks.first_backwards
+        if not (is_first and looks.begin(pool.run, self.forward, is_first_microbatch, grad_enabled)):
             self.read.check(self.name)
         if grad_enabled and any(map(_needs_grad, self._frozen)):
             raise RuntimeError(
@@ -299,7 +302,7 @@ class Contract:
             self._recomputed.append(time)
         if not (in_backward or checkpointed):
             self._plain = time
-        is_never_quick = is_first or self._frozen or pool.may_recompute
+        is_never_quick = is_first or self._is_first_in_fp8 or self._frozen or pool.may_recompute
         self.quick_forward = None if is_never_quick else self.forward
 
     def _check_recomputation(self, inputs: Iterable[Any], run_before: int) -> None:
@@ -349,7 +352,7 @@ class Contract:
     def before_backward(self, ctx: Any) -> None:
         """Note the replay of the dgrad; RuntimeError where what its forward, at ``ctx.replayed``, has left is gone."""
         pool = self.pool
-        is_next = pool.next == self._quick_backward and ctx.replayed >= pool.run
+        is_next = pool.next == self.quick_backward and ctx.replayed >= pool.run
         if is_next and ctx.needs_input_grad == self._needs_grad:
             pool.next += 1
         else:
@@ -372,8 +375,7 @@ class Contract:
                 "recipe, which drops the scales and cached weights that it reads. Evaluate in the recipe of the "
                 "capture, or between two steps"
             )
-        is_first = self.backward == self._looks.first_backward
-        if not (is_first and self._looks.look_again(pool.run)):
+        if self.quick_backward is not None or not self._looks.look_again(pool.run):
             self.read.check(self.name)
             if not self._delays_wgrad:
                 self.written.check(self.name)
@@ -381,7 +383,6 @@ class Contract:
         if pool.may_recompute:
             ctx.inputs_with_copied_grads = self._inputs
         pool.note_replay(self.backward, self._looks)
-        self._quick_backward = None if is_first and self._looks.is_thorough else self.backward
 
     def _require_trained(self, needs_grad: tuple[bool, ...]) -> None:
         """RuntimeError where a fused weight is frozen; ``needs_grad`` is about all inputs, weights last."""
@@ -445,40 +446,42 @@ def make_contracts(functions: Sequence[Any], *of_capture: Any) -> list[Contract]
 
 
 class _Looks:
-    """The looks that a run takes, before its first forward, at what the graphs of a capture use.
+    """The looks at what the graphs of a capture use.
 
-    The first ``RUNS`` runs look at all callables, and again before their first backward: what a program does in each of
-    its steps shows there. Later the callables take ``TURNS``; what moves all weights is seen at any of them. Runs
-    without gradients look at all, and are not counted.
-    ``verified_run`` is the run whose look found no change, and ``is_thorough`` whether it looks again.
+    A look comes before each forward that is captured where no backward is to come, and again before the backward that
+    comes next: once a run in the order of a pipeline, else for each microbatch. It is at all callables. Once the first
+    ``LOOKS`` are over, in which all that a program does in each of its steps has shown, quick ones take ``TURNS``: less
+    than ``RECENT`` seconds behind a look at all, they are at some, once. What moves all weights is seen at any turn.
+    Looks without gradients are at all, and are not counted. ``verified_run`` is the run whose look found no change.
     """
 
     def __init__(self, contracts: Sequence[Contract]) -> None:
-        self.verified_run, self._count, self.is_thorough = -1, 0, True
-        self._believed = RUNS
-        self.first_forward = min(contract.forward for contract in contracts)
-        self.first_backward = min((each.backward for each in contracts if each.backward >= 0), default=-1)
+        self.verified_run, self._count, self._last_look_at_all = -1, 0, -math.inf
+        self.first_backwards = _first_backwards(contracts)
         used = [each.all_addresses() for each in contracts if not each.microbatch]
         self._callables = [each for each in used if each.slots]
         self._turns = max(1, min(TURNS, len(self._callables)))
 
-    def begin(self, run: int, is_first_microbatch: bool | None, has_grads: bool) -> bool:
-        """Look before the first forward; False where each graph has to look at its own.
+    def begin(self, run: int, place: int, is_first_microbatch: bool | None, has_grads: bool) -> bool:
+        """Look before the forward at ``place``; False where each graph has to look at its own.
 
         A caller who says which microbatch is the first says of the others that the weights are still the same, and is
-        believed for ``RUNS`` of them.
+        believed where a look is quick.
         """
         if not has_grads:
             return self._look(run, self._callables)
-        if is_first_microbatch is False and self._believed < RUNS and self.verified_run >= 0:
-            self._believed += 1
+        now = monotonic()
+        looks_again = self._count < LOOKS or now - self._last_look_at_all >= RECENT
+        if first_backward := self.first_backwards[place]():
+            first_backward.quick_backward = None if looks_again else first_backward.backward
+        if is_first_microbatch is False and not looks_again:
             self.verified_run = run
             return True
-        self._believed = 0 if is_first_microbatch else RUNS
         self._count += 1
-        self.is_thorough = self._count <= RUNS
-        turns = 1 if self.is_thorough else self._turns
-        return self._look(run, self._callables[self._count % turns :: turns])
+        if not looks_again:
+            return self._look(run, self._callables[self._count % self._turns :: self._turns])
+        self._last_look_at_all = now
+        return self._look(run, self._callables)
 
     def look_again(self, run: int) -> bool:
         """Look at all again before the first backward; True if all is still where it was."""
@@ -487,11 +490,26 @@ class _Looks:
     def _look(self, run: int, callables: Sequence[_Addresses]) -> bool:
         are_there = bool(callables) and all(map(_Addresses.are_there, callables))
         self.verified_run = run if are_there else -1
+        if not are_there:
+            self._last_look_at_all = -math.inf
         return are_there
 
     def end(self) -> None:
         """Look no more: each callable looks at its own."""
         self.verified_run, self._callables = -1, []
+
+
+def _first_backwards(contracts: Iterable[Contract]) -> dict[int, weakref.ref[Contract]]:
+    """By the places of forwards that are captured where no backward is to come: the contract whose backward is next."""
+    ends = {contract: contract.backward if contract.backward >= 0 else math.inf for contract in contracts}
+    stretches: list[list[Contract]] = []
+    end = -1.0
+    for contract in sorted(ends, key=attrgetter("forward")):
+        if contract.forward > end:
+            stretches.append([])
+        stretches[-1].append(contract)
+        end = max(end, ends[contract])
+    return {stretch[0].forward: weakref.ref(min(stretch, key=ends.__getitem__)) for stretch in stretches}
 
 
 def _name(number: int, functions: Sequence[Any], microbatch: int) -> str:
