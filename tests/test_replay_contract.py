@@ -393,7 +393,8 @@ def test_a_later_change_raises_at_once_where_runs_take_long() -> None:
     assert raises_after(70, SLOW) == AT_ONCE
 
 
-def test_a_later_change_of_all_weights_raises_in_the_next_quick_run_and_one_of_some_within_four() -> None:
+def test_a_later_change_of_all_weights_raises_in_the_next_quick_run() -> None:
+    """One of some in the turn of their callable, if they are its sample."""
     all_weights, weight, main_grad, within_a_step, said_to_be_the_same, always_said = raises_after(70, QUICK)
     assert (all_weights, within_a_step, said_to_be_the_same, always_said) == ("1", "1", "1", "None")
     assert 1 <= int(weight) <= 4
@@ -408,8 +409,10 @@ layer = te.Linear(32, 32, device="cuda")
 samples = [(torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in range(2)]
 graphs = te.make_graphed_callables((layer,), samples, _order=[1, -1, 1, -1], allow_unused_input=True)
 x = torch.randn(32, 32, device="cuda", requires_grad=True)
-for graph in graphs * 2:
+for graph in graphs * STEPS:
     graph(x).sum().backward()
+"""
+WEIGHT_REPLACED = """
 graphs[0](x).sum().backward()
 layer.weight.data = layer.weight.data.clone()
 try:
@@ -417,12 +420,24 @@ try:
 except RuntimeError as error:
     print(error)
 """
+ONE_RESET = """
+graphs[0].reset()
+x.grad = None
+graphs[1](x).sum().backward()
+replayed, x.grad = x.grad, None
+layer(x).sum().backward()
+print(torch.equal(replayed, x.grad))
+"""
 
 
 def test_steps_of_one_microbatch_that_take_the_graphs_of_an_order_in_turn_look_each() -> None:
-    assert simulate("-c", TURN_ABOUT).startswith(
+    assert simulate("-c", TURN_ABOUT.replace("STEPS", "2") + WEIGHT_REPLACED).startswith(
         "callable 0 (Linear) of microbatch 1: a parameter (weight) is not where it was"
     )
+
+
+def test_a_graph_goes_on_when_another_is_reset() -> None:
+    assert simulate("-c", TURN_ABOUT.replace("STEPS", "40") + ONE_RESET) == "True\n"
 
 
 WITHOUT_BACKWARD = """

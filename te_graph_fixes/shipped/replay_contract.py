@@ -26,9 +26,9 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 
-LOOKS, TURNS, RECENT = 64, 4, 0.05
-"""The first 64 looks are at all that a capture uses; less than 0.05 seconds behind such a look, later ones are at a
-quarter."""
+LOOKS, RECENT = 64, 0.1
+"""The first 64 looks are at all that a capture uses; less than 0.1 seconds behind such a look, later ones are at a
+sample."""
 
 _address = torch.Tensor.data_ptr
 _needs_grad = attrgetter("requires_grad")
@@ -274,7 +274,7 @@ class Contract:
         pool, grad_enabled, run_before = self.pool, _grad_enabled(), self.pool.run
         goes_on = pool.catch_up(self.forward)
         looks, is_first = self._looks, self.forward in self._looks.first_backwards
-        if not (is_first and looks.begin(pool.run, self.forward, is_first_microbatch, grad_enabled)):
+        if not (is_first and looks.begin(pool.run, self.forward, is_first_microbatch)):
             self.read.check(self.name)
         if grad_enabled and any(map(_needs_grad, self._frozen)):
             raise RuntimeError(
@@ -450,9 +450,9 @@ class _Looks:
 
     A look comes before each forward that is captured where no backward is to come, and again before the backward that
     comes next: once a run in the order of a pipeline, else for each microbatch. It is at all callables. Once the first
-    ``LOOKS`` are over, in which all that a program does in each of its steps has shown, quick ones take ``TURNS``: less
-    than ``RECENT`` seconds behind a look at all, they are at some, once. What moves all weights is seen at any turn.
-    Looks without gradients are at all, and are not counted. ``verified_run`` is the run whose look found no change.
+    ``LOOKS`` are over, in which all that a program does in each of its steps has shown, quick ones are at a sample and
+    are not repeated: those less than ``RECENT`` seconds behind a look at all. Callables are sampled in turn, so what
+    moves all weights is seen at once. ``verified_run`` is the run whose look found no change.
     """
 
     def __init__(self, contracts: Sequence[Contract]) -> None:
@@ -460,26 +460,24 @@ class _Looks:
         self.first_backwards = _first_backwards(contracts)
         used = [each.all_addresses() for each in contracts if not each.microbatch]
         self._callables = [each for each in used if each.slots]
-        self._turns = max(1, min(TURNS, len(self._callables)))
+        self._samples = [each.sample() for each in self._callables]
 
-    def begin(self, run: int, place: int, is_first_microbatch: bool | None, has_grads: bool) -> bool:
+    def begin(self, run: int, place: int, is_first_microbatch: bool | None) -> bool:
         """Look before the forward at ``place``; False where each graph has to look at its own.
 
         A caller who says which microbatch is the first says of the others that the weights are still the same, and is
         believed where a look is quick.
         """
-        if not has_grads:
-            return self._look(run, self._callables)
         now = monotonic()
-        looks_again = self._count < LOOKS or now - self._last_look_at_all >= RECENT
+        is_quick = self._count >= LOOKS and now - self._last_look_at_all < RECENT
         if first_backward := self.first_backwards[place]():
-            first_backward.quick_backward = None if looks_again else first_backward.backward
-        if is_first_microbatch is False and not looks_again:
+            first_backward.quick_backward = first_backward.backward if is_quick else None
+        if is_quick and is_first_microbatch is False:
             self.verified_run = run
             return True
         self._count += 1
-        if not looks_again:
-            return self._look(run, self._callables[self._count % self._turns :: self._turns])
+        if is_quick:
+            return self._look(run, [self._samples[self._count % len(self._samples)]])
         self._last_look_at_all = now
         return self._look(run, self._callables)
 
@@ -496,7 +494,8 @@ class _Looks:
 
     def end(self) -> None:
         """Look no more: each callable looks at its own."""
-        self.verified_run, self._callables = -1, []
+        self._callables, self._samples = [], []
+        self._look(-1, [])
 
 
 def _first_backwards(contracts: Iterable[Contract]) -> dict[int, weakref.ref[Contract]]:
@@ -621,6 +620,10 @@ class _Addresses:
         others = [self.slots[number] for number in placed if self._held[number] is None]
         self._owners, self._names = [owner for owner, _, _ in others], [name for _, name, _ in others]
         self._known = [self._addresses[number] for number in placed]
+
+    def sample(self) -> _Addresses:
+        """One of each kind."""
+        return _Addresses({kind: (owner, name, kind) for owner, name, kind in self.slots}.values())
 
     def check(self, name: str) -> None:
         """RuntimeError where one is not there, or there are others."""
