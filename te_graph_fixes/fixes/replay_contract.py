@@ -80,7 +80,7 @@ PATCH = """
 +if contract.pool.keeps_outputs:
 +    out = tuple(None if o is None else o.clone() for o in out)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+ctx.replayed = contract.pool.run + contract.forward
++ctx.run = contract.pool.run
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
 +contract.before_backward(ctx)
 

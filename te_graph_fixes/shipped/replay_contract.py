@@ -350,9 +350,9 @@ class Contract:
                 )
 
     def before_backward(self, ctx: Any) -> None:
-        """Note the replay of the dgrad; RuntimeError where what its forward, at ``ctx.replayed``, has left is gone."""
+        """Note the replay of the dgrad; RuntimeError where what its forward, in ``ctx.run``, has left is gone."""
         pool = self.pool
-        is_next = pool.next == self.quick_backward and ctx.replayed >= pool.run
+        is_next = pool.next == self.quick_backward and ctx.run == pool.run
         if is_next and ctx.needs_input_grad == self._needs_grad:
             pool.next += 1
         else:
@@ -361,7 +361,7 @@ class Contract:
             self._note_dgrad()
 
     def _look_backward(self, ctx: Any) -> None:
-        pool, since = self.pool, ctx.replayed
+        pool, since = self.pool, ctx.run + self.forward
         pool.catch_up(self.backward)
         self._require_trained(ctx.needs_input_grad)
         if since < pool.run:
