@@ -3,17 +3,17 @@
     python tests/gpu/contract_cost.py [SECONDS FOR EACH]
 
 Four transformer layers with fused wgrads, in an order and without one; small, as a step that waits for the host, and
-large. Where megatron-core is installed, also the step of a GPT of it (`examples/megatron_moe.py`). Both settings, all
-fixes and all but this one, are captured twice in this process, and their steps take turns. The microseconds are what
-the fix adds on the host to a replay, the ratio is the time of a step with it over that without, until the GPU is done;
-each is the median of the rounds, with its 95 % interval. What two captures of one setting differ by says how much of
-that is chance; it is mostly more than the fix takes. So a clock is set around the fix's calls, too: what they take in
-the median step, less what the clock takes around empty functions. What stands in TE's text in front of a forward that
-needs no call, a comparison and a mark on its outputs, is not among it.
+large. Where megatron-core is installed, also the step of a GPT of it (`examples/megatron_moe.py`). The graphs are
+captured once: two captures of one setting differ by more than the fix takes. Steps take turns with all that the fix has
+put into the functions that a replay runs, and without it. The microseconds are what it adds on the host to a replay,
+the ratio is the time of a step with it over that without, until the GPU is done; each is the median of the rounds, with
+its 95 % interval. A clock is set around the fix's calls, too: what they take in the median step, less what the clock
+takes around empty functions. Needs Python 3.11.
 """
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib.util
 import math
@@ -22,15 +22,25 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
 
 import te_graph_fixes
+from te_graph_fixes.bake import corrected
+from te_graph_fixes.settings import Settings
+from te_graph_fixes.source import Source
+from te_graph_fixes.verdicts import Decision
 
+AT_A_REPLAY = {
+    f"_make_graphed_callables.<locals>.make_graphed_autograd_function.<locals>.{name}"
+    for name in ("functionalized", "Graphed.forward", "Graphed.backward")
+}
+"""The functions of TE's ``graph.py`` that a replay runs."""
 FIX = "replay-contract"
 MODULE = "transformer_engine.pytorch._te_replay_contract"
 SMALL, LARGE = (1024, 512), (4096, 4096)
@@ -158,49 +168,81 @@ def timed(function: Callable[..., None], times: list[int]) -> Callable[..., None
     return call
 
 
-def captured(with_fix: bool, build: Callable[[], Step]) -> tuple[Step, Any]:
-    """What runs a step, and the class that the fix has in its graphs."""
-    te_graph_fixes.deactivate()
-    te_graph_fixes.activate(disable=[] if with_fix else [FIX])
-    step, module = build(), sys.modules.get(MODULE)
-    if module is None:
-        return step, None
-    module.LOOKS = 0  # the first ones are over
-    return step, module.Contract
+def codes(text: ast.Module) -> dict[str, CodeType]:
+    """The code of the functions that a replay runs, by name."""
+
+    def inside(code: CodeType) -> Iterator[CodeType]:
+        for each in code.co_consts:
+            if isinstance(each, CodeType):
+                yield each
+                yield from inside(each)
+
+    compiled = compile(text, "graph.py", "exec")
+    return {code.co_qualname: code for code in inside(compiled) if code.co_qualname in AT_A_REPLAY}
+
+
+class WithoutContract(ast.NodeTransformer):
+    """Takes the fix out of these functions; its variables stay, since a function's code can only have as many."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        if node.name in {name.rpartition(".")[2] for name in AT_A_REPLAY}:
+            node.body = [self._never(each) if self._is_of_fix(each) else each for each in node.body]
+        return node
+
+    def _is_of_fix(self, statement: ast.stmt) -> bool:
+        return any(isinstance(each, ast.Name) and each.id == "contract" for each in ast.walk(statement))
+
+    def _never(self, statement: ast.stmt) -> ast.If:
+        return ast.fix_missing_locations(ast.If(ast.Constant(False), [statement], []))
 
 
 def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
-    """Times of steps without the fix, with it, with it and without it, captured in this sequence."""
-    captures = [captured(with_fix, build) for with_fix in (False, True, True, False)]
-    steps = [step for step, _ in captures]
-    for _ in range(5):
-        for step in steps:
-            step()
+    """Times of steps with the fix and without it."""
+    step = build()
+    module = sys.modules[MODULE]
+    module.LOOKS = 0  # the first ones are over
+    decision = Decision(Source.installed(), Settings())
+    text = next(each.after for each in corrected(decision) if each.path.endswith("pytorch/graph.py"))
+    settings = {True: codes(ast.parse(text)), False: codes(WithoutContract().visit(ast.parse(text)))}
+    objects = [each for each in gc.get_objects() if type(each) is FunctionType]
+    functions = [each for each in objects if each.__code__.co_qualname in AT_A_REPLAY]
+    same = {name for name in AT_A_REPLAY if settings[True].get(name) == settings[False].get(name)}
+    if same or {function.__code__.co_qualname for function in functions} != AT_A_REPLAY:
+        raise SystemExit(f"{FIX} is not in {', '.join(sorted(same or AT_A_REPLAY))}, or no graphs were captured")
+
+    def set_fix(there: bool) -> None:
+        for function in functions:
+            function.__code__ = settings[there][function.__code__.co_qualname]
+
     gc.collect()
     gc.disable()
-    rounds: list[list[tuple[float, float]]] = []
+    rounds: list[dict[bool, tuple[float, float]]] = []
     end = time.monotonic() + limit
     while time.monotonic() < end or len(rounds) < 8:
-        first = len(rounds) % len(steps)
-        times = {number: seconds(steps[number]) for number in (*range(first, len(steps)), *range(first))}
-        rounds.append([times[number] for number in range(len(steps))])
-    in_calls = clocked(*captures[1])
+        times = {}
+        for there in (True, False) if len(rounds) % 2 else (False, True):
+            set_fix(there)
+            step()
+            step()
+            times[there] = seconds(step)
+        rounds.append(times)
+    set_fix(True)
+    in_calls = clocked(step, module.Contract)
     gc.enable()
     replays = 2 * LAYERS * microbatches
-    added = median([1e6 * (b[0] + c[0] - a[0] - d[0]) / 2 / replays for a, b, c, d in rounds])
-    ratio = median([(b[1] + c[1]) / (a[1] + d[1]) for a, b, c, d in rounds])
-    same = median([1e6 * (d[0] - a[0]) / replays for a, _, _, d in rounds])
-    same_with = median([1e6 * (c[0] - b[0]) / replays for _, b, c, _ in rounds])
-    step_ms = 1000 * statistics.median(a[1] for a, *_ in rounds)
+    added = median([1e6 * (each[True][0] - each[False][0]) / replays for each in rounds])
+    ratio = median([each[True][1] / each[False][1] for each in rounds])
+    step_ms = 1000 * statistics.median(each[False][1] for each in rounds)
+    calls = f"{in_calls / replays:.2f} microseconds a replay, {in_calls / step_ms / 10:.2f} % of the step"
     return (
-        f"step {step_ms:.2f} ms; in the fix's calls {in_calls / replays:.2f} microseconds a replay, "
-        f"{in_calls / step_ms / 10:.2f} % of the step; {len(rounds)} rounds, ratio {ratio}, "
-        f"microseconds a replay {added}; between two captures of one setting: without {same}, with {same_with}"
+        f"step {step_ms:.2f} ms; {len(rounds)} rounds, microseconds a replay {added}, ratio {ratio}; "
+        f"in the fix's calls {calls}"
     )
 
 
 def main(limit: float) -> None:
-    warnings.simplefilter("ignore")  # graphs of the other setting go on as they are
+    warnings.simplefilter("ignore")
     print("TE", te_graph_fixes.report().te_version, torch.cuda.get_device_name())
 
     def show(what: str, microbatches: int, build: Callable[[], Step]) -> None:
