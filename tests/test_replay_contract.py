@@ -234,6 +234,13 @@ first = graph(x).clone()
 torch.autograd.grad(in_checkpoint(lambda y: graph(y) * other, y).sum(), other)
 first.sum().backward()
 """
+ONE_BEHIND_ANOTHER_IS_RECOMPUTED = """
+layers = new_layer(), new_layer()
+te.make_graphed_callables(layers, ((new_input(),), (new_input(),)))
+layers[1](layers[0](x)).sum().backward()
+output = layers[1](layers[0](x)).clone()
+in_checkpoint(lambda y, output: (layers[1](y).detach() * output).sin(), y, output).sum().backward()
+"""
 TIED = """
 layer = Tied()
 graph = captured(layer)
@@ -255,6 +262,7 @@ graph(x)
         pytest.param(ANOTHER_IS_RECOMPUTED, "cannot be replayed", id="another is recomputed"),
         pytest.param(TWICE_IN_A_CHECKPOINT, "cannot be replayed", id="twice in a checkpoint"),
         pytest.param(RECOMPUTED_FOR_NOTHING, "cannot be replayed", id="recomputed for nothing"),
+        pytest.param(ONE_BEHIND_ANOTHER_IS_RECOMPUTED, "cannot be replayed", id="one behind another is recomputed"),
         pytest.param(TIED, "is not where it was", id="tied"),
         pytest.param(OF_ANOTHER_CLASS, "is not where it was", id="of another class"),
     ],
@@ -328,9 +336,13 @@ def move_main_grad(layer):
 def forward(first):
     kwargs = {} if first is None else {"is_first_microbatch": first}
     x = torch.zeros(32, 32, device="cuda", requires_grad=True)
-    for layer in layers:
+    for layer in callables:
         x = layer(x, **kwargs)
     return x
+
+def evaluate():
+    with torch.no_grad():
+        forward(None)
 
 def step(first=None, between=lambda: None):
     output = forward(first)
@@ -357,13 +369,14 @@ for change, first in (
     (lambda: step(between=lambda: move(layers)), None),
     (lambda: (step(True), move(layers), forward(False)), None),
     (lambda: (step(True), move(layers)), False),
+    (lambda: (move(layers[:1]), evaluate()), None),
 ):
-    options = {"fuse_wgrad_accumulation": True, "bias": False, "device": "cuda"}
-    layers = [te.Linear(32, 32, **options) for _ in range(4)]
+    layers = [te.Linear(32, 32, fuse_wgrad_accumulation=True, device="cuda") for _ in range(4)]
+    callables = [*layers, torch.nn.Sequential(torch.nn.GELU())]
     for layer in layers:
         layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
-    samples = tuple((torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in layers)
-    te.make_graphed_callables(tuple(layers), samples, allow_unused_input=True)
+    samples = tuple((torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in callables)
+    te.make_graphed_callables(tuple(callables), samples, allow_unused_input=True)
     for _ in range(STEPS):
         step()
     try:
@@ -375,7 +388,8 @@ for change, first in (
 """
 
 
-AT_ONCE = ["1", "1", "1", "at once, in callable 3", "at once, in callable 0", "1"]
+IN_THE_FIRST = "at once, in callable 0"
+AT_ONCE = ["1", "1", "1", "at once, in callable 3", IN_THE_FIRST, "1", IN_THE_FIRST]
 QUICK, SLOW = ("math.inf", "0.0")
 
 
@@ -395,8 +409,9 @@ def test_a_later_change_raises_at_once_where_runs_take_long() -> None:
 
 def test_a_later_change_of_all_weights_raises_in_the_next_quick_run() -> None:
     """One of some in the turn of their callable, if they are its sample."""
-    all_weights, weight, main_grad, within_a_step, said_to_be_the_same, always_said = raises_after(70, QUICK)
-    assert (all_weights, within_a_step, said_to_be_the_same, always_said) == ("1", "1", "1", "None")
+    all_weights, weight, main_grad, *others, of_an_evaluation = raises_after(70, QUICK)
+    assert (all_weights, of_an_evaluation) == ("1", IN_THE_FIRST)
+    assert others == ["1", "1", "None"]  # within a step; said to be the same, once and always
     assert 1 <= int(weight) <= 4
     assert 1 <= int(main_grad) <= 4
 
@@ -449,15 +464,70 @@ layers = [te.Linear(32, 32, device="cuda").eval() for _ in range(3)]
 te.make_graphed_callables(tuple(layers), tuple((torch.zeros(32, 32, device="cuda"),) for _ in layers))
 looks, real = [], _Looks.begin
 _Looks.begin = lambda *given: looks.append(given) or real(*given)
-with torch.no_grad():
-    for layer in layers:
-        layer(torch.zeros(32, 32, device="cuda"))
+for layer in layers:
+    layer(torch.zeros(32, 32, device="cuda"))
 print(len(looks))
 """
 
 
 def test_graphs_without_a_backward_look_once_a_run() -> None:
     assert simulate("-c", WITHOUT_BACKWARD) == "1\n"
+
+
+WITH_SOMETHING_LEFT_OUT = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+def x():
+    return torch.zeros(32, 32, device="cuda", requires_grad=True)
+
+layers = [te.Linear(32, 32, fuse_wgrad_accumulation=True, device="cuda") for _ in range(3)]
+for layer in layers:
+    layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
+order = {"_order": ORDER, "_num_layers_per_chunk": [3]}
+graphs = te.make_graphed_callables(tuple(layers), [(x(),) for _ in range(9)], allow_unused_input=True, **order)
+
+def forward(microbatch):
+    output = x()
+    for graph in graphs[3 * microbatch : 3 * microbatch + 3]:
+        output = graph(output)
+    return output.sum()
+
+for _ in range(2):
+    outputs, microbatches = [], iter(range(3))
+    for chunk in ORDER:
+        if chunk > 0:
+            outputs.append(forward(next(microbatches)))
+        else:
+            outputs.pop(0).backward()
+try:
+    STEP
+except RuntimeError as error:
+    print(error)
+"""
+FORWARDS_FIRST, ONE_AND_TWO = "[1, 1, 1, -1, -1, -1]", "[1, -1, 1, 1, -1, -1]"
+NO_FIRST_BACKWARD = """
+    outputs = forward(0), forward(1)
+    layers[0].weight.main_grad = torch.zeros(32, 32, device="cuda")
+    outputs[1].backward()
+"""
+NO_FIRST_FORWARD = """
+    forward(0).backward()
+    layers[1].weight.data = layers[1].weight.data.clone()
+    forward(2).backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "step", "error"),
+    [
+        (FORWARDS_FIRST, NO_FIRST_BACKWARD, "callable 0 (Linear) of microbatch 1: the main_grad of a parameter is not"),
+        (ONE_AND_TWO, NO_FIRST_FORWARD, "callable 1 (Linear) of microbatch 2: a parameter (weight) is not where it"),
+    ],
+)
+def test_what_is_left_out_is_not_taken_for_looked_at(order: str, step: str, error: str) -> None:
+    program = WITH_SOMETHING_LEFT_OUT.replace("ORDER", order).replace("STEP", step.strip())
+    assert simulate("-c", program).startswith(error)
 
 
 BEHIND_ONE_WITHOUT_FP8 = """
@@ -530,10 +600,10 @@ for seed in range(1000):
             contract = contracts[k]
             with torch.set_grad_enabled(r.random() < 0.97):
                 if contract.pool.next == contract.quick_forward and torch.is_grad_enabled():
-                    contract.pool.next += 1  # as the patch has it
+                    contract.pool.next += 1  # as the patch has it, without a checkpoint around
                 else:
                     contract.look_forward([])
-            ctx = types.SimpleNamespace(run=contract.pool.run)
+            ctx = types.SimpleNamespace(run=contract.pool.run, in_checkpoint=False)
             ctx.needs_input_grad = (True,) * len(parameters[k])
             forwards.append((k, ctx, len(log)))
         else:

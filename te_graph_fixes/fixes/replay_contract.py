@@ -34,7 +34,7 @@ PATCH = """
 +    sample_args, sample_kwargs, _order is not None, _tree_flatten, _tree_unflatten
 +)
 @@
-+from ._te_replay_contract import WarmupRecord, make_contracts, mark_written
++from ._te_replay_contract import WarmupRecord, make_contracts, mark_written, saved_tensors_hooks
 +
 +warmup_run = WarmupRecord()
  visited_te_modules = ANY_EMPTY
@@ -70,7 +70,8 @@ PATCH = """
      ...
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
-+if contract.pool.next == contract.quick_forward and torch.is_grad_enabled():
++is_next = contract.pool.next == contract.quick_forward and torch.is_grad_enabled()
++if is_next and saved_tensors_hooks(True) is None:
 +    contract.pool.next += 1
 +    mark_written(contract.outputs)
 +else:
@@ -80,7 +81,7 @@ PATCH = """
 +if contract.pool.keeps_outputs:
 +    out = tuple(None if o is None else o.clone() for o in out)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+ctx.run = contract.pool.run
++ctx.run, ctx.in_checkpoint = contract.pool.run, contract.pool.in_checkpoint
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
 +contract.before_backward(ctx)
 

@@ -2,9 +2,9 @@
 
 Graphs of one memory pool write where they wrote at capture. What graph X leaves for graph Y (a forward for its dgrad, a
 dgrad for its wgrad) is untouched by what was captured between the two, since it was in use then, and by nothing else:
-what was captured before X may have given up the memory that X got, what was captured after Y may have got Y's. So Y may
-be replayed if **all that was replayed since X was captured between X and Y**. Nothing is forbidden in advance: who
-leaves a backward out, evaluates, drops a step or runs fewer microbatches loses nothing.
+what was captured before X may have given up the memory that X got, what was captured after Y may have got what Y
+reads. So Y may be replayed if **all that was replayed since X was captured between X and Y**. Nothing is forbidden in
+advance: who leaves a backward out, evaluates, drops a step or runs fewer microbatches loses nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 
 LOOKS, RECENT = 64, 0.1
-"""The first 64 looks are at all that a capture uses; less than 0.1 seconds behind such a look, later ones are at a
-sample."""
+"""After the first 64 looks, one that follows a full look in less than 0.1 seconds is quick: at a sample only."""
 
 _address = torch.Tensor.data_ptr
 _needs_grad = attrgetter("requires_grad")
 _grad_enabled = torch.is_grad_enabled
 _backward_task = torch._C._current_graph_task_id
 # A torch older than 2.8 does not say whether a checkpoint is around: there is one, then.
-_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
+saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
 _warned: set[str] = set()
 _EMPTY: dict[str, Any] = {}
 
@@ -57,10 +56,11 @@ class _Pool:
     A run is a sequence of replays whose places increase; ``place`` is the last of them. The time of a replay is
     ``run + place``: a new run starts at a number above all earlier times. ``last_runs`` has the run of each place's
     last replay, where that is not the ``complete`` run, the last one that went through all places.
-    ``next`` is the one place that may be replayed without a look, since it comes right behind the one before, and what
-    its capture reads was there; -1 if there is none. Such a replay only counts ``next`` up; `catch_up` enters it later.
+    If the next replay is at ``next``, it needs no look: it comes right after the one before, and what its capture reads
+    was there. It only counts ``next`` up; `catch_up` enters it later. -1 if there is no such place.
     ``may_recompute``: a checkpoint has run a forward, and may run it again before gradients of earlier backwards are
-    read; then outputs of forwards outside of a checkpoint are copied (``keeps_outputs``).
+    read; then outputs of forwards outside of a checkpoint are copied (``keeps_outputs``). ``in_checkpoint``: the last
+    forward was in one that runs it again for the same backward.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _Pool:
         self.names: list[str] = []
         self.run = self.captures = 0
         self.next = self.place = -1
-        self.may_recompute = self.keeps_outputs = False
+        self.may_recompute = self.keeps_outputs = self.in_checkpoint = False
         self.contracts: list[weakref.ref[Contract]] = []
 
     def new_place(self) -> int:
@@ -86,7 +86,7 @@ class _Pool:
         return max(self.last_runs[place], self.complete) + place
 
     def catch_up(self, place: int) -> bool:
-        """Enter the replays that ``next`` has only counted; True if ``place`` goes on with the run, else begin one."""
+        """Enter the replays that ``next`` has only counted. True if ``place`` continues the run, else begin one."""
         if self.next > self.place:
             if self.place == 0 and self.next == len(self.last_runs):
                 self.complete = self.run
@@ -225,8 +225,7 @@ class Contract:
         self.pool.contracts.append(weakref.ref(self))
         self._recipe = warmup.recipes.get(number)
         self._is_first_in_fp8 = bool(self._recipe) and not warmup.recipes.get(number - 1)
-        # When the forward was last seen outside of a checkpoint; when checkpoints have run it again since its backward.
-        self._plain: float = -1
+        # When checkpoints have run the forward again since the last backward.
         self._recomputed: list[float] = []
         self._renewed = 0
         for state in _recipe_states(functions[number]):
@@ -246,6 +245,7 @@ class Contract:
     def join(self, looks: _Looks) -> None:
         """Take part in the ``looks`` of the capture."""
         self._looks = looks
+        # Their places, where they need no look if they come next; else None.
         self.quick_forward: int | None = None
         self.quick_backward: int | None = self.backward
         self._quick_wgrad = self._wgrad if self._wgrad_pool is self.pool else None
@@ -255,7 +255,7 @@ class Contract:
         return _Addresses([*self.read.slots, *self.written.slots], self.read.registries)
 
     def release(self) -> None:
-        """Let the parameters go."""
+        """Let the parameters go, and end the looks of the whole capture."""
         self.outputs, self._frozen = [], []
         self.read, self.written = _Addresses([]), _Addresses([])
         self._looks.end()
@@ -274,14 +274,16 @@ class Contract:
         pool, grad_enabled, run_before = self.pool, _grad_enabled(), self.pool.run
         goes_on = pool.catch_up(self.forward)
         looks, is_first = self._looks, self.forward in self._looks.first_backwards
-        if not (is_first and looks.begin(pool.run, self.forward, is_first_microbatch)):
+        if not is_first and self.forward != pool.place + 1:
+            looks.verified_run = -1  # what was left out would have looked
+        if not (is_first and grad_enabled and looks.begin(pool.run, self.forward, is_first_microbatch)):
             self.read.check(self.name)
         if grad_enabled and any(map(_needs_grad, self._frozen)):
             raise RuntimeError(
                 f"{self.name}: parameters that needed no gradient when this graph was captured need one now, and "
                 "would get none. Capture again"
             )
-        in_backward, saves_by_hooks = _backward_task() != -1, _saved_tensors_hooks(True) is not None
+        in_backward, saves_by_hooks = _backward_task() != -1, saved_tensors_hooks(True) is not None
         if in_backward:
             self._check_recomputation(inputs, run_before)
         if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
@@ -300,8 +302,7 @@ class Contract:
             self._recomputed.clear()
         elif grad_enabled and saves_by_hooks:
             self._recomputed.append(time)
-        if not (in_backward or checkpointed):
-            self._plain = time
+        pool.in_checkpoint = saves_by_hooks and not in_backward
         is_never_quick = is_first or self._is_first_in_fp8 or self._frozen or pool.may_recompute
         self.quick_forward = None if is_never_quick else self.forward
 
@@ -329,7 +330,7 @@ class Contract:
                 continue
             outputs, grads = other._returned
             is_open = other.backward >= 0 and last_time(other.backward) < last_time(other.forward)
-            # An operation before this forward, which runs again too, may read an output that is still held.
+            # An operation before this forward in the checkpoint runs again too, and may read an output that is held.
             if any(storage.cdata in of_inputs or (is_open and _uses(storage) > before) for storage, before in outputs):
                 end = other.backward if other.backward >= 0 else len(self.pool.last_runs)
                 since = last_time(other.forward)
@@ -365,7 +366,7 @@ class Contract:
         pool.catch_up(self.backward)
         self._require_trained(ctx.needs_input_grad)
         if since < pool.run:
-            if since != self._plain and self._recomputed == [pool.last_time(self.forward)]:
+            if ctx.in_checkpoint and self._recomputed == [pool.last_time(self.forward)]:
                 since = self._recomputed[0]  # a checkpoint that is not reentrant has run it again
             end = self.backward + 1 if self._retains_graph else self.backward
             self._require_untouched("backward", "its forward", since, self.forward, end)
@@ -375,7 +376,7 @@ class Contract:
                 "recipe, which drops the scales and cached weights that it reads. Evaluate in the recipe of the "
                 "capture, or between two steps"
             )
-        if self.quick_backward is not None or not self._looks.look_again(pool.run):
+        if not (self._looks.is_due and self._looks.look_again(pool.run)):
             self.read.check(self.name)
             if not self._delays_wgrad:
                 self.written.check(self.name)
@@ -448,28 +449,29 @@ def make_contracts(functions: Sequence[Any], *of_capture: Any) -> list[Contract]
 class _Looks:
     """The looks at what the graphs of a capture use.
 
-    A look comes before each forward that is captured where no backward is to come, and again before the backward that
-    comes next: once a run in the order of a pipeline, else for each microbatch. It is at all callables. Once the first
-    ``LOOKS`` are over, in which all that a program does in each of its steps has shown, quick ones are at a sample and
-    are not repeated: those less than ``RECENT`` seconds behind a look at all. Callables are sampled in turn, so what
-    moves all weights is seen at once. ``verified_run`` is the run whose look found no change.
+    A full look checks all callables. It comes before each forward that is captured while no backward is pending, and
+    again before the next backward (``is_due``): once a run in the order of a pipeline, else for each microbatch. In the
+    first ``LOOKS`` all that a program does in each of its steps has shown. Later, looks that follow a full one within
+    ``RECENT`` seconds are quick: at a sample, and not repeated. Callables are sampled in turn, so what moves all
+    weights is seen at once. ``verified_run`` is the run whose look found no change.
     """
 
     def __init__(self, contracts: Sequence[Contract]) -> None:
-        self.verified_run, self._count, self._last_look_at_all = -1, 0, -math.inf
+        self.verified_run, self.is_due = -1, False
+        self._count, self._last_full_look = 0, -math.inf
         self.first_backwards = _first_backwards(contracts)
         used = [each.all_addresses() for each in contracts if not each.microbatch]
         self._callables = [each for each in used if each.slots]
-        self._samples = [each.sample() for each in self._callables]
+        self._samples = _samples(self._callables)
 
     def begin(self, run: int, place: int, is_first_microbatch: bool | None) -> bool:
         """Look before the forward at ``place``; False where each graph has to look at its own.
 
-        A caller who says which microbatch is the first says of the others that the weights are still the same, and is
-        believed where a look is quick.
+        With ``is_first_microbatch=False`` a caller says that the weights have not changed; quick looks trust it.
         """
         now = monotonic()
-        is_quick = self._count >= LOOKS and now - self._last_look_at_all < RECENT
+        is_quick = self._count >= LOOKS and now - self._last_full_look < RECENT
+        self.is_due = not is_quick
         if first_backward := self.first_backwards[place]():
             first_backward.quick_backward = first_backward.backward if is_quick else None
         if is_quick and is_first_microbatch is False:
@@ -478,18 +480,19 @@ class _Looks:
         self._count += 1
         if is_quick:
             return self._look(run, [self._samples[self._count % len(self._samples)]])
-        self._last_look_at_all = now
+        self._last_full_look = now
         return self._look(run, self._callables)
 
     def look_again(self, run: int) -> bool:
         """Look at all again before the first backward; True if all is still where it was."""
+        self.is_due = False
         return self.verified_run == run and self._look(run, self._callables)
 
     def _look(self, run: int, callables: Sequence[_Addresses]) -> bool:
         are_there = bool(callables) and all(map(_Addresses.are_there, callables))
         self.verified_run = run if are_there else -1
         if not are_there:
-            self._last_look_at_all = -math.inf
+            self._last_full_look = -math.inf
         return are_there
 
     def end(self) -> None:
@@ -499,7 +502,7 @@ class _Looks:
 
 
 def _first_backwards(contracts: Iterable[Contract]) -> dict[int, weakref.ref[Contract]]:
-    """By the places of forwards that are captured where no backward is to come: the contract whose backward is next."""
+    """By the places of forwards that are captured while no backward is pending: the contract whose backward is next."""
     ends = {contract: contract.backward if contract.backward >= 0 else math.inf for contract in contracts}
     stretches: list[list[Contract]] = []
     end = -1.0
@@ -509,6 +512,18 @@ def _first_backwards(contracts: Iterable[Contract]) -> dict[int, weakref.ref[Con
         stretches[-1].append(contract)
         end = max(end, ends[contract])
     return {stretch[0].forward: weakref.ref(min(stretch, key=ends.__getitem__)) for stretch in stretches}
+
+
+def _samples(callables: Iterable[_Addresses]) -> list[_Addresses]:
+    """Of each kind of tensor the largest one of a callable; in the next sample that of another callable."""
+    kinds: dict[str, list[_Slot]] = {}
+    for each in callables:
+        tensors = [slot for slot in each.slots if isinstance(slot[0][slot[1]], torch.Tensor)]
+        largest = {slot[2]: slot for slot in sorted(tensors, key=lambda slot: slot[0][slot[1]].numel())}
+        for kind, slot in largest.items():
+            kinds.setdefault(kind, []).append(slot)
+    number = max(map(len, kinds.values()), default=0)
+    return [_Addresses(slots[i % len(slots)] for slots in kinds.values()) for i in range(number)]
 
 
 def _name(number: int, functions: Sequence[Any], microbatch: int) -> str:
@@ -580,7 +595,7 @@ def _owners(function: Any, parameters: Iterable[torch.Tensor]) -> list[_Slot]:
 
 
 def _registries(function: Any) -> list[_Registry]:
-    """The dictionaries of modules and parameters inside a callable. Nobody reads a parameter that has a new name."""
+    """The dictionaries of modules and parameters inside a callable. No graph reads a parameter under a new name."""
     modules = [*function.modules()] if isinstance(function, torch.nn.Module) else []
     of_parameters = [(module._parameters, True) for module in modules if module._parameters]
     return [*((module._modules, False) for module in modules), *of_parameters]
@@ -621,17 +636,13 @@ class _Addresses:
         self._owners, self._names = [owner for owner, _, _ in others], [name for _, name, _ in others]
         self._known = [self._addresses[number] for number in placed]
 
-    def sample(self) -> _Addresses:
-        """One of each kind."""
-        return _Addresses({kind: (owner, name, kind) for owner, name, kind in self.slots}.values())
-
     def check(self, name: str) -> None:
         """RuntimeError where one is not there, or there are others."""
         if not self.are_there():
             raise RuntimeError(f"{name}: {self._change()}")
 
     def are_there(self) -> bool:
-        """Whether nothing has changed; the quick comparison can only say yes."""
+        """Whether nothing has changed. The quick comparison can confirm it; if it does not, `_change` decides."""
         try:
             # Other modules are unequal, and comparing other parameters raises.
             if self._dictionaries == self._were:

@@ -4,11 +4,12 @@
 
 Four transformer layers with fused wgrads, in an order and without one; small, as a step that waits for the host, and
 large. Where megatron-core is installed, also the step of a GPT of it (`examples/megatron_moe.py`). The graphs are
-captured once: two captures of one setting differ by more than the fix takes. Steps take turns with all that the fix has
-put into the functions that a replay runs, and without it. The microseconds are what it adds on the host to a replay,
+captured once: two captures of one setting differ by more than the fix takes. Steps run in turns with and without the
+fix's lines in the functions that a replay runs. The microseconds are what they add on the host to a replay,
 the ratio is the time of a step with it over that without, until the GPU is done; each is the median of the rounds, with
 its 95 % interval. A clock is set around the fix's calls, too: what they take in the median step, less what the clock
-takes around empty functions. Needs Python 3.11.
+takes around empty functions. Full looks, the first 64 and where a step takes more than 0.1 seconds, are mostly not
+among what is timed. Needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def clocked(step: Step, contract: Any) -> float:
         calls.append(sorted(steps, key=sum)[STEPS_CLOCKED // 2])
     for name, function in real.items():
         setattr(contract, name, function)
-    # Without the calls no forward is known to be the next one, so there are more of the empty ones.
+    # With empty functions no forward is quick, so more of them are called.
     of_clock = statistics.median(calls[1]) * len(calls[0])
     return (sum(calls[0]) - of_clock) / 1000
 
@@ -182,7 +183,7 @@ def codes(text: ast.Module) -> dict[str, CodeType]:
 
 
 class WithoutContract(ast.NodeTransformer):
-    """Takes the fix out of these functions; its variables stay, since a function's code can only have as many."""
+    """Takes the fix out of these functions. Its variables stay: a function's new code must have those of the old."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
@@ -201,7 +202,7 @@ def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
     """Times of steps with the fix and without it."""
     step = build()
     module = sys.modules[MODULE]
-    module.LOOKS = 0  # the first ones are over
+    module.LOOKS = 0  # quick ones from now on
     decision = Decision(Source.installed(), Settings())
     text = next(each.after for each in corrected(decision) if each.path.endswith("pytorch/graph.py"))
     settings = {True: codes(ast.parse(text)), False: codes(WithoutContract().visit(ast.parse(text)))}
