@@ -455,6 +455,28 @@ def test_a_graph_goes_on_when_another_is_reset() -> None:
     assert simulate("-c", TURN_ABOUT.replace("STEPS", "40") + ONE_RESET) == "True\n"
 
 
+WITHOUT_PARAMETERS = """
+import math, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _te_replay_contract
+
+_te_replay_contract.RECENT = math.inf
+x = torch.randn(32, 32, device="cuda", requires_grad=True)
+module = torch.nn.Sequential(torch.nn.GELU())
+graphed = te.make_graphed_callables(module, (torch.zeros(32, 32, device="cuda", requires_grad=True),))
+for _ in range(70):
+    x.grad = None
+    graphed(x).sum().backward()
+replayed, x.grad = x.grad, None
+torch.nn.functional.gelu(x).sum().backward()
+print(torch.equal(replayed, x.grad))
+"""
+
+
+def test_a_capture_without_parameters_is_right() -> None:
+    assert simulate("-c", WITHOUT_PARAMETERS) == "True\n"
+
+
 WITHOUT_BACKWARD = """
 import torch, te_graph_fixes
 import transformer_engine.pytorch as te

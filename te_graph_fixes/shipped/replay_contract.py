@@ -522,7 +522,7 @@ def _samples(callables: Iterable[_Addresses]) -> list[_Addresses]:
         largest = {slot[2]: slot for slot in sorted(tensors, key=lambda slot: slot[0][slot[1]].numel())}
         for kind, slot in largest.items():
             kinds.setdefault(kind, []).append(slot)
-    number = max(map(len, kinds.values()), default=0)
+    number = max(map(len, kinds.values()), default=1)
     return [_Addresses(slots[i % len(slots)] for slots in kinds.values()) for i in range(number)]
 
 
