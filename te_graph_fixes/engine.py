@@ -253,12 +253,12 @@ def _changed_before_they_are_set(edits: Iterable[Edit], known: set[str]) -> set[
 
 
 def _names(code: CodeType, *kinds: str) -> set[str]:
-    return {name for part in _parts(code) for kind in kinds for name in getattr(part, kind)}
+    return {name for part in code_parts(code) for kind in kinds for name in getattr(part, kind)}
 
 
-def _parts(code: CodeType) -> list[CodeType]:
+def code_parts(code: CodeType) -> list[CodeType]:
     """A code object with those in it, and in these."""
-    return [code, *(part for inner in _inner_codes(code) for part in _parts(inner))]
+    return [code, *(part for inner in _inner_codes(code) for part in code_parts(inner))]
 
 
 Codes: TypeAlias = "dict[str, tuple[CodeType, CodeType]]"

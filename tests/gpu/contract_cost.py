@@ -15,6 +15,7 @@ among what is timed. Needs Python 3.11.
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import importlib.util
 import math
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 import transformer_engine.pytorch as te
 
 import te_graph_fixes
-from te_graph_fixes.bake import corrected
+from te_graph_fixes.engine import code_parts, patched
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.source import Source
 from te_graph_fixes.verdicts import Decision
@@ -43,7 +44,7 @@ AT_A_REPLAY = {
 }
 """The functions of TE's ``graph.py`` that a replay runs."""
 FIX = "replay-contract"
-MODULE = "transformer_engine.pytorch._te_replay_contract"
+GRAPH, MODULE = "transformer_engine.pytorch.graph", "transformer_engine.pytorch._te_replay_contract"
 SMALL, LARGE = (1024, 512), (4096, 4096)
 """Hidden size and tokens."""
 LAYERS = 4
@@ -169,19 +170,6 @@ def timed(function: Callable[..., None], times: list[int]) -> Callable[..., None
     return call
 
 
-def codes(text: ast.Module) -> dict[str, CodeType]:
-    """The code of the functions that a replay runs, by name."""
-
-    def inside(code: CodeType) -> Iterator[CodeType]:
-        for each in code.co_consts:
-            if isinstance(each, CodeType):
-                yield each
-                yield from inside(each)
-
-    compiled = compile(text, "graph.py", "exec")
-    return {code.co_qualname: code for code in inside(compiled) if code.co_qualname in AT_A_REPLAY}
-
-
 class WithoutContract(ast.NodeTransformer):
     """Takes the fix out of these functions. Its variables stay: a function's new code must have those of the old."""
 
@@ -198,23 +186,30 @@ class WithoutContract(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.If(ast.Constant(False), [statement], []))
 
 
+@functools.cache
+def codes(with_fix: bool) -> dict[str, CodeType]:
+    """The code of the functions that a replay runs, by name."""
+    decision = Decision(Source.installed(), Settings())
+    _, text = patched(decision.source, decision.to_apply.values())[GRAPH]
+    tree = ast.parse(text)
+    compiled = compile(tree if with_fix else WithoutContract().visit(tree), "graph.py", "exec", dont_inherit=True)
+    return {code.co_qualname: code for code in code_parts(compiled) if code.co_qualname in AT_A_REPLAY}
+
+
 def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
     """Times of steps with the fix and without it."""
     step = build()
     module = sys.modules[MODULE]
     module.LOOKS = 0  # quick ones from now on
-    decision = Decision(Source.installed(), Settings())
-    text = next(each.after for each in corrected(decision) if each.path.endswith("pytorch/graph.py"))
-    settings = {True: codes(ast.parse(text)), False: codes(WithoutContract().visit(ast.parse(text)))}
     objects = [each for each in gc.get_objects() if type(each) is FunctionType]
     functions = [each for each in objects if each.__code__.co_qualname in AT_A_REPLAY]
-    same = {name for name in AT_A_REPLAY if settings[True].get(name) == settings[False].get(name)}
+    same = {name for name in AT_A_REPLAY if codes(True).get(name) == codes(False).get(name)}
     if same or {function.__code__.co_qualname for function in functions} != AT_A_REPLAY:
         raise SystemExit(f"{FIX} is not in {', '.join(sorted(same or AT_A_REPLAY))}, or no graphs were captured")
 
     def set_fix(there: bool) -> None:
         for function in functions:
-            function.__code__ = settings[there][function.__code__.co_qualname]
+            function.__code__ = codes(there)[function.__code__.co_qualname]
 
     gc.collect()
     gc.disable()
