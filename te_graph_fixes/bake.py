@@ -265,7 +265,7 @@ def _write_manifest(decision: Decision, paths: list[str], folder: Path) -> dict[
     """
     source = decision.source
     root = Path(source.location).parent
-    read = {module_path(source, name) for name in decision.modules if source.find(name)}
+    read = {module_path(source, name) for name in source.read}
     manifest = {
         "te_graph_fixes_version": __version__,
         "te_version": source.version,

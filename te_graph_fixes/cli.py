@@ -278,9 +278,8 @@ def _issue(options: argparse.Namespace) -> int:
         if verdict.verdict == UNRECOGNIZED:
             print("    " + verdict.reason.replace(source.location, TE))
     print()
-    for name in sorted(decision.modules):
-        if (module := source.find(name)) is not None:
-            print(f"{hashlib.sha256(module.text.encode()).hexdigest()[:16]}  {module_path(source, name)}")
+    for name in source.read:
+        print(f"{hashlib.sha256(source.module(name).text.encode()).hexdigest()[:16]}  {module_path(source, name)}")
     return _say(f"report it at {issues()}" if issues() else "send it to whoever gave you the package")
 
 

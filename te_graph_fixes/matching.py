@@ -8,8 +8,8 @@ In a pattern
 - the keywords of a call are in any order; where ``...`` is last there are any others, as for parameters of a ``def``;
 - a ``def`` without decorators, result or annotations has any of them.
 
-Between the statements of a pattern, and at both ends of a block in it, others may stand that log, measure, check,
-import, or set other names (`Pattern.is_apart`). A pattern that fits in two ways is found twice.
+Statements of a pattern are adjacent, and a block in it is whole; whatever else may stand there is ``...``. A pattern
+that fits in two ways is found twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import cache, cached_property
 from keyword import kwlist
 from typing import Any, TypeAlias
 
-from .tree import BLOCKS, Node, blocks_of, extent, names_set_by
+from .tree import BLOCKS, Node, extent, first_name
 
 Bindings: TypeAlias = "dict[Any, Any]"
 
@@ -50,22 +50,13 @@ class Match(dict[Any, Any]):
     """
 
     node: Node
-    pattern: Pattern
-
-    @property
-    def statements(self) -> Sequence[Node]:
-        """The node, or those that it is a run of and that the pattern is about."""
-        if not isinstance(self.node, StatementRun):
-            return [self.node]
-        return [node for node in self.node.body if not self.pattern.is_apart(node, self)]
 
 
 class Pattern:
-    """A pattern, parsed when it is first needed: most are not, as the text of a place does not have all their words."""
+    """A pattern, parsed when it is first needed."""
 
     def __init__(self, text: str, parse: Callable[[], Sequence[ast.stmt]]) -> None:
         self._text, self._parse = text, parse
-        self.words = words(text)
 
     @classmethod
     @cache
@@ -86,16 +77,10 @@ class Pattern:
         return (ast.Assign, ast.AnnAssign) if kind is ast.Assign else (kind,)
 
     @cached_property
-    def first_words(self) -> set[str]:
-        """The words that each match has in its first statement."""
-        first = self.nodes[0]
-        return words("\n".join(self._text.split("\n")[first.lineno - 1 : first.end_lineno]))
-
-    @cached_property
-    def _set_names(self) -> set[str]:
-        """The variables that the pattern sets."""
-        names = (node for root in self.nodes for node in ast.walk(root) if isinstance(node, ast.Name))
-        return {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    def first_name(self) -> str:
+        """The name with which each match begins; "" where that may be any, or none."""
+        name = first_name(self.nodes[0])
+        return "" if name.startswith("ANY") else name
 
     def __str__(self) -> str:
         return " ".join(self._text.split())
@@ -106,17 +91,13 @@ class Pattern:
         for bindings, rest in self._match_sequence(self.nodes, following, {}):
             matched = following[: len(following) - len(rest)]
             match = Match(bindings)
-            match.pattern = self
             match.node = matched[0] if len(matched) == 1 else StatementRun(matched)
             yield match
 
     def _match_sequence(
-        self, wanted: list[Any], found: list[Any], bindings: Bindings, inside: bool = False
+        self, wanted: list[Any], found: list[Any], bindings: Bindings
     ) -> Iterator[tuple[Bindings, list[Any]]]:
-        """Each way in which the nodes ``found`` can begin with those ``wanted``: what is bound then, and what is left.
-
-        What is ``inside`` of the pattern, or of a block in it, may have statements in front that are apart.
-        """
+        """Each way in which the nodes ``found`` can begin with those ``wanted``: what is bound then, and what is left."""
         if not wanted:
             yield bindings, found
             return
@@ -129,56 +110,13 @@ class Pattern:
                 bound = {**bindings, first.target.id: StatementRun(found[:length])}
                 yield from self._match_sequence(rest, found[length:], bound)
         elif found:
-            heads = self._match(first, found[0], bindings)
-            ways = [way for bound in heads for way in self._match_sequence(rest, found[1:], bound, inside=True)]
-            if not ways and inside and self.is_apart(found[0], bindings):
-                ways = [*self._match_sequence(wanted, found[1:], bindings, inside=True)]
-            yield from ways
-
-    def is_apart(self, node: Any, bindings: Bindings) -> bool:
-        """Whether a statement has nothing to do with the pattern: it logs, measures, checks, or sets other names.
-
-        What it sets is no word of the pattern. Neither the statement nor the value of it is a method call of what the
-        pattern sets or has matched; what a log is given may be one.
-        """
-        bound = {each.id for each in bindings.values() if isinstance(each, ast.Name)}
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                return name not in self.words
-            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
-                names = {(each.asname or each.name).partition(".")[0] for each in imported}
-                return names.isdisjoint(self._set_names | bound)
-            case ast.Global(names=declared) | ast.Nonlocal(names=declared):
-                return self.words.isdisjoint(declared)
-            case ast.AnnAssign(value=None):  # it sets nothing
-                return True
-            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue() | ast.While() | ast.Expr(value=ast.Yield()):
-                return False
-        if not isinstance(node, ast.stmt):
-            return False
-        set_names = [names for names in names_set_by(node) if names != ["_"]]
-        values = (getattr(part, "value", None) for part in ast.walk(node) if isinstance(part, ast.stmt))
-        called = [value.func for value in values if isinstance(value, ast.Call)]
-        used = {part.id for function in called for part in ast.walk(function) if isinstance(part, ast.Name)}
-        inner = (statement for block in blocks_of(node) for statement in block)
-        return (
-            all(names and names[-1] not in self.words | bound for names in set_names)
-            and used.union(*(names[:1] for names in set_names)).isdisjoint(self._set_names | bound)
-            and all(isinstance(each, ast.Raise) or self.is_apart(each, bindings) for each in inner)
-        )
+            for bound in self._match(first, found[0], bindings):
+                yield from self._match_sequence(rest, found[1:], bound)
 
     def _match(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
         """Each way in which ``found`` matches, as what was bound before and by it."""
         if isinstance(wanted, list) and isinstance(found, list):
-            # A gap at the end has taken all that there is; where the pattern has no block, one may only log.
-            takes_all = wanted and (is_gap(wanted[-1]) or is_named_gap(wanted[-1]))
-            if not wanted and not all(isinstance(node, (ast.Pass, ast.Expr)) for node in found):
-                return []
-            return [
-                bound
-                for bound, rest in self._match_sequence(wanted, found, bindings, inside=True)
-                if not (rest and takes_all) and all(self.is_apart(node, bound) for node in rest)
-            ]
+            return [bound for bound, rest in self._match_sequence(wanted, found, bindings) if not rest]
         if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
             ways = _match_any(wanted.id, found, bindings)
         elif isinstance(wanted, ast.Assign) and isinstance(found, ast.AnnAssign):

@@ -33,10 +33,9 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from .fix import Verdict, applicable, not_applicable, not_needed
-from .in_force import NotInForceError, require_in_force
 from .matching import Match, Pattern, StatementRun
 from .rewriting import Change, Insertion, Line, PatchError, Side, compare
 from .shipped import new_module
@@ -55,38 +54,31 @@ Absent = tuple[Callable[[Source], bool], str]
 class SemanticPatch:
     """The ``examine`` of a `te_graph_fixes.fix.Fix` that is a ``patch``; ``defect`` is the reason where it fits.
 
-    ``corrected`` are upstream's corrections, as patches of context alone, with reasons; ``conditions`` are TE's own
-    around them, as expressions: of what stands below ``if ANY: return`` it is ``not ANY``. ``settled`` is for a
-    correction that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the
-    patch that stand for text which depends on the source; ``provides`` modules of `te_graph_fixes.shipped`.
+    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
+    that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
+    stand for text which depends on the source; ``provides`` modules of `te_graph_fixes.shipped`.
     """
 
     patch: str
     defect: str
     absent: Sequence[Absent] = ()
     corrected: Sequence[tuple[str, str]] = ()
-    conditions: Sequence[str] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
     provides: tuple[str, ...] = ()
     settled: Callable[[Source], str] | None = None
 
     def check(self) -> None:
-        """Compile all its patches and conditions; raises `PatchError`."""
+        """Compile all its patches; raises `PatchError`."""
         for text in (self.patch, *(text for text, _ in self.corrected)):
             for hunk in (hunk for ways in read(text) for hunk in ways):
                 hunk.check()
-        for condition in self.conditions:
-            try:
-                Pattern.of(condition).nodes  # noqa: B018
-            except SyntaxError as error:
-                raise PatchError(f"conditions= has {condition!r}, which is no expression: {error.msg}") from error
 
     def __call__(self, source: Source) -> Verdict:
         for is_absent, reason in self.absent:
             if is_absent(source):
                 return not_applicable(reason)
         found, misfit = _attempt(source, self._edits)
-        tried = [(reason, _attempt(source, self._require, text)[1]) for text, reason in self.corrected]
+        tried = [(reason, _attempt(source, edits, text)[1]) for text, reason in self.corrected]
         upstream = [reason for reason, error in tried if error is None]
         if len(upstream) > 1 or (upstream and misfit is None):
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
@@ -97,18 +89,7 @@ class SemanticPatch:
             return applicable(self.defect, found or [], modules)
         if self.settled:
             return not_needed(self.settled(source))
-        for _, error in tried:
-            if isinstance(error, NotInForceError):
-                raise UnrecognizedError(f"{misfit}; and upstream's correction does not count: {error}")
         raise misfit
-
-    def _require(self, source: Source, text: str) -> None:
-        """Raise `UnrecognizedError` unless a correction fits, and nothing keeps it from having its effect."""
-        found = [match for ways in read(text) for match in _fit(source, ways).matches]
-        known = [node for _, match in found for node in match.statements]
-        for place, match in found:
-            for node in match.statements:
-                require_in_force(place, node, match.pattern, known, self.conditions)
 
     def _edits(self, source: Source) -> list[Edit]:
         return edits(source, self.patch, {name: find(source) for name, find in self.names.items()})
@@ -117,12 +98,10 @@ class SemanticPatch:
 def _attempt(
     source: Source, find: Callable[..., Found], *arguments: str
 ) -> tuple[Found | None, UnrecognizedError | None]:
-    """What ``find`` returns; or the error that it raised, and no verdict rests on the places that it looked at."""
-    before = set(source.consulted)
+    """What ``find`` returns, or the error that it raised."""
     try:
         return find(source, *arguments), None
     except UnrecognizedError as error:
-        source.consulted.intersection_update(before)
         return None, error
 
 
@@ -130,11 +109,11 @@ def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> 
     """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
-    return [edit for ways in read(text) for edit in _fit(source, ways).edits]
+    return [edit for ways in read(text) for edit in _fit(source, ways)]
 
 
-def _fit(source: Source, ways: Sequence[Hunk]) -> Fit:
-    """Where the only one of these hunks that fits does."""
+def _fit(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
+    """The edits of the only one of these hunks that fits."""
     fits, errors = [], []
     for hunk in ways:
         try:
@@ -146,13 +125,6 @@ def _fit(source: Source, ways: Sequence[Hunk]) -> Fit:
     if not fits:
         raise UnrecognizedError("; or ".join(errors))
     return fits[0]
-
-
-class Fit(NamedTuple):
-    """Where a hunk fits, and its edits there; nowhere if its place is missing and may be."""
-
-    matches: list[tuple[Definition, Match]]
-    edits: list[Edit]
 
 
 @cache
@@ -258,20 +230,19 @@ class Hunk:
             return [whole]
         return [Pattern.of(insertion.text) for insertion in insertions]
 
-    def fit(self, source: Source) -> Fit:
-        """Where it fits, and the edits there; raises `UnrecognizedError` if it does not."""
+    def fit(self, source: Source) -> list[Edit]:
+        """The edits where it fits, none if its place is missing and may be; else raises `UnrecognizedError`."""
         place = self._find(source)
         if place is None:
-            return Fit([], [])
+            return []
         is_start = "at its start" in self.notes
         matches = [] if is_start else self._matches(place)
         for pattern in self.signs_of_the_result:
             if place.has(pattern):
                 raise unrecognized(f"no `{str(pattern)[:80]}`", place, "it already")
         if is_start:
-            return Fit([], [place.insert_before(_first_statement(place), self.start_text)])
-        edits = [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
-        return Fit([(place, match) for match in matches], edits)
+            return [place.insert_before(_first_statement(place), self.start_text)]
+        return [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
 
     def _find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""

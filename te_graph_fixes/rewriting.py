@@ -155,10 +155,7 @@ class Insertion(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """Put lines in the place of those of some statements; without ``text``, delete these.
-
-    What stands between the statements, and is no part of the pattern, stays.
-    """
+    """Put lines in the place of those of adjacent statements; without ``text``, delete these."""
 
     nodes: list[Any]
     text: str
@@ -168,14 +165,8 @@ class Replacement(NamedTuple):
         if not self.text:
             return [place.delete(node) for node in nodes]
         edit = place.replace(nodes[0], _filled(place, match, self.text))
-        ends = [place.module.span(node)[END] for node in nodes]
-        between = [
-            place.module.text[end : place.module.span(node)[START]] for end, node in zip(ends, nodes[1:], strict=False)
-        ]
-        if any(line.partition("#")[0].strip() for text in between for line in text.split("\n")):
-            return [edit, *map(place.delete, nodes[1:])]
         place.whole_lines(nodes[-1])  # raises where something else stands on the last line
-        return [Edit(edit.module, edit.start, ends[-1], edit.text)]
+        return [Edit(edit.module, edit.start, place.module.span(nodes[-1])[END], edit.text)]
 
 
 Change: TypeAlias = "Splice | Insertion | Replacement"

@@ -67,11 +67,3 @@ SHARE_DUMMIES = """
 +    static_grad_inputs = share_dummies(static_grad_inputs, static_input_surface, dummies)
 """
 """The patch by which a graph returns the dummy of a wgrad that is in ``main_grad`` as TE's shared one."""
-
-BACKWARDS = (
-    "_order is not None",
-    "not _order is not None",
-    "not c_id > 0",
-    "ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]",
-)
-"""The conditions around and above the capture of a backward, with an order and without one."""

@@ -16,7 +16,6 @@ import os
 import re
 import sys
 import textwrap
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,12 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from .matching import Match, Pattern
-from .outline import global_names, heads, parsed
-from .tree import Node, Slot, extent, first_line, is_in, nodes, standing_in, statements
+from .tree import Node, Slot, extent, first_line, first_name, slots_in
 
 TE = "transformer_engine"
 _NEVER = 1_000_000_007
-_WORD = re.compile(r"\w+")
 _DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
 
 
@@ -75,8 +72,6 @@ class Source:
 
     location: str
     version: str | None
-    consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
-    """The functions and classes that were looked for, each as its module and qualified name."""
     _modules: dict[str, ModuleSource | None] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
@@ -110,6 +105,11 @@ class Source:
             raise unrecognized(f"module {name}", self.location)
         return found
 
+    @property
+    def read(self) -> list[str]:
+        """The modules that were looked at."""
+        return sorted(name for name, module in self._modules.items() if module)
+
     def forget_trees(self) -> None:
         """Let the syntax trees go, which are large; what is asked for again is parsed again."""
         for name, module in self._modules.items():
@@ -130,7 +130,7 @@ class Source:
             text = importlib.util.decode_source(data)
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
-        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n", self.consulted, is_file=True)
+        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n")
 
 
 def _version(folder: str) -> str | None:
@@ -149,18 +149,14 @@ def _version(folder: str) -> str | None:
 class ModuleSource:
     """The text of one module, as Python reads it, and the functions and classes in it.
 
-    ``newline`` is the line break of the file, ``consulted`` what `find` was asked for, ``found`` what it has found,
-    ``cache`` where nodes are below others. Where it ``is_file``, the text was read from ``path``.
+    ``newline`` is the line break of the file, ``found`` what `find` has found.
     """
 
     name: str
     path: str
     text: str
     newline: str = "\n"
-    consulted: set[tuple[str, str]] = field(default_factory=set, compare=False)
-    is_file: bool = False
     found: dict[str, Definition | None] = field(default_factory=dict, init=False, compare=False)
-    cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -190,22 +186,10 @@ class ModuleSource:
                     pending += [(f"{prefix}{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
         return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
 
-    @cached_property
-    def heads(self) -> Mapping[str, list[int]]:
-        return heads(self.text)
-
-    @cached_property
-    def global_names(self) -> set[str]:
-        """What the module defines, imports or sets, in conditions too."""
-        return global_names(self.text)
-
     def find(self, qualname: str) -> Definition | None:
         """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
-        self.consulted.add((self.name, qualname))
         if qualname not in self.found:
-            name = qualname.rpartition(".")[2]
-            is_there = f"def {name}" in self.text or f"class {name}" in self.text
-            node = is_there and (parsed(self.text, self.heads, qualname) or self.definitions.get(qualname))
+            node = self.definitions.get(qualname)
             self.found[qualname] = Definition(self, qualname, node) if node else None
         return self.found[qualname]
 
@@ -214,18 +198,6 @@ class ModuleSource:
         if (found := self.find(qualname)) is None:
             raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
         return found
-
-    def outline_of(self, root: Any) -> tuple[list[Slot], Mapping[str, list[int]]]:
-        """The statements in a function or class, and in which lines its words stand."""
-        if root not in self.cache:
-            first = first_line(root)
-            lines = defaultdict[str, list[int]](list)
-            text = self.text[self.starts[first] : self.starts[root.end_lineno + 1]]
-            for number, line in enumerate(text.split("\n"), first):
-                for word in _WORD.findall(line):
-                    lines[word].append(number)
-            self.cache[root] = statements(root), lines
-        return cast("tuple[list[Slot], Mapping[str, list[int]]]", self.cache[root])
 
     def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
@@ -245,29 +217,27 @@ class Definition:
     module: ModuleSource
     qualname: str
     node: ast.FunctionDef | ast.ClassDef
-    outer: ast.FunctionDef | ast.ClassDef | None = None
-    """Of a function or class inside a function, the outermost one."""
     _inner: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
 
-    @property
-    def outline(self) -> tuple[list[Slot], Mapping[str, list[int]]]:
-        """The statements of the outermost function or class around, and in which lines its words stand."""
-        return self.module.outline_of(self.outer or self.node)
+    @cached_property
+    def slots(self) -> Mapping[tuple[type, str], list[Slot]]:
+        """All nodes in it, itself included, by their type and `first_name`, and by their type and ""."""
+        found = defaultdict[tuple[type, str], list[Slot]](list)
+        for slot in slots_in(self.node):
+            for name in {"", first_name(slot.node)}:
+                found[type(slot.node), name].append(slot)
+        return found
 
-    def matches(self, pattern: str | Pattern, within: ast.AST | None = None) -> list[Match]:
-        """Every statement, run of statements or expression here, or in the node ``within``, that matches, in order."""
+    def matches(self, pattern: str | Pattern) -> list[Match]:
+        """Every statement, run of statements or expression here that matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
-        _, lines_of = self.outline
-        if not pattern.words <= lines_of.keys():
-            return []
         found: dict[object, Match] = {}
-        for slot in self._slots(pattern.first_words, pattern.kinds):
+        for slot in (slot for kind in pattern.kinds for slot in self.slots[kind, pattern.first_name]):
             for match in pattern.match(slot.siblings, slot.number):
-                if within is None or is_in(match.node, within):
-                    found[tuple(map(extent, (match.node, *match.values())))] = match
+                found[tuple(map(extent, (match.node, *match.values())))] = match
         return sorted(found.values(), key=lambda match: extent(match.node))
 
     def all(self, pattern: str) -> list[Node]:
@@ -282,9 +252,9 @@ class Definition:
         """The node of the only match; raises `UnrecognizedError` if there is none, or more."""
         return self.exactly(1, pattern)[0].node
 
-    def exactly(self, count: int, pattern: str | Pattern, within: ast.AST | None = None) -> list[Match]:
+    def exactly(self, count: int, pattern: str | Pattern) -> list[Match]:
         """The matches; raises `UnrecognizedError` unless there are as many as ``count``."""
-        found = self.matches(pattern, within)
+        found = self.matches(pattern)
         if len(found) != count:
             times = "once" if count == 1 else f"{count} times"
             lines = f" (lines {', '.join(str(match.node.lineno) for match in found)})" if found else ""
@@ -299,30 +269,14 @@ class Definition:
         arguments = cast(ast.FunctionDef, self.node).args
         return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
 
-    def _slots(self, words: Collection[str], kinds: tuple[type[ast.AST], ...]) -> Iterable[Slot]:
-        """Where nodes of these types may be that have all these words."""
-        root = self.outer or self.node
-        statements, lines_of = self.outline
-        found: dict[Any, Slot] = {}
-        for line in min((lines_of[word] for word in words), key=len, default=[None]):
-            slots = statements if line is None else standing_in(statements, line)
-            if not issubclass(kinds[0], ast.stmt):
-                slots = nodes(root if line is None else slots[0].node, line)
-            found.update((slot.node, slot) for slot in slots if isinstance(slot.node, kinds))
-        return [
-            place
-            for node, place in found.items()
-            if is_in(node, self.node) and all(is_among(lines_of[word], node) for word in words)
-        ]
-
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
         if name not in self._inner:
-            slots = self._slots([name], (ast.FunctionDef, ast.ClassDef))
-            found = [slot.node for slot in slots if slot.node.name == name and slot.node is not self.node]
+            nodes = [slot.node for slot in (*self.slots[ast.FunctionDef, name], *self.slots[ast.ClassDef, name])]
+            found = [node for node in nodes if node is not self.node]
             if len(found) != 1:
                 raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
-            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", found[0], self.outer or self.node)
+            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", found[0])
         return self._inner[name]
 
     def text(self, node: Node) -> str:
@@ -369,9 +323,3 @@ class Definition:
         text = text.removeprefix("\n").removesuffix("\n")
         lines = (textwrap.dedent(text) if text[:1].isspace() else text).split("\n")
         return "\n".join(indent + line if line.strip() else "" for line in lines)
-
-
-def is_among(lines: list[int], node: Any) -> bool:
-    """Whether a node stands in one of these lines."""
-    at = bisect_left(lines, first_line(node))
-    return at < len(lines) and lines[at] <= node.end_lineno

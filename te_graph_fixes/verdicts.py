@@ -97,7 +97,6 @@ class Decision:
     def __init__(self, source: Source, settings: Settings, known: Mapping[str, Verdict] | None = None) -> None:
         self.source, self.version, self.settings = source, source.version, settings
         self.verdicts = verdicts(source) if known is None else known
-        self.modules = {name for verdict in self.verdicts.values() for name, _ in verdict.rests_on}
         self.targets = {name for verdict in self.verdicts.values() for name in verdict.targets}
         self._failures: dict[str, str] = {}
         self._build()

@@ -10,7 +10,6 @@ import ast
 import builtins
 import copy
 import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -24,7 +23,7 @@ from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patch import SemanticPatch, edits, read
 from te_graph_fixes.source import Edit, ModuleSource, Source, UnrecognizedError
-from te_graph_fixes.tree import first_line, is_in
+from te_graph_fixes.tree import extent, first_line
 from tests.published import examined, needed, unset_names
 
 VERSIONS = [
@@ -210,7 +209,7 @@ def with_texts(tree: Source, texts: dict[str, str]) -> Source:
     for name in tree._modules.keys() | texts.keys():
         module = tree.find(name)
         text = texts.get(name, module.text if module else None)
-        result._modules[name] = None if text is None else ModuleSource(name, name, text, consulted=result.consulted)
+        result._modules[name] = None if text is None else ModuleSource(name, name, text)
     return result
 
 
@@ -248,9 +247,6 @@ def test_a_correction_with_one_edit_left_out_is_not_said_to_be_whole(version: st
         require_not_negative(fix_id, tree)
 
 
-SWITCHES = ("os.environ.get('NVTE_CORRECTED') == '1'", "CORRECTED and corrected", "self.corrected", "corrected")
-
-
 def corrections(version: str) -> set[tuple[str, str, ast.stmt]]:
     """Fix, module and statement of each part of upstream's corrections."""
     tree, verdicts = examined(version)
@@ -262,8 +258,9 @@ def corrections(version: str) -> set[tuple[str, str, ast.stmt]]:
             hunks = [hunk for text in fitting for ways in read(text) for hunk in ways]
             for hunk in hunks:
                 with suppress(UnrecognizedError):
-                    for place, match in hunk.fit(tree).matches:
-                        parts.add((fix_id, place.module.name, innermost(place.module, match.node)))
+                    if (place := hunk._find(tree)) is not None:
+                        matches = hunk._matches(place)
+                        parts |= {(fix_id, place.module.name, innermost(place.module, each.node)) for each in matches}
     return parts
 
 
@@ -271,6 +268,11 @@ def fits(tree: Source, text: str) -> bool:
     with suppress(UnrecognizedError):
         return edits(tree, text) == []
     return False
+
+
+def is_in(node: ast.AST, outer: ast.AST) -> bool:
+    (start, end), (first, last) = extent(node), extent(outer)
+    return first <= start and end <= last
 
 
 def innermost(module: ModuleSource, node: ast.AST) -> ast.stmt:
@@ -281,32 +283,11 @@ def innermost(module: ModuleSource, node: ast.AST) -> ast.stmt:
 @pytest.mark.parametrize("version", NEWEST)
 def test_upstreams_correction_less_a_statement_is_not_said_to_be_whole(version: str) -> None:
     tree = examined(version)[0]
-    for number, (fix_id, name, statement) in enumerate(corrections(version)):
+    for fix_id, name, statement in corrections(version):
         module = tree.module(name)
         begin, end = module.starts[first_line(statement)], module.starts[(statement.end_lineno or 0) + 1]
-        indent = " " * statement.col_offset
-        whole, name_read = module.text[begin:end], a_name_read(module, statement, fix_id)
-        nested = textwrap.indent(whole, "    ")
-        damages = [
-            "pass\n",
-            *(f"if {test}:\n{nested}" for test in (SWITCHES[number % 4], name_read, f"not {name_read}")),
-        ]
-        leaving = [
-            f"if {name_read}:\n{indent}    return\n{whole}",
-            f"for _ in {name_read}:\n{indent}    return\n{whole}",
-        ]
-        for damage in damages + (leaving if isinstance(statement, (ast.Assign, ast.For, ast.If)) else []):
-            text = module.text[:begin] + indent + damage + module.text[end:]
-            require_not_negative(fix_id, with_texts(tree, {name: text}), f"line {statement.lineno} of {name}")
-
-
-def a_name_read(module: ModuleSource, statement: ast.stmt, fix_id: str) -> str:
-    """A variable of the function that neither the statement nor a condition of TE's own around it reads."""
-    around = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef) and is_in(statement, node)]
-    names = [node for node in ast.walk(around[-1]) if isinstance(node, ast.Name)] if around else []
-    conditions = CATALOGUE[fix_id].examine.conditions  # type: ignore[attr-defined]
-    known = set(re.findall(r"\w+", " ".join(conditions))) | {node.id for node in names if is_in(node, statement)}
-    return min({node.id for node in names} - known, default="os")
+        text = f"{module.text[:begin]}{' ' * statement.col_offset}pass\n{module.text[end:]}"
+        require_not_negative(fix_id, with_texts(tree, {name: text}), f"line {statement.lineno} of {name}")
 
 
 GRAPH, BASE = "transformer_engine.pytorch.graph", "transformer_engine.pytorch.module.base"
@@ -314,26 +295,6 @@ EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
 IN_PART = [
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=isinstance\(module, )\w+(?=\)\s+and module.need_b)", "str"),
     (*("backward-dw-hooks", "2.20.2", GRAPH), r"(?<=te_modules = )visited_te_modules.get\(graph_idx, set\(\)\)", "()"),
-    (
-        *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=te_modules = visited_te_modules.get\(graph_idx, set\(\)\))"),
-        "\n        te_modules, _ = (), None",
-    ),
-    (
-        *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=te_modules = visited_te_modules.get\(graph_idx, set\(\)\))"),
-        "\n        te_modules &= set()",
-    ),
-    (
-        *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=te_modules = visited_te_modules.get\(graph_idx, set\(\)\))"),
-        "\n        te_modules.clear()",
-    ),
-    (
-        *("backward-dw-hooks", "2.20.2", GRAPH, r"(?<=visited_te_modules\[func_idx\].update\(modules\))"),
-        "\n                visited_te_modules.clear()",
-    ),
-    (
-        *("tuple-samples", "2.20.2", GRAPH, r"(?<=sample_kwargs = list\(sample_kwargs\))"),
-        "\n        sample_args = tuple(sample_kwargs)",
-    ),
     (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_fp8_weight_update=)\w+(?=,\s+cache_w)", "None"),
     (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_fp8_weight_update=)\w+(?=,\s+save)", "None"),
     (*("grouped-linear-skip-flag", "2.20.2", EXPERTS), r"(?<=skip_update_flag=)skip_fp8_weight_update", "None"),

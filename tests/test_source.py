@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.outline import parsed
 from te_graph_fixes.source import (
     Definition,
     ModuleSource,
@@ -143,17 +142,6 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
     assert [each.qualname for each in definitions if each] == ([found] if found else [])
 
 
-def test_what_is_parsed_alone_is_what_it_is_in_its_module() -> None:
-    alone = 0
-    for path in (source("2.20.2") / "transformer_engine" / "pytorch" / "module").glob("*.py"):
-        module = ModuleSource(CODE, str(path), path.read_text())
-        for name, node in module.definitions.items():
-            found = parsed(module.text, module.heads, name)
-            assert found is None or ast.dump(found, include_attributes=True) == ast.dump(node, include_attributes=True)
-            alone += found is not None
-    assert alone > 200
-
-
 @pytest.mark.parametrize(
     ("pattern", "text", "matches"),
     [
@@ -169,11 +157,11 @@ def test_what_is_parsed_alone_is_what_it_is_in_its_module() -> None:
         ("if x: ...", "if x:\n        a = 1\n        b = 2", 1),
         ("if x: ...", "if x:\n        a = 1\n    else:\n        b = 2", 0),
         ("if x:\n    ...\n    b = 2", "if x:\n        a = 1\n        b = 2", 1),
-        ("if x:\n    ...\n    b = 2", "if x:\n        b = 2\n        a = 1", 1),
+        ("if x:\n    ...\n    b = 2", "if x:\n        b = 2\n        a = 1", 0),
         ("a = 1\nb = 2", "a = 1\n    b = 2\n    c = 3", 1),
-        ("a = 1\nb = 2", "a = 1\n    c = 3\n    b = 2", 1),
-        ("a = 1\nb = 2", "a = 1\n    x.c = 3\n    b = 2", 1),
-        ("a = 1\nb = 2", "a = 1\n    for _ in x: pass\n    b = 2", 1),
+        ("a = 1\nb = 2", "a = 1\n    c = 3\n    b = 2", 0),
+        ("a = 1\nb = 2", "a = 1\n    x.c = 3\n    b = 2", 0),
+        ("a = 1\nb = 2", "a = 1\n    for _ in x: pass\n    b = 2", 0),
         ("a = 1\nb = 2", "a = 1\n    while x: pass\n    b = 2", 0),
         ("a = ANY_A\nb = 2", "a = x\n    x.clear()\n    b = 2", 0),
         ("a = 1\n...\nb = 2", "a = 1\n    c = 3\n    b = 2", 1),

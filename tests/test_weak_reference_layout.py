@@ -94,5 +94,5 @@ def test_another_way_to_make_them_is_not_recognized(old: str, new: str) -> None:
     assert CATALOGUE[FIX].verdict(tree).verdict == APPLICABLE
     module = tree.module(UTILS)
     assert module.text.count(old) == 1
-    tree._modules[UTILS] = ModuleSource(UTILS, module.path, module.text.replace(old, new), consulted=tree.consulted)
+    tree._modules[UTILS] = ModuleSource(UTILS, module.path, module.text.replace(old, new))
     assert CATALOGUE[FIX].verdict(tree).verdict == UNRECOGNIZED

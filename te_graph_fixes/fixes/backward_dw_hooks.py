@@ -74,7 +74,6 @@ FIX = Fix(
         PATCH,
         "backward_dw of a graphed callable replays without running the hooks",
         corrected=[(UPSTREAM, "the hooks are run after the replay")],
-        conditions=["modules", "need_bwd_dw"],
     ),
     check_hints=("hooks",),
 )

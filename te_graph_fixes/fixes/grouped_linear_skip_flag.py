@@ -112,11 +112,6 @@ FIX = Fix(
             for reads in (1, 2)
             for flag in FLAGS
         ],
-        conditions=[
-            *("fp8 or debug", "with_quantized_compute", "not single_grouped_weight"),
-            *("grouped_tensor_supported", "_GroupedLinear._is_grouped_tensor_path_supported(...)"),
-            *("not grouped_tensor_supported", "not _GroupedLinear._is_grouped_tensor_path_supported(...)"),
-        ],
     ),
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),
 )

@@ -36,6 +36,5 @@ FIX = Fix(
         PATCH,
         "samples have to be a list",
         corrected=[(UPSTREAM, "samples may be tuples")],
-        conditions=["_reuse_graph_input_output_buffers"],
     ),
 )
