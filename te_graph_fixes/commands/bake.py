@@ -60,7 +60,7 @@ class Corrected:
 
 def corrected(decision: Decision) -> list[Corrected]:
     """Every module that the fixes to be applied change or add, with its stamp, in the order of the paths."""
-    texts = patched(decision.source, decision.to_apply.values())
+    texts = patched(decision.source, decision.to_apply)
     facts = {MADE: tuple(decision.to_apply)}
     for word in (NOT_NEEDED, NOT_APPLICABLE):
         facts[word] = tuple(fix_id for fix_id, each in decision.verdicts.items() if each.verdict == word)

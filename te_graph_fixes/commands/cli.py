@@ -21,7 +21,7 @@ from ..decision import Decision, expected
 from ..fix import APPLICABLE, UNRECOGNIZED
 from ..fixes import CATALOGUE
 from ..messages import issues
-from ..patching.installation import EngineError
+from ..patching.installation import InstallationError
 from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import Settings, fix_ids
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.command(options))
     except (TENotFoundError, ValueError) as error:
         return _say(error, WRONG_USE)
-    except (EngineError, BakeError, ChangedStampError) as error:
+    except (InstallationError, BakeError, ChangedStampError) as error:
         return _say(error, 1)
 
 

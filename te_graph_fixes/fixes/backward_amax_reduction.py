@@ -11,8 +11,7 @@ always takes it. It is now left for the next module where no output needs a grad
 module. Whether the graph sets the flag that says if weights are new is decided before that, as it was.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from ..patching.source import Source
 from .shapes import global_state
 

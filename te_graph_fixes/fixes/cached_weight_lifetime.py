@@ -13,8 +13,7 @@ its modules have in their place, or gives these the update that it makes itself
 (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)

@@ -9,8 +9,7 @@ Symptom: ``make_graphed_callables(..., enabled=False, calibrating=True, recipe=r
 ``calibrating`` is set.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

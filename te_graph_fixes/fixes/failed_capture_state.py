@@ -12,8 +12,7 @@ graph capture encountered unexpectedly".
 All of that is now put back in ``finally`` or ``except`` clauses, and the first exception is raised again.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _graph_context_wrapper

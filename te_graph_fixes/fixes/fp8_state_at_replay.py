@@ -21,8 +21,7 @@ capture get no state there, and nothing is put back into them (``AssertionError`
 Inner operations that lose FP8 (`nested-autocast`) would be captured then, without the error that TE ends with.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule.prepare_forward

@@ -16,8 +16,7 @@ A replay runs no Python that could make them. The graph now holds the transposes
 those are made again that are invalid, gone or elsewhere (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)

@@ -12,8 +12,7 @@ into the buffer. The gradients of the caller's inputs are released where `grad_i
 parameters stay with TE's rule.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 LOOP = """
 @@ graph.py _make_graphed_callables{or_}

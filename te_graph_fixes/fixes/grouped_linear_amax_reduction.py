@@ -9,8 +9,7 @@ does (scales off by 1.41 on the simulator). With several ranks the graph holds a
 Other modules do not reduce while a graph is captured, since the replay does. GroupedLinear does not either now.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.backward

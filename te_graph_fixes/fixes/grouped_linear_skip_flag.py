@@ -14,8 +14,7 @@ what `Linear` does: under capture read the graph's skip tensor and, where there 
 The slot differs by version (16, 18 or 19), so it is found by its name.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from ..patching.source import Source
 
 PATCH = """

@@ -9,8 +9,7 @@ Symptom: an input that needs a gradient and is a leaf of autograd's graph, as pa
 returned as a copy. Grads of other inputs are read at once, and stay the buffers.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -10,8 +10,7 @@ instance up by its ``id`` and gives FP8 to those that are captured; all others, 
 run in ``autocast(enabled=False)``. They now run in the autocast that they are called in.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

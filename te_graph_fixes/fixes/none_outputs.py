@@ -9,8 +9,7 @@ with vision encoders.
 and put back into what a replay returns.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -14,8 +14,7 @@ There, weights now keep plain scales, as before TE 2.18; a GEMM swizzles a copy 
 
 import re
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from ..patching.source import Source, unrecognized
 from .shapes import MODULES
 

@@ -12,8 +12,7 @@ as TE's shared dummy, which is in no graph's memory (`te_graph_fixes/shipped/fus
 patched module).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from .shapes import SHARE_DUMMIES
 
 PATCH = """

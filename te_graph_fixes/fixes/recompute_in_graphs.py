@@ -15,8 +15,7 @@ a backward, which gets the skip flag of its own forward. Other captures than TE'
 Megatron-Core, keep the update: nothing else does it at their replays.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from .shapes import skip_flag_state
 
 PATCH = """

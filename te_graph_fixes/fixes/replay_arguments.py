@@ -15,8 +15,7 @@ under `torch.autocast`: an fp32 input gives other numbers in bf16 (0.002). Keywo
 ignored as before: callers give ``is_first_microbatch``.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

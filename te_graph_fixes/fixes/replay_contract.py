@@ -16,8 +16,7 @@ Without it such programs stay wrong with all other fixes too; by how much depend
 holds.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _graph_context_wrapper (at its start)

@@ -10,8 +10,7 @@ keeps the tracker; where it has other generators at a replay, their states are l
 (`te_graph_fixes/shipped/rng_states.py`, shipped beside the patched modules).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

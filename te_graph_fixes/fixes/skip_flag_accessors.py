@@ -10,8 +10,7 @@ TE 2.15 moved the skip tensor from the class into ``quantization_state`` and dro
 again, reading and writing the tensor where it lives now.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager

@@ -9,8 +9,7 @@ The flag is one tensor of shape [1], whose address is part of those graphs. They
 the manager's any more. Captures after the ``reset()`` that do not cache weights do not see it.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from .shapes import skip_flag_state
 
 PATCH = """

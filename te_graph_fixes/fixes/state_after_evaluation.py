@@ -13,8 +13,7 @@ among those that are updated: after another recipe its scales stayed at 1.0 for 
 ``sub.forward(x)``, which TE's hooks do not see, is covered where the recipe is that of the capture.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -12,8 +12,7 @@ device, strides, whether it needs a gradient, and which tensors of a sample are 
 put where this layer has outputs with gradients. (Inputs of wgrads: `te_graph_fixes/shipped/graph_order.py`.)
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -12,8 +12,7 @@ found. On the subclass it finds, inherited, the replacement that it has just mad
 ``__call__`` is now left alone: the replacement tells modules apart, not classes.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

@@ -8,8 +8,7 @@ Symptom: ``AssertionError: sample_args must be a list for _reuse_graph_input_out
 Tuples are now made into lists.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

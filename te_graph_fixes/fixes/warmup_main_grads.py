@@ -10,8 +10,7 @@ uninitialised memory: anything, up to NaN. Right is what is not fused, or is set
 Each backward of warmup now leaves the ``main_grad`` of its callable as it was; until then there is a copy of it.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 KEEP = """
 +main_grads = [

@@ -14,8 +14,7 @@ biases get wrong gradients (`param-grad-lifetime`), it makes the training that f
 
 import re
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from ..patching.source import Source, unrecognized
 from .shapes import graph_capture
 

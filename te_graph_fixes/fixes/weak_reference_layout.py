@@ -13,8 +13,7 @@ are now made of all bytes of the tensor, viewed with its dtype and strides (`te_
 shipped beside the patched modules).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ utils.py make_weak_ref

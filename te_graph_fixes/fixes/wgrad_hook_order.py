@@ -10,8 +10,7 @@ The modules of a callable are kept in a ``set``, whose order follows from memory
 processes. They are kept in a ``dict`` now, in the order of their forwards.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

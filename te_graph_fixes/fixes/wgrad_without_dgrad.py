@@ -10,8 +10,7 @@ The autograd function of a graph takes those parameters whose gradients the warm
 is none of these. Where nothing is left, while the callable's outputs need a gradient, an empty tensor is taken instead.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

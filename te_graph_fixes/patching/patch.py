@@ -30,13 +30,11 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from ..fix import Verdict, applicable, not_applicable, not_needed
-from ..shipped import new_module
 from .matching import Match, Pattern, StatementRun
 from .rewriting import Change, Insertion, Line, PatchError, Side, compare
 from .source import Definition, Edit, Source, UnrecognizedError, unrecognized
@@ -45,71 +43,25 @@ PYTORCH = "transformer_engine.pytorch"
 _HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py(?: (?P<place>[\w.]+))?)?(?: +\((?P<notes>[^()]*)\))?")
 _NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
 
-Found = TypeVar("Found")
-Absent = tuple[Callable[[Source], bool], str]
-"""Whether a feature is absent, and the reason to give then."""
-
-
-@dataclass(frozen=True)
-class SemanticPatch:
-    """The ``examine`` of a `te_graph_fixes.fix.Fix` that is a ``patch``; ``defect`` is the reason where it fits.
-
-    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
-    that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
-    stand for text which depends on the source; ``provides`` modules of `te_graph_fixes.shipped`.
-    """
-
-    patch: str
-    defect: str
-    absent: Sequence[Absent] = ()
-    corrected: Sequence[tuple[str, str]] = ()
-    names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
-    provides: tuple[str, ...] = ()
-    settled: Callable[[Source], str] | None = None
-
-    def check(self) -> None:
-        """Compile all its patches; raises `PatchError`."""
-        for text in (self.patch, *(text for text, _ in self.corrected)):
-            for hunk in (hunk for ways in read(text) for hunk in ways):
-                hunk.check()
-
-    def __call__(self, source: Source) -> Verdict:
-        for is_absent, reason in self.absent:
-            if is_absent(source):
-                return not_applicable(reason)
-        found, misfit = _attempt(source, self._edits)
-        tried = [(reason, _attempt(source, edits, text)[1]) for text, reason in self.corrected]
-        upstream = [reason for reason, error in tried if error is None]
-        if len(upstream) > 1 or (upstream and misfit is None):
-            raise UnrecognizedError("looked for a defect or one correction, found several of them")
-        if upstream:
-            return not_needed(upstream[0])
-        if misfit is None:
-            modules = {name: text for each in self.provides for name, text in new_module(each).items()}
-            return applicable(self.defect, found or [], modules)
-        if self.settled:
-            return not_needed(self.settled(source))
-        raise misfit
-
-    def _edits(self, source: Source) -> list[Edit]:
-        return edits(source, self.patch, {name: find(source) for name, find in self.names.items()})
-
-
-def _attempt(
-    source: Source, find: Callable[..., Found], *arguments: str
-) -> tuple[Found | None, UnrecognizedError | None]:
-    """What ``find`` returns, or the error that it raised."""
-    try:
-        return find(source, *arguments), None
-    except UnrecognizedError as error:
-        return None, error
-
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
     """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
     return [edit for ways in read(text) for edit in _fit(source, ways)]
+
+
+def functions(source: Source, text: str) -> tuple[tuple[str, str], ...]:
+    """The outermost functions that a patch is about, as modules and qualified names, as far as they are there."""
+    names = set()
+    for hunk in (hunk for ways in read(text) for hunk in ways):
+        name = f"{PYTORCH}.{hunk.file.replace('/', '.')}"
+        outer = ".".join(hunk.place.split(".")[:2])
+        definitions = module.definitions if (module := source.find(name)) else {}
+        for qualname in (outer, outer.partition(".")[0]):
+            if isinstance(definitions.get(qualname), ast.FunctionDef):
+                names.add((name, qualname))
+    return tuple(sorted(names))
 
 
 def _fit(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
@@ -232,7 +184,7 @@ class Hunk:
 
     def fit(self, source: Source) -> list[Edit]:
         """The edits where it fits, none if its place is missing and may be; else raises `UnrecognizedError`."""
-        place = self._find(source)
+        place = self.find(source)
         if place is None:
             return []
         is_start = "at its start" in self.notes
@@ -244,7 +196,7 @@ class Hunk:
             return [place.insert_before(_first_statement(place), self.start_text)]
         return [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
 
-    def _find(self, source: Source) -> Definition | None:
+    def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
         module = source.module(f"{PYTORCH}.{self.file.replace('/', '.')}")
         if not self.place:

@@ -36,7 +36,11 @@ class TENotFoundError(Exception):
 
 
 class UnrecognizedError(Exception):
-    """A fix did not find the shape that it looks for, so it must not touch this source."""
+    """A fix did not find the shape that it looks for, so it must not touch this source; ``details`` say more."""
+
+    def __init__(self, text: str, details: str = "") -> None:
+        super().__init__(text)
+        self.details = details or text
 
 
 def unrecognized(wanted: str, place: object, found: str = "none") -> UnrecognizedError:
@@ -168,6 +172,10 @@ class ModuleSource:
     def starts(self) -> list[int]:
         """The character offset at which each line starts, by its number, and last that of the text's end."""
         return [0, 0, *accumulate(map(len, io.StringIO(self.text)))]
+
+    def line_number(self, offset: int) -> int:
+        """The line of a character offset."""
+        return self.text.count("\n", 0, offset) + 1
 
     def line(self, number: int) -> str:
         """A line, with its line break, as Python counts them."""

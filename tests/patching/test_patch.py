@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict, applicable
+from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, SemanticPatch, Verdict, applicable
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.installation import EngineError, compile_patches, patched
-from te_graph_fixes.patching.patch import PYTORCH, SemanticPatch, edits, read
+from te_graph_fixes.patching.installation import InstallationError, compile_patches, patched
+from te_graph_fixes.patching.patch import PYTORCH, edits, read
 from te_graph_fixes.patching.rewriting import PatchError
 from te_graph_fixes.patching.source import ModuleSource, Source, UnrecognizedError
 
@@ -35,8 +35,8 @@ def function(body: str) -> str:
 def applied(text: str, *patches: str) -> str:
     """The text with the edits of patches that know nothing of each other."""
     source = source_of(text)
-    verdicts = [applicable("", edits(source, patch)) for patch in patches]
-    return patched(source, verdicts)[CODE][1]
+    changes = {str(number): applicable("", edits(source, patch)) for number, patch in enumerate(patches)}
+    return patched(source, changes)[CODE][1]
 
 
 def hunk(change: str, notes: str = "") -> str:
@@ -272,7 +272,9 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
         if is_set:
             compile_patches(source, {"fix": verdict})
         else:
-            with pytest.raises(EngineError, match=r"the edits read missing in run of code\.py, where nothing sets it"):
+            with pytest.raises(
+                InstallationError, match=r"the edits read missing in run of code\.py, where nothing sets it"
+            ):
                 compile_patches(source, {"fix": verdict})
 
 
@@ -309,7 +311,7 @@ def test_places_are_nested() -> None:
 
 
 def verdict(text: str, patch: SemanticPatch) -> Verdict:
-    return Fix("", patch).verdict(source_of(text))
+    return Fix("", patch).verdict_on(source_of(text))
 
 
 def test_a_fix_is_a_patch_or_upstreams() -> None:
