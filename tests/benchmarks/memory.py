@@ -234,16 +234,14 @@ def build(
 
 def verify(known: set[str], results: Any) -> int:
     """The peaks of the captures of each program, in bytes; 1 after one that fails."""
-    from te_graph_fixes.verify.driver import setting
     from te_graph_fixes.verify.driver.program import Skipped
+    from te_graph_fixes.verify.memory import peaks
 
     for name, program in programs_of_verify().items():
         if name in known or program.ranks:
             continue
         try:
-            setting.require(program.recipe, program.other)
-            setting.use(program)
-            print(json.dumps({name: peaks()}), file=results)
+            print(json.dumps({name: peaks(program)}), file=results)
         except Skipped:
             print(json.dumps({name: None}), file=results)
         except Exception as error:
@@ -271,26 +269,6 @@ def programs_of_verify() -> dict[str, Any]:
     one = {"modules": ("grouped_linear",), "recipe": "delayed", "fused": True, "weights": "cached", "microbatches": 3}
     found["benchmark, one"] = one
     return {name: Program(**options) for name, options in found.items()}
-
-
-def peaks() -> list[int]:
-    """What each capture of the program adds at its peak."""
-    import torch
-
-    from te_graph_fixes.verify.driver.graphs import Captured
-
-    found = []
-
-    class Measured(Captured):
-        def graph(self, *arguments: Any, **options: Any) -> Any:
-            before = settled()[0]
-            torch.cuda.reset_peak_memory_stats()
-            graphs = super().graph(*arguments, **options)
-            found.append(torch.cuda.max_memory_allocated() - before)
-            return graphs
-
-    Measured(graphed=True).release()
-    return found
 
 
 def table(te: str, name: str, results: dict[Any, dict[str, Any]]) -> Iterator[str]:

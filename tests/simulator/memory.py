@@ -116,7 +116,7 @@ class Pool:
         # torch.from_numpy holds this very array for as long as the storage lives.
         array = segment.memory[block.offset : block.offset + nbytes]
         weakref.finalize(array, segment.release, block).atexit = False
-        if _count:
+        if _is_counting and _count is not None:
             _count.note()
         return torch.from_numpy(array).untyped_storage()
 
@@ -203,27 +203,26 @@ class _Count(TorchDispatchMode):
 
 
 _count: _Count | None = None
+_is_counting = False
 
 
 def reset_peak() -> None:
-    """Count from now on; what is outside of pools already is left out."""
-    global _count
-    stop_counting()
-    _count = _Count()
+    """Count from now on, until `peak` is asked for; what is outside of pools already is left out."""
+    global _count, _is_counting
+    peak()
+    _count, _is_counting = _Count(), True
     _count.__enter__()
 
 
-def stop_counting() -> None:
-    """Count no more, which is faster."""
-    global _count
-    if _count is not None:
-        _count.__exit__(None, None, None)
-    _count = None
-
-
 def peak() -> int:
-    """The most bytes that there have been at once since `reset_peak`."""
-    return _count.peak if _count else allocated()
+    """The most bytes that there have been at once since `reset_peak`. Counting slows all down, and ends here."""
+    global _is_counting
+    if _count is None:
+        return allocated()
+    if _is_counting:
+        _count.__exit__(None, None, None)
+        _is_counting = False
+    return _count.peak
 
 
 def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int = 0) -> torch.Tensor:
