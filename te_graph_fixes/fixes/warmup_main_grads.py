@@ -12,7 +12,7 @@ where the warmup fails (`te_graph_fixes/shipped/main_grads.py`, shipped beside t
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables
