@@ -20,8 +20,8 @@ PATCH = """
 +
  visited_te_modules = ANY_EMPTY
 @@
--with torch.cuda.stream(torch.cuda.Stream()):
-+with torch.cuda.stream(torch.cuda.Stream()), main_grads_kept(callables if is_training else ()):
+-with torch.cuda.stream(ANY_STREAM):
++with torch.cuda.stream(ANY_STREAM), main_grads_kept(callables if is_training else ()):
      ...
 """
 

@@ -11,7 +11,7 @@ for an evaluation too, where none does. They are now kept until that backward, a
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -88,13 +88,5 @@ FIX = Fix(
             (UPSTREAM, "warmup lets go of outputs once they have been used"),
             (EARLIER, "warmup runs one callable after the other, and keeps no outputs"),
         ],
-        conditions=(
-            "is_training",
-            "_order is None",
-            "not _order is None",
-            "c_id > 0",
-            "not c_id > 0",
-            "ceil(c_id) == c_id",
-        ),
     ),
 )

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.source import Source
-from te_graph_fixes.verdicts import verdicts
+from te_graph_fixes.patching.source import Source
 from te_graph_fixes.verify.cases import Case
-from tests import published
-from tests.child import measured, simulate
-from tests.pipeline_orders import interleaved
+from tests.support import published
+from tests.support.child import measured, simulate
+from tests.support.pipeline_orders import interleaved
 
 LIMIT = 1.01
 EXPERTS: dict[str, Any] = {"modules": ("grouped_linear",) * 2, "hidden": 256, "fused": True, "weights": "cached"}
