@@ -2,10 +2,6 @@
 
 Upstream: none yet, TE 2.10 to main (docs/upstream/warmup-main-grads.md).
 
-Symptom: wgrads are fused into ``main_grad``, which is set to zero behind a step, or holds what earlier microbatches
-gave; the capture is in between. The next step begins with the wgrads of warmup, whose output gradients are
-uninitialised memory: anything, up to NaN. Right is what is not fused, or is set to zero after the capture.
-
 `make_graphed_callables` puts FP8 state and random numbers back after warmup, but not what the wgrads were added to.
 Each backward of warmup now leaves the ``main_grad`` of its callable as it was; until then there is a copy of it.
 """
@@ -43,5 +39,5 @@ FIX = Fix(
     group="gradients",
     users="fused wgrads in training loops that zero main_grad before the capture and not after it",
     cost="memory for the main_grad of one callable, while it warms up",
-    examine=SemanticPatch(PATCH + DELAYED, "warmup adds its wgrads to main_grad"),
+    examine=SemanticPatch(PATCH + DELAYED),
 )

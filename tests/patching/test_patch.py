@@ -154,7 +154,7 @@ def test_a_malformed_line_is_named(data: st.DataObject) -> None:
 )
 def test_errors_of_a_patch_name_its_line(patch: str, error: str) -> None:
     with pytest.raises(PatchError, match=error):
-        SemanticPatch(patch, "").check()
+        SemanticPatch(patch).check()
 
 
 @pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
@@ -168,7 +168,7 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
     examples = re.findall(r"^```diff\n(.*?)^```", manual, re.MULTILINE | re.DOTALL)
     assert len(examples) == 2
     for example in [*examples, manual.partition('UPSTREAM = """')[2].partition('"""')[0]]:
-        SemanticPatch(example, "").check()
+        SemanticPatch(example).check()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def verdict(text: str, patch: SemanticPatch) -> Verdict:
 
 def test_a_fix_is_a_patch_or_upstreams() -> None:
     defect, upstream = hunk("-x = a\n+x = b"), hunk(" x = c")
-    patch = SemanticPatch(defect, "a is wrong", corrected=[(upstream, "c is right")])
+    patch = SemanticPatch(defect, corrected=[(upstream, "c is right")])
     assert verdict(function("x = a\n"), patch).verdict == APPLICABLE
     assert verdict(function("x = c\n"), patch).verdict == NOT_NEEDED
     assert verdict(function("x = b\n"), patch).verdict == UNRECOGNIZED
