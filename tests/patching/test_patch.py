@@ -208,6 +208,11 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
             " try:\n     ...\n-except E:\n+except (E, F):\n     ...",
             "try:\n    x = 1\nexcept (E, F):\n    x = 2",
         ),
+        (
+            "if a:\n    x = 1\nelif (b):\n    x = 2  # why\nelse:\n    x = 3",
+            "-if a:\n-    ...\n-elif b:\n+if c:\n     x = 2\n else:\n     ...",
+            "if c:\n    x = 2  # why\nelse:\n    x = 3",
+        ),
         ("# why\nx = a\ny = b", "-x = a\n y = b", "y = b"),
         ("x = a or b", "-x = ANY_X\n+x = -ANY_X", "x = -(a or b)"),
         ("x = a or b", "-x = ANY_X\n+x = ANY_X.c", "x = (a or b).c"),
@@ -253,6 +258,7 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
         (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch, `@@ code.py run`.; or .*line 3 of the patch"),
         (hunk(" x = a") + "@@ code.py other\n x = c", "one definition of other .*line 3 of the patch"),
         (hunk(" x = a").replace("code", "other"), "module .*other .*line 1 of the patch"),
+        (hunk("-x = a\n+x = b") + "@@\n-a\n+c", "the hunks at lines 1 and 4 of the patch edit the same text, at line"),
     ],
 )
 def test_a_patch_that_does_not_fit_says_which_hunk(patch: str, error: str) -> None:
