@@ -2,9 +2,6 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: gradients are garbage after the number of microbatches has grown, after weights or gradient buffers were
-offloaded and came back elsewhere, where a graph is replayed twice before its backward, or around a checkpoint.
-
 All graphs that share a memory pool have a place in the sequence of their captures. Each replay now looks at what its
 capture has fixed (`te_graph_fixes/shipped/replay_contract.py`, shipped beside the patched modules): the graphs that
 were replayed since its input was written, the addresses of parameters and ``main_grad``, which parameters are trained.
@@ -108,8 +105,6 @@ FIX = Fix(
     group="misuse",
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="a look at the addresses of parameters, twice a step",
-    examine=SemanticPatch(
-        PATCH, "a replay computes with whatever is where the capture has found its data", provides=("replay_contract",)
-    ),
+    examine=SemanticPatch(PATCH, provides=("replay_contract",)),
     requires=("leaf-grad-lifetime",),
 )
