@@ -71,7 +71,7 @@ def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
     from te_graph_fixes.verify.driver import modules
     from te_graph_fixes.verify.driver.program import Skipped
 
-    vars(modules).update(MAKERS)
+    modules.MODULES.update(MAKERS)
     plain = {"weights": "plain"} if module.startswith("ops.") else {}  # they quantize their weights in every forward
     program = {"modules": (IN_THE_DRIVER.get(module, module),), "recipe": recipe.removeprefix("fp8-"), **TRAINED}
     try:
