@@ -32,7 +32,7 @@ FIRST = "is_first_microbatch"
 DELAYED_HOOKS = "wgrad_accumulation_and_reduce_hooks"
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
 CLIENTS = ("megatron.core.transformer.cuda_graphs", "megatron.core.extensions.te_cuda_graphs")
-"""The modules of Megatron-Core, an older and a newer one, that say in a `FLAG` whether its layers are being captured."""
+"""Where Megatron-Core says in a `FLAG` whether its layers are being captured: the old module and the new one."""
 FLAG = "_IS_GRAPH_CAPTURING"
 REPLACED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without an order
 Values = dict[str, Any]

@@ -137,7 +137,7 @@ def _changed(*changes: str) -> tuple[str, ...]:
     return "forward", "backward", *changes, "forward", "backward", "update"
 
 
-MISUSES = ("keyword", "shape", "missing", "more", "backward")
+MISUSES = ("misuse_keyword", "misuse_shape", "misuse_missing", "misuse_more", "misuse_backward", "step")
 VIEWS = ("contiguous", "transposed", "chunk", "steps", "expanded", "permuted", "negative")
 DTYPES = (
     *("conjugate", "float64", "float16", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
@@ -246,9 +246,7 @@ _ALL = (
         fused=True,
         delay=True,
     ),
-    _program(
-        "hook-order", (HOOK_ORDER, HOOKS), True, modules=("ListBlock",), fused=True, delay=True, wgrad_hooks=True
-    ),
+    _program("hook-order", (HOOK_ORDER, HOOKS), True, modules=("ListBlock",), fused=True, delay=True, wgrad_hooks=True),
     _program(
         *("plain-data-delayed", (UNREACHED, DELIVERY), True),
         modules=("linear", "layernorm_linear"),
@@ -294,10 +292,16 @@ _ALL = (
     _training(
         "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, weights="plain", reuse=True, tuples=True
     ),
-    _program(
-        *("failed-capture", (SAFETY,), True),
+    _programs(
+        *("failed-capture", (SAFETY,)),
+        {
+            "warmup": {"events": ("failed_capture 0 1", "step")},
+            "capture": {"events": ("failed_capture 2 3", "step", "recapture")},
+            "wgrad": {"events": ("failed_capture 4", "step"), "delay": True},
+            "arguments": {"events": ("failed_capture 7 8", "step")},
+        },
+        quick=True,
         recipe="delayed",
-        events=("failed_warmup", "eager_step", "failed_backward", "eager_step", "failed_capture", "eager_step", "step"),
     ),
     _program(
         *("subclass-after-capture", (SUBCLASS,), True),
@@ -381,7 +385,7 @@ _ALL = (
     _programs(
         *("misused-arguments", (ARGUMENTS,)),
         {
-            "named": {"modules": ("Named",), "events": tuple(f"misuse_{each}" for each in MISUSES) + ("step",)},
+            "named": {"modules": ("Named",), "events": MISUSES},
             "keys": {"modules": ("Structured",), "events": ("misuse_keys", "misuse_key", "step")},
             "gradient": {"input_grads": False, "events": ("misuse_grad", "step")},
         },

@@ -16,10 +16,10 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from . import outputs, replays, sends  # noqa: F401  # modules and events too
-from .graphs import fused
+from .graphs import delayed, fused
 from .modules import MODULES, Block, torch_linear
 from .setting import SIMULATED, TOKENS, autocast, program, random, seed_tracker, tracker
-from .training import EVENTS, Training, event
+from .training import EVENTS, Training, event, fp8_state
 
 step = event(Training.run, "step")
 step_at_rate_0 = event(functools.partial(Training.run, rate=0.0), "step_at_rate_0")
@@ -133,21 +133,32 @@ def raise_in_autocast(t: Training) -> None:
         raise ZeroDivisionError
 
 
-class Failing(Block):
-    """Fails in its ``fails``-th forward, or in the backward of that."""
+FAILURES = (
+    *("warmup forward", "warmup backward", "capture forward", "capture backward", "capture wgrad"),
+    *("spoiled forward", "spoiled backward", "no module", "other arguments"),
+)
+"""Where a capture may fail. A spoiled one has read a value, and its stream can capture no more."""
 
-    forwards, fails, in_backward = 0, 3, False
+
+class Failing(Block):
+    """Fails where it is told to, in a capture with two iterations of warmup."""
+
+    failure, count = "", 0
 
     def forward(self, x: torch.Tensor) -> Any:
-        self.forwards += 1
         out = super().forward(x)
-        if self.forwards == self.fails:
-            fail() if not self.in_backward else out.register_hook(fail)
+        if self.failure:
+            self.act("forward", out)
+            out.register_hook(lambda grad: self.act("backward", grad))
         return out
 
-
-def fail(*_: object) -> None:
-    raise ZeroDivisionError
+    def act(self, part: str, tensor: torch.Tensor) -> None:
+        when, wanted = self.failure.split()
+        self.count += part == wanted
+        if part == wanted and self.count == (1 if when == "warmup" else 3):
+            if when == "spoiled":
+                tensor.sum().item()
+            raise ZeroDivisionError
 
 
 class NotAModule:
@@ -157,51 +168,48 @@ class NotAModule:
         return []
 
 
-def fail_to_capture(t: Training, layer: Failing, *others: Any, **options: Any) -> None:
-    """A capture of another layer fails; see what it leaves behind of that layer."""
-    x = random().requires_grad_()
-    x.grad = torch.ones_like(x)
-    t.prepare(-1, layer)
-    if t.graphed:
-        with contextlib.suppress(ZeroDivisionError, AssertionError, ValueError, TypeError):
-            t.graph((layer, *others), ((x,),) * (1 + len(others)), num_warmup_iters=2, **options)
-    t.see("left behind", x.grad, torch.tensor([len(each._forward_hooks) for each in layer.modules()]))
+def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
+    """Two microbatches of a layer that is none of the program's."""
+    for _ in range(2):
+        x = random().requires_grad_()
+        with autocast(recipe):
+            out = layer(x)
+        out.backward(random())
+        for module in delayed(layer) if program.delay and t.graphed else ():
+            module.backward_dw()
+        t.see("outputs of another", out)
+        t.see("dgrads of another", x.grad)
+        t.see("wgrads of another", *(getattr(each, "main_grad", each.grad) for each in layer.parameters()))
 
 
 @event
-def failed_capture(t: Training) -> None:
-    """In the forward, and because of the arguments."""
-    fail_to_capture(t, Failing())
-    fail_to_capture(t, Failing(), NotAModule())
-    fail_to_capture(t, Failing(), enabled=(True, True))
-
-
-@event
-def failed_warmup(t: Training) -> None:
-    layer = Failing()
-    layer.fails = 2
-    fail_to_capture(t, layer)
-
-
-@event
-def failed_backward(t: Training) -> None:
-    layer = Failing()
-    layer.in_backward = True
-    fail_to_capture(t, layer)
+def failed_capture(t: Training, *numbers: int) -> None:
+    """Captures of another layer, which is trained before and after, fail in some of the `FAILURES`."""
+    for failure in [FAILURES[number] for number in numbers or (2, 8)]:
+        layer, x = Failing(), random().requires_grad_()
+        t.prepare(-1, layer)
+        train_eagerly(t, layer, t.recipe)
+        layer.failure, layer.count = failure, 0
+        if failure == "capture wgrad":
+            layer.second.backward_dw = lambda layer=layer: layer.act("wgrad", layer.second.weight)
+        x.grad = torch.ones_like(x)
+        modules = (layer, NotAModule()) if failure == "no module" else (layer,)
+        options = {"enabled": (True, True)} if failure == "other arguments" else {}
+        expected = ZeroDivisionError, RuntimeError, AssertionError, ValueError, TypeError
+        if t.graphed:
+            with contextlib.suppress(*expected):
+                t.graph(modules, ((x,),) * len(modules), num_warmup_iters=2, **options)
+        layer.failure = ""
+        vars(layer.second).pop("backward_dw", None)
+        t.see("left behind", x.grad, torch.tensor([len(each._forward_hooks) for each in layer.modules()]))
+        t.see("FP8 state of another", *fp8_state(layer))
+        train_eagerly(t, layer, t.recipe)
 
 
 @event
 def train_another(t: Training) -> None:
-    """Eager microbatches, in the other recipe, of a module like the last layer that was not captured."""
-    layer = MODULES[program.modules[-1]]()
-    for _ in range(2):
-        x = random().requires_grad_()
-        with autocast(program.other):
-            out = layer(x)
-        out.backward(random())
-        t.see("outputs", out)
-        t.see("dgrads", x.grad)
-        t.see("wgrads", *(parameter.grad for parameter in layer.parameters()))
+    """In eager training and the other recipe, a module like the last layer that was not captured."""
+    train_eagerly(t, MODULES[program.modules[-1]](), program.other)
 
 
 def warned(t: Training, words: str, x: torch.Tensor) -> None:

@@ -12,7 +12,6 @@ import transformer_engine.pytorch as te
 
 from .setting import OPTIONS, TOKENS, autocast, everybody, hidden, program, the_tracker, tracker
 
-
 MODULES: dict[str, Callable[[], Any]] = {}
 """What makes a module, by its name in programs."""
 Make = TypeVar("Make", bound=Callable[[], Any])

@@ -20,7 +20,6 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from .graphs import Captured, arguments, delayed
 from .setting import RATE, TOKENS, autocast, program, random, the_tracker, tracker
 
-
 EVENTS: dict[str, Callable[..., None]] = {}
 """What may happen in a training, by its name in programs. Numbers after the name are arguments."""
 Event = TypeVar("Event", bound=Callable[..., None])
