@@ -1,6 +1,6 @@
 """``nvfp4-weight-preswizzle``: cached NVFP4 weights get their scales swizzled once more in every graph.
 
-Upstream: none yet, TE 2.18 to main (docs/upstream/nvfp4-weight-preswizzle.md); the rest of
+Upstream: none yet, TE 2.18 to main (docs/maintainers/upstream/nvfp4-weight-preswizzle.md); the rest of
 https://github.com/NVIDIA/TransformerEngine/issues/3220. Known from the sources and a simulator, not from a GPU.
 
 Symptom: NVFP4 with cached weights on GPUs of capability 12.x. With a graph for each microbatch, wrong outputs and

@@ -1,6 +1,6 @@
 """``warmup-main-grads``: warmup adds its wgrads to ``main_grad``, as if they were those of training.
 
-Upstream: none yet, TE 2.10 to main (docs/upstream/warmup-main-grads.md).
+Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads.md).
 
 Symptom: wgrads are fused into ``main_grad``, which is set to zero behind a step, or holds what earlier microbatches
 gave; the capture is in between. The next step begins with the wgrads of warmup, whose output gradients are
