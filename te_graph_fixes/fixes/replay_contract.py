@@ -5,7 +5,7 @@ Upstream: none yet, TE 2.10 to main
 All graphs that share a memory pool have a place in the sequence of their captures. Each replay now looks at what its
 capture has fixed (`te_graph_fixes/shipped/replay_contract.py`, shipped beside the patched modules): the graphs that
 were replayed since its input was written, the addresses of parameters and ``main_grad``, which parameters are trained.
-It raises `RuntimeError` where its result would not be that of eager training (docs/replay-contract.md). A tensor that
+It raises `RuntimeError` where its result would not be that of eager training (docs/maintainers/replay-contract.md). A tensor that
 is the sample of several inputs is copied for each of them; outputs and gradients are copied where a checkpoint may run
 a graph again before they are read (with ``leaf-grad-lifetime``).
 

@@ -1,6 +1,6 @@
 """``warmup-main-grads``: warmup adds its wgrads to ``main_grad``, as if they were those of training.
 
-Upstream: none yet, TE 2.10 to main (docs/upstream/warmup-main-grads.md).
+Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads.md).
 
 `make_graphed_callables` puts FP8 state and random numbers back after warmup, but not what the wgrads were added to.
 In warmup all parameters now share the memory of the largest ``main_grad``, which gets its content back afterwards, also

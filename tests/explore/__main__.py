@@ -1,6 +1,6 @@
 """``python -m tests.explore --seed S --programs N``: draw programs, run them eagerly and through graphs, and compare.
 
-On a machine without a GPU they run on the simulator. See docs/explorer.md.
+On a machine without a GPU they run on the simulator. See docs/maintainers/explorer.md.
 """
 
 from __future__ import annotations
