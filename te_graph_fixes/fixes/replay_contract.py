@@ -27,14 +27,15 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables
  per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
-+from ._te_replay_contract import with_own_inputs
++from ._te_own_copies import with_own_inputs
 +
 +# An order hands buffers on from one callable to another; without one each writes into its own.
 +sample_args, sample_kwargs = with_own_inputs(
 +    sample_args, sample_kwargs, _order is not None, _tree_flatten, _tree_unflatten
 +)
 @@
-+from ._te_replay_contract import WarmupRecord, make_contracts, mark_written, saved_tensors_hooks
++from ._te_module_tensors import WarmupRecord
++from ._te_replay_contract import make_contracts
 +
 +warmup_run = WarmupRecord()
  visited_te_modules = ANY_EMPTY
@@ -70,26 +71,21 @@ PATCH = """
      ...
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
-+is_next = contract.pool.next == contract.quick_forward and torch.is_grad_enabled()
-+if is_next and saved_tensors_hooks(True) is None:
-+    contract.pool.next += 1
-+    mark_written(contract.outputs)
-+else:
-+    contract.look_forward((*flatten_user_args, *flatten_user_kwargs), user_kwargs.get("is_first_microbatch"))
++contract.before_forward((*flatten_user_args, *flatten_user_kwargs))
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
  out = Graphed.apply(...)
 +if contract.pool.keeps_outputs:
 +    out = tuple(None if o is None else o.clone() for o in out)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+ctx.run, ctx.in_checkpoint = contract.pool.run, contract.pool.in_checkpoint
++ctx.time, ctx.in_checkpoint = contract.pool.now, contract.pool.in_checkpoint
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
 +contract.before_backward(ctx)
 
 @@ graph.py _make_graphed_callables
-+from ._te_replay_contract import copy_without_graphs
++from ._te_own_copies import let_copies_be_eager
 +
  func.forward = forward
-+func.__deepcopy__ = lambda memo, func=func: copy_without_graphs(func, memo)
++let_copies_be_eager(func)
 
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
 +contract = contracts[graph_idx]
@@ -109,7 +105,9 @@ FIX = Fix(
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="a look at the addresses of parameters, twice a step",
     examine=SemanticPatch(
-        PATCH, "a replay computes with whatever is where the capture has found its data", provides=("replay_contract",)
+        PATCH,
+        "a replay computes with whatever is where the capture has found its data",
+        provides=("own_copies", "module_tensors", "replay_order", "replay_contract"),
     ),
     requires=("leaf-grad-lifetime",),
 )
