@@ -35,24 +35,28 @@ PATCH = """
 +)
 @@
 +from ._te_module_tensors import WarmupRecord
-+from ._te_replay_contract import make_contracts
++from ._te_replay_contract import Contract
 +
 +warmup_run = WarmupRecord()
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +warmup_run.note(func_idx, module)
 @@ graph.py _make_graphed_callables
-+contracts = make_contracts(
-+    graph_callables,
-+    list(zip(fwd_graphs, bwd_graphs, bwd_dw_graphs)),
-+    per_callable_static_outputs,
-+    per_callable_static_grad_inputs,
-+    per_callable_len_user_args,
-+    per_callable_module_params,
-+    need_bwd_dw_graph,
-+    warmup_run,
-+    retain_graph_in_backward,
-+)
++contracts = []
++for i in range(len(graph_callables)):
++    contract = Contract(
++        i,
++        graph_callables,
++        (fwd_graphs[i], bwd_graphs[i], bwd_dw_graphs[i]),
++        per_callable_static_outputs[i],
++        per_callable_static_grad_inputs[i],
++        per_callable_len_user_args[i],
++        per_callable_module_params[i],
++        need_bwd_dw_graph.get(i, False),
++        retain_graph_in_backward,
++        warmup_run,
++    )
++    contracts.append(contract)
  ret = []
 @@
  make_graphed_autograd_function(
@@ -77,7 +81,7 @@ PATCH = """
 +if contract.pool.keeps_outputs:
 +    out = tuple(None if o is None else o.clone() for o in out)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+ctx.time, ctx.in_checkpoint = contract.pool.now, contract.pool.in_checkpoint
++ctx.time, ctx.in_checkpoint, ctx.scales = contract.pool.now, contract.pool.in_checkpoint, contract.scales()
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
 +contract.before_backward(ctx)
 

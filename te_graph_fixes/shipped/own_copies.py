@@ -45,20 +45,22 @@ def let_copies_be_eager(module: torch.nn.Module) -> None:
     copies in a way of its own goes on to do so.
     """
 
-    def reduce(protocol: Any) -> Any:
-        made = type(module).__reduce_ex__(module, protocol)
+    kind: Any = type(module)
+
+    def reduce(protocol: int) -> Any:
+        made = kind.__reduce_ex__(module, protocol)
         if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
             state = {name: value for name, value in made[2].items() if name not in OF_A_CAPTURE}
             made = (*made[:2], state, *made[3:])
         return made
 
     def deep_copy(memo: dict[int, Any]) -> Any:
-        copied = type(module).__deepcopy__(module, memo)  # type: ignore[attr-defined]
+        copied = kind.__deepcopy__(module, memo)
         if copied is not module:
             for name in OF_A_CAPTURE:
                 vars(copied).pop(name, None)
         return copied
 
     vars(module)["__reduce_ex__"] = reduce
-    if hasattr(type(module), "__deepcopy__"):
+    if hasattr(kind, "__deepcopy__"):
         vars(module)["__deepcopy__"] = deep_copy

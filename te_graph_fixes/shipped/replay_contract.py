@@ -4,6 +4,7 @@ ORDER. What one graph has left for another may not have been overwritten since (
 
 ADDRESSES. A graph reads and writes where its module's tensors were. So each forward looks whether its module has the
 same modules and parameters, and each replay whether what it reads or adds to is where it was (`_te_module_tensors`).
+What was replaced raises at the first replay that would use the old memory.
 
 RECOMPUTATION. A checkpoint runs a forward again, in a backward. Then
 
@@ -15,23 +16,22 @@ RECOMPUTATION. A checkpoint runs a forward again, in a backward. Then
 
 Eager operations hold outputs and gradients, and cannot be asked what they read. So once a checkpoint is around, what
 graphs give out is copied, and only what was given out before is in the way.
-
-Nothing is forbidden in advance: who leaves a backward out, evaluates, or runs fewer microbatches loses nothing.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from operator import gt
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from ._te_module_tensors import CallableTensors, WarmupRecord, is_tensor, modules_of
+from ._te_module_tensors import CallableTensors, WarmupRecord, modules_of
 from ._te_replay_order import ReplayOrder
 
 # A torch older than 2.8 does not say whether a checkpoint is around: there is one, then.
@@ -61,76 +61,56 @@ _warned: set[str] = globals().get("_warned", set())
 def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
     """Give a graph that is about to be captured the next place in its memory pool; ``_`` are `torch.cuda.graph`'s."""
     if cuda_graph is not None:
-        state = _pools.get(pool)
-        if state is None:
-            state = _pools[pool] = _Pool()
+        state = _pools.setdefault(pool, _Pool())
         cuda_graph.place = (state, state.new_place())
 
 
-class Capture(NamedTuple):
-    """A capture of ``functions``: its callables, each once for each microbatch. All else is by the same numbers."""
-
-    functions: Sequence[Any]
-    graphs: Sequence[tuple[Any, Any, Any]]
-    """For each its forward, its dgrad and its wgrad."""
-    outputs: Sequence[Sequence[Any]]
-    grad_inputs: Sequence[Sequence[Any] | None]
-    inputs: Sequence[int]
-    """How many each has, without parameters."""
-    parameters: Sequence[Sequence[torch.Tensor]]
-    delays_wgrad: Mapping[int, bool]
-    warmup: WarmupRecord
-    retains_graph: bool
-
-
-def make_contracts(*of_capture: Any) -> list[Contract]:
-    """What each graph of a `Capture` asks for."""
-    capture = Capture(*of_capture)
-    tensors: dict[int, CallableTensors] = {}  # microbatches of a callable have them in common
-    for number, function in enumerate(capture.functions):
-        if id(function) not in tensors:
-            ran = capture.warmup.modules.get(number, set())
-            tensors[id(function)] = CallableTensors(function, capture.parameters[number], ran)
-    return [Contract(capture, number, tensors[id(each)]) for number, each in enumerate(capture.functions)]
-
-
 class Contract:
-    """What the graphs of one callable and microbatch, number ``number`` of a capture, ask for at their replays."""
+    """What the graphs of one callable and microbatch ask for at their replays.
 
-    def __init__(self, capture: Capture, number: int, tensors: CallableTensors) -> None:
-        function = capture.functions[number]
-        (self.pool, self.forward), (_, self.backward), (wgrad_pool, wgrad) = map(_place, capture.graphs[number])
+    ``functions`` are the callables of a capture, each once for each microbatch; this is number ``number``. Its
+    ``graphs`` are a forward, a dgrad and a wgrad. It has so many ``inputs``, after which come its ``parameters``.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        functions: Sequence[Any],
+        graphs: Sequence[Any],
+        outputs: Iterable[Any],
+        grad_inputs: Sequence[Any] | None,
+        inputs: int,
+        parameters: Sequence[torch.Tensor],
+        delays_wgrad: bool,
+        retains_graph: bool,
+        warmup: WarmupRecord,
+    ) -> None:
+        # The memory pool of each graph, and its place there; 0 if it was not captured.
+        places: Iterable[tuple[Any, int]] = (getattr(graph, "place", (None, 0)) for graph in graphs)
+        (self.pool, self.forward), (_, self.backward), (wgrad_pool, wgrad) = places
         # Without an order wgrads are captured after all else, in a pool of their own.
         self._wgrad = wgrad if wgrad_pool is self.pool else 0
         self._end = self._wgrad or self.pool.places + 1
-        self._microbatch = sum(other is function for other in capture.functions[:number])
-        self.pool.captures += not number
-        self.name = _name(capture.functions, number, self._microbatch)
-        if self.pool.captures > 1:
-            self.name += f" of capture {self.pool.captures} in its memory pool"
-        kinds = {self.forward: "forward", self.backward: "backward", self._wgrad: "backward_dw"}
-        places = {place: f"the {kind} of {self.name}" for place, kind in kinds.items() if place}
-        self.pool.names.update(places)
-        self.pool.contracts[self.forward] = self
-        self._release_places = weakref.finalize(self, self.pool.release, [*places])
-
-        self._tensors = tensors
-        self._frozen = tensors.frozen if self.backward else []
-        self._is_fused = [parameter in tensors.fused for parameter in capture.parameters[number]]
-        self._delays_wgrad = capture.delays_wgrad.get(number, False)
+        self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph
         self._dgrad_time = 0  # of one whose wgrad is to come
-        self._retains_graph = capture.retains_graph
-        self._recipe = capture.warmup.recipes.get(number)
-        self._other_scales_since = 0
-        for state in _recipe_states(function):
-            vars(state).setdefault("contracts", _OfState()).add(self)
+        self._microbatch = sum(other is functions[number] for other in functions[:number])
+        self.pool.captures += number == 0
+        self.name = _name(functions, number, self._microbatch, self.pool.captures)
+        kinds = {self.forward: "forward", self.backward: "backward", self._wgrad: "backward_dw"}
+        names = {place: f"the {kind} of {self.name}" for place, kind in kinds.items() if place}
+        self.pool.names.update(names)
+        self.pool.contracts[self.forward] = self
+        self._release_places = weakref.finalize(self, self.pool.release, [*names])
 
-        self._inputs = range(capture.inputs[number])
-        self._outputs = [*filter(is_tensor, capture.outputs[number])]
-        self._given_outputs = _GivenOut(self._outputs)
-        self._given_grads = _GivenOut((capture.grad_inputs[number] or ())[: capture.inputs[number]])
-        self._recomputed: list[int] = []
-        """When checkpoints have run the forward again since the last backward."""
+        self._tensors = CallableTensors(functions[number], parameters, warmup.modules.get(number, ()))
+        self._frozen = self._tensors.frozen if self.backward else []
+        self._is_fused = [parameter in self._tensors.fused for parameter in parameters]
+        self._recipe = warmup.recipes.get(number)
+        self._recipe_states = [*_recipe_states(functions[number])]
+        self._inputs = range(inputs)
+        self._outputs = _tensors(outputs)
+        self._given_outputs, self._given_grads = _GivenOut(self._outputs), _GivenOut((grad_inputs or ())[:inputs])
+        self._recomputed: list[int] = []  # when checkpoints have run the forward again since the last backward
 
     def release(self) -> None:
         """Let go of what the graphs use, which were reset, and of their places."""
@@ -139,15 +119,15 @@ class Contract:
         self.pool.contracts.pop(self.forward, None)
         self._release_places()
 
-    def note_other_scales(self) -> None:
-        """Note that the scales of the graphs have other values now: an evaluation in another recipe took the old."""
-        self._other_scales_since = self.pool.now
+    def scales(self) -> int:
+        """How often the scales that the dgrad reads were given other values, as by an evaluation in another recipe."""
+        return sum(getattr(state, "times_taken_over", 0) for state in self._recipe_states)
 
     def before_forward(self, inputs: Iterable[Any]) -> None:
         """Note the replay of the forward; RuntimeError where the module would compute another result."""
         pool, takes_grads = self.pool, torch.is_grad_enabled()
-        self._tensors.require_members(self.name)
-        self._tensors.require_read(self.name)
+        self._tensors.members.require_same(self.name)
+        self._tensors.read.require_same(self.name)
         for parameter in self._frozen:
             if takes_grads and parameter.requires_grad:
                 raise RuntimeError(
@@ -157,7 +137,7 @@ class Contract:
         in_backward = torch._C._current_graph_task_id() != -1
         saves_by_hooks = _saved_tensors_hooks(True) is not None
         if in_backward:
-            self._require_recomputable({each.untyped_storage()._cdata for each in inputs if is_tensor(each)})
+            self._require_recomputable({each.untyped_storage()._cdata for each in _tensors(inputs)})
         elif self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             _warn_once(
                 f"{self.name}: this graph was captured in FP8 and is replayed outside of an autocast: it computes in "
@@ -178,10 +158,7 @@ class Contract:
             self._recomputed.append(pool.now)
 
     def _require_recomputable(self, inputs: set[int]) -> None:
-        """RuntimeError where the forward, run in a backward, computes or overwrites what it must not.
-
-        ``inputs`` are the storages of its inputs.
-        """
+        """RuntimeError where the forward may not be run in a backward; ``inputs`` are the storages of its inputs."""
         if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             raise RuntimeError(
                 f"{self.name}: a checkpoint runs this graph again outside of the autocast of its capture: the graph "
@@ -204,9 +181,8 @@ class Contract:
         ran = pool.time(other.forward)
         backward_is_to_come = other.backward and pool.time(other.backward) < ran
         if outputs.is_among(inputs) or (backward_is_to_come and outputs.are_held()):
-            end = other.backward or pool.places + 1
-            what, before = f"forward of {self.name}", f"the forward of {other.name}"
-            pool.require_untouched(what, other.forward, ran, end, before)
+            what, end = f"forward of {self.name}", other.backward or pool.places + 1
+            pool.require_untouched(what, other.forward, ran, end, f"the forward of {other.name}")
 
     def _require_harmless(self, other: Contract) -> None:
         """Rule 2 of recomputation, for what another contract has given out last: gradients, or outputs."""
@@ -227,7 +203,7 @@ class Contract:
 
     def before_backward(self, ctx: Any) -> None:
         """Note the replay of the dgrad; RuntimeError where what its forward, at ``ctx.time``, has left is gone."""
-        pool, since = self.pool, ctx.time
+        pool, since, scales = self.pool, ctx.time, ctx.scales
         trained = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(self._is_fused) :]
         if not all(compress(trained, self._is_fused)):
             raise RuntimeError(
@@ -235,18 +211,20 @@ class Contract:
                 "main_grad. Capture again"
             )
         if ctx.in_checkpoint and self._recomputed == [pool.time(self.forward)]:
-            since = pool.time(self.forward)  # a checkpoint that is not reentrant has run it again
+            # A checkpoint that is not reentrant has run it again.
+            since, scales = pool.time(self.forward), self.scales()
+        # If a backward retains what its forward has left, it may be replayed again.
         end = self.backward + self._retains_graph
         pool.require_untouched(f"backward of {self.name}", self.forward, since, end, "its forward")
-        if since <= self._other_scales_since:
+        if scales != self.scales():
             raise RuntimeError(
                 f"the backward of {self.name} cannot be replayed: since its forward its modules have run in another "
                 "recipe, which drops the scales and cached weights that it reads. Evaluate in the recipe of the "
                 "capture, or between two steps"
             )
-        self._tensors.require_read(self.name)
+        self._tensors.read.require_same(self.name)
         if not self._delays_wgrad:
-            self._tensors.require_written(self.name)
+            self._tensors.written.require_same(self.name)
         elif self._dgrad_time:
             _warn_once(
                 f"{self.name}: the last backward has had no backward_dw(), and its wgrad is lost: call it after each",
@@ -267,7 +245,7 @@ class Contract:
                 "backward"
             )
         pool.require_untouched(f"backward_dw of {self.name}", self.backward, since, self._end, "its backward")
-        self._tensors.require_written(self.name)
+        self._tensors.written.require_same(self.name)
         if self._wgrad:
             pool.note_replay(self._wgrad)
         self._dgrad_time = 0
@@ -277,43 +255,32 @@ class _GivenOut:
     """The memory that a graph gives out, by references that do not own it, so that ``reset()`` frees it."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        tensors = [each for each in tensors if is_tensor(each) and each.numel()]
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self._uses = [*map(_uses, self._storages)]
+        self._storages = [StorageWeakRef(each.untyped_storage()) for each in _tensors(tensors) if each.numel()]
+        self._uses_then = self._uses()
+
+    def _uses(self) -> list[int]:
+        return [0 if each.expired() else torch._C._storage_Use_Count(each.cdata) for each in self._storages]
 
     def are_held(self) -> bool:
-        """Whether something is used by more than at the capture."""
-        return any(_uses(each) > before for each, before in zip(self._storages, self._uses, strict=True))
+        """Whether more use something than at the capture."""
+        return any(map(gt, self._uses(), self._uses_then))
 
     def is_among(self, storages: set[int]) -> bool:
         return any(each.cdata in storages for each in self._storages)
 
 
-def _uses(storage: Any) -> int:
-    return 0 if storage.expired() else torch._C._storage_Use_Count(storage.cdata)
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _place(graph: Any) -> tuple[Any, int]:
-    """The memory pool of a graph and its place there; 0 if it was not captured."""
-    place: tuple[Any, int] = getattr(graph, "place", (None, 0))
-    return place
-
-
-def _name(functions: Sequence[Any], number: int, microbatch: int) -> str:
+def _name(functions: Sequence[Any], number: int, microbatch: int, capture: int) -> str:
     function = functions[number]
     callables = [*dict.fromkeys(map(id, functions))]
-    layer = getattr(function, "layer_number", None)
-    kind = type(function).__name__ + (f", layer {layer}" if layer is not None else "")
-    name = f"callable {callables.index(id(function))} ({kind})"
-    is_captured_again = sum(other is function for other in functions) > 1
-    return f"{name} of microbatch {microbatch}" if is_captured_again else name
-
-
-class _OfState(weakref.WeakSet[Any]):
-    """The contracts that a recipe state belongs to; a copy of the state, by `copy.deepcopy` or pickle, has none."""
-
-    def __reduce__(self) -> Any:
-        return weakref.WeakSet, ()
+    layer = f", layer {function.layer_number}" if hasattr(function, "layer_number") else ""
+    name = f"callable {callables.index(id(function))} ({type(function).__name__}{layer})"
+    if sum(other is function for other in functions) > 1:
+        name += f" of microbatch {microbatch}"
+    return name if capture == 1 else f"{name} of capture {capture} in its memory pool"
 
 
 def _recipe_states(function: Any) -> Iterator[Any]:
@@ -326,7 +293,6 @@ def _recipe_states(function: Any) -> Iterator[Any]:
 
 
 def _warn_once(text: str, about: str) -> None:
-    """Warn, once a process for each of what the warnings are ``about``."""
     if about not in _warned:
         _warned.add(about)
         warnings.warn(text, stacklevel=2)

@@ -21,27 +21,24 @@ class ReplayOrder:
     """
 
     def __init__(self) -> None:
-        self.now = self.run_began = 0
-        self.place = self.places = 0
+        self.now = self.run_began = self.place = self.places = 0
         self.times: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self._released: list[int] = []
 
     def new_place(self) -> int:
-        """A place for a graph that is about to be captured, which may get the memory of those that were released.
-
-        From now on these count as one graph that was captured before all others.
-        """
+        """A place for a graph that is about to be captured. What was released counts as one graph from now on."""
         while self._released:
             place = self._released.pop()
-            self.names.pop(place, None)
             self.times[RELEASED] = max(self.time(RELEASED), self.times.pop(place, 0))
         self.places += 1
         return self.places
 
     def release(self, places: Iterable[int]) -> None:
-        """Forget the graphs at ``places`` at the next capture. Until then nothing else can have got their memory."""
-        self._released.extend(places)
+        """Forget the graphs at ``places`` at the next capture, which is the first that may get their memory."""
+        for place in places:
+            self.names.pop(place, None)
+            self._released.append(place)
 
     def time(self, place: int) -> int:
         """When the graph at ``place`` was last replayed; 0 if never."""
@@ -56,10 +53,9 @@ class ReplayOrder:
         self.times[place] = self.now
 
     def require_untouched(self, what: str, first: int, since: int, end: int, before: str) -> None:
-        """RuntimeError unless all that was replayed after ``since`` has a place between ``first`` and ``end``.
+        """RuntimeError unless all that was replayed ``since`` the graph at ``first`` was captured before ``end``.
 
-        ``since`` is when the graph at ``first`` left what is to be read. The error says that ``what`` is to be
-        replayed, and what came ``before``.
+        It says ``what`` was to be replayed, and what came ``before``.
         """
         if since >= self.run_began and self.place < end:
             return  # Places have only gone up since then, and not as far as the end.
