@@ -62,15 +62,10 @@ def nvtx_ranges(module: ModuleSource) -> Insertions:
     """A range of a profiler around everything that is captured, and each replay."""
     for body in bodies(module):
         for node in body:
-            if isinstance(node, (ast.With, ast.Expr)) and re.search(
-                r"_graph_context_wrapper\(|replay\(\)$", head(node)
-            ):
+            if isinstance(node, (ast.With, ast.Expr)) and re.search(r"_graph_context_wrapper\(|replay\(\)$", head(node)):
                 indent = " " * node.col_offset
                 yield module.starts[node.lineno], f"{indent}torch.cuda.nvtx.range_push('harmless line')\n"
-                yield (
-                    module.starts[(node.end_lineno or 0) + 1],
-                    f"{indent}torch.cuda.nvtx.range_pop()  # harmless line\n",
-                )
+                yield module.starts[(node.end_lineno or 0) + 1], f"{indent}torch.cuda.nvtx.range_pop()  # harmless line\n"
 
 
 def head(node: ast.With | ast.Expr) -> str:
