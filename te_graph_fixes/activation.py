@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from .finder import PACKAGE, Finder, loaded
 from .messages import announce, problem_summary, warn
+from .report import FixNotAppliedError, FixStatus, Report, copies_of_graphs
 from .settings import EXPECT, Settings
-from .status import FixNotAppliedError, FixStatus, Report, copies_of_graphs
 
 if TYPE_CHECKING:
-    from .verdicts import Decision
+    from .decision import Decision
 
 if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only with TE: it is slow to import
     raise ImportError("te_graph_fixes needs wrapt, which is not installed: pip install 'wrapt>=1.16,<3'", name="wrapt")
@@ -63,7 +63,7 @@ class _Activation:
         """
         settings, early = Settings.read(only, disable, strict), None
         if settings.only:
-            from .verdicts import Decision
+            from .decision import Decision
 
             early = Decision.installed(settings)  # that a fix is named without one that it requires shows at once
         with self._lock:
@@ -92,10 +92,10 @@ class _Activation:
         settings = self._settings
         if settings is None or name != PACKAGE:
             return
-        from .source import without_collections
+        from .patching.source import without_collections
 
         with without_collections():
-            from .verdicts import Decision, mismatch
+            from .decision import Decision, mismatch
 
             decision = Decision.installed(settings, self._early)
         with self._lock:
@@ -162,7 +162,7 @@ class _Activation:
     def report(self) -> Report:
         """The status of every fix, read from the live objects."""
         from .fixes import CATALOGUE
-        from .source import Source, TENotFoundError
+        from .patching.source import Source, TENotFoundError
 
         with self._lock:
             try:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .source import Edit, Source, UnrecognizedError
+from .patching.source import Edit, Source, UnrecognizedError
 
 APPLICABLE = "applicable"
 NOT_NEEDED = "not-needed"

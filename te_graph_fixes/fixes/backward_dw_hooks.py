@@ -10,7 +10,7 @@ callable only replays. It now runs the hooks of its modules after the replay, in
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables.backward_dw

@@ -15,8 +15,8 @@ The slot differs by version (16, 18 or 19), so it is found by its name.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..source import Source
+from ..patching.patch import SemanticPatch
+from ..patching.source import Source
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.forward

@@ -10,7 +10,7 @@ and put back into what a replay returns.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

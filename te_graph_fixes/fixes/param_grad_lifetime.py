@@ -13,8 +13,8 @@ patched module).
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import SHARE_DUMMIES
+from ..patching.patch import SemanticPatch
+from .shapes import SHARE_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables (0 times)

@@ -9,7 +9,7 @@ Tuples are now made into lists.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

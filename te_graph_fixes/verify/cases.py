@@ -92,6 +92,13 @@ def _programs(
     return Case(name, tuple(fixes), "programs:compare_each", options, quick)
 
 
+def _memory(
+    name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
+) -> Case:
+    """Several, whose captures need the same memory."""
+    return Case(name, tuple(fixes), "memory:compare", {"programs": programs, **shared}, quick)
+
+
 def _training(
     name: str, fixes: Iterable[str], module: str = "linear", recipe: str = "bf16", quick: bool = False, **options: Any
 ) -> Case:
@@ -248,6 +255,18 @@ _ALL = (
     ),
     Case("output-strides", (WEAK,), "callables:output_strides", quick=True),
     Case("output-dtypes", (WEAK,), "callables:output_dtypes", quick=True),
+    _memory(
+        *(
+            "memory-of-microbatches",
+            ("warmup-outputs",),
+            {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
+        ),
+        quick=True,
+        modules=("layernorm_mlp",),
+        hidden=256,
+        fused=True,
+        reuse=True,
+    ),
     _programs(
         *("none-output", ("none-outputs",), {"without an order": {}, "in order": {"order": (1, -1)}}),
         quick=True,
