@@ -2,18 +2,16 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: gradients are garbage after the number of microbatches has grown, after weights or gradient buffers were
-offloaded and came back elsewhere, where a graph is replayed twice before its backward, or around a checkpoint.
-
 All graphs that share a memory pool have a place in the sequence of their captures. Each replay now looks at what its
-capture has fixed (`te_graph_fixes/shipped/replay_contract.py`, shipped beside the patched modules): the graphs that
-were replayed since its input was written, the addresses of parameters and ``main_grad``, which parameters are trained.
-It raises `RuntimeError` where its result would not be that of eager training (docs/replay-contract.md). A tensor that
-is the sample of several inputs is copied for each of them; outputs and gradients are copied where a checkpoint may run
-a graph again before they are read (with ``leaf-grad-lifetime``).
+capture has fixed: what was replayed since its input was written, where modules, parameters and ``main_grad`` are, and
+which parameters are trained. It raises `RuntimeError` where its result would not be that of eager training
+(docs/replay-contract.md). That depends on the program alone.
 
-Without it such programs stay wrong with all other fixes too; by how much depends on what the memory that they read
-holds.
+Two things are made right instead: a tensor that is the sample of several inputs is copied for each of them, and copies
+of a module have no graph, which reads the original's parameters. Outputs and gradients are copied where a checkpoint may
+run a graph again before they are read (with ``leaf-grad-lifetime``).
+
+The shipped modules are `replay_contract`, which uses `replay_order` and `module_tensors`, and `own_copies`.
 """
 
 from ..fix import Fix
@@ -107,11 +105,7 @@ FIX = Fix(
     symptom="garbage after the number of microbatches has grown, or after weights were offloaded and came back",
     group="misuse",
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
-    cost="a look at the addresses of parameters, twice a step",
-    examine=SemanticPatch(
-        PATCH,
-        "a replay computes with whatever is where the capture has found its data",
-        provides=("own_copies", "module_tensors", "replay_order", "replay_contract"),
-    ),
+    cost="a look at the modules, parameters and addresses of a callable at each replay",
+    examine=SemanticPatch(PATCH, provides=("own_copies", "module_tensors", "replay_order", "replay_contract")),
     requires=("leaf-grad-lifetime",),
 )

@@ -216,7 +216,7 @@ class Server:
 def activate(switch: str, disable: str, breakage: tuple[str, str, int] | None) -> None:
     """Apply the fixes in this process, and import TE."""
     import te_graph_fixes
-    from tests.support.left_out import leave_out, turn_round
+    from tests.support.single_edits import leave_out, turn_round
 
     if switch != "off":
         if breakage:
@@ -344,7 +344,7 @@ def search(options: argparse.Namespace) -> int:
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.patching.source import Source
-    from tests.support.left_out import conditions, is_done_before
+    from tests.support.single_edits import conditions, is_done_before
 
     source = Source.installed()
     needed = {

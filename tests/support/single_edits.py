@@ -1,7 +1,7 @@
 """The cases of `verify` that are about a fix, with one edit of it left out, until one gives something else.
 
 What shows in none of them, because nothing that is computed depends on it, is in `OTHERS`.
-python -m tests.simulator tests/support/left_out.py FIX NUMBER prints a line of JSON a case; -1 leaves nothing out.
+python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a line of JSON a case; -1 leaves nothing out.
 """
 
 from __future__ import annotations
