@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     print(
         f"Two MoE layers in FP8, {options.steps} steps of 3 microbatches, trained three times by the code of "
         f"TransformerEngine {Source.at(folder).version} on a CPU.\n"
-        "It takes a minute on two cores that have nothing else to do. torch and TransformerEngine's sources take 2 GB, in .tox.\n"
+        "It takes a minute on two idle cores. torch and TransformerEngine's sources take 2 GB, in .tox.\n"
     )
     off, graphs, fixed = ways = [_train(name, *way, folder, options.steps) for name, way in WAYS.items()]
     named = dict(zip(WAYS, ways, strict=True))
