@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeAlias
 
 from .patching.patch import edits, functions, read
@@ -80,15 +80,16 @@ Absent: TypeAlias = "tuple[Callable[[Source], bool], str]"
 
 @dataclass(frozen=True)
 class SemanticPatch:
-    """The ``examine`` of a `Fix` that is a ``patch`` (`te_graph_fixes.patching.patch`); ``defect`` is the reason.
+    """The ``examine`` of a `Fix` that is a ``patch`` (`te_graph_fixes.patching.patch`).
 
     ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
     that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
-    stand for text which depends on the source; ``provides`` modules of `te_graph_fixes.shipped`.
+    stand for text which depends on the source, here and in ``corrected``; ``provides`` modules of
+    `te_graph_fixes.shipped`.
     """
 
     patch: str
-    defect: str
+    _: KW_ONLY
     absent: Sequence[Absent] = ()
     corrected: Sequence[tuple[str, str]] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
@@ -108,13 +109,12 @@ class SemanticPatch:
         misfits, corrections = [], []
         for text, reason in self.corrected:
             try:
-                edits(source, text)
+                self._edits(source, text)
                 corrections.append(replace(not_needed(reason), rests_on=functions(source, text)))
             except UnrecognizedError as error:
-                misfits.append(f"for {reason!r}: {error.details}")
+                misfits.append(f"for {reason!r}: {error}")
         try:
-            names = {name: text_for(source) for name, text_for in self.names.items()}
-            changes = edits(source, self.patch, names)
+            changes = self._edits(source, self.patch)
         except UnrecognizedError as error:
             if len(corrections) == 1:
                 return corrections[0]
@@ -124,7 +124,10 @@ class SemanticPatch:
         if corrections:
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
         modules = {name: text for module in self.provides for name, text in new_module(module).items()}
-        return applicable(self.defect, changes, modules)
+        return applicable("", changes, modules)
+
+    def _edits(self, source: Source, text: str) -> list[Edit]:
+        return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Fix:
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
     ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager finds where the defect is.
     ``group`` is one of `GROUPS`. ``users`` are those who have the defect, with the option that leads there.
-    ``cost`` is said where it is known of the fix alone (docs/results/benchmark.md, grad-input-lifetime.md).
+    ``cost`` is that of the fix alone, if it has any (docs/results/benchmark.md, grad-input-lifetime.md).
     """
 
     symptom: str
@@ -148,7 +151,7 @@ class Fix:
     check_hints: tuple[str, ...] = ()
     group: str = ""
     users: str = ""
-    cost: str = "none that was measured: with all fixes a replay takes 0.81 to 1.01 of TE's time"
+    cost: str = ""
     id: str = ""
     summary: str = ""
     upstream: tuple[str, ...] = ()
@@ -186,9 +189,13 @@ class Fix:
         return self.affected.partition("<")[2] or None
 
     def verdict_on(self, source: Source) -> Verdict:
-        """What `examine` returns; an unknown shape is ``unrecognized``, an error of ours ``failed``."""
+        """What `examine` returns; an unknown shape is ``unrecognized``, an error of ours ``failed``.
+
+        The reason why a fix is applicable is its summary, unless `examine` has a better one.
+        """
         try:
-            return self.examine(source)
+            verdict = self.examine(source)
+            return replace(verdict, reason=verdict.reason or self.summary)
         except UnrecognizedError as error:
             return Verdict(State.UNRECOGNIZED, str(error), details=error.details)
         except Exception as error:

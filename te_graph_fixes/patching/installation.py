@@ -247,6 +247,13 @@ def _inner_codes(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
+_provided: dict[str, tuple[ModuleType, ModuleType, str]] = {}
+"""What was put beside TE's modules in this process, by name: the package, the module, and the text that it has run.
+
+A module is used again, as it holds what belongs to captures: their graphs outlive an activation.
+"""
+
+
 class Installation:
     """The means to put ``changes`` in place, and to take them back; raises `InstallationError` if they do not fit."""
 
@@ -286,13 +293,17 @@ class Installation:
         self.is_in_place = True
 
     def _provide(self, name: str, text: str) -> None:
-        """Add a module."""
-        path = _PATH.format(name)
-        module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, None, origin=path))
-        package, _, child = name.rpartition(".")
-        self._put(sys.modules[package], child, module)
+        """Add a module: the one that was there before, with its state, if its package is still the same."""
+        parent, _, child = name.rpartition(".")
+        package, module, executed = _provided.get(name, (None, None, ""))
+        if module is None or package is not sys.modules[parent]:
+            spec = importlib.machinery.ModuleSpec(name, None, origin=_PATH.format(name))
+            package, module, executed = sys.modules[parent], importlib.util.module_from_spec(spec), ""
+        self._put(package, child, module)
         sys.modules[name] = module
-        exec(_compiled(name, text), vars(module))
+        if text != executed:
+            exec(_compiled(name, text), vars(module))
+            _provided[name] = package, module, text
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
         self._set.append((owner, name, _attribute(owner, name), value))

@@ -13,7 +13,7 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
 ``function.Class.method``; without a place it is the module, without file and place that of the hunk before. Notes are
 
 - ``N times``, ``at least once``: how often the pattern matches; a pattern that must not match stands ``0 times``;
-- ``if there``: the place, or what it is in, may be missing;
+- ``if there``: the place, or what it is in, up to the file, may be missing;
 - ``at its start``: for ``+`` lines alone, which go below the docstring;
 - ``or``: of this hunk and the one before, exactly one matches.
 
@@ -33,6 +33,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any, cast
 
 from .matching import Match, Pattern, StatementRun
@@ -45,10 +46,18 @@ _NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
-    """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
+    """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit, or two edit the same text."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
-    return [edit for ways in read(text) for edit in _fit(source, ways)]
+    pairs = [(edit, ways[0].number) for ways in read(text) for edit in _fit(source, ways)]
+    for (edit, line), (following, other) in pairwise(sorted(pairs)):
+        if edit.module == following.module and edit.end > following.start:
+            module = source.module(edit.module)
+            where = f"{module.path}:{module.line_number(following.start)}"
+            raise UnrecognizedError(
+                f"the hunks at lines {line} and {other} of the patch edit the same text, at {where}"
+            )
+    return [edit for edit, _ in pairs]
 
 
 def functions(source: Source, text: str) -> tuple[tuple[str, str], ...]:
@@ -198,7 +207,10 @@ class Hunk:
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
-        module = source.module(f"{PYTORCH}.{self.file.replace('/', '.')}")
+        name = f"{PYTORCH}.{self.file.replace('/', '.')}"
+        if "if there" in self.notes and source.find(name) is None:
+            return None
+        module = source.module(name)
         if not self.place:
             return Definition(module, "the module", cast(Any, StatementRun(module.tree.body)))
         outer, *inner = self.place.split(".")
