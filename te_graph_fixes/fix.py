@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeAlias
 
+from .patching.definition import UnrecognizedError
 from .patching.patch import edits, functions, read
-from .patching.source import Edit, Source, UnrecognizedError
+from .patching.source import Edit, Source
 from .shipped import new_module
 from .state import State
 
@@ -99,8 +100,7 @@ class SemanticPatch:
     def check(self) -> None:
         """Compile all its patches; raises `PatchError`."""
         for text in (self.patch, *(text for text, _ in self.corrected)):
-            for hunk in (hunk for ways in read(text) for hunk in ways):
-                hunk.check()
+            read(text)
 
     def __call__(self, source: Source) -> Verdict:
         for is_absent, reason in self.absent:

@@ -13,7 +13,8 @@ swizzles a copy of them.
 import re
 
 from ..fix import Fix, SemanticPatch
-from ..patching.source import Source, unrecognized
+from ..patching.definition import unrecognized
+from ..patching.source import Source
 from .shapes import MODULES
 
 PATCH = """

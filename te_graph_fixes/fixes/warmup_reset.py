@@ -13,7 +13,8 @@ follows from them no better.
 import re
 
 from ..fix import Fix, SemanticPatch
-from ..patching.source import Source, unrecognized
+from ..patching.definition import unrecognized
+from ..patching.source import Source
 from .shapes import graph_capture
 
 PATCH = """

@@ -27,8 +27,7 @@ from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
-from .source import Edit, ModuleSource, Source
-from .tree import first_line
+from .source import Edit, ModuleSource, Source, first_line
 
 _PATH = "<te_graph_fixes: {}>"
 """The name under which tracebacks and `inspect` show the corrected text of a module."""

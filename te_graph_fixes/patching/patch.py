@@ -32,13 +32,14 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 
+from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Match, Pattern, StatementRun
-from .rewriting import Change, Insertion, Line, PatchError, Side, compare
-from .source import Definition, Edit, Source, UnrecognizedError, unrecognized
+from .rewriting import Change, Insertion, Line, PatchError, Side, compare, insert_before, spots
+from .source import Edit, Source
 
 PYTORCH = "transformer_engine.pytorch"
 _HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py(?: (?P<place>[\w.]+))?)?(?: +\((?P<notes>[^()]*)\))?")
@@ -90,23 +91,21 @@ def _fit(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
 
 @cache
 def read(text: str) -> list[list[Hunk]]:
-    """The hunks of a patch, each with its alternatives; raises `PatchError` for a header or line that is none."""
+    """The hunks of a patch, each with its alternatives; raises `PatchError` for a line that is not understood."""
     hunks: list[list[Hunk]] = []
     file = place = ""
     for header, lines in _sections(text):
-        found = _HEADER.fullmatch(header.text)
-        if not found or not (found["file"] or hunks):
+        parts = _HEADER.fullmatch(header.text)
+        if not parts or not (parts["file"] or hunks):
             raise PatchError(f"line {header.number}: expected `@@ FILE.py PLACE (NOTES)`, found {header.text!r}")
-        if found["file"]:
-            file, place = found["file"], found["place"] or ""
-        notes = [note.strip() for note in (found["notes"] or "").split(",") if note]
+        if parts["file"]:
+            file, place = parts["file"], parts["place"] or ""
+        notes = [note.strip() for note in (parts["notes"] or "").split(",") if note]
         if wrong := [note for note in notes if not _NOTE.fullmatch(note)]:
             raise PatchError(f"line {header.number}: {wrong[0]!r} is no note of a hunk")
         if not lines:
             raise PatchError(f"line {header.number}: a hunk without lines")
-        if ("at its start" in notes) != all(line.mark == "+" for line in lines):
-            raise PatchError(f"line {header.number}: `+` lines alone stand `at its start`, and nothing else does")
-        hunk = Hunk(header.number, file, place, notes, lines)
+        hunk = _hunk(header.number, file, place, notes, lines)
         if "or" not in notes:
             hunks.append([hunk])
         elif hunks:
@@ -130,80 +129,56 @@ def _sections(text: str) -> list[tuple[Line, list[Line]]]:
     return sections
 
 
+def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> Hunk:
+    """Compile a hunk; raises `PatchError`."""
+    is_start = "at its start" in notes
+    if is_start != all(line.mark == "+" for line in lines):
+        raise PatchError(f"line {number}: `+` lines alone stand `at its start`, and nothing else does")
+    new = Side(lines, " +", "what the hunk makes")
+    whole = Pattern(new.text, new.body)
+    if is_start:
+        text = textwrap.dedent("\n".join(line.text for line in lines))
+        return Hunk(number, file, place, notes, None, (), (whole,), f"\n{text}\n")
+    old = Side(lines, " -", "what the hunk looks for")
+    if not old.body:
+        raise PatchError(f"line {number}: a hunk that looks for nothing")
+    changes = compare(old, new, lines) if any(line.mark != " " for line in lines) else []
+    insertions = [change for change in changes if isinstance(change, Insertion)]
+    signs = [Pattern.of(insertion.text) for insertion in insertions]
+    if len(insertions) < len(changes):
+        signs = [whole] if any(line.mark == "+" for line in lines) else []
+    return Hunk(number, file, place, notes, Pattern(old.text, old.body, spots(changes)), tuple(changes), tuple(signs))
+
+
 @dataclass(frozen=True)
 class Hunk:
-    """One hunk, compiled when it is first used; its attributes raise `PatchError`."""
+    """One hunk: the ``pattern`` that it looks for (None: at the start of a function), and the ``changes`` of a match.
+
+    ``signs`` show that it was applied already: its whole new side where it replaces text, each insertion alone where it
+    only inserts, nothing where it only deletes. ``start_text`` are the lines that go to a function's start.
+    """
 
     number: int
     file: str
     place: str
     notes: list[str]
-    lines: list[Line]
-
-    def check(self) -> None:
-        """Compile it."""
-        if not self.start_text:
-            self.pattern.nodes  # noqa: B018
-
-    @cached_property
-    def old(self) -> Side:
-        """What the hunk looks for."""
-        side = Side(self.lines, " -", "what the hunk looks for")
-        if not side.body:
-            raise PatchError(f"line {self.number}: a hunk that looks for nothing")
-        return side
-
-    @cached_property
-    def new(self) -> Side:
-        return Side(self.lines, " +", "what the hunk makes")
-
-    @cached_property
-    def pattern(self) -> Pattern:
-        text = "\n".join(line.text for line in self.lines if line.mark in " -")
-        return Pattern(text, self._parse)
-
-    def _parse(self) -> Sequence[ast.stmt]:
-        """What the pattern looks for, in which the changes have marked what they need to know the place of."""
-        self.changes  # noqa: B018
-        return self.old.body
-
-    @cached_property
-    def changes(self) -> Sequence[Change]:
-        return compare(self.old, self.new) if any(line.mark != " " for line in self.lines) else []
-
-    @property
-    def start_text(self) -> str:
-        """The ``+`` lines of a hunk ``(at its start)``; empty for any other."""
-        return self.new.added(self.new.body) if "at its start" in self.notes else ""
-
-    @cached_property
-    def signs_of_the_result(self) -> list[Pattern]:
-        """What shows that the hunk was applied already.
-
-        That is its whole new side where it replaces text, each insertion alone where it only inserts, and nothing where
-        it only deletes.
-        """
-        whole = Pattern("\n".join(line.text for line in self.lines if line.mark in " +"), lambda: self.new.body)
-        if "at its start" in self.notes:
-            return [whole]
-        insertions = [change for change in self.changes if isinstance(change, Insertion)]
-        if len(insertions) < len(self.changes) and any(line.mark == "+" for line in self.lines):
-            return [whole]
-        return [Pattern.of(insertion.text) for insertion in insertions]
+    pattern: Pattern | None
+    changes: tuple[Change, ...]
+    signs: tuple[Pattern, ...]
+    start_text: str = ""
 
     def fit(self, source: Source) -> list[Edit]:
         """The edits where it fits, none if its place is missing and may be; else raises `UnrecognizedError`."""
-        place = self.find(source)
-        if place is None:
+        definition = self.find(source)
+        if definition is None:
             return []
-        is_start = "at its start" in self.notes
-        matches = [] if is_start else self._matches(place)
-        for pattern in self.signs_of_the_result:
-            if place.has(pattern):
-                raise unrecognized(f"no `{str(pattern)[:80]}`", place, "it already")
-        if is_start:
-            return [place.insert_before(_first_statement(place), self.start_text)]
-        return [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
+        matches = self._matches(definition, self.pattern) if self.pattern else []
+        for sign in self.signs:
+            if definition.has(sign):
+                raise unrecognized(f"no `{str(sign)[:80]}`", definition, "it already")
+        if not self.pattern:
+            return [insert_before(definition, _first_statement(definition), self.start_text)]
+        return [edit for match in matches for change in self.changes for edit in change.edits(definition, match)]
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
@@ -226,14 +201,14 @@ class Hunk:
             raise
         return found
 
-    def _matches(self, place: Definition) -> list[Match]:
+    def _matches(self, definition: Definition, pattern: Pattern) -> list[Match]:
         """As many matches as the notes say: at least one, or an exact number."""
-        found = place.matches(self.pattern) if "at least once" in self.notes else []
+        matches = definition.matches(pattern) if "at least once" in self.notes else []
         counts = [int(note.split()[0]) for note in self.notes if note.endswith("times")]
-        return found or place.exactly(counts[0] if counts else 1, self.pattern)
+        return matches or definition.exactly(counts[0] if counts else 1, pattern)
 
 
 def _first_statement(place: Definition) -> ast.stmt:
-    """What a function begins with behind its docstring."""
+    """What a function begins with after its docstring."""
     body = place.node.body
     return body[1] if len(body) > 1 and ast.get_docstring(place.node) is not None else body[0]
