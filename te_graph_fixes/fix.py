@@ -112,7 +112,7 @@ class SemanticPatch:
                 self._edits(source, text)
                 corrections.append(replace(not_needed(reason), rests_on=functions(source, text)))
             except UnrecognizedError as error:
-                misfits.append(f"for {reason!r}: {error}")
+                misfits.append((f"for the correction {reason!r}", error))
         try:
             changes = self._edits(source, self.patch)
         except UnrecognizedError as error:
@@ -120,7 +120,8 @@ class SemanticPatch:
                 return corrections[0]
             if self.settled and not corrections:
                 return replace(not_needed(self.settled(source)), rests_on=functions(source, self.patch))
-            raise UnrecognizedError(str(error), "\n".join([f"for the defect: {error.details}", *misfits])) from error
+            lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the defect", error), *misfits)]
+            raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
         if corrections:
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
         modules = {name: text for module in self.provides for name, text in new_module(module).items()}
@@ -197,6 +198,6 @@ class Fix:
             verdict = self.examine(source)
             return replace(verdict, reason=verdict.reason or self.summary)
         except UnrecognizedError as error:
-            return Verdict(State.UNRECOGNIZED, str(error), details=error.details)
+            return Verdict(State.UNRECOGNIZED, error.closest().text, details=error.details)
         except Exception as error:
             return Verdict(State.FAILED, f"reading the source failed: {type(error).__name__}: {error}")

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import ast
+import difflib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .matching import Match, Node, Pattern, Slot, extent, first_name, slots_in
+from .matching import Match, Node, Pattern, Slot, extent, first_name, heads_of, in_short, slots_in
 
 if TYPE_CHECKING:
     from .source import ModuleSource
 
+_LONGEST = 70
+"""How many characters of a statement are shown."""
+
+
+class Miss(NamedTuple):
+    """The closest miss of a pattern: how many of its statements match, and where and how the next one differs."""
+
+    matched: int
+    text: str
+
 
 class UnrecognizedError(Exception):
-    """A fix did not find the shape that it looks for, so it must not touch this source; ``details`` say more."""
+    """A fix did not find the shape that it looks for, so it must not touch this source.
 
-    def __init__(self, text: str, details: str = "") -> None:
+    ``closest`` finds the closest miss, which takes a while; ``details`` say more than the text.
+    """
+
+    def __init__(self, text: str, closest: Callable[[], Miss] | None = None, details: str = "") -> None:
         super().__init__(text)
+        self.closest = closest or (lambda: Miss(-1, text))
         self.details = details or text
 
 
-def unrecognized(wanted: str, where: object, found: str = "none") -> UnrecognizedError:
+def unrecognized(
+    wanted: str, where: object, found: str = "none", closest: Callable[[], Miss] | None = None
+) -> UnrecognizedError:
     """The error to raise where ``wanted`` is not in ``where``: a `Definition`, or a path."""
-    return UnrecognizedError(f"looked for {wanted} in {where}, found {found}")
+    return UnrecognizedError(f"looked for {wanted} in {where}, found {found}", closest)
 
 
 @dataclass(frozen=True)
@@ -76,10 +93,31 @@ class Definition:
         if len(found) != count:
             times = "once" if count == 1 else f"{count} times"
             lines = f" (lines {', '.join(str(match.node.lineno) for match in found)})" if found else ""
-            raise unrecognized(
-                f"`{' '.join(str(pattern).split())}` exactly {times}", self, f"it {len(found)} times{lines}"
-            )
+            pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
+            closest = None if found else lambda: self.closest(pattern)
+            raise unrecognized(f"`{pattern}` exactly {times}", self, f"it {len(found)} times{lines}", closest)
         return found
+
+    def closest(self, pattern: Pattern) -> Miss:
+        """Where the longest beginning of a pattern matches, and what differs after it."""
+        heads = [*heads_of(self.node.body)]
+        ways = [pattern.beginning(heads[start:]) for start in range(len(heads))]
+        matched, wanted, found = max(ways, key=lambda way: way[0], default=(0, None, None))
+        looked = f"looked for `{_cut(in_short(wanted or pattern.nodes[0]))}`"
+        if not matched:
+            by_text = {in_short(head): head for head in reversed(heads)}
+            similar = difflib.get_close_matches(in_short(pattern.nodes[0]), by_text, 1)
+            if not similar:
+                return Miss(0, f"{self._line(self.node)}: {looked}, found none in {self.qualname}")
+            found = by_text[similar[0]]
+        elif wanted is None:
+            looked = "looked for the end of a block"
+        ending = f"`{_cut(in_short(found))}`" if found else "the end"
+        return Miss(matched, f"{self._line(found or self.node)}: {looked}, found {ending}")
+
+    def _line(self, node: Any) -> str:
+        file = self.module.name.removeprefix("transformer_engine.pytorch.").replace(".", "/")
+        return f"{file}.py:{getattr(node, 'lineno', 1)}"
 
     @property
     def parameters(self) -> set[str]:
@@ -100,3 +138,7 @@ class Definition:
     def text(self, node: Node) -> str:
         """The source text of ``node``."""
         return self.module.text[slice(*self.module.span(node))]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -15,6 +15,7 @@ that fits in two ways is found twice.
 from __future__ import annotations
 
 import ast
+import copy
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
 BLOCKS = {"body", "orelse", "finalbody"}
+_ALL_BLOCKS = ("body", "handlers", "orelse", "finalbody")
 
 START, END = 0, 1
 NO_SYNTAX = {"ctx", "kind", "type_comment"}
@@ -79,6 +81,22 @@ class Pattern:
 
     def __str__(self) -> str:
         return self._text
+
+    def beginning(self, heads: Sequence[Any]) -> tuple[int, Any, Any]:
+        """How much of the pattern's beginning these heads of statements match: how many, and the two that differ."""
+        matched = reached = 0
+        is_adjacent = True
+        wanted = [*heads_of(self.nodes)]
+        for head in wanted:
+            if is_gap(head) or is_named_gap(head):
+                is_adjacent = False
+                continue
+            candidates = range(reached, len(heads))[: 1 if is_adjacent else None]
+            following = next((i for i in candidates if self._match(_bare(head), _bare(heads[i]), {})), None)
+            if following is None:
+                return matched, head, heads[reached] if reached < len(heads) else None
+            matched, reached, is_adjacent = matched + 1, following + 1, True
+        return matched, None, heads[reached] if reached < len(heads) else None
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
         """Each way in which the pattern fits where a node stands."""
@@ -176,10 +194,32 @@ class Pattern:
         return {**bindings, **starts, **ends}
 
     def _bind_end(self, gap: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
-        """What is bound where a list ends in a located gap: what is added behind ``...`` comes behind all these nodes."""
+        """What is bound where a list ends in a located gap: what is added after ``...`` comes after all."""
         if not (nodes and is_gap(gap) and gap in self._located):
             return bindings
         return {**bindings, (gap, END): max(nodes, key=extent)}
+
+
+def heads_of(body: Sequence[Any]) -> Iterator[Any]:
+    """Statements and those in their blocks, in order."""
+    for node in body:
+        yield node
+        for block in _ALL_BLOCKS:
+            yield from heads_of(getattr(node, block, None) or ())
+
+
+def _bare(statement: Any) -> Any:
+    """A statement without its blocks."""
+    bare = copy.copy(statement)
+    for block in _ALL_BLOCKS:
+        if hasattr(bare, block):
+            setattr(bare, block, [])
+    return bare
+
+
+def in_short(head: Any) -> str:
+    """The first line of a statement, or an expression."""
+    return ast.unparse(_bare(head)).partition("\n")[0]
 
 
 def as_python(text: str) -> str:

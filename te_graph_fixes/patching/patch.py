@@ -81,11 +81,12 @@ def _fit(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
         try:
             fits.append(hunk.fit(source))
         except UnrecognizedError as error:
-            errors.append(f"{error} (line {hunk.number} of the patch, `@@ {hunk.file}.py {hunk.place}`)")
+            errors.append((error, f"{error} (line {hunk.number} of the patch, `@@ {hunk.file}.py {hunk.place}`)"))
     if len(fits) > 1:
         raise UnrecognizedError(f"looked for one of {len(ways)} shapes in {ways[0].place}, found {len(fits)}")
     if not fits:
-        raise UnrecognizedError("; or ".join(errors))
+        text = "; or ".join(text for _, text in errors)
+        raise UnrecognizedError(text, lambda: max(error.closest() for error, _ in errors))
     return fits[0]
 
 
@@ -134,12 +135,12 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
     is_start = "at its start" in notes
     if is_start != all(line.mark == "+" for line in lines):
         raise PatchError(f"line {number}: `+` lines alone stand `at its start`, and nothing else does")
+    old = Side(lines, " -", "what the hunk looks for")
     new = Side(lines, " +", "what the hunk makes")
     whole = Pattern(new.text, new.body)
     if is_start:
         text = textwrap.dedent("\n".join(line.text for line in lines))
         return Hunk(number, file, place, notes, None, (), (whole,), f"\n{text}\n")
-    old = Side(lines, " -", "what the hunk looks for")
     if not old.body:
         raise PatchError(f"line {number}: a hunk that looks for nothing")
     changes = compare(old, new, lines) if any(line.mark != " " for line in lines) else []

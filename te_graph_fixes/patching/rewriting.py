@@ -25,7 +25,37 @@ from .source import Edit, ModuleSource, first_line
 _NEAR = 200
 """How many characters are looked through for a parenthesis."""
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
-_OPERATORS = set("+ - * / // % @ ** < > <= >= == != | & ^ << >> . [ ( and or not in is".split())
+_OPERATORS = set(
+    [
+        "+",
+        "-",
+        "*",
+        "/",
+        "//",
+        "%",
+        "@",
+        "**",
+        "<",
+        ">",
+        "<=",
+        ">=",
+        "==",
+        "!=",
+        "|",
+        "&",
+        "^",
+        "<<",
+        ">>",
+        ".",
+        "[",
+        "(",
+        "and",
+        "or",
+        "not",
+        "in",
+        "is",
+    ]
+)
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
 
 Spot: TypeAlias = "tuple[Any, int]"
@@ -87,7 +117,7 @@ class Side:
         first = {token.start: number for number, token in enumerate(self.tokens)}
         last = {token.end: number + 1 for number, token in enumerate(self.tokens)}
         nodes: dict[tuple[int, int], Any] = {}
-        gaps = [statement.value for statement in self.statements if is_gap(statement)]
+        gaps = [cast(ast.Expr, statement).value for statement in self.statements if is_gap(statement)]
         for node in (node for root in self.body for node in ast.walk(root)):
             if isinstance(node, (ast.expr, ast.keyword, ast.arg)) and node not in gaps:
                 start, end = with_parentheses(self.text, *self.module.span(node))
@@ -104,6 +134,14 @@ class Side:
                 outermost.append(node)
         covered = {number for node in outermost for number in range(first_line(node), node.end_lineno + 1)}
         return outermost if covered.issuperset(token.line for token in self.tokens if token.line in lines) else None
+
+    def end_of_whole_statements(self, lines: range) -> int:
+        """Where the statements end that these lines begin with, before a head whose blocks go on below the lines."""
+        heads = [
+            first_line(node) for node in self.statements if first_line(node) in lines and node.end_lineno not in lines
+        ]
+        stop = min(heads, default=lines.start)
+        return lines.start if self.whole_statements(range(lines.start, stop)) is None else stop
 
     def heads(self, lines: range) -> list[tuple[type[ast.stmt], int]]:
         """The types of the statements that begin in these lines, with their first tokens."""
@@ -248,7 +286,15 @@ def _changes(old: Side, new: Side, gone: range, made: range) -> Iterator[Change]
     """The changes by which some lines become others."""
     olds, news = old.whole_statements(gone), new.whole_statements(made)
     if olds is None or news is None:
-        yield from _splices(old, new, gone, made)
+        stop, new_stop = old.end_of_whole_statements(gone), new.end_of_whole_statements(made)
+        if stop > gone.start or new_stop > made.start:
+            yield from _changes(old, new, range(gone.start, stop), range(made.start, new_stop))
+        yield from _splices(old, new, range(stop, gone.stop), range(new_stop, made.stop))
+        return
+    columns = sorted({node.col_offset for node in [*olds, *news]}, reverse=True)
+    if len(columns) > 1:  # the end of a block, and what follows it
+        for part, new_part in zip(_parts(olds, gone, columns), _parts(news, made, columns), strict=True):
+            yield from _changes(old, new, part, new_part)
         return
     nodes = [_matched(old, node) for node in olds]
     text = "\n" + textwrap.dedent("\n".join(new.text.split("\n")[made.start - 1 : made.stop - 1])) + "\n"
@@ -261,6 +307,16 @@ def _changes(old: Side, new: Side, gone: range, made: range) -> Iterator[Change]
         yield from _splices(old, new, gone, made)
     else:
         yield Replacement(nodes, text)
+
+
+def _parts(statements: Sequence[ast.stmt], lines: range, columns: Sequence[int]) -> Iterator[range]:
+    """The lines by the blocks that their statements are in."""
+    start = lines.start
+    for column in columns:
+        ends = [cast(int, node.end_lineno) + 1 for node in statements if node.col_offset == column]
+        stop = lines.stop if column == columns[-1] else max(ends, default=start)
+        yield range(start, stop)
+        start = stop
 
 
 def _matched(old: Side, node: ast.stmt) -> Any:

@@ -70,13 +70,13 @@ TE = {
 FIX = """
     '''``{module}``: summary.\n\nUpstream: https://link'''
     from ..fix import Fix, applicable, not_needed
-    from ..patching.source import UnrecognizedError
+    from ..patching.rewriting import replace
 
     def examine(source):
         found = source.module("transformer_engine.pytorch.{module}").definition("{function}")
         if found.has('{name} = "right"'):
             return not_needed("right already")
-        return applicable("it is wrong", [found.replace(found.one('{name} = "wrong"'), '{name} = "right"')])
+        return applicable("it is wrong", [replace(found, found.one('{name} = "wrong"'), '{name} = "right"')])
 
     FIX = Fix("symptom", examine, requires={requires})
 """
@@ -508,10 +508,11 @@ assert statuses() == {{"graph": "failed", "linear": "failed", "third": "applied"
 
 ADDS_A_MODULE = """
     from ..fix import Fix, applicable
+    from ..patching.rewriting import insert_before
 
     def examine(source):
         found = source.module("transformer_engine.pytorch.graph").definition("capture")
-        edit = found.insert_before(found.node.body[0], "from transformer_engine.pytorch._third import x as _")
+        edit = insert_before(found, found.node.body[0], "from transformer_engine.pytorch._third import x as _")
         return applicable("a module is missing", [edit], {"transformer_engine.pytorch._third": "x = 1\\n"})
 
     FIX = Fix("symptom", examine)

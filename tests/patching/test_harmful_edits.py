@@ -20,10 +20,11 @@ import pytest
 
 from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, SemanticPatch, Verdict
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.definition import UnrecognizedError
 from te_graph_fixes.patching.installation import patched
+from te_graph_fixes.patching.matching import extent
 from te_graph_fixes.patching.patch import edits, read
-from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError
-from te_graph_fixes.patching.tree import extent, first_line
+from te_graph_fixes.patching.source import Edit, ModuleSource, Source, first_line
 from tests.support.published import examined, needed, unset_names
 
 VERSIONS = [

@@ -21,6 +21,7 @@ import pytest
 import wrapt
 
 from te_graph_fixes.fix import Verdict, applicable
+from te_graph_fixes.patching import rewriting
 from te_graph_fixes.patching.installation import (
     Installation,
     InstallationError,
@@ -43,12 +44,12 @@ class StandIn:
     def edit(self, qualname: str, pattern: str, text: str, how: str = "replace") -> Verdict:
         """A verdict that edits the one match of ``pattern``."""
         found = self.source.module(CODE).definition(qualname)
-        return applicable("a test", [getattr(found, how)(found.one(pattern), text)])
+        return applicable("a test", [getattr(rewriting, how)(found, found.one(pattern), text)])
 
     def add(self, after: str, text: str) -> Verdict:
         """A verdict that adds a definition after the definition ``after``."""
         found = self.source.module(CODE).definition(after)
-        return applicable("a test", [found.insert_after(found.node, "\n" + text)])
+        return applicable("a test", [rewriting.insert_after(found, found.node, "\n" + text)])
 
     def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
         fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
@@ -393,7 +394,7 @@ def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> N
     package = standin("class A:\n    def run(self):\n        return 1\n")
     run = package.source.module(CODE).definition("A.run")
     with pytest.raises(InstallationError, match="does more than add methods to a class"):
-        compile_patches(package.source, {"fix": applicable("a test", [run.insert_after(run.node, text)])})
+        compile_patches(package.source, {"fix": applicable("a test", [rewriting.insert_after(run, run.node, text)])})
 
 
 def test_no_function_is_added_to_a_module(standin: Callable[..., StandIn]) -> None:
@@ -401,14 +402,14 @@ def test_no_function_is_added_to_a_module(standin: Callable[..., StandIn]) -> No
     run = package.source.module(CODE).definition("run")
     with pytest.raises(InstallationError, match="does more than add methods to a class"):
         compile_patches(
-            package.source, {"fix": applicable("a test", [run.insert_after(run.node, "def added(): pass")])}
+            package.source, {"fix": applicable("a test", [rewriting.insert_after(run, run.node, "def added(): pass")])}
         )
 
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    x.append(1)\n    x.append(2)\n")
     run = package.source.module(CODE).definition("run")
-    package.install(applicable("a test", [run.delete(run.one("x.append(2)"))]))
+    package.install(applicable("a test", [rewriting.delete(run, run.one("x.append(2)"))]))
     package.module.run(found := [])
     assert found == [1]
 
