@@ -256,11 +256,9 @@ _ALL = (
     Case("output-strides", (WEAK,), "callables:output_strides", quick=True),
     Case("output-dtypes", (WEAK,), "callables:output_dtypes", quick=True),
     _memory(
-        *(
-            "memory-of-microbatches",
-            ("warmup-outputs",),
-            {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
-        ),
+        "memory-of-microbatches",
+        ("warmup-outputs",),
+        {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
         quick=True,
         modules=("layernorm_mlp",),
         hidden=256,
