@@ -34,7 +34,7 @@ PATCH = """
 -        module.backward_dw()
 +        take_grads(module)
 @@ (2 times)
- with _graph_context_wrapper(bwd_dw_graph, ...):
+ with ..., _graph_context_wrapper(bwd_dw_graph, ...):
      for module in visited_te_modules[ANY_INDEX]:
          if hasattr(module, "need_backward_dw") and module.need_backward_dw():
 -            module.backward_dw()

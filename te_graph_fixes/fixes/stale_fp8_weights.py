@@ -37,8 +37,8 @@ GRAPH = """
 +
  visited_te_modules = ANY_EMPTY
 @@
--with torch.cuda.stream(torch.cuda.Stream()):
-+with own_skip_flag(Marks()), torch.cuda.stream(torch.cuda.Stream()):
+-with ..., torch.cuda.stream(ANY):
++with own_skip_flag(Marks()), ..., torch.cuda.stream(ANY):
      ...
 @@ (2 times)
 +fwd_graph.marks = Marks(func)

@@ -19,13 +19,15 @@ PATCH = """
          ...
 -        if need_bwd_dw_graph[bwd_idx]:
 +        def capture_wgrad(bwd_dw_graph=bwd_dw_graph, bwd_idx=bwd_idx, mempool=wgrad_pool):
-             with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
-                 ...
+             ...
 +        if need_bwd_dw_graph[bwd_idx]: wgrad_captures.append(capture_wgrad)
      ...
 +# Autograd replays the dgrads of all callables before a wgrad: none may write what a wgrad reads.
 +for capture_wgrad in wgrad_captures:
 +    capture_wgrad()
+@@ (2 times)
+ with ..., _graph_context_wrapper(bwd_dw_graph, ..., pool=mempool):
+     ...
 """
 
 FIX = Fix(

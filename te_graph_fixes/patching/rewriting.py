@@ -263,7 +263,8 @@ class _Comparison:
         if changes is not None:
             return changes
         is_plain = not any(getattr(old, block, None) for block in ("orelse", "finalbody", "handlers"))
-        if not (is_plain and getattr(old, "body", None) and getattr(new, "body", None)) or is_gap(old.body[0]):
+        bodies = [getattr(side, "body", None) for side in (old, new)]
+        if not (is_plain and all(bodies)) or is_gap(old.body[0]) != is_gap(new.body[0]):
             raise PatchError(f"line {self.new.number(new)}: neither whole statements nor an expression that changes")
         head = self.new.piece(self.new.span(new)[START], self.new.span(new.body[0])[START])
         return [
