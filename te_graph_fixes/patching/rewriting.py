@@ -256,9 +256,9 @@ class _Comparison:
         """The changes of a statement that keeps a line."""
         branch = self.kept_branch(old, new)
         if branch is not old:
-            test = self.new.piece(*self.new.span(new.test))
-            head = Splice((located(old.test), START), (located(branch.test), END), test)
-            return [head, *self.blocks(branch.body, new.body), *self.blocks(branch.orelse, new.orelse)]
+            piece = self.new.piece(*self.new.span(new.test))
+            test = Splice((located(old.test), START), (located(branch.test), END), piece)
+            return [test, *self.blocks(branch.body, new.body), *self.blocks(branch.orelse, new.orelse)]
         changes = self.parts(old, new)
         if changes is not None:
             return changes
