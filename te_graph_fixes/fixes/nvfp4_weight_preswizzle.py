@@ -1,6 +1,6 @@
 """``nvfp4-weight-preswizzle``: cached NVFP4 weights get their scales swizzled once more in every graph.
 
-Upstream: none yet, TE 2.18 to main (docs/upstream/nvfp4-weight-preswizzle.md); the rest of
+Upstream: none yet, TE 2.18 to main (docs/maintainers/upstream/nvfp4-weight-preswizzle.md); the rest of
 https://github.com/NVIDIA/TransformerEngine/issues/3220. Known from the sources and a simulator, not from a GPU.
 
 `_enable_weight_preswizzle` asks for scales in the order of a GEMM from capability 10.0 on. TE's kernels write them so

@@ -164,7 +164,7 @@ def test_every_patch_of_the_catalogue_can_be_read(fix: Fix) -> None:
 
 
 def test_the_examples_of_the_manual_can_be_read() -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "patches.md").read_text()
+    manual = (Path(__file__).parents[2] / "docs" / "maintainers" / "patches.md").read_text()
     examples = re.findall(r"^```diff\n(.*?)^```", manual, re.MULTILINE | re.DOTALL)
     assert len(examples) == 2
     for example in [*examples, manual.partition('UPSTREAM = """')[2].partition('"""')[0]]:
