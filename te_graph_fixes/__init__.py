@@ -20,7 +20,7 @@ import sys
 from .activation import activate, deactivate, report
 from .checking import check, check_as_asked
 from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
-from .version import __version__  # first: others read it
+from .version import __version__
 
 __all__ = [
     "FixNotAppliedError",
