@@ -1,4 +1,4 @@
-"""``backward-dw-hooks``: after the replay of a delayed wgrad nobody is told that the gradient is ready.
+"""``backward-dw-hooks``: after the replay of a delayed wgrad no hook says that the gradient is ready.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2614 (TE 2.13), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/2999

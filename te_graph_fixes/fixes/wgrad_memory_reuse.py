@@ -3,7 +3,7 @@
 Upstream: none yet, TE 2.10 to main
 
 The wgrad of each callable is captured right after its dgrad, and what it reads goes back to the pool, where the dgrad
-of the callable before it takes it. Autograd replays all dgrads before anybody can call ``backward_dw``. Wgrads are
+of the callable before it takes it. Autograd replays all dgrads before ``backward_dw`` can be called. Wgrads are
 captured after all dgrads now, in a pool of their own, so that they may be replayed in any order too.
 """
 

@@ -126,9 +126,9 @@ class Plan:
                 assigned[slot] = unflatten(leaves, spec)
             samples[index] = assigned[slot]
         args, kwargs = [args for args, _ in samples], [kwargs for _, kwargs in samples]
-        for given, found in ((sample_args, args), (sample_kwargs, kwargs)):
+        for given, assigned_now in ((sample_args, args), (sample_kwargs, kwargs)):
             if reuse and isinstance(given, list):
-                given[:] = found
+                given[:] = assigned_now
         return args, kwargs
 
 
@@ -276,7 +276,7 @@ def _dgrads(order: Sequence[float], layers_per_chunk: Sequence[int], model_chunk
 
 
 def _steps(dgrads: Iterable[_Dgrad], model_chunks: Sequence[int]) -> list[list[_Dgrad]]:
-    """The dgrads of each model chunk and microbatch, which run one behind the other."""
+    """The dgrads of each model chunk and microbatch, which run one after the other."""
     steps: list[list[_Dgrad]] = []
     for dgrad in dgrads:
         if steps and _are_neighbours(dgrad.chunk, steps[-1][-1].chunk, model_chunks):
