@@ -1,4 +1,4 @@
-"""What more than one fix looks for in the graph code of TransformerEngine (TE)."""
+"""Patterns that more than one fix looks for in the graph code of TransformerEngine (TE)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def global_state(source: Source, field: str, earlier: str) -> str:
 
 
 def skip_flag_state(source: Source) -> str:
-    """What holds the skip flag while the program runs."""
+    """The object that holds the skip flag while the program runs."""
     flag = "skip_fp8_weight_update_tensor"
     return global_state(source, flag, flag).removesuffix(f".{flag}")
 
