@@ -38,13 +38,14 @@ GRAPH = """
 +        state.skip_fp8_weight_update_tensor = skip_flag
 +        Marks.of_capture = None
 +
++flags = iter(torch.zeros(len(flatten_sample_args) + 1, device="cuda").split(1))
  visited_te_modules = ANY_EMPTY
 @@
 -with torch.cuda.stream(torch.cuda.Stream()):
-+with own_skip_flag(Marks()), torch.cuda.stream(torch.cuda.Stream()):
++with own_skip_flag(Marks(next(flags))), torch.cuda.stream(torch.cuda.Stream()):
      ...
 @@ (2 times)
-+fwd_graph.marks = Marks(func)
++fwd_graph.marks = Marks(next(flags), func)
 -with ..., _graph_context_wrapper(fwd_graph, ...):
 +with own_skip_flag(fwd_graph.marks), ..., _graph_context_wrapper(fwd_graph, ...):
      ...

@@ -95,6 +95,13 @@ def _programs(
     return Case(name, tuple(fixes), "programs:compare_each", options, quick)
 
 
+def _memory(
+    name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
+) -> Case:
+    """Several, whose captures need the same memory."""
+    return Case(name, tuple(fixes), "memory:compare", {"programs": programs, **shared}, quick)
+
+
 def _training(
     name: str, fixes: Iterable[str], module: str = "linear", recipe: str = "bf16", quick: bool = False, **options: Any
 ) -> Case:
@@ -282,6 +289,18 @@ _ALL = (
             events=("step",),
         )
         for name, outputs in (("output-strides", VIEWS), ("output-dtypes", DTYPES))
+    ),
+    _memory(
+        *(
+            "memory-of-microbatches",
+            ("warmup-outputs",),
+            {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
+        ),
+        quick=True,
+        modules=("layernorm_mlp",),
+        hidden=256,
+        fused=True,
+        reuse=True,
     ),
     _programs(
         *("none-output", ("none-outputs",), {"without an order": {}, "in order": {"order": (1, -1)}}),
