@@ -291,11 +291,9 @@ _ALL = (
         for name, outputs in (("output-strides", VIEWS), ("output-dtypes", DTYPES))
     ),
     _memory(
-        *(
-            "memory-of-microbatches",
-            ("warmup-outputs",),
-            {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
-        ),
+        "memory-of-microbatches",
+        ("warmup-outputs",),
+        {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
         quick=True,
         modules=("layernorm_mlp",),
         hidden=256,
