@@ -220,7 +220,9 @@ def activate(switch: str, disable: str, breakage: tuple[str, str, int] | None) -
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
         te_graph_fixes.activate()
-    from te_graph_fixes.verify.driver import comparison, events  # noqa: F401
+    from te_graph_fixes.verify.driver import comparison  # noqa: F401
+
+    from . import kinds  # noqa: F401
 
     for fix_id, fix in te_graph_fixes.report().fixes.items():
         if fix.status in ("failed", "unrecognized"):
