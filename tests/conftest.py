@@ -33,6 +33,7 @@ TEXT = {
     "test_harmful_edits.py",
     "test_harmless_edits.py",
     "test_messages.py",
+    "test_other_patchers.py",
     "test_patch.py",
     "test_readme.py",
     "test_release.py",
