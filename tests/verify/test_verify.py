@@ -31,13 +31,16 @@ BESIDE = (
     *("delayed-mlp-bias", "delayed-experts-bias", "other-module-first", "recomputed-weights", "experts-not-cached"),
 )
 """Cases that are not quick, and about what those that are leave out."""
+
+
+def marks(case: Case, gpu: str) -> tuple[pytest.MarkDecorator, ...]:
+    if gpu == "hopper" and case.quick:
+        return ()
+    return (pytest.mark.full,) if gpu == "hopper" and case.name in BESIDE else (pytest.mark.slow,)
+
+
 SIMULATED = [
-    pytest.param(
-        case,
-        gpu,
-        marks=() if (case.quick or case.name in BESIDE) and gpu == "hopper" else pytest.mark.slow,
-        id=f"{case.name}-{gpu}",
-    )
+    pytest.param(case, gpu, marks=marks(case, gpu), id=f"{case.name}-{gpu}")
     for case in CASES.values()
     for gpu in [
         "blackwell-rtx"
