@@ -50,7 +50,9 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
     setting.use(program)
     if not program.ranks:
         return judge_rank(program, wanted)
-    setting.connect()
+    from .kinds import connect
+
+    connect()
     signal.alarm(Server.limit)  # which a fork does not have of itself
     rank, found = setting.dist.get_rank(), [{}, {}]
     setting.dist.all_gather_object(found, judge_rank(program, wanted and wanted.split()[rank]))

@@ -1,12 +1,16 @@
-"""Modules and events of the explorer's programs, beside those that `verify` has."""
+"""Modules, events and ranks of the explorer's programs, beside what `verify` has."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
+import os
+import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformer_engine.pytorch as te
 
 from te_graph_fixes.verify.driver.events import recapture
@@ -14,6 +18,17 @@ from te_graph_fixes.verify.driver.graphs import fused
 from te_graph_fixes.verify.driver.modules import Block, linear, module, operation, torch_linear
 from te_graph_fixes.verify.driver.setting import OPTIONS, autocast, everybody, hidden, program, random, the_tracker
 from te_graph_fixes.verify.driver.training import Training, event
+
+
+def connect() -> None:
+    """Become one of two ranks: those of torchrun, or, on the simulator, this process and a fork of it."""
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("nccl")
+    else:
+        store = dist.FileStore(tempfile.mktemp(), 2)
+        rank = int(not os.fork())
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
 
 
 class Sequences(torch.nn.Module):
