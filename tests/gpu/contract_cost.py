@@ -241,6 +241,9 @@ def main(limit: float) -> None:
     def show(what: str, microbatches: int, build: Callable[[], Step]) -> None:
         print(f"{what}, {microbatches} microbatches: {compare(build, microbatches, limit)}", flush=True)
 
+    for name, size in {"512": TINY, "1024": SMALL}.items():
+        show(f"hidden {name}, in an order", 4, lambda size=size: of_layers(True, 4, *size))
+        show(f"hidden {name}, without one", 4, lambda size=size: of_layers(False, 4, *size))
     if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"):
         example = runpy.run_path(str(EXAMPLE))
         example["start"]()
@@ -248,9 +251,6 @@ def main(limit: float) -> None:
             for hidden, tokens in (TINY, SMALL):
                 build = lambda h=hidden, t=tokens, c=changed: of_megatron(example, 8, h, t, **c)  # noqa: E731
                 show(f"Megatron-Core, {name}, hidden {hidden}", 8, build)
-    for name, size in {"512": TINY, "1024": SMALL}.items():
-        show(f"hidden {name}, in an order", 4, lambda size=size: of_layers(True, 4, *size))
-        show(f"hidden {name}, without one", 4, lambda size=size: of_layers(False, 4, *size))
     show("hidden 1024, in an order", 16, lambda: of_layers(True, 16, *SMALL))
     show("hidden 4096, 4096 tokens, in an order", 4, lambda: of_layers(True, 4, *LARGE))
 
