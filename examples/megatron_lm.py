@@ -1,0 +1,307 @@
+"""Megatron-LM's own `pretrain_gpt.py` three times: graphs off, TransformerEngine's (TE's) graphs, these with te-graph-fixes.
+
+    python examples/megatron_lm.py ~/Megatron-LM                                  # FP8 experts on two GPUs
+    python examples/megatron_lm.py ~/Megatron-LM --model overlap                  # expert-parallel overlap
+    python examples/megatron_lm.py ~/Megatron-LM --gpus 8 -- --num-layers 16      # more flags of pretrain_gpt.py
+    python examples/megatron_lm.py ~/Megatron-LM --model own -- FLAGS             # your own model
+
+It prints loss and gradient norm of each iteration side by side, the time of a step and the peak memory, and draws
+them (with matplotlib). All three train the same model on mock data in deterministic mode, so that runs that compute
+the same print the same digits. Exit status: 0, with te-graph-fixes every printed figure is that of graphs off; 1, it is
+not; 2, wrong use, or a run without graphs that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shlex
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+OFF, ORIGINAL, FIXED = SETTINGS = ("graphs off", "TE's graphs", "with te-graph-fixes")
+AS_RANK = "--as-a-rank"
+WARMUP = 3
+"""Steps before the capture, Megatron's default."""
+
+COMMON = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 --eval-iters 0 --eval-interval 1000
+    --log-interval 1 --log-params-norm --deterministic-mode --attention-backend unfused --te-rng-tracker
+    --bf16 --transformer-impl transformer_engine --distributed-timeout-minutes 3
+    --micro-batch-size 1 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0
+"""
+LAYERS = """
+    --num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights
+"""
+EXPERTS = """
+    --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
+"""
+PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+OVERLAP = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-scope"
+
+
+@dataclass(frozen=True)
+class Model:
+    """Flags of a model, and those that capture it."""
+
+    flags: str
+    graphs: str
+
+
+MODELS = {
+    "experts": Model(f"{LAYERS} {EXPERTS} {PADDED} {FP8}", f"{GRAPHS} attn moe"),
+    "overlap": Model(f"{LAYERS} {EXPERTS} {OVERLAP} --add-qkv-bias", f"{GRAPHS} attn moe_router"),
+    "dense": Model(f"{LAYERS} {FP8} --ffn-hidden-size 4096", f"{GRAPHS} attn mlp"),
+    "own": Model("", f"{GRAPHS} attn"),
+}
+
+
+@dataclass
+class Run:
+    """What one run has printed: by quantity, the text of each iteration."""
+
+    figures: dict[str, list[str]] = field(default_factory=dict)
+    error: str = ""
+    peak_mib: list[float] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, log: str, status: int) -> Run:
+        """The figures in a log of Megatron-LM."""
+        run = cls()
+        for line in log.splitlines():
+            if re.search(r"\biteration\s+\d+/", line):
+                for name, text in re.findall(r"\| *([a-zA-Z][^|:]*?) *: *([^| ]+) *(?=\|)", line):
+                    run.figures.setdefault(name, []).append(text)
+        run.peak_mib = [float(mib) for mib in re.findall(r"peak memory of rank \d+: (\S+) MiB", log)]
+        if status:
+            errors = re.findall(r"^(?:\[rank\d+\]:? *)?((?:[\w.]*(?:Error|Exception)): .*)", log, re.MULTILINE)
+            run.error = f"ended with status {status}: {errors[0] if errors else log[-200:].strip() or 'no output'}"
+        return run
+
+    def times(self) -> list[float]:
+        """Milliseconds of the steps after the capture and the two that follow it."""
+        return [float(text) for text in self.figures.get("elapsed time per iteration (ms)", [])][WARMUP + 2 :]
+
+
+QUANTITIES = ("lm loss", "grad norm", "params norm")
+
+
+def main() -> int:
+    if sys.argv[1:2] == [AS_RANK]:
+        be_rank(*sys.argv[2:])
+        return 0
+    options = parse()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    runs = {setting: None for setting in SETTINGS}
+    started = {}
+    for setting in SETTINGS:
+        print(f"{setting}: {shlex.join(command(options, setting))}", flush=True)
+        started[setting] = start(options, setting, out)
+        if not options.at_once:
+            runs[setting] = finish(started[setting], setting, out, options.timeout)
+    if options.at_once:
+        runs = {setting: finish(started[setting], setting, out, options.timeout) for setting in SETTINGS}
+    (out / "runs.json").write_text(json.dumps({setting: asdict(run) for setting, run in runs.items()}, indent=1))
+    print(table(runs))
+    print(costs(runs, options.at_once))
+    draw(runs, out / "megatron-lm.png", options.title)
+    return conclude(runs, out)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a checkout of Megatron-LM (core 0.16 or later)")
+    parser.add_argument("--model", choices=MODELS, default="experts")
+    parser.add_argument("--graphs", help="flags of the runs with graphs; default: those of the model")
+    parser.add_argument("--gpus", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--iterations", type=int, default=14, help="default: %(default)s")
+    parser.add_argument("--microbatches", type=int, default=4, help="a step, for each GPU; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("megatron-lm"), help="folder of logs; default: %(default)s")
+    parser.add_argument("--title", default="", help="of the picture")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for a run; default: %(default)s")
+    parser.add_argument("--at-once", action="store_true", help="all three at the same time: times then say nothing")
+    parser.usage = "%(prog)s CHECKOUT [OPTIONS] [-- FLAGS of pretrain_gpt.py, for all runs]"
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = parser.parse_args(sys.argv[1:split])
+    options.flags = sys.argv[split + 1 :]
+    options.checkout = options.checkout.expanduser().resolve()
+    if not (options.checkout / "pretrain_gpt.py").is_file():
+        parser.error(f"give a checkout of Megatron-LM: there is no pretrain_gpt.py in {options.checkout}")
+    if options.iterations <= WARMUP + 1:
+        parser.error(f"--iterations {options.iterations}: graphs are captured after {WARMUP} steps, give {WARMUP + 2}")
+    for needed in ("te_graph_fixes", "transformer_engine", "torch"):
+        if importlib.util.find_spec(needed) is None:
+            parser.error(f"install {needed.replace('_', '-')}: {sys.executable} does not have it")
+    return options
+
+
+def command(options: argparse.Namespace, setting: str) -> list[str]:
+    """The command of a run."""
+    model = MODELS[options.model]
+    flags = [*shlex.split(COMMON), *shlex.split(model.flags), "--train-iters", str(options.iterations)]
+    batch = options.gpus * options.microbatches
+    flags += ["--global-batch-size", str(batch), *options.flags]
+    if setting != OFF:
+        flags += shlex.split(model.graphs if options.graphs is None else options.graphs)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+    rank = [__file__, AS_RANK, str(options.checkout / "pretrain_gpt.py"), *flags]
+    runner = [sys.executable, "-m", "te_graph_fixes", "run", "--required", "--"] if setting == FIXED else []
+    return [*runner, *torchrun, *rank]
+
+
+def start(options: argparse.Namespace, setting: str, out: Path) -> subprocess.Popen[bytes]:
+    settings = {"TE_GRAPH_FIXES": "on" if setting == FIXED else "off", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    defaults = {
+        "NCCL_ALGO": "Ring",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32" if options.model == "overlap" else "1",
+        "OMP_NUM_THREADS": "4",
+    }
+    with open(log_of(setting, out), "wb") as log:
+        return subprocess.Popen(
+            command(options, setting),
+            cwd=options.checkout,
+            env={**defaults, **os.environ, **settings},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def finish(process: subprocess.Popen[bytes], setting: str, out: Path, timeout: float) -> Run:
+    try:
+        status = process.wait(timeout)
+    except BaseException as error:
+        os.killpg(process.pid, 9)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        status = 124
+    log = log_of(setting, out)
+    run = Run.read(log.read_text(errors="replace"), status)
+    if run.error:
+        print(f"{setting}: {run.error} ({log})", file=sys.stderr)
+    return run
+
+
+def log_of(setting: str, out: Path) -> Path:
+    return out / f"{setting.replace(' ', '-').replace(chr(39), '')}.log"
+
+
+def be_rank(program: str, *flags: str) -> None:
+    """Run Megatron-LM's program in this process, and print its peak memory at the end."""
+    import torch
+
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        stand_in_for_apex()
+    sys.path[:1] = [os.path.dirname(program)]
+    sys.argv = [program, *flags]
+    atexit.register(print_peak, torch, os.environ.get("RANK", "0"))
+    runpy.run_path(program, run_name="__main__")
+
+
+def print_peak(torch: ModuleType, rank: str) -> None:
+    print(f"\npeak memory of rank {rank}: {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB", flush=True)
+
+
+def stand_in_for_apex() -> None:
+    """Megatron's embedding and output layers take fused weight gradients from an extension of apex."""
+    import torch
+
+    def accumulate(inputs: torch.Tensor, grads: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.add_(grads.flatten(0, -2).t() @ inputs.flatten(0, -2))
+
+    module = ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+
+
+def table(runs: dict[str, Run]) -> str:
+    """Loss and gradient norm of each iteration as Markdown; what differs from graphs off is in bold."""
+    names = [name for name in QUANTITIES[:2] if any(name in run.figures for run in runs.values())]
+    head = ["iteration", *(f"{name}, {setting}" for name in names for setting in runs)]
+    rows = [head, ["---"] * len(head)]
+    for i in range(max(len(run.figures.get("lm loss", [])) for run in runs.values())):
+        row = [str(i + 1)]
+        for name in names:
+            texts = [run.figures.get(name, [])[i : i + 1] for run in runs.values()]
+            row += ["".join(text) if text == texts[0] else f"**{''.join(text) or 'ended'}**" for text in texts]
+        rows.append(row)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def costs(runs: dict[str, Run], at_once: bool) -> str:
+    lines = []
+    for setting, run in runs.items():
+        times = run.times()
+        time = f"{statistics.median(times):.1f} ms a step (median of {len(times)})" if times and not at_once else ""
+        memory = f"peak memory {max(run.peak_mib):.0f} MiB" if run.peak_mib else ""
+        lines.append(f"{setting}: {', '.join(filter(None, [time, memory, run.error]))}")
+    return "\n".join(lines)
+
+
+def draw(runs: dict[str, Run], png: Path, title: str) -> None:
+    """The picture, where matplotlib is there."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install matplotlib)")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    looks = {
+        OFF: {"color": "black", "linewidth": 4, "alpha": 0.35},
+        ORIGINAL: {"color": "tab:red", "marker": "o"},
+        FIXED: {"color": "tab:green", "linestyle": "--"},
+    }
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3), constrained_layout=True)
+    for panel, quantity in zip(panels, ("grad norm", "lm loss"), strict=True):
+        for setting, look in looks.items():
+            values = [float(text) for text in runs[setting].figures.get(quantity, [])]
+            ended = " (ended with an error)" if runs[setting].error else ""
+            panel.plot(range(1, len(values) + 1), values, markersize=4, label=f"{setting}{ended}", **look)
+        panel.set_title({"grad norm": "gradient norm", "lm loss": "loss"}[quantity])
+        panel.set_xlabel("iteration")
+    panels[0].legend()
+    figure.suptitle(title or "pretrain_gpt.py of Megatron-LM")
+    figure.savefig(png, dpi=100)
+    print(f"picture: {png}")
+
+
+def conclude(runs: dict[str, Run], out: Path) -> int:
+    """Say whether the runs agree; the exit status."""
+    reference = runs[OFF]
+    if reference.error or not reference.figures.get("lm loss"):
+        print(f"cannot compare: the run without graphs {reference.error or 'printed no loss'} (logs: {out})")
+        return 2
+    for setting in (ORIGINAL, FIXED):
+        run = runs[setting]
+        differ = {
+            name: sum(a != b for a, b in zip(texts, run.figures.get(name, []), strict=False))
+            for name, texts in reference.figures.items()
+            if name in QUANTITIES
+        }
+        text = ", ".join(f"{name} {count} of {len(reference.figures[name])}" for name, count in differ.items() if count)
+        print(f"{setting} against graphs off: " + (run.error or (f"differ: {text}" if text else "the same in every digit")))
+    same = all(reference.figures.get(name) == runs[FIXED].figures.get(name) for name in QUANTITIES)
+    return int(not same or bool(runs[FIXED].error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
