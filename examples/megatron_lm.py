@@ -1,4 +1,4 @@
-"""Megatron-LM's own `pretrain_gpt.py` three times: graphs off, TransformerEngine's (TE's) graphs, these with te-graph-fixes.
+"""Megatron-LM's own `pretrain_gpt.py`: graphs off, TransformerEngine's (TE's) graphs, and these with te-graph-fixes.
 
     python examples/megatron_lm.py ~/Megatron-LM                                  # FP8 experts on two GPUs
     python examples/megatron_lm.py ~/Megatron-LM --model overlap                  # expert-parallel overlap
@@ -21,9 +21,11 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +34,7 @@ OFF, ORIGINAL, FIXED = SETTINGS = ("graphs off", "TE's graphs", "with te-graph-f
 AS_RANK = "--as-a-rank"
 WARMUP = 3
 """Steps before the capture, Megatron's default."""
+TIMED_OUT = 124
 
 COMMON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 --eval-iters 0 --eval-interval 1000
@@ -88,8 +91,9 @@ class Run:
                     run.figures.setdefault(name, []).append(text)
         run.peak_mib = [float(mib) for mib in re.findall(r"peak memory of rank \d+: (\S+) MiB", log)]
         if status:
+            reason = "took longer than --timeout" if status == TIMED_OUT else f"ended with status {status}"
             errors = re.findall(r"^(?:\[rank\d+\]:? *)?((?:[\w.]*(?:Error|Exception)): .*)", log, re.MULTILINE)
-            run.error = f"ended with status {status}: {errors[0] if errors else log[-200:].strip() or 'no output'}"
+            run.error = f"{reason}: {errors[0] if errors else log[-200:].strip() or 'no output'}"
         return run
 
     def times(self) -> list[float]:
@@ -107,15 +111,16 @@ def main() -> int:
     options = parse()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    runs = {setting: None for setting in SETTINGS}
-    started = {}
-    for setting in SETTINGS:
-        print(f"{setting}: {shlex.join(command(options, setting))}", flush=True)
-        started[setting] = start(options, setting, out)
-        if not options.at_once:
-            runs[setting] = finish(started[setting], setting, out, options.timeout)
-    if options.at_once:
-        runs = {setting: finish(started[setting], setting, out, options.timeout) for setting in SETTINGS}
+    runs: dict[str, Run] = {}
+    for together in [SETTINGS] if options.at_once else [(setting,) for setting in SETTINGS]:
+        processes = {setting: start(options, setting, out) for setting in together}
+        deadline = time.monotonic() + options.timeout
+        try:
+            for setting, process in processes.items():
+                runs[setting] = finish(process, setting, out, deadline)
+        finally:
+            for process in processes.values():
+                end(process)
     (out / "runs.json").write_text(json.dumps({setting: asdict(run) for setting, run in runs.items()}, indent=1))
     print(table(runs))
     print(costs(runs, options.at_once))
@@ -125,7 +130,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a checkout of Megatron-LM (core 0.16 or later)")
+    parser.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a checkout of Megatron-LM, 0.16 or later")
     parser.add_argument("--model", choices=MODELS, default="experts")
     parser.add_argument("--graphs", help="flags of the runs with graphs; default: those of the model")
     parser.add_argument("--gpus", type=int, default=2, help="default: %(default)s")
@@ -165,6 +170,7 @@ def command(options: argparse.Namespace, setting: str) -> list[str]:
 
 
 def start(options: argparse.Namespace, setting: str, out: Path) -> subprocess.Popen[bytes]:
+    print(f"{setting}: {shlex.join(command(options, setting))}", flush=True)
     settings = {"TE_GRAPH_FIXES": "on" if setting == FIXED else "off", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     defaults = {
         "NCCL_ALGO": "Ring",
@@ -183,20 +189,29 @@ def start(options: argparse.Namespace, setting: str, out: Path) -> subprocess.Po
         )
 
 
-def finish(process: subprocess.Popen[bytes], setting: str, out: Path, timeout: float) -> Run:
+def finish(process: subprocess.Popen[bytes], setting: str, out: Path, deadline: float) -> Run:
+    """Wait for a run, and read what it has printed."""
     try:
-        status = process.wait(timeout)
-    except BaseException as error:
-        os.killpg(process.pid, 9)
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        status = 124
+        status = process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        end(process)
+        status = TIMED_OUT
     log = log_of(setting, out)
     run = Run.read(log.read_text(errors="replace"), status)
     if run.error:
         print(f"{setting}: {run.error} ({log})", file=sys.stderr)
     return run
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a run, if it has not ended: torchrun ends its ranks, which are not in its process group, in 30 seconds."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(45)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def log_of(setting: str, out: Path) -> Path:
@@ -298,7 +313,8 @@ def conclude(runs: dict[str, Run], out: Path) -> int:
             if name in QUANTITIES
         }
         text = ", ".join(f"{name} {count} of {len(reference.figures[name])}" for name, count in differ.items() if count)
-        print(f"{setting} against graphs off: " + (run.error or (f"differ: {text}" if text else "the same in every digit")))
+        answer = run.error or (f"differ: {text}" if text else "the same in every digit")
+        print(f"{setting} against graphs off: {answer}")
     same = all(reference.figures.get(name) == runs[FIXED].figures.get(name) for name in QUANTITIES)
     return int(not same or bool(runs[FIXED].error))
 
