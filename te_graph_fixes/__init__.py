@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 from .activation import activate, deactivate, report
 from .checking import check, check_as_asked
-from .status import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
+from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
 
 __all__ = [
     "FixNotAppliedError",

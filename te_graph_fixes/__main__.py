@@ -10,10 +10,10 @@ def main() -> int:
     try:
         try:
             if sys.argv[1:2] == ["run"]:  # has to start fast, so it does without the other commands
-                from .run import main as run
+                from .commands.run import main as run
 
                 return run(sys.argv[2:])
-            from .cli import main as others
+            from .commands.cli import main as others
 
             return others()
         finally:

@@ -3,11 +3,9 @@
 A finder watches TE and the modules that the fixes change. What then happens:
 
     activate()                                    the settings are known, and the finder is in place
-    TE is about to be executed, or one of the
-      watched modules is about to be reloaded     TE is read: its source, the verdicts, what is chosen of them
+    TE is about to be executed                    TE is read: its source, the verdicts, what is chosen of them
     the last module that changes was executed     what is chosen is installed in one step, or nothing is
-    a reload, deactivate(), activate(), a strict
-      refusal                                     what was installed is taken back
+    deactivate(), activate(), a strict refusal    what was installed is taken back
 """
 
 from __future__ import annotations
@@ -18,18 +16,15 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
-from types import FunctionType
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
-from .earlier_graphs import EarlierGraphs
 from .finder import PACKAGE, Finder, loaded
 from .messages import announce, problem_summary, warn
+from .report import FixNotAppliedError, FixStatus, Report, copies_of_graphs
 from .settings import EXPECT, Settings
-from .status import FixNotAppliedError, FixStatus, Report, copies_of_graphs
 
 if TYPE_CHECKING:
-    from .verdicts import Decision
+    from .decision import Decision
 
 if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only with TE: it is slow to import
     raise ImportError("te_graph_fixes needs wrapt, which is not installed: pip install 'wrapt>=1.16,<3'", name="wrapt")
@@ -51,16 +46,15 @@ class _Activation:
         self._decision: Decision | None = None
         self._failure = ""  # why nothing of the decision was put in place
         self._reverted: frozenset[str] = frozenset()
-        self._earlier: WeakSet[FunctionType] = WeakSet()
-        self._earlier_graphs = EarlierGraphs()
+        self._earlier_graphs: int | None = None  # of TE, captured before any fix was in place
 
     def activate(
         self, only: Iterable[str] | None = None, disable: Iterable[str] | None = None, strict: bool | None = None
     ) -> None:
         """Apply the fixes now if TransformerEngine (TE) is imported, else as it is imported.
 
-        TE's graphs keep what they were captured with: capture them afterwards. Graphs of this process that were
-        captured before are counted in a warning (in strict mode, an error).
+        TE's graphs keep what they were captured with: capture them afterwards. Graphs that were captured before the
+        first activation are counted in a warning (in strict mode, an error).
 
         ``only`` (fix ids), ``disable`` (fix ids) and ``strict`` replace what ``TE_GRAPH_FIXES``,
         ``TE_GRAPH_FIXES_DISABLE`` and ``TE_GRAPH_FIXES_STRICT`` say. Calling it again starts over with the new
@@ -69,7 +63,7 @@ class _Activation:
         """
         settings, early = Settings.read(only, disable, strict), None
         if settings.only:
-            from .verdicts import Decision
+            from .decision import Decision
 
             early = Decision.installed(settings)  # that a fix is named without one that it requires shows at once
         with self._lock:
@@ -90,21 +84,18 @@ class _Activation:
             self._stop()
 
     def watches(self, name: str) -> bool:
-        """Whether ``name`` is where TE starts, or a module to be changed, or one to be reloaded that the fixes read."""
-        decision = self._decision
-        if decision is None or name == PACKAGE:
-            return name == PACKAGE
-        return name in (decision.modules if loaded(name) else decision.targets)
+        """Whether ``name`` is where TE starts, or a module to be changed."""
+        return name == PACKAGE or (self._decision is not None and name in self._decision.targets)
 
     def before(self, name: str) -> None:
-        """``name`` is about to be executed: read TE, if this is its start or a reload of a part of it."""
+        """``name`` is about to be executed: read TE, if this is its start."""
         settings = self._settings
-        if settings is None or (name != PACKAGE and not loaded(PACKAGE)):
+        if settings is None or name != PACKAGE:
             return
-        from .source import without_collections
+        from .patching.source import without_collections
 
         with without_collections():
-            from .verdicts import Decision, mismatch
+            from .decision import Decision, mismatch
 
             decision = Decision.installed(settings, self._early)
         with self._lock:
@@ -123,8 +114,9 @@ class _Activation:
                 return
             try:
                 decision.require_live()
-                self._earlier_graphs.note(self._applied)
-                decision.installation.install(self._earlier)
+                if self._earlier_graphs is None:
+                    self._earlier_graphs = _captured_graphs()
+                decision.installation.install()
             except Exception as error:
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
@@ -138,9 +130,8 @@ class _Activation:
         return frozenset(self._decision.to_apply if self._decision and self._decision.installation.is_in_place else ())
 
     def _take_back(self) -> None:
-        self._earlier_graphs.note(self._applied)
         if self._decision:
-            self._earlier.update(self._decision.installation.revert())
+            self._decision.installation.revert()
         self._failure = ""
 
     def _stop(self) -> None:
@@ -155,7 +146,7 @@ class _Activation:
         if settings.strict:
             advice = ". To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
         with self._lock:
-            text = problem_summary(report, self._earlier_graphs.without(self._applied))
+            text = problem_summary(report, self._earlier_graphs or 0 if self._applied else 0)
         self._warn_or_raise(text and text + advice, settings)
 
     def _warn_or_raise(self, text: str, settings: Settings) -> None:
@@ -171,7 +162,7 @@ class _Activation:
     def report(self) -> Report:
         """The status of every fix, read from the live objects."""
         from .fixes import CATALOGUE
-        from .source import Source, TENotFoundError
+        from .patching.source import Source, TENotFoundError
 
         with self._lock:
             try:
@@ -210,15 +201,19 @@ class _Activation:
             return "unrecognized", "another package has replaced a function that is right in its source"
         if word != "applicable":
             return word, reason
-        stale = self._earlier_graphs.without({fix_id})
-        earlier = f" (but not in {stale} graph{'s' * (stale > 1)} captured before)" if stale else ""
-        return "applied", f"corrected: {reason}{earlier}"
+        return "applied", f"corrected: {reason}"
 
     def _waits(self, decision: Decision, executed: str) -> bool:
-        """Whether there is more to be executed; where nothing is to be changed, all of TE is waited for."""
+        """Whether a module that changes is yet to be executed."""
         edited = {edit.module for verdict in decision.to_apply.values() for edit in verdict.edits}
-        absent = [name for name in edited if name != executed and not loaded(name)]
-        return executed != PACKAGE and bool(absent or (executed and not edited))
+        return executed != PACKAGE and not all(name == executed or loaded(name) for name in edited)
+
+
+def _captured_graphs() -> int:
+    """How many graphs of TE there are: for each it makes a class of autograd functions."""
+    function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
+    classes: list[type] = function.__subclasses__() if isinstance(function, type) else []
+    return sum(found.__module__ == f"{PACKAGE}.graph" for found in classes)
 
 
 _activation = _Activation()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .source import Edit, Source, UnrecognizedError
+from .patching.source import Edit, Source, UnrecognizedError
 
 APPLICABLE = "applicable"
 NOT_NEEDED = "not-needed"
@@ -33,8 +33,7 @@ class Verdict:
     """What a source says of one fix: a ``verdict`` word, the ``reason``, and the change where it is applicable.
 
     ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
-    ``fix`` is the fix's id: where several insert at one place, the text of the first id comes first. ``rests_on`` are
-    the functions and classes, as module and qualified name, that were looked for: what is loaded must be the same.
+    ``fix`` is the fix's id: where several insert at one place, the text of the first id comes first.
     ``stamped`` verdicts come from our stamp, all others from the shape of the source.
     """
 
@@ -43,7 +42,6 @@ class Verdict:
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=dict)
     fix: str = ""
-    rests_on: frozenset[tuple[str, str]] = frozenset()
     stamped: bool = False
 
     @property
@@ -127,9 +125,8 @@ class Fix:
 
     def verdict(self, source: Source) -> Verdict:
         """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``."""
-        source.consulted.clear()
         try:
-            return replace(self.examine(source), fix=self.id, rests_on=frozenset(source.consulted))
+            return replace(self.examine(source), fix=self.id)
         except UnrecognizedError as error:
             return Verdict(UNRECOGNIZED, str(error))
         except Exception as error:

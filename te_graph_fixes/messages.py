@@ -8,7 +8,7 @@ import sys
 import warnings
 from types import FrameType
 
-from .status import Report, TEGraphFixesWarning, te_name
+from .report import Report, TEGraphFixesWarning, te_name
 
 PLACEHOLDER = "https://example.invalid/"
 """An address in the metadata that is none yet."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 PACKAGE = "transformer_engine.pytorch"
 MADE, MODULES = "made", "modules"
 OPEN = ".te-graph-fixes.open"
-"""The folder in TE's that stands while `te_graph_fixes.bake` changes files, or changes them back."""
+"""The folder in TE's that stands while `te_graph_fixes.commands.bake` changes files, or changes them back."""
 _BEGIN = "# Corrected on disk by te-graph-fixes "
 _ADVICE = "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`"
 _DIGEST = "# sha256 of all above: "

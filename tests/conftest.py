@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.cli import main
+from te_graph_fixes.commands.cli import main
 from te_graph_fixes.fixes import CATALOGUE
-from tests import published
-from tests.child import Cli
+from tests.support import published
+from tests.support.child import Cli
 
 TEXT = {
     "test_activation.py",
@@ -27,7 +27,7 @@ TEXT = {
     "test_commits.py",
     "test_containers.py",
     "test_drift.py",
-    "test_engine.py",
+    "test_installation.py",
     "test_foreign_text.py",
     "test_graph_order.py",
     "test_harmful_edits.py",

@@ -28,11 +28,11 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
+from ..decision import verdicts
 from ..difference import off_by
 from ..fix import APPLICABLE, Fix
 from ..fixes import CATALOGUE
-from ..source import Source
-from ..verdicts import verdicts
+from ..patching.source import Source
 from . import DIFFERENT, Options
 
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case

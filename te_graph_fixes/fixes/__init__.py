@@ -10,7 +10,11 @@ from ..fix import Fix
 
 def _catalogue() -> dict[str, Fix]:
     modules = {name: importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)}
-    fixes = (module.FIX.described_by(name, module.__doc__ or "") for name, module in modules.items())
+    fixes = (
+        module.FIX.described_by(name, module.__doc__ or "")
+        for name, module in modules.items()
+        if hasattr(module, "FIX")
+    )
     return {fix.id: fix for fix in sorted(fixes, key=lambda fix: fix.id)}
 
 

@@ -12,9 +12,9 @@ module. Whether the graph sets the flag that says if weights are new is decided 
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import global_state
-from ..source import Source
+from ..patching.patch import SemanticPatch
+from ..patching.source import Source
+from .shapes import global_state
 
 PATCH = """
 @@ graph.py _make_graphed_callables

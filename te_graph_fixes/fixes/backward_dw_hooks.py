@@ -10,7 +10,7 @@ callable only replays. It now runs the hooks of its modules after the replay, in
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables.backward_dw
@@ -74,7 +74,6 @@ FIX = Fix(
         PATCH,
         "backward_dw of a graphed callable replays without running the hooks",
         corrected=[(UPSTREAM, "the hooks are run after the replay")],
-        conditions=["modules", "need_bwd_dw"],
     ),
     check_hints=("hooks",),
 )

@@ -16,10 +16,10 @@ import textwrap
 from typing import cast
 
 from ..fix import Fix, Verdict, applicable
-from ..patch import edits
-from ..shapes import graph_capture
+from ..patching.patch import edits
+from ..patching.source import Definition, Edit, Source
 from ..shipped import new_module
-from ..source import Definition, Edit, Source
+from .shapes import graph_capture
 
 PLAN = """
 +from ._te_graph_order import make_plan
@@ -130,6 +130,7 @@ DGRADS_ALONE = f"""{PATCH}
 WGRAD = """
 if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
     if wgrad_validation_list[i] is None:
+        ...
         for ANY_LATER in range(i + 1, len(_order)):
             ...
         ...
@@ -169,7 +170,9 @@ def _plain_wgrad(capture: Definition) -> list[Edit]:
     """Delete what counts and checks an order's wgrads, which the plan does."""
     (found,) = capture.exactly(1, WGRAD)
     wgrad, index = cast(ast.If, found.node), found["ANY_INDEX"]
-    capture.exactly(1, "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]", within=index)
+    Definition(capture.module, capture.qualname, index).exactly(
+        1, "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]"
+    )
     (start, _), (_, end) = map(capture.module.span, (wgrad, cast(ast.If, wgrad.orelse[0]).test))
     end = capture.module.text.index(":", end)  # behind parentheses
     return [Edit(capture.module.name, start, end, "if is_wgrad"), *map(capture.delete, index.body)]

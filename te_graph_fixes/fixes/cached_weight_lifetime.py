@@ -14,7 +14,7 @@ its modules have in their place, or gives these the update that it makes itself
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)

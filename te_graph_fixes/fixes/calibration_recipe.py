@@ -10,7 +10,7 @@ Symptom: ``make_graphed_callables(..., enabled=False, calibrating=True, recipe=r
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

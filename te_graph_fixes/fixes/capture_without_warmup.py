@@ -12,7 +12,7 @@ change (0.69 on the simulator), and delayed wgrads would never be delivered (1.0
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

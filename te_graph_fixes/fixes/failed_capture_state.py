@@ -13,7 +13,7 @@ All of that is now put back in ``finally`` or ``except`` clauses, and the first 
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _graph_context_wrapper

@@ -22,7 +22,7 @@ Inner operations that lose FP8 (`nested-autocast`) would be captured then, witho
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule.prepare_forward

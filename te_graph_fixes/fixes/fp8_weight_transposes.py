@@ -17,7 +17,7 @@ those are made again that are invalid, gone or elsewhere (`te_graph_fixes/shippe
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)

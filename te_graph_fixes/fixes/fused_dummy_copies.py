@@ -13,9 +13,9 @@ graph's backward has set ``grad_added_to_main_grad``; a mark that another graph 
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import SHARE_DUMMIES, graph_interface, lacks_parameter
-from ..source import Source
+from ..patching.patch import SemanticPatch
+from ..patching.source import Source
+from .shapes import SHARE_DUMMIES, graph_interface, lacks_parameter
 
 PATCH = """
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots

@@ -13,7 +13,7 @@ parameters stay with TE's rule.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 LOOP = """
 @@ graph.py _make_graphed_callables{or_}

@@ -10,7 +10,7 @@ Other modules do not reduce while a graph is captured, since the replay does. Gr
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.backward

@@ -15,8 +15,8 @@ The slot differs by version (16, 18 or 19), so it is found by its name.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..source import Source
+from ..patching.patch import SemanticPatch
+from ..patching.source import Source
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.forward
@@ -111,11 +111,6 @@ FIX = Fix(
             (UPSTREAM.format(reads=reads, assignments=2 * reads, flag=flag), "GroupedLinear passes the skip flag on")
             for reads in (1, 2)
             for flag in FLAGS
-        ],
-        conditions=[
-            *("fp8 or debug", "with_quantized_compute", "not single_grouped_weight"),
-            *("grouped_tensor_supported", "_GroupedLinear._is_grouped_tensor_path_supported(...)"),
-            *("not grouped_tensor_supported", "not _GroupedLinear._is_grouped_tensor_path_supported(...)"),
         ],
     ),
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),

@@ -10,7 +10,7 @@ returned as a copy. Grads of other inputs are read at once, and stay the buffers
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

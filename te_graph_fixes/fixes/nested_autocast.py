@@ -11,7 +11,7 @@ run in ``autocast(enabled=False)``. They now run in the autocast that they are c
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

@@ -10,8 +10,7 @@ and put back into what a replay returns.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import BACKWARDS
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -58,10 +57,5 @@ FIX = Fix(
         PATCH,
         "every output is taken for a tensor",
         corrected=[(UPSTREAM, "outputs may be None")],
-        conditions=[
-            *("is_training", "_reuse_graph_input_output_buffers", "not _reuse_graph_input_output_buffers"),
-            "not static_grad_outputs_keys in static_grad_outputs_dict",
-            *BACKWARDS,
-        ],
     ),
 )

@@ -15,9 +15,9 @@ There, weights now keep plain scales, as before TE 2.18; a GEMM swizzles a copy 
 import re
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import MODULES
-from ..source import Source, unrecognized
+from ..patching.patch import SemanticPatch
+from ..patching.source import Source, unrecognized
+from .shapes import MODULES
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule._enable_weight_preswizzle

@@ -9,40 +9,21 @@ the weights' wgrad is fused. A grad that a hook keeps changes under it.
 returned as copies, vectors (biases, norm weights) by one kernel. Not copied are the grads of user inputs, and dummies
 that stand for a wgrad in ``main_grad``: what this graph's backward marks with ``grad_added_to_main_grad`` is returned
 as TE's shared dummy, which is in no graph's memory (`te_graph_fixes/shipped/fused_wgrads.py`, shipped beside the
-patched module). The keyword ``clone_param_grads_on_return=False``, the same as in TE 2.19, turns the copies off.
+patched module).
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import BACKWARDS, SHARE_DUMMIES
+from ..patching.patch import SemanticPatch
+from .shapes import SHARE_DUMMIES
 
 PATCH = """
-@@ graph.py make_graphed_callables
- def make_graphed_callables(
-     ...,
-+    clone_param_grads_on_return: bool = True,
- ):
-     ...
-@@
- _make_graphed_callables(
-     ...,
-+    clone_param_grads_on_return=clone_param_grads_on_return,
- )
-
-@@ graph.py _make_graphed_callables
- def _make_graphed_callables(
-     ...,
-+    clone_param_grads_on_return: bool = True,
- ):
-     ...
-@@ (0 times)
+@@ graph.py _make_graphed_callables (0 times)
  ANY_GRAD.clone()
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
 +# Which grads to return as copies: those of parameters, except dummies that stand for a wgrad in main_grad.
 +is_copied = tuple(
-+    clone_param_grads_on_return
-+    and index >= len_user_args
++    index >= len_user_args
 +    and not is_shared_dummy(static_grad_inputs[index], static_input_surface[index])
 +    for index in range(len(static_grad_inputs))
 +)
@@ -105,7 +86,6 @@ FIX = Fix(
         SHARE_DUMMIES + PATCH,
         "graphs return their static buffers as parameter grads",
         corrected=[(UPSTREAM, "parameter grads are returned as copies")],
-        conditions=["clone_param_grads_on_return", *BACKWARDS],
         provides=("fused_wgrads",),
     ),
     check_hints=("use overwritten",),

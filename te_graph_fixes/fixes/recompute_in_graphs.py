@@ -16,8 +16,8 @@ Megatron-Core, keep the update: nothing else does it at their replays.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import skip_flag_state
+from ..patching.patch import SemanticPatch
+from .shapes import skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit

@@ -16,7 +16,7 @@ ignored as before: callers give ``is_first_microbatch``.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -17,7 +17,7 @@ holds.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _graph_context_wrapper (at its start)

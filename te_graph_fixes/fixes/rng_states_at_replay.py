@@ -11,7 +11,7 @@ keeps the tracker; where it has other generators at a replay, their states are l
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -11,7 +11,7 @@ again, reading and writing the tensor where it lives now.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager

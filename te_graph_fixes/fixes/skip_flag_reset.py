@@ -10,8 +10,8 @@ the manager's any more. Captures after the ``reset()`` that do not cache weights
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import skip_flag_state
+from ..patching.patch import SemanticPatch
+from .shapes import skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.reset

@@ -17,8 +17,8 @@ It happens
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import MODULES, skip_flag_state
+from ..patching.patch import SemanticPatch
+from .shapes import MODULES, skip_flag_state
 
 GRAPH = """
 @@ graph.py _make_graphed_callables

@@ -14,7 +14,7 @@ among those that are updated: after another recipe its scales stayed at 1.0 for 
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

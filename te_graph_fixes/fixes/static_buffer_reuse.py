@@ -13,7 +13,7 @@ put where this layer has outputs with gradients. (Inputs of wgrads: `te_graph_fi
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

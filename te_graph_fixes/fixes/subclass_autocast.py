@@ -13,7 +13,7 @@ found. On the subclass it finds, inherited, the replacement that it has just mad
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

@@ -9,7 +9,7 @@ Tuples are now made into lists.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -36,6 +36,5 @@ FIX = Fix(
         PATCH,
         "samples have to be a list",
         corrected=[(UPSTREAM, "samples may be tuples")],
-        conditions=["_reuse_graph_input_output_buffers"],
     ),
 )

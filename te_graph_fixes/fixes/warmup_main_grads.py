@@ -11,7 +11,7 @@ Each backward of warmup now leaves the ``main_grad`` of its callable as it was; 
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 KEEP = """
 +main_grads = [

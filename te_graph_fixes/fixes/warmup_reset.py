@@ -15,9 +15,9 @@ biases get wrong gradients (`param-grad-lifetime`), it makes the training that f
 import re
 
 from ..fix import Fix
-from ..patch import SemanticPatch
-from ..shapes import graph_capture
-from ..source import Source, unrecognized
+from ..patching.patch import SemanticPatch
+from ..patching.source import Source, unrecognized
+from .shapes import graph_capture
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -14,7 +14,7 @@ shipped beside the patched modules).
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ utils.py make_weak_ref

@@ -11,7 +11,7 @@ processes. They are kept in a ``dict`` now, in the order of their forwards.
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

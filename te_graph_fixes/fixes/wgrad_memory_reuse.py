@@ -11,7 +11,7 @@ captured after all dgrads now, in a pool of their own, so that they may be repla
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

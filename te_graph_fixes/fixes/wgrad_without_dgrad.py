@@ -11,7 +11,7 @@ is none of these. Where nothing is left, while the callable's outputs need a gra
 """
 
 from ..fix import Fix
-from ..patch import SemanticPatch
+from ..patching.patch import SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

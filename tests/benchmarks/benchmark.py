@@ -23,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from te_graph_fixes.bake import in_place
+from te_graph_fixes.commands.bake import in_place
+from te_graph_fixes.decision import Decision
+from te_graph_fixes.patching.source import Source, TENotFoundError
 from te_graph_fixes.settings import Settings
-from te_graph_fixes.source import Source, TENotFoundError
-from te_graph_fixes.verdicts import Decision
 
 ROOT = Path(__file__).parents[2]
 UNPATCHED, PATCHED, SOURCE, WRAPT = "unpatched", "patched", "source", "wrapt"

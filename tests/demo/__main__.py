@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from tests.child import ROOT
-from tests.published import source
+from tests.support.child import ROOT
+from tests.support.published import source
 
 VERSIONS = ("2.12.0", "2.15.0")
 WAYS = (("eager", "eager", "off"), ("graphs", "graphs", "off"), ("graphs with the fixes", "graphs", "on"))

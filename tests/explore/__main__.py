@@ -212,7 +212,7 @@ class Server:
 def activate(switch: str, disable: str, breakage: tuple[str, str, int] | None) -> None:
     """Apply the fixes in this process, and import TE."""
     import te_graph_fixes
-    from tests.left_out import leave_out, turn_round
+    from tests.support.left_out import leave_out, turn_round
 
     if switch != "off":
         if breakage:
@@ -326,8 +326,8 @@ def search(options: argparse.Namespace) -> int:
     require that fix are left out, or none. What the results hold is not looked for again.
     """
     from te_graph_fixes.fixes import CATALOGUE
-    from te_graph_fixes.source import Source
-    from tests.left_out import conditions, is_done_before
+    from te_graph_fixes.patching.source import Source
+    from tests.support.left_out import conditions, is_done_before
 
     source = Source.installed()
     needed = {
@@ -410,7 +410,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["TE_GRAPH_FIXES"] = "off"  # each server says for itself
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")
-    from te_graph_fixes.source import Source
+    from te_graph_fixes.patching.source import Source
 
     warnings.simplefilter("ignore")
     simulated = simulator.installed() or not has_gpu()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.source import Source, TENotFoundError
+from te_graph_fixes.patching.source import Source, TENotFoundError
 from te_graph_fixes.verify.runner import Child, no_gpu
 
 

@@ -33,10 +33,10 @@ import torch
 import transformer_engine.pytorch as te
 
 import te_graph_fixes
-from te_graph_fixes.engine import code_parts, patched
+from te_graph_fixes.decision import Decision
+from te_graph_fixes.patching.installation import code_parts, patched
+from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
-from te_graph_fixes.source import Source
-from te_graph_fixes.verdicts import Decision
 
 AT_A_REPLAY = {
     f"_make_graphed_callables.<locals>.make_graphed_autograd_function.<locals>.{name}"

@@ -16,11 +16,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import SWITCH
-from te_graph_fixes.source import Source
-from te_graph_fixes.verdicts import verdicts
 from te_graph_fixes.verify.cases import CASES
 from te_graph_fixes.verify.runner import Child
 

@@ -17,10 +17,10 @@ was lost would be wrong without a sign (measured on TE 2.15.0: 1.02), so the two
 """
 
 from ...fix import Fix, Verdict, applicable
-from ...patch import PYTORCH, edits
-from ...shapes import graph_capture
+from ...patching.patch import PYTORCH, edits
+from ...patching.source import Definition, Source
 from ...shipped import new_module
-from ...source import Definition, Source
+from ..shapes import graph_capture
 from .backward_dw import MODULES, OPERATION, require_all_replaced
 
 # `replay()` stands in the place of itself: what `backward-dw-hooks` inserts below it comes behind the delivery.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ...source import Edit, ModuleSource, unrecognized
+from ...patching.source import Edit, ModuleSource, unrecognized
 
 MODULES = """
 @@ module/base.py TransformerEngineBaseModule.backward_dw

@@ -1,0 +1,307 @@
+"""The command line, all but ``te-graph-fixes run``. Only ``verify`` imports torch or TransformerEngine (TE)."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..decision import Decision, expected
+from ..fix import APPLICABLE, UNRECOGNIZED
+from ..fixes import CATALOGUE
+from ..messages import issues
+from ..patching.installation import EngineError
+from ..patching.source import TE, Source, TENotFoundError
+from ..report import te_name
+from ..settings import Settings, fix_ids
+from ..stamp import ChangedStampError, of_tree
+from . import answers, bake
+from .bake import BakeError, Corrected, corrected, module_path
+
+NO_TE = WRONG_USE = 2
+_EPILOG = """\
+in this order:
+  te-graph-fixes status                    is my TE affected, and can it be corrected?
+  te-graph-fixes run torchrun train.py     start a job with the fixes in memory; nothing on disk changes
+  te-graph-fixes verify --quick            on a GPU: are graphs now eager, bit for bit?
+  te-graph-fixes run --check CMD           in the first steps of your own job: are its graphs eager?
+  TE_GRAPH_FIXES=off torchrun train.py     undo: without `run`, or with this variable, TE is as it was
+for an image:
+  te-graph-fixes bake                      write the fixes into TE's files; the build fails if it cannot
+  te-graph-fixes bake --undo               give TE's files their very bytes back
+
+exit status: 0 all is well (`status`: every defect can be corrected; `verify`: every replay is right), 1 it is not,
+  2 wrong use, no TE or no GPU. `run` has that of its program, `verify` also 3: some cases cannot run on this TE.
+"""
+_parser = argparse.ArgumentParser(
+    prog="te-graph-fixes",
+    description="Correct the CUDA-graph defects of the installed TransformerEngine (TE).",
+    epilog=_EPILOG,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+)
+_parser.add_argument("--version", action="version", version=f"te-graph-fixes {__version__}")
+_parser.set_defaults(source=None)
+_commands = _parser.add_subparsers(required=True, metavar="COMMAND")
+COMMANDS: dict[str, argparse.ArgumentParser] = _commands.choices
+Command = Callable[[argparse.Namespace], int]
+
+
+def _argument(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser], object]:
+    """What adds an argument to the parser of a command."""
+    return lambda parser: parser.add_argument(*names, **settings)
+
+
+SOURCE = _argument("--source", "--te", metavar="DIR", help="a site-packages folder or checkout that holds TE")
+JSON = _argument("--json", action="store_true", help="print JSON")
+
+
+def _command(what: str, statuses: str, example: str, *arguments: Any) -> Callable[[Command], Command]:
+    """Make a command of the function below, whose help ends with its exit statuses and an example."""
+
+    def add(function: Command) -> Command:
+        name = function.__name__[1:]
+        parser = _commands.add_parser(
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=f"exit status: {statuses}\nexample: te-graph-fixes {name} {example}".rstrip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for add_to in arguments:
+            add_to(parser)
+        parser.set_defaults(command=function)
+        return function
+
+    return add
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options, unknown = _parser.parse_known_args(arguments)
+    options.where = "" if options.source is None else f" --source {shlex.quote(options.source)}"
+    try:
+        if unknown:
+            name = options.command.__name__[1:]
+            raise ValueError(f"{name} does not take {unknown[0]}; see te-graph-fixes {name} -h")
+        return int(options.command(options))
+    except (TENotFoundError, ValueError) as error:
+        return _say(error, WRONG_USE)
+    except (EngineError, BakeError, ChangedStampError) as error:
+        return _say(error, 1)
+
+
+def _say(message: object, status: int = 0) -> int:
+    print(f"te-graph-fixes: {message}", file=sys.stderr)
+    return status
+
+
+@_command(
+    "say which known defects TE has, and whether they can be corrected",
+    "0 every defect can be corrected, or TE has none; 1 one cannot, or the overlay is not in place; 2 no TE",
+    "--source /usr/lib/python3/dist-packages",
+    SOURCE,
+    JSON,
+    _argument("--overlay", metavar="DIR", help="whether the overlay of `bake` is mounted"),
+    _argument("--all", action="store_true", help="also the defects that this TE does not have"),
+)
+def _status(options: argparse.Namespace) -> int:
+    if options.overlay:
+        bake.require_mounted(_source(options), Path(options.overlay))
+        print(f"the overlay {options.overlay} is in place")
+        return 0
+    decision = _decision(options)
+    if options.json:
+        fixes = {
+            fix_id: {
+                "verdict": verdict.verdict,
+                "expected": expected(CATALOGUE[fix_id], decision.version),
+                "reason": decision.reason(fix_id, options.source is not None),
+                "upstream": list(CATALOGUE[fix_id].upstream),
+            }
+            for fix_id, verdict in decision.decisions.items()
+        }
+        about = {"te_version": decision.version, "source": decision.source.location, "fixes": fixes}
+        print(json.dumps({"te_graph_fixes_version": __version__, **about}, indent=2))
+    else:
+        print(*answers.status(decision, options.where, options.all), sep="\n")
+    return int(bool(decision.refused))
+
+
+@_command(
+    "explain one fix: its symptom, who has it, what it changes and costs, how to leave it out",
+    "0; 2 no such fix, or no TE",
+    "warmup-reset",
+    SOURCE,
+    _argument("fix", metavar="FIX"),
+)
+def _explain(options: argparse.Namespace) -> int:
+    (fix_id,) = fix_ids([options.fix])
+    try:
+        decision = _decision(options, Settings())
+    except TENotFoundError as error:
+        print(*answers.explain(CATALOGUE[fix_id]), sep="\n")
+        return _say(error, NO_TE)
+    print(*answers.explain(CATALOGUE[fix_id], decision, options.where), sep="\n")
+    return 0
+
+
+@_command(
+    "print the change as a unified diff for `patch -p1`",
+    "0; 1 a fix that is needed cannot be applied; 2 no TE, or no such fix",
+    "> te.patch",
+    SOURCE,
+    _argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)"),
+)
+def _diff(options: argparse.Namespace) -> int:
+    names = options.fixes
+    decision = _decision(options, Settings(fix_ids(names)) if names else None)
+    for fix_id in names:
+        verdict = decision.decisions[fix_id]
+        if verdict.verdict not in (APPLICABLE, UNRECOGNIZED):
+            _say(f"{fix_id} is {verdict.verdict}: {verdict.reason}")
+    for reason, ids in decision.refused.items():
+        _say(f"{', '.join(ids)} cannot be applied: {reason}")
+    if not (names or decision.to_apply):
+        _say(f"no changes: `te-graph-fixes status --all{options.where}` says why")
+    for file in corrected(decision):
+        sys.stdout.writelines(_unified(file))
+    return int(bool(decision.refused))
+
+
+def _unified(file: Corrected) -> Iterator[str]:
+    """A unified diff that `patch -p1` accepts, last lines without a line break included."""
+    old = f"a/{file.path}" if file.before else "/dev/null"
+    was, is_now = (io.StringIO(text, newline="").readlines() for text in (file.before, file.after))
+    for line in difflib.unified_diff(was, is_now, old, f"b/{file.path}"):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+@_command(
+    "write the changes into TE's files, all or none; for image builds",
+    "0 everything that this TE needs is in; 1 nothing was changed, and why; 2 no TE",
+    "",
+    SOURCE,
+    _argument("--undo", action="store_true", help="give TE's files their very bytes back"),
+    _argument("--overlay", metavar="DIR", help="write the changed files into DIR, to be mounted, and leave TE alone"),
+)
+def _bake(options: argparse.Namespace) -> int:
+    if options.undo and options.overlay:
+        raise ValueError("bake takes --undo or --overlay, not both: an overlay is undone by not mounting it")
+    if options.overlay:
+        return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
+    location = Path(_source(options).location)
+    with bake.changing(location) as interrupted:
+        if interrupted:
+            _say("took back what an interrupted command had left")
+        if options.undo:
+            if not interrupted or (location / bake.KEPT).exists():
+                print(f"{bake.undo(location)} files of {location} are as they were before the bake")
+            return 0
+        decision = _decision(options)
+        bake.require_complete(decision)
+        files = bake.in_place(decision)
+    if files:
+        left = len(decision.left_out)
+        said = f" ({left} are left out by {decision.settings.chosen_by})" if left else ""
+        print(
+            f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in "
+            f"{location}: {files} files{said}. Undo: te-graph-fixes bake --undo{options.where}"
+        )
+    else:
+        print(answers.answer(decision, options.where))
+    return 0
+
+
+def _overlay(decision: Decision, folder: Path) -> int:
+    bake.require_complete(decision)
+    if not decision.to_apply:
+        raise BakeError("there is nothing to correct, so there is no overlay to make")
+    manifest = bake.overlay(decision, folder)
+    print(bake.mounts(folder, manifest))
+    return _say(
+        f"{len(manifest['files'])} files with {len(decision.to_apply)} fixes are in {folder}. "
+        f"In the container: te-graph-fixes status --overlay {folder}"
+    )
+
+
+@_command(
+    "measure on a GPU each defect without and with the fixes",
+    """0 every replay is right, bit for bit; 1 one is not, or was not measured;
+  2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all others are right""",
+    "--quick",
+    _argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)"),
+    JSON,
+    _argument("--quick", action="store_true", help="one or two cases for each fix"),
+    _argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for one case (default: 60)"),
+)
+def _verify(options: argparse.Namespace) -> int:
+    from ..verify.cases import select
+    from ..verify.runner import no_gpu, verify
+
+    Settings.read()
+    cases = select(options.wanted, options.quick)
+    on_disk = of_tree(Source.installed().location) is not None
+    if reason := no_gpu():
+        return _say(f"verify needs a GPU: {reason}", NO_TE)
+    return verify(cases, options.json, options.limit, on_disk)
+
+
+# `__main__` starts `run` without this module.
+_commands.add_parser("run", help="start a program with the fixes in it and its children")
+
+
+@_command(
+    "print what a report about a TE that is not recognised needs, and nothing else",
+    "0; 2 no TE",
+    "> report.txt",
+    SOURCE,
+)
+def _issue(options: argparse.Namespace) -> int:
+    """Versions, verdicts and digests of the files that they are about: no paths, variables or source text."""
+    decision = _decision(options, Settings())
+    source = decision.source
+    print(f"te-graph-fixes {__version__}, {te_name(source.version)}")
+    packages = [f"{name} {_installed(name)}" for name in ("torch", "megatron-core", "wrapt")]
+    print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
+    for fix_id, verdict in decision.decisions.items():
+        print(f"{fix_id}: {verdict.verdict} (expected: {expected(CATALOGUE[fix_id], source.version)})")
+        if verdict.verdict == UNRECOGNIZED:
+            print("    " + verdict.reason.replace(source.location, TE))
+    print()
+    for name in source.read:
+        print(f"{hashlib.sha256(source.module(name).text.encode()).hexdigest()[:16]}  {module_path(source, name)}")
+    return _say(f"report it at {issues()}" if issues() else "send it to whoever gave you the package")
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except Exception:  # not there, or its metadata is broken
+        return "-"
+
+
+@_command("list all fixes: symptom, versions with the defect, upstream", "0", "")
+def _list(_: argparse.Namespace) -> int:
+    print(*answers.listing(), sep="\n")
+    return 0
+
+
+def _decision(options: argparse.Namespace, settings: Settings | None = None) -> Decision:
+    """What is done, by these settings or the environment's, to the TE that the options name."""
+    settings = settings or Settings.read()  # what is wrong there is said first
+    return Decision(_source(options), settings)
+
+
+def _source(options: argparse.Namespace) -> Source:
+    return Source.installed() if options.source is None else Source.at(options.source)

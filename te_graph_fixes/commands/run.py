@@ -1,0 +1,158 @@
+"""``te-graph-fixes run``: start a program with the fixes active in it and in all its children, through the environment.
+
+PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start, and that
+`launcher/te_graph_fixes_run.py`; where another one stands before it, PYTHONWARNINGS does, by naming a category there.
+Then the program takes the place of this process, so that its signals, exit status and streams are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+from ..checking import VARIABLE, Options
+from ..launcher.te_graph_fixes_run import FILTER
+from ..settings import EXPECT, Settings, nearest
+
+USAGE = """\
+usage: te-graph-fixes run [--required] [--check[=N[,layers=K]] | --check-strict[=N[,layers=K]]] [--] CMD [ARG ...]
+       te-graph-fixes run --print-env
+
+Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children.
+With --required, the job ends with the status 87 once a process of it, on this machine, has TransformerEngine without
+the fixes; a fix that cannot be applied is an error.
+With --check, compare graphs with eager in the first N steps (2), and print what differs. With K layers at a time it
+takes less memory. With --check-strict, a process that finds a mismatch ends with the status 86.
+With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
+
+exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong use, or a bad variable
+example: te-graph-fixes run --required torchrun --nproc-per-node 8 pretrain_gpt.py
+"""
+FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher")
+OPTIONS = ("--required", "--check", "--check-strict", "--print-env")
+BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Become the program that ``arguments`` name; return an exit status only where that cannot be done."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "--", arguments))
+    command = list(arguments[len(options) :])
+    if command[:1] == ["--"]:
+        del command[0]
+    try:
+        settings = Settings.read()
+        if settings.only:
+            from ..decision import Decision
+
+            Decision.installed(settings)  # that a fix is named without one that it requires shows before the start
+        if list(arguments) == ["--print-env"]:
+            print_environment()
+            return 0
+        for option in options:
+            _obey(option)
+        _require_startable(command)
+    except ValueError as error:
+        if "--print-env" in arguments:
+            print("false")  # so that `eval` fails too
+        return _fail(BAD_USAGE, error)
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these at its start, and a program would inherit that
+        signal.signal(name, signal.SIG_DFL)
+    environ = {**os.environ, **variables()}
+    try:
+        if "--required" in options:
+            from .required import run
+
+            return run(command, environ)
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        return _fail(NOT_FOUND if missing else NOT_EXECUTABLE, f"cannot start {command[0]}: {error.strerror}")
+
+
+def _obey(option: str) -> None:
+    """Set the variable that asks for a check, if this option does; ValueError where it is not understood."""
+    name, equals, value = option.partition("=")
+    if option == "--print-env":
+        raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
+    if name in ("--check", "--check-strict"):
+        os.environ[VARIABLE] = (value if equals else "on") + (",strict" if name == "--check-strict" else "")
+        wanted = None
+        with contextlib.suppress(ValueError):
+            wanted = Options.parse(os.environ[VARIABLE])
+        if wanted is None:
+            raise ValueError(f"{option} is not understood; valid: {name}, {name}=N, {name}=N,layers=K")
+        if importlib.util.find_spec("transformer_engine") is None:
+            _fail(0, f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
+    elif option != "--required":
+        raise ValueError(f"unknown option {option}; {nearest([name, option], OPTIONS)}see te-graph-fixes run -h")
+
+
+def variables() -> dict[str, str]:
+    """PYTHONPATH with our folder at its front, and PYTHONWARNINGS with our module at its end."""
+    inherited = os.environ.get("PYTHONPATH")
+    entries = inherited.split(os.pathsep) if inherited else []  # an empty entry is the current folder
+    filters = [item for item in os.environ.get("PYTHONWARNINGS", "").split(",") if item and item != FILTER]
+    return {
+        "PYTHONPATH": os.pathsep.join([FOLDER, *(entry for entry in entries if entry != FOLDER)]),
+        "PYTHONWARNINGS": ",".join([*filters, FILTER]),
+    }
+
+
+def print_environment() -> None:
+    """Print how to set what activates the fixes, and that with which every process compares its TE with ours."""
+    import shlex
+
+    from ..decision import fingerprint, verdicts
+    from ..patching.source import Source, TENotFoundError
+
+    for name, value in variables().items():
+        print(f"export {name}={shlex.quote(value)}")
+    try:
+        source = Source.installed()
+    except TENotFoundError as error:
+        print(f"te-graph-fixes run: {EXPECT} is left out: {error}", file=sys.stderr)
+    else:
+        print(f"export {EXPECT}={shlex.quote(fingerprint(source.version, verdicts(source)))}")
+
+
+def _require_startable(command: Sequence[str]) -> None:
+    """Raise ValueError where there is no command, or a Python that does not run our ``sitecustomize``."""
+    if not command or not command[0]:
+        raise ValueError("no command; write for example: te-graph-fixes run python train.py")
+    if command[0].isdecimal():
+        raise ValueError(f"no program is called {command[0]}; write --check={command[0]} for the steps")
+    if option := _out_of_reach(command):
+        raise ValueError(
+            f"cannot reach {command[0]} {option}: drop {option}, or `import te_graph_fixes` in the program"
+        )
+
+
+def _out_of_reach(command: Sequence[str]) -> str:
+    """The option that keeps a Python from our ``sitecustomize``; "" if there is none."""
+    words = iter(command[1:] if re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])) else ())
+    for word in words:
+        options = re.fullmatch(r"-([a-zA-Z]*?)(?:([cmWX])(.*))?", word)
+        if word == "-" or options is None:
+            break
+        flags, last, value = options.groups()
+        if found := re.search("[EIS]", flags):
+            return f"-{found[0]}"
+        if last in ("c", "m"):
+            break
+        if last and not value:
+            next(words, None)
+    return ""
+
+
+def _fail(status: int, message: object) -> int:
+    print(f"te-graph-fixes run: {message}", file=sys.stderr)
+    return status

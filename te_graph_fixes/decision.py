@@ -1,0 +1,243 @@
+"""What a TransformerEngine's source says of every fix, what its version leads one to expect, and what is chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from packaging.version import InvalidVersion, Version
+
+from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, OLDEST, UNRECOGNIZED, Fix, Verdict
+from .fixes import CATALOGUE
+from .patching.installation import EngineError, Installation, compile_patches
+from .patching.source import Source, TENotFoundError, without_collections
+from .settings import EXPECT, Settings
+from .stamp import MADE, ChangedStampError, of_tree
+
+DISABLED = "disabled"
+ON_DISK = "corrected on disk by"
+
+
+@without_collections()
+def verdicts(source: Source) -> dict[str, Verdict]:
+    """The verdict of every fix on ``source``.
+
+    Where the version is known and older than `OLDEST`, every fix is ``unrecognized``. So is one whose feature is absent
+    though the version should have it: the feature may have moved.
+    """
+    if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
+        nothing = Verdict(NOT_APPLICABLE, "this TransformerEngine is without PyTorch: there is nothing to correct")
+        return dict.fromkeys(CATALOGUE, nothing)
+    if on_disk := _on_disk(source):
+        return on_disk
+    version = _parsed(source.version)
+    if version and version.release < Version(OLDEST).release:
+        advice = "upgrade it, or switch graphs off"
+        reason = f"version {source.version} is older than {OLDEST}, the oldest that is tested: {advice}"
+        return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, reason))
+    found = {fix.id: fix.verdict(source) for fix in CATALOGUE.values()}
+    for fix_id, verdict in found.items():
+        if verdict.verdict == NOT_APPLICABLE and version and _must_have_defect(version, CATALOGUE[fix_id]):
+            reason = f"TransformerEngine {source.version} should have this defect, but its feature was not found"
+            found[fix_id] = Verdict(UNRECOGNIZED, f"{reason}: {verdict.reason}")
+    return found
+
+
+def _on_disk(source: Source) -> dict[str, Verdict] | None:
+    """The verdicts on a TransformerEngine that this package has corrected on disk; None: it has not."""
+    try:
+        stamp = of_tree(source.location)
+    except ChangedStampError as error:
+        return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error)))
+    if stamp is None:
+        return None
+    by = f"te-graph-fixes {stamp.version}"
+    reasons = {
+        MADE: (NOT_NEEDED, f"{ON_DISK} {by}"),
+        NOT_NEEDED: (NOT_NEEDED, f"not needed, as {by} found when it corrected the rest on disk"),
+        NOT_APPLICABLE: (NOT_APPLICABLE, f"not applicable, as {by} found when it corrected the rest on disk"),
+    }
+    again = "take that back (`te-graph-fixes bake --undo`, or `patch -R`) and correct all at once"
+    left_out = UNRECOGNIZED, f"{by} has corrected this TransformerEngine on disk without it: {again}"
+    found = {fix: reasons.get(stamp.verdicts.get(fix, ""), left_out) for fix in CATALOGUE}
+    return {fix: Verdict(word, reason, stamped=True) for fix, (word, reason) in found.items()}
+
+
+def expected(fix: Fix, version: str | None) -> str | None:
+    """``applicable`` or ``not-needed``, by the version alone; None for a version that is unknown or not readable."""
+    if (parsed := _parsed(version)) is None:
+        return None
+    return APPLICABLE if fix.affects(parsed.release) else NOT_NEEDED
+
+
+def _parsed(version: str | None) -> Version | None:
+    try:
+        return Version(version or "")
+    except InvalidVersion:
+        return None
+
+
+def _must_have_defect(version: Version, fix: Fix) -> bool:
+    """Whether one expects the defect; before a release, in the release before it too."""
+    is_old = not version.is_prerelease or fix.affects((version.major, version.minor - 1))
+    return is_old and fix.affects(version.release)
+
+
+class Decision:
+    """What to do with one TransformerEngine (TE), which was read once: of each fix the verdict, and the decision.
+
+    ``verdicts`` are those of the source, ``decisions`` the same as they are acted upon, ``installation`` acts upon
+    them. What the settings leave out is ``disabled``, what cannot be applied ``unrecognized``. A fix whose requirement
+    is left out is left out too; ValueError, with the names of both, if it was asked for by name and the requirement
+    was not.
+    """
+
+    @without_collections()
+    def __init__(self, source: Source, settings: Settings, known: Mapping[str, Verdict] | None = None) -> None:
+        self.source, self.version, self.settings = source, source.version, settings
+        self.verdicts = verdicts(source) if known is None else known
+        self.targets = {name for verdict in self.verdicts.values() for name in verdict.targets}
+        self._failures: dict[str, str] = {}
+        self._build()
+        source.forget_trees()
+
+    @classmethod
+    def installed(cls, settings: Settings, early: Decision | None = None) -> Decision:
+        """That of the installed TE, ``early`` if it is; where there is none, it holds no shape that is known."""
+        try:
+            source = Source.installed()
+        except TENotFoundError as error:
+            return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error))))
+        return early if early and early.source == source else cls(source, settings)
+
+    def _build(self) -> None:
+        """Choose, and compile what is chosen: anew without the fixes by which that fails."""
+        wanted = self._wanted()
+        self.decisions = {fix_id: self._decide(fix_id, wanted) for fix_id in self.verdicts}
+        good = {i: verdict for i, verdict in self.decisions.items() if verdict.verdict not in (DISABLED, UNRECOGNIZED)}
+        try:
+            self.installation = Installation(self.source, good)
+        except Exception as error:  # one of ours must not reach the import of TE
+            self._failures |= self._unbuildable(error)
+            self._build()
+
+    def require_live(self) -> None:
+        """Choose anew without the fixes whose functions, to be changed or to be left alone, are not what is loaded."""
+        while refused := self.installation.not_as_in_file():
+            self._failures |= refused
+            self._build()
+
+    def _wanted(self) -> set[str]:
+        """The fixes that the settings ask for, some of them by what others require."""
+        wanted = set(filter(self.settings.wants, CATALOGUE))
+        if self.settings.with_required:
+            wanted = wanted.union(*map(with_required, wanted & _applicable(self.verdicts).keys()))
+        return wanted - self.settings.disable
+
+    def _decide(self, fix_id: str, wanted: Collection[str]) -> Verdict:
+        """The verdict on a fix, unless it is left out, has failed, or goes without what it requires."""
+        verdict = self.verdicts[fix_id]
+        if fix_id not in wanted:
+            reason = f"left out by the settings ({verdict.verdict} without them)"
+            return replace(verdict, verdict=DISABLED, reason=reason)
+        if fix_id in self._failures:
+            return replace(verdict, verdict=UNRECOGNIZED, reason=self._failures[fix_id])
+        for required in CATALOGUE[fix_id].requires if verdict.verdict == APPLICABLE else ():
+            word = self._decide(required, wanted).verdict
+            if word != APPLICABLE and self.verdicts[required].verdict not in (NOT_NEEDED, NOT_APPLICABLE):
+                if word == DISABLED:
+                    self._require_chosen(fix_id, required)
+                reason = f"it requires {required}, which is {word}: one without the other is wrong"
+                return replace(verdict, verdict=word, reason=reason)
+        return verdict
+
+    def _require_chosen(self, fix_id: str, required: str) -> None:
+        """Raise ValueError if the settings name a fix without what it requires."""
+        settings = self.settings
+        if settings.only is not None and not settings.with_required:
+            whole = ",".join(sorted(set().union(*map(with_required, settings.only))))
+            advice = f"leave {required} enabled" if required in settings.disable else f"write {whole}"
+            raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; {advice}")
+
+    def _unbuildable(self, error: Exception) -> dict[str, str]:
+        """The fixes by which compiling all ended in ``error``, with reasons: those that fail alone, or else all."""
+        errors = {}
+        for fix_id, verdict in self.to_apply.items():
+            try:
+                compile_patches(self.source, {fix_id: verdict})
+            except Exception as own:
+                errors[fix_id] = own
+        errors = errors or dict.fromkeys(self.to_apply or self.decisions, error)
+        return {fix_id: str(each) if isinstance(each, EngineError) else repr(each) for fix_id, each in errors.items()}
+
+    @property
+    def left_out(self) -> list[str]:
+        """The fixes that the settings leave out though this TE may need them."""
+        needed = [fix_id for fix_id, found in self.verdicts.items() if found.verdict in (APPLICABLE, UNRECOGNIZED)]
+        return [fix_id for fix_id in needed if self.decisions[fix_id].verdict == DISABLED]
+
+    @property
+    def refused(self) -> dict[str, list[str]]:
+        """The fixes that cannot be applied, by reason."""
+        found: dict[str, list[str]] = {}
+        for fix_id, verdict in self.decisions.items():
+            if verdict.verdict == UNRECOGNIZED:
+                found.setdefault(verdict.reason, []).append(fix_id)
+        return found
+
+    @property
+    def refusal(self) -> str:
+        """Why no fix at all can be applied; "" where some can."""
+        reason, ids = next(iter(self.refused.items()), ("", []))
+        return reason if len(ids) == len(CATALOGUE) else ""
+
+    @property
+    def to_apply(self) -> dict[str, Verdict]:
+        """The fixes that are chosen to be applied."""
+        return _applicable(self.decisions)
+
+    def reason(self, fix_id: str, unloaded: bool = False) -> str:
+        """Why a fix has its verdict; and that the published release of this version is otherwise, where it is.
+
+        Of a TE that is ``unloaded``, and stays so, a negative verdict is by the shape of the source alone.
+        """
+        verdict, version = self.decisions[fix_id], _parsed(self.version)
+        reason, is_defective = verdict.reason, verdict.verdict == APPLICABLE
+        if verdict.stamped:
+            return reason
+        if unloaded and verdict.verdict in (NOT_NEEDED, NOT_APPLICABLE):
+            reason = f"by shape: {reason}"
+        if version is None or verdict.verdict in (UNRECOGNIZED, DISABLED):
+            return reason
+        if is_defective == CATALOGUE[fix_id].affects(version.release):
+            return reason
+        published = "does not have" if is_defective else "has"
+        return f"{reason} (the published {version.base_version} {published} this defect)"
+
+
+def with_required(fix_id: str) -> set[str]:
+    """A fix with all that it requires, and that these require."""
+    return {fix_id}.union(*map(with_required, CATALOGUE[fix_id].requires))
+
+
+def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.verdict == APPLICABLE}
+
+
+def mismatch(decision: Decision, expected: str) -> str:
+    """What is different from the `fingerprint` that is ``expected``, or "" (nothing is, or nothing is expected)."""
+    theirs, ours = (set(text.split(",")) for text in (expected, fingerprint(decision.version, decision.verdicts)))
+    if not expected or theirs == ours:
+        return ""
+    has, has_here = (", ".join(sorted(more)) or "nothing more" for more in (theirs - ours, ours - theirs))
+    return (
+        f"TransformerEngine is not that of the other processes: {EXPECT} has {has}, this process has {has_here}; start "
+        "all of them in the same image"
+    )
+
+
+def fingerprint(version: str | None, found: Mapping[str, Verdict]) -> str:
+    """The version of TransformerEngine (TE) and the verdicts as one word, to compare TE on many machines by."""
+    words = {"te": version or "unknown"} | {fix_id: verdict.verdict for fix_id, verdict in sorted(found.items())}
+    return ",".join(f"{name}={word}" for name, word in words.items())

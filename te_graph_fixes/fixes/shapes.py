@@ -1,0 +1,69 @@
+"""What more than one fix looks for in the graph code of TransformerEngine (TE)."""
+
+from __future__ import annotations
+
+import ast
+from typing import cast
+
+from ..patching.source import Definition, Source, unrecognized
+
+MODULES = {
+    "linear": "Linear",
+    "layernorm_linear": "LayerNormLinear",
+    "layernorm_mlp": "LayerNormMLP",
+    "grouped_linear": "GroupedLinear",
+}
+"""The classes of layers, by their files."""
+
+
+def graph_capture(source: Source) -> Definition:
+    """The function that warms up, captures and puts together the graphed callables."""
+    return source.module("transformer_engine.pytorch.graph").definition("_make_graphed_callables")
+
+
+def graph_interface(source: Source) -> Definition:
+    """The public function in front of `graph_capture`."""
+    return source.module("transformer_engine.pytorch.graph").definition("make_graphed_callables")
+
+
+def lacks_parameter(function: Definition, name: str) -> bool:
+    """Whether a public function has no parameter ``name``, nor any way to take it."""
+    arguments = cast(ast.FunctionDef, function.node).args
+    if name in function.parameters:
+        return False
+    if arguments.kwarg or name in function.module.text:
+        raise unrecognized(f"a plain signature of {function.qualname}", function, "one that may take more")
+    return True
+
+
+def global_state(source: Source, field: str, earlier: str) -> str:
+    """How a field of TE's global FP8 state is written; up to 2.14 it is an attribute of the manager with that name."""
+    quantization = source.module("transformer_engine.pytorch.quantization")
+    manager = quantization.definition("FP8GlobalStateManager")
+    if manager.has("quantization_state = FP8GlobalState()"):
+        quantization.definition("FP8GlobalState").one(f"{field}: ANY_TYPE = ANY")
+        return f"FP8GlobalStateManager.quantization_state.{field}"
+    manager.one(f"{earlier} = ANY")
+    return f"FP8GlobalStateManager.{earlier}"
+
+
+def skip_flag_state(source: Source) -> str:
+    """What holds the skip flag while the program runs."""
+    flag = "skip_fp8_weight_update_tensor"
+    return global_state(source, flag, flag).removesuffix(f".{flag}")
+
+
+SHARE_DUMMIES = """
+@@ graph.py _make_graphed_callables
++from ._te_fused_wgrads import ReturnedGrads, dummy_wgrads, is_shared_dummy, share_dummies
+ visited_te_modules = ANY_EMPTY
+@@ (2 times)
+-with ..., _graph_context_wrapper(bwd_graph, ...):
++with dummy_wgrads(static_input_surface) as dummies, ..., _graph_context_wrapper(bwd_graph, ...):
+     ...
+@@ (2 times)
+ static_grad_inputs = tuple(static_grad_inputs)
++if is_training:
++    static_grad_inputs = share_dummies(static_grad_inputs, static_input_surface, dummies)
+"""
+"""The patch by which a graph returns the dummy of a wgrad that is in ``main_grad`` as TE's shared one."""

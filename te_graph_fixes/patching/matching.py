@@ -1,0 +1,282 @@
+"""Patterns: Python text that is looked for by its syntax, so that layout and comments do not matter.
+
+In a pattern
+
+- ``ANY`` is any expression, ``ANY_NAME`` too; where the same name comes again it is the same text;
+- ``...`` is any number of statements, arguments, parameters, or items of a tuple or a ``with`` (``*ANY`` where Python
+  wants a target); ``ANY_NAME: ...`` is at least one statement;
+- the keywords of a call are in any order; where ``...`` is last there are any others, as for parameters of a ``def``;
+- a ``def`` without decorators, result or annotations has any of them.
+
+Statements of a pattern are adjacent, and a block in it is whole; whatever else may stand there is ``...``. A pattern
+that fits in two ways is found twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from keyword import kwlist
+from typing import Any, TypeAlias
+
+from .tree import BLOCKS, Node, extent, first_name
+
+Bindings: TypeAlias = "dict[Any, Any]"
+
+START, END = 0, 1
+WORD = re.compile(r"[^\W\d]\w*")
+_STRING_OR_COMMENT = re.compile(r""""[^"\n]*"|'[^'\n]*'|#.*""")
+NO_SYNTAX = {"ctx", "kind", "type_comment"}
+
+
+class StatementRun(ast.stmt):
+    """Consecutive statements as one node."""
+
+    _fields = ("body",)
+
+    def __init__(self, body: Sequence[ast.stmt]) -> None:
+        ast.copy_location(self, body[0])
+        self.end_lineno, self.end_col_offset = body[-1].end_lineno, body[-1].end_col_offset
+        self.body = list(body)
+
+
+class Match(dict[Any, Any]):
+    """What a pattern matched: the ``node``, and by name what stands where the pattern has ``ANY_NAME``.
+
+    For a `located` node of the pattern there is, by that node and a side, the node that begins or ends there.
+    """
+
+    node: Node
+
+
+class Pattern:
+    """A pattern, parsed when it is first needed."""
+
+    def __init__(self, text: str, parse: Callable[[], Sequence[ast.stmt]]) -> None:
+        self._text, self._parse = text, parse
+
+    @classmethod
+    @cache
+    def of(cls, text: str) -> Pattern:
+        text = textwrap.dedent(text)
+        return cls(text, lambda: ast.parse(as_python(text)).body)
+
+    @cached_property
+    def nodes(self) -> list[Any]:
+        """The statements, or an expression that stands alone."""
+        nodes = self._parse()
+        return [nodes[0].value] if len(nodes) == 1 and isinstance(nodes[0], ast.Expr) else [*nodes]
+
+    @property
+    def kinds(self) -> tuple[type[ast.AST], ...]:
+        """The types of nodes that it may begin with."""
+        kind = type(self.nodes[0])
+        return (ast.Assign, ast.AnnAssign) if kind is ast.Assign else (kind,)
+
+    @cached_property
+    def first_name(self) -> str:
+        """The name with which each match begins; "" where that may be any, or none."""
+        name = first_name(self.nodes[0])
+        return "" if name.startswith("ANY") else name
+
+    def __str__(self) -> str:
+        return " ".join(self._text.split())
+
+    def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
+        """Each way in which the pattern fits where a node stands."""
+        following = siblings[number:]
+        for bindings, rest in self._match_sequence(self.nodes, following, {}):
+            matched = following[: len(following) - len(rest)]
+            match = Match(bindings)
+            match.node = matched[0] if len(matched) == 1 else StatementRun(matched)
+            yield match
+
+    def _match_sequence(
+        self, wanted: list[Any], found: list[Any], bindings: Bindings
+    ) -> Iterator[tuple[Bindings, list[Any]]]:
+        """Each way in which ``found`` can begin with the nodes ``wanted``: what is bound then, and what is left."""
+        if not wanted:
+            yield bindings, found
+            return
+        first, *rest = wanted
+        if is_gap(first):
+            for length in range(len(found) + 1):
+                yield from self._match_sequence(rest, found[length:], _bind_gap(first, found, length, bindings))
+        elif is_named_gap(first):
+            for length in range(1, len(found) + 1):
+                bound = {**bindings, first.target.id: StatementRun(found[:length])}
+                yield from self._match_sequence(rest, found[length:], bound)
+        elif found:
+            for bound in self._match(first, found[0], bindings):
+                yield from self._match_sequence(rest, found[1:], bound)
+
+    def _match(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
+        """Each way in which ``found`` matches, as what was bound before and by it."""
+        if isinstance(wanted, list) and isinstance(found, list):
+            return [bound for bound, rest in self._match_sequence(wanted, found, bindings) if not rest]
+        if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
+            ways = _match_any(wanted.id, found, bindings)
+        elif isinstance(wanted, ast.Assign) and isinstance(found, ast.AnnAssign):
+            ways = self._match_parts(wanted, without_annotation(found), bindings)
+        elif type(wanted) is not type(found):
+            return []
+        elif isinstance(wanted, ast.AST):
+            ways = self._match_parts(wanted, found, bindings)
+        else:
+            return [bindings] if wanted == found else []
+        if hasattr(wanted, "is_located"):
+            return [{**bound, (wanted, START): found, (wanted, END): found} for bound in ways]
+        return ways
+
+    def _match_parts(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
+        ignored = _ignored_parts(wanted)
+        ways = [bindings]
+        for part in _in_order(wanted._fields):
+            if ways and part not in NO_SYNTAX and part not in ignored:
+                ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
+                ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
+        if isinstance(wanted, ast.Call):
+            return [bound for known in ways for bound in self._match_keywords(wanted, found, known)]
+        if ignored and isinstance(wanted, ast.arguments):
+            return self._match_parameters(wanted, found, bindings)
+        return ways
+
+    def _match_keywords(self, wanted: ast.Call, found: ast.Call, bindings: Bindings) -> list[Bindings]:
+        """Each way in which the keywords match, in any order; of a call that has ``...``, those that are named."""
+        given = {keyword.arg: keyword for keyword in found.keywords}
+        ways = [bindings]
+        if wanted.args and is_gap(wanted.args[-1]):
+            ways = [_bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
+        elif len(given) != len(wanted.keywords):
+            return []
+        for keyword in wanted.keywords:
+            ways = [bound for known in ways for bound in self._match(keyword, given.get(keyword.arg), known)]
+        return ways
+
+    def _match_parameters(self, wanted: ast.arguments, found: ast.arguments, bindings: Bindings) -> list[Bindings]:
+        """Each way in which parameters match that have ``...``, with the defaults of those that are named."""
+        ours, theirs = _defaults(wanted), _defaults(found)
+        ours.pop("ANY", None)
+        everything = [*found.args, *filter(None, theirs.values())]
+        return [
+            _bind_end(wanted.args[-1], everything, bound)
+            for known, rest in self._match_sequence(wanted.args, found.args + found.kwonlyargs, bindings)
+            if not rest
+            for bound in self._match([*ours.values()], [theirs.get(name) for name in ours], known)
+        ]
+
+
+def words(text: str) -> set[str]:
+    """The words that stand in whatever a pattern matches."""
+    code = _STRING_OR_COMMENT.sub(" ", text)
+    return {word for word in WORD.findall(code) if not word.startswith("ANY")}.difference(kwlist)
+
+
+def as_python(text: str) -> str:
+    """The text of a pattern with ``...`` replaced where Python does not take it."""
+    return re.sub(r"\bdef \w+\([^)]*\)", _name_parameters, text)
+
+
+def _name_parameters(head: re.Match[str]) -> str:
+    """The head of a function with ``ANY`` for ``...``."""
+    before, *others = head.group().split("...")
+    for text in others:
+        before += ("ANY=0" if "=" in before else "ANY") + text
+    return before
+
+
+def located(node: Any) -> Any:
+    """Let matches say what a node of a pattern has matched."""
+    node.is_located = True
+    return node
+
+
+def is_gap(node: Any) -> bool:
+    """Whether a part of a pattern stands for any number of statements, arguments, parameters or contexts."""
+    match node:
+        case ast.Expr(value=part) | ast.withitem(context_expr=part):
+            return is_gap(part)
+        case ast.Constant(value=value):
+            return value is ...
+        case ast.Starred(value=ast.Name(id="ANY")) | ast.arg(arg="ANY"):
+            return True
+    return False
+
+
+def is_named_gap(node: Any) -> bool:
+    """Whether a part of a pattern is ``ANY_NAME: ...``."""
+    return isinstance(node, ast.AnnAssign) and is_gap(node.annotation)
+
+
+def first_of(node: Any) -> Any:
+    """The node itself; of a part of a ``with``, which has no position, what it enters."""
+    return getattr(node, "context_expr", node)
+
+
+def last_of(node: Any) -> Any:
+    """The node itself; of a part of a ``with``, what its text ends with."""
+    return getattr(node, "optional_vars", None) or first_of(node)
+
+
+def _bind_gap(gap: Any, found: list[Any], length: int, bindings: Bindings) -> Bindings:
+    """What is bound where a gap stands for the first ``length`` of these nodes: where the gap starts, and ends.
+
+    It starts with the first node, which is the next one where there is nothing in the gap.
+    """
+    gap = first_of(gap)
+    if not hasattr(gap, "is_located"):
+        return bindings
+    starts = {(gap, START): first_of(found[0])} if found else {}
+    ends = {(gap, END): last_of(found[length - 1])} if length else {}
+    return {**bindings, **starts, **ends}
+
+
+def _match_any(name: str, found: Any, bindings: Bindings) -> list[Bindings]:
+    if not isinstance(found, ast.expr) or isinstance(found, ast.Starred):
+        return []
+    if name == "ANY":
+        return [bindings]
+    known = bindings.get(name, found)
+    is_same = known is found or ast.unparse(known) == ast.unparse(found)
+    return [{name: found, **bindings}] if is_same else []
+
+
+def without_annotation(node: Any) -> Any:
+    """The node itself; of a variable that is set and annotated, the same without the annotation."""
+    if isinstance(node, ast.AnnAssign) and node.value:
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+    return node
+
+
+@cache
+def _in_order(parts: tuple[str, ...]) -> list[str]:
+    """The parts of a node as they are compared: what is most often the same comes late, and blocks come last."""
+    backwards = parts[::-1]
+    return sorted(backwards, key=BLOCKS.__contains__)
+
+
+def _ignored_parts(wanted: Any) -> Sequence[str]:
+    """The parts of a node that need not be the same."""
+    if isinstance(wanted, ast.Call):
+        return ("keywords",)
+    if isinstance(wanted, ast.FunctionDef):
+        return [part for part in ("decorator_list", "returns") if not getattr(wanted, part)]
+    if isinstance(wanted, ast.arguments) and any(map(is_gap, wanted.args)):
+        return wanted._fields
+    return ("annotation",) if isinstance(wanted, ast.arg) and wanted.annotation is None else ()
+
+
+def _bind_end(gap: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
+    """What is bound where a list ends in a located gap: what is added behind ``...`` comes behind all these nodes."""
+    if not (nodes and is_gap(gap) and hasattr(gap, "is_located")):
+        return bindings
+    return {**bindings, (gap, END): max(nodes, key=extent)}
+
+
+def _defaults(arguments: ast.arguments) -> dict[str, ast.expr | None]:
+    by_place = zip(reversed(arguments.args), reversed(arguments.defaults), strict=False)
+    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return {parameter.arg: default for parameter, default in (*by_place, *by_name)}

@@ -1,0 +1,324 @@
+"""TransformerEngine as source text: find it, parse it, match shapes in it, edit it.
+
+Nothing here imports torch or TransformerEngine (TE). The same classes serve an installed TE and a source tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import io
+import os
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from .matching import Match, Pattern
+from .tree import Node, Slot, extent, first_line, first_name, slots_in
+
+TE = "transformer_engine"
+_NEVER = 1_000_000_007
+_DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
+
+
+class TENotFoundError(Exception):
+    """There is no TransformerEngine where it was looked for."""
+
+
+class UnrecognizedError(Exception):
+    """A fix did not find the shape that it looks for, so it must not touch this source."""
+
+
+def unrecognized(wanted: str, place: object, found: str = "none") -> UnrecognizedError:
+    """The error to raise where ``wanted`` is not in ``place``: a `Definition`, or a path."""
+    return UnrecognizedError(f"looked for {wanted} in {place}, found {found}")
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Put off the collection of garbage, slow next to torch's objects; what another thread sets meanwhile stays."""
+    before = gc.get_threshold()
+    gc.set_threshold(_NEVER, *before[1:])
+    try:
+        yield
+    finally:
+        if gc.get_threshold()[0] == _NEVER:
+            gc.set_threshold(*before)
+
+
+class Edit(NamedTuple):
+    """Replace the characters ``start`` to ``end`` of ``module``'s source by ``text``."""
+
+    module: str
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """One TE: its package folder (or zip entry) and the version that its metadata names."""
+
+    location: str
+    version: str | None
+    _modules: dict[str, ModuleSource | None] = field(default_factory=dict, init=False, compare=False)
+
+    @classmethod
+    def installed(cls) -> Source:
+        """The TE that ``import transformer_engine`` would find; raises `TENotFoundError`."""
+        with contextlib.suppress(ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
+            spec = importlib.util.find_spec(TE)
+            for location in (spec and spec.submodule_search_locations) or ():
+                return cls(location, _version(os.path.dirname(location)))
+        found = f"in sys.modules is a stand-in ({type(sys.modules.get(TE)).__name__}) without files"
+        raise TENotFoundError(f"{TE} {found if TE in sys.modules else 'is not installed in this interpreter'}")
+
+    @classmethod
+    def at(cls, folder: str | Path) -> Source:
+        """The TE in ``folder``: a site-packages folder, a checkout, or the package folder itself."""
+        root = Path(os.path.abspath(folder))
+        for package in (root, root / TE) if str(folder) else ():
+            if package.name == TE and (package / "__init__.py").is_file():
+                return cls(str(package), _version(str(package.parent)))
+        raise TENotFoundError(f"no {TE} package in {str(folder)!r}: expected {root / TE}/__init__.py")
+
+    def find(self, name: str) -> ModuleSource | None:
+        """The source of module ``name``, or None where this TE has no such module."""
+        if name not in self._modules:
+            self._modules[name] = self._read(name)
+        return self._modules[name]
+
+    def module(self, name: str) -> ModuleSource:
+        """The source of module ``name``; raises `UnrecognizedError` where there is none."""
+        if (found := self.find(name)) is None:
+            raise unrecognized(f"module {name}", self.location)
+        return found
+
+    @property
+    def read(self) -> list[str]:
+        """The modules that were looked at."""
+        return sorted(name for name, module in self._modules.items() if module)
+
+    def forget_trees(self) -> None:
+        """Let the syntax trees go, which are large; what is asked for again is parsed again."""
+        for name, module in self._modules.items():
+            if module:
+                module.found.clear()  # a definition holds its module
+                self._modules[name] = replace(module)
+
+    def _read(self, name: str) -> ModuleSource | None:
+        parent = os.path.join(self.location, *name.split(".")[1:-1])
+        spec = importlib.machinery.PathFinder.find_spec(name, [parent])
+        if spec is None or spec.loader is None:
+            return None
+        path = spec.origin or name
+        if not path.endswith(".py"):
+            raise UnrecognizedError(f"{name} in {self.location} has no source text (only bytecode)")
+        try:
+            data = cast(importlib.machinery.SourceFileLoader, spec.loader).get_data(path)
+            text = importlib.util.decode_source(data)
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
+        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n")
+
+
+def _version(folder: str) -> str | None:
+    """The version of the TE in ``folder`` by the metadata beside it, or by the VERSION.txt of a checkout."""
+    for name in _DISTRIBUTIONS:
+        for distribution in importlib.metadata.distributions(name=name, path=[folder]):
+            with contextlib.suppress(Exception):  # METADATA is unreadable, not UTF-8, without a version
+                if distribution.version:
+                    return distribution.version
+    with contextlib.suppress(OSError):
+        return Path(folder, "build_tools", "VERSION.txt").read_text("utf-8", "replace").strip()
+    return None
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """The text of one module, as Python reads it, and the functions and classes in it.
+
+    ``newline`` is the line break of the file, ``found`` what `find` has found.
+    """
+
+    name: str
+    path: str
+    text: str
+    newline: str = "\n"
+    found: dict[str, Definition | None] = field(default_factory=dict, init=False, compare=False)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        try:
+            return ast.parse(self.text, self.path)
+        except (SyntaxError, ValueError) as error:  # ValueError: Python 3.10 for null bytes
+            raise UnrecognizedError(f"cannot parse {self.path}: {error}") from error
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The character offset at which each line starts, by its number, and last that of the text's end."""
+        return [0, 0, *accumulate(map(len, io.StringIO(self.text)))]
+
+    def line(self, number: int) -> str:
+        """A line, with its line break, as Python counts them."""
+        return self.text[self.starts[number] : self.starts[number + 1]]
+
+    @cached_property
+    def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+        """Every class and function at module or class level, by qualified name; ambiguous names are left out."""
+        found = defaultdict[str, list[ast.FunctionDef | ast.ClassDef]](list)
+        pending = [("", self.tree.body)]
+        for prefix, body in pending:
+            for node in body:
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                    found[prefix + node.name].append(node)
+                    pending += [(f"{prefix}{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
+        return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
+
+    def find(self, qualname: str) -> Definition | None:
+        """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
+        if qualname not in self.found:
+            node = self.definitions.get(qualname)
+            self.found[qualname] = Definition(self, qualname, node) if node else None
+        return self.found[qualname]
+
+    def definition(self, qualname: str) -> Definition:
+        """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
+        if (found := self.find(qualname)) is None:
+            raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
+        return found
+
+    def span(self, node: Any) -> tuple[int, int]:
+        """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
+        (first, column), (last, end_column) = extent(node)
+        start, end = self.line(first).encode()[:column], self.line(last).encode()[:end_column]
+        return self.starts[first] + len(start.decode()), self.starts[last] + len(end.decode())
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One function or class, with the means to look for shapes in it and to edit them.
+
+    What is looked for is a `matching.Pattern`, or its text. The methods that return an `Edit` dedent
+    their ``text`` and indent it as the node that it stands for; one line break at either end of it does not count.
+    """
+
+    module: ModuleSource
+    qualname: str
+    node: ast.FunctionDef | ast.ClassDef
+    _inner: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
+
+    @cached_property
+    def slots(self) -> Mapping[tuple[type, str], list[Slot]]:
+        """All nodes in it, itself included, by their type and `first_name`, and by their type and ""."""
+        found = defaultdict[tuple[type, str], list[Slot]](list)
+        for slot in slots_in(self.node):
+            for name in {"", first_name(slot.node)}:
+                found[type(slot.node), name].append(slot)
+        return found
+
+    def matches(self, pattern: str | Pattern) -> list[Match]:
+        """Every statement, run of statements or expression here that matches, in order."""
+        pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
+        found: dict[object, Match] = {}
+        for slot in (slot for kind in pattern.kinds for slot in self.slots[kind, pattern.first_name]):
+            for match in pattern.match(slot.siblings, slot.number):
+                found[tuple(map(extent, (match.node, *match.values())))] = match
+        return sorted(found.values(), key=lambda match: extent(match.node))
+
+    def all(self, pattern: str) -> list[Node]:
+        """The nodes of the `matches`."""
+        return [match.node for match in self.matches(pattern)]
+
+    def has(self, pattern: str | Pattern) -> bool:
+        """Whether the pattern matches at least once."""
+        return bool(self.matches(pattern))
+
+    def one(self, pattern: str) -> Node:
+        """The node of the only match; raises `UnrecognizedError` if there is none, or more."""
+        return self.exactly(1, pattern)[0].node
+
+    def exactly(self, count: int, pattern: str | Pattern) -> list[Match]:
+        """The matches; raises `UnrecognizedError` unless there are as many as ``count``."""
+        found = self.matches(pattern)
+        if len(found) != count:
+            times = "once" if count == 1 else f"{count} times"
+            lines = f" (lines {', '.join(str(match.node.lineno) for match in found)})" if found else ""
+            raise unrecognized(
+                f"`{' '.join(str(pattern).split())}` exactly {times}", self, f"it {len(found)} times{lines}"
+            )
+        return found
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of this function's parameters."""
+        arguments = cast(ast.FunctionDef, self.node).args
+        return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
+
+    def inner(self, name: str) -> Definition:
+        """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
+        if name not in self._inner:
+            nodes = [slot.node for slot in (*self.slots[ast.FunctionDef, name], *self.slots[ast.ClassDef, name])]
+            found = [node for node in nodes if node is not self.node]
+            if len(found) != 1:
+                raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
+            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", found[0])
+        return self._inner[name]
+
+    def text(self, node: Node) -> str:
+        """The source text of ``node``."""
+        return self.module.text[slice(*self.module.span(node))]
+
+    def replace(self, node: Node, text: str) -> Edit:
+        """Put ``text`` in the place of ``node``."""
+        if isinstance(node, ast.stmt):
+            self.whole_lines(node)
+        return Edit(self.module.name, *self.module.span(node), self._indented(node, text).lstrip())
+
+    def insert_before(self, node: Node, text: str) -> Edit:
+        """Put the statements ``text`` on lines of their own before the statement ``node``."""
+        start, _ = self.whole_lines(node)
+        return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
+
+    def insert_after(self, node: Node, text: str) -> Edit:
+        """Put the statements ``text`` on lines of their own after the statement ``node``."""
+        _, end = self.whole_lines(node)
+        return Edit(self.module.name, end, end, self._indented(node, text) + "\n")
+
+    def delete(self, node: Node) -> Edit:
+        """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
+        _, end = self.whole_lines(node)
+        first = first_line(node)
+        while self.module.line(first - 1).strip().startswith("#"):
+            first -= 1
+        return Edit(self.module.name, self.module.starts[first], end, "")
+
+    def whole_lines(self, node: Node) -> tuple[int, int]:
+        """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
+        text, (start, end) = self.module.text, self.module.span(node)
+        if getattr(node, "decorator_list", None):
+            start = self.module.starts[first_line(node)]
+        first, last = self.module.starts[first_line(node)], self.module.starts[cast(int, node.end_lineno) + 1]
+        if text[first:start].strip() or text[end:last].partition("#")[0].strip():
+            raise unrecognized("a statement on lines of its own", self, f"`{text[first:last].strip()}`")
+        return first, last
+
+    def _indented(self, node: Node, text: str) -> str:
+        line = self.module.line(node.lineno)
+        indent = line[: len(line) - len(line.lstrip(" \t"))]
+        text = text.removeprefix("\n").removesuffix("\n")
+        lines = (textwrap.dedent(text) if text[:1].isspace() else text).split("\n")
+        return "\n".join(indent + line if line.strip() else "" for line in lines)

@@ -1,0 +1,971 @@
+"""The life cycle of the package, in child processes, on a stand-in for TransformerEngine (TE) with fixes of its own.
+
+The stand-in holds a few functions under TE's module names, and the copy of te_graph_fixes beside it a catalogue for
+them. So every order of events is cheap to try and needs no torch. `test_lifecycle.py` does it with TE itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import te_graph_fixes
+
+TE = {
+    "transformer_engine/__init__.py": """
+        import os
+        try:
+            from . import pytorch
+        except ImportError as error:
+            if not os.environ.get("SWALLOW"):
+                raise
+    """,
+    "transformer_engine/pytorch/__init__.py": """
+        import os, time
+        if os.environ.get("FAIL_AT") == "start":
+            raise ImportError("no CUDA")
+        from transformer_engine.pytorch.graph import capture
+        time.sleep(float(os.environ.get("SLOW", 0)))
+        if os.environ.get("FIXES_AT") == "middle":
+            import te_graph_fixes
+        from transformer_engine.pytorch.linear import Linear
+        if os.environ.get("FIXES_AT") == "end":
+            import te_graph_fixes
+        if os.environ.get("FAIL_AT") == "end":
+            raise ImportError("no CUDA")
+    """,
+    "transformer_engine/pytorch/graph.py": """
+        def capture(x):
+            \"\"\"The docstring.\"\"\"
+            def inner():
+                result = "wrong"
+                return result
+            return inner(), x
+    """,
+    "transformer_engine/pytorch/linear.py": """
+        import os
+        if os.environ.get("FAIL_AT") == "linear":
+            raise ImportError("no CUDA")
+        class Linear:
+            def forward(self, x):
+                flag = "wrong"
+                return flag, x
+    """,
+    "transformer_engine-2.12.0+vendor.dist-info/METADATA": """
+        Metadata-Version: 2.1
+        Name: transformer_engine
+        Version: 2.12.0+vendor
+    """,
+}
+
+FIX = """
+    '''``{module}``: summary.\n\nUpstream: https://link'''
+    from ..fix import Fix, applicable, not_needed
+    from ..patching.source import UnrecognizedError
+
+    def examine(source):
+        found = source.module("transformer_engine.pytorch.{module}").definition("{function}")
+        if found.has('{name} = "right"'):
+            return not_needed("right already")
+        return applicable("it is wrong", [found.replace(found.one('{name} = "wrong"'), '{name} = "right"')])
+
+    FIX = Fix("symptom", examine, requires={requires})
+"""
+
+CATALOGUE = {
+    "graph": {"module": "graph", "function": "capture", "name": "result", "requires": ("linear",)},
+    "linear": {"module": "linear", "function": "Linear.forward", "name": "flag", "requires": ()},
+}
+
+PRELUDE = """
+import importlib.machinery, logging, os, sys, threading, time, warnings
+logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout, level="INFO")
+logging.captureWarnings(True)
+warnings.simplefilter("always")
+
+def results():
+    import transformer_engine.pytorch as te
+    return te.capture(1) + te.Linear().forward(2)
+
+RIGHT, WRONG = ("right", 1, "right", 2), ("wrong", 1, "wrong", 2)
+
+def statuses():
+    import te_graph_fixes
+    return {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
+
+APPLIED = {"graph": "applied", "linear": "applied"}
+
+def attempt(function, *args):
+    try:
+        return function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def purge():
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+"""
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        lines = text.strip("\n").splitlines()
+        indent = len(lines[0]) - len(lines[0].lstrip())
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(line[indent:] + "\n" for line in lines))
+
+
+class World:
+    """A folder to run programs in, with a TE and with te_graph_fixes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        original = Path(te_graph_fixes.__file__).parent
+        shutil.copytree(original, folder / "te_graph_fixes", ignore=shutil.ignore_patterns("__pycache__", "fixes"))
+        (folder / "te_graph_fixes" / "fixes").mkdir()
+        shutil.copy(original / "fixes" / "__init__.py", folder / "te_graph_fixes" / "fixes")
+        write(folder, TE)
+        write(folder, {f"te_graph_fixes/fixes/{name}.py": FIX.format(**record) for name, record in CATALOGUE.items()})
+
+    def run(self, program: str, *options: str, **environment: str) -> str:
+        """What a program prints; it must end well."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
+        done = subprocess.run(
+            [sys.executable, *options, "-c", PRELUDE + program],
+            cwd=self.folder,
+            env={**inherited, "PYTHONPATH": str(self.folder), **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def own_world(tmp_path: Path) -> World:
+    """A world that the test may change."""
+    return World(tmp_path)
+
+
+ORDERS = {
+    "before TE": "import te_graph_fixes",
+    "after TE": "import transformer_engine.pytorch; import te_graph_fixes",
+    "after the names were taken": """
+from transformer_engine.pytorch import Linear, capture
+held = Linear()
+import te_graph_fixes
+assert capture(1) + held.forward(2) == RIGHT
+""",
+    "after one module of TE": "import transformer_engine.pytorch.graph; import te_graph_fixes",
+    "before one module of TE": "import te_graph_fixes; import transformer_engine.pytorch.linear",
+    "in a thread": """
+thread = threading.Thread(target=lambda: importlib.import_module("te_graph_fixes"))
+thread.start(); thread.join()
+""",
+    "in a thread, after TE": """
+import transformer_engine.pytorch
+thread = threading.Thread(target=lambda: importlib.import_module("te_graph_fixes"))
+thread.start(); thread.join()
+""",
+    "while another thread imports TE": """
+os.environ["SLOW"] = "0.3"
+started = threading.Event()
+def te():
+    started.set()
+    importlib.import_module("transformer_engine.pytorch")
+thread = threading.Thread(target=te)
+thread.start(); started.wait()
+while "transformer_engine.pytorch.graph" not in sys.modules: pass
+import te_graph_fixes
+thread.join()
+""",
+    "while another thread has found TE and not begun it": """
+found = threading.Event()
+class Loader(importlib.machinery.SourceFileLoader):
+    def create_module(self, spec):
+        found.set()
+        while type(sys.meta_path[0]).__name__ != "Finder": time.sleep(0.01)
+        time.sleep(0.3)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformer_engine.pytorch" and not found.is_set():
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            spec.loader = Loader(name, spec.origin)
+            return spec
+sys.meta_path.insert(0, Finder())
+thread = threading.Thread(target=importlib.import_module, args=("transformer_engine.pytorch",))
+thread.start(); found.wait()
+import te_graph_fixes
+thread.join()
+""",
+    "many threads at once": """
+os.environ["SLOW"] = "0.1"
+names = ["transformer_engine.pytorch", "te_graph_fixes", "transformer_engine.pytorch.linear"] * 5
+threads = [threading.Thread(target=importlib.import_module, args=(name,)) for name in names]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""",
+    "from inside of TE": "os.environ['FIXES_AT'] = 'middle'; import transformer_engine.pytorch",
+    "from inside of TE, after the last target": "os.environ['FIXES_AT'] = 'end'; import transformer_engine.pytorch",
+    "twice": "import te_graph_fixes; importlib.import_module('te_graph_fixes'); import te_graph_fixes.activation",
+    "reloaded before TE": "import te_graph_fixes; importlib.reload(te_graph_fixes)",
+    "reloaded after TE": "import te_graph_fixes, transformer_engine.pytorch; importlib.reload(te_graph_fixes)",
+    "TE reloaded module by module": """
+import te_graph_fixes, transformer_engine.pytorch as te
+for name in ("graph", "linear"):
+    importlib.reload(sys.modules["transformer_engine.pytorch." + name])
+    importlib.reload(te)
+    assert results() == RIGHT, name
+    assert statuses() == APPLIED
+""",
+    "TE imported anew": "import te_graph_fixes, transformer_engine.pytorch; purge()",
+    "activated twice": "import te_graph_fixes; te_graph_fixes.activate(); results(); te_graph_fixes.activate()",
+    "the order of finders changed": """
+import te_graph_fixes
+sys.meta_path.append(sys.meta_path.pop(0)); sys.meta_path.insert(0, sys.meta_path.pop())
+""",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_imports_does_not_matter(world: World, order: str) -> None:
+    world.run(ORDERS[order] + "\nassert results() == RIGHT, results()\nassert statuses() == APPLIED, statuses()\n")
+
+
+@pytest.mark.parametrize("options", [["-O"], ["-OO"], ["-B"], ["-X", "importtime"]], ids=" ".join)
+def test_under_any_option_of_the_interpreter(world: World, options: list[str]) -> None:
+    world.run("import te_graph_fixes\nassert results() == RIGHT\nassert statuses() == APPLIED\n", *options)
+
+
+@pytest.mark.parametrize("place", ["start", "linear", "end"])
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_an_import_of_te_that_fails_is_corrected_when_retried(world: World, place: str, swallowed: bool) -> None:
+    world.run(
+        f"""
+import te_graph_fixes
+os.environ["FAIL_AT"] = {place!r}
+for _ in range(2):
+    found = attempt(importlib.import_module, "transformer_engine")
+    assert {swallowed} or found == "ImportError: no CUDA", found
+    sys.modules.pop("transformer_engine", None)
+del os.environ["FAIL_AT"]
+assert results() == RIGHT
+assert statuses() == APPLIED
+""",
+        SWALLOW="1" if swallowed else "",
+    )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="there is a TE in this environment"
+)
+def test_without_te(own_world: World) -> None:
+    shutil.rmtree(own_world.folder / "transformer_engine")
+    own_world.run("""
+import te_graph_fixes
+assert statuses() == {"graph": "pending", "linear": "pending"}
+assert te_graph_fixes.report().te_version is None
+assert te_graph_fixes.report().fixes["graph"].reason == "TransformerEngine is not installed"
+for _ in range(2):
+    assert attempt(importlib.import_module, "transformer_engine.pytorch").startswith("ModuleNotFoundError")
+""")
+
+
+def test_importing_it_imports_neither_te_nor_what_is_slow(world: World) -> None:
+    world.run("""
+import te_graph_fixes
+te_graph_fixes.report()
+loaded = {name.split(".")[0] for name in sys.modules}
+assert not loaded & {"torch", "transformer_engine", "wrapt", "numpy"}
+""")
+
+
+SEQUENCES = ["".join(parts) for length in (1, 2, 3, 4) for parts in itertools.product("adir", repeat=length)]
+
+
+def test_activating_and_deactivating_in_any_order(world: World) -> None:
+    world.run(f"""
+import te_graph_fixes
+for sequence in {SEQUENCES}:
+    te_graph_fixes.deactivate()
+    purge()
+    active, imported = False, None
+    for event in sequence:
+        if event == "a":
+            te_graph_fixes.activate()
+            active = True
+        elif event == "d":
+            te_graph_fixes.deactivate()
+            active = False
+        elif event == "i":
+            imported = importlib.import_module("transformer_engine.pytorch")
+        elif imported:
+            importlib.reload(sys.modules["transformer_engine.pytorch.graph"])
+            importlib.reload(sys.modules["transformer_engine.pytorch.linear"])
+            importlib.reload(imported)
+        if imported:
+            assert results() == (RIGHT if active else WRONG), (sequence, event)
+    assert sys.meta_path.count(te_graph_fixes.activation._activation._finder) == active, sequence
+    expected = {{"applied" if imported else "pending"}} if active else {{"reverted", "disabled"}}
+    assert set(statuses().values()) <= expected, (sequence, statuses())
+""")
+
+
+def test_a_queued_hook_does_not_outlive_deactivate(world: World) -> None:
+    world.run("""
+import te_graph_fixes
+finders = list(sys.meta_path)[1:]
+te_graph_fixes.deactivate()
+assert sys.meta_path == finders
+assert results() == WRONG
+te_graph_fixes.deactivate()
+assert statuses() == {"graph": "disabled", "linear": "disabled"}
+te_graph_fixes.activate()
+assert results() == RIGHT
+te_graph_fixes.deactivate()
+assert results() == WRONG
+assert statuses() == {"graph": "reverted", "linear": "reverted"}
+""")
+
+
+def test_modules_keep_their_own_loader(world: World) -> None:
+    world.run("""
+import inspect, pickle, te_graph_fixes, transformer_engine.pytorch as te
+for name in ("transformer_engine.pytorch", "transformer_engine.pytorch.graph", "transformer_engine.pytorch.linear"):
+    module = sys.modules[name]
+    assert type(module.__loader__) is type(module.__spec__.loader) is importlib.machinery.SourceFileLoader, name
+    assert inspect.getsource(module)
+assert pickle.loads(pickle.dumps(te.capture)) is te.capture
+assert te.capture.__doc__ == "The docstring."
+assert "right" in inspect.getsource(te.capture) and "wrong" not in inspect.getsource(te.capture)
+""")
+
+
+def test_te_in_a_zip(own_world: World) -> None:
+    archive = own_world.folder / "te.zip"
+    with zipfile.ZipFile(archive, "w") as out:
+        for path in (own_world.folder / "transformer_engine").rglob("*.py"):
+            out.write(path, path.relative_to(own_world.folder))
+    shutil.rmtree(own_world.folder / "transformer_engine")
+    program = f"sys.path.insert(1, {str(archive)!r})\nimport te_graph_fixes\nassert results() == RIGHT\n"
+    own_world.run(program + "assert statuses() == APPLIED\n")
+
+
+GRAPH = "transformer_engine/pytorch/graph.py"
+SHAPES: dict[str, Callable[[str], str]] = {
+    "missing": lambda text: text.replace('result = "wrong"', 'result = "other"'),
+    "twice": lambda text: text.replace('result = "wrong"', 'result = "wrong"\n        result = "wrong"'),
+    "defined twice": lambda text: text + text,
+    "renamed": lambda text: text.replace("def capture", "def renamed") + "capture = renamed\n",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_unknown_shape_is_said_once_and_nothing_changes(own_world: World, shape: str) -> None:
+    path = own_world.folder / GRAPH
+    path.write_text(SHAPES[shape](path.read_text()))
+    out = own_world.run("""
+import te_graph_fixes
+for _ in range(2):
+    assert results()[0] != "right" and results()[2] == "right"
+    assert statuses() == {"graph": "unrecognized", "linear": "applied"}
+    assert "looked for" in te_graph_fixes.report().fixes["graph"].reason
+    purge()
+    te_graph_fixes.activate()
+""")
+    assert out.count("TEGraphFixesWarning") == 1
+    assert "TEGraphFixesWarning: TransformerEngine 2.12.0+vendor: graph cannot be applied: looked for" in out
+
+
+def test_a_fix_goes_only_with_what_it_requires(own_world: World) -> None:
+    path = own_world.folder / "transformer_engine/pytorch/linear.py"
+    path.write_text(path.read_text().replace('"wrong"', '"other"'))
+    own_world.run("""
+import te_graph_fixes
+assert results() == ("wrong", 1, "other", 2)
+assert statuses() == {"graph": "unrecognized", "linear": "unrecognized"}
+assert te_graph_fixes.report().fixes["graph"].reason.startswith("it requires linear, which is unrecognized")
+""")
+
+
+def test_a_te_that_is_right_already_needs_nothing(own_world: World) -> None:
+    for name in ("graph", "linear"):
+        path = own_world.folder / f"transformer_engine/pytorch/{name}.py"
+        path.write_text(path.read_text().replace('"wrong"', '"right"'))
+    out = own_world.run("""
+import te_graph_fixes
+assert results() == RIGHT
+assert statuses() == {"graph": "not-needed", "linear": "not-needed"}
+assert "the published 2.12.0 has this defect" in te_graph_fixes.report().fixes["graph"].reason
+""")
+    assert "ERROR" not in out
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+@pytest.mark.parametrize("name", ["transformer_engine", "transformer_engine.pytorch"])
+def test_strict_raises_at_every_attempt(own_world: World, imported: str, name: str) -> None:
+    path = own_world.folder / GRAPH
+    path.write_text(SHAPES["missing"](path.read_text()))
+    own_world.run(
+        f"""
+if {imported!r} == "before":
+    import transformer_engine.pytorch
+    for _ in range(3):
+        assert attempt(importlib.import_module, "te_graph_fixes").startswith("FixNotAppliedError: TransformerEngine")
+        assert results() == ("other", 1, "wrong", 2)
+    purge()
+else:
+    import te_graph_fixes
+for _ in range(3):
+    found = attempt(importlib.import_module, {name!r})
+    assert found.startswith("FixNotAppliedError: TransformerEngine 2.12.0+vendor: graph cannot be applied"), found
+    assert "TE_GRAPH_FIXES_DISABLE" in found
+    assert "transformer_engine.pytorch" not in sys.modules
+os.environ["TE_GRAPH_FIXES_DISABLE"] = "graph"
+import te_graph_fixes
+te_graph_fixes.activate()
+assert results() == ("other", 1, "right", 2)
+assert statuses() == {{"graph": "disabled", "linear": "applied"}}
+purge()
+del os.environ["TE_GRAPH_FIXES_DISABLE"]
+te_graph_fixes.activate()
+assert attempt(importlib.import_module, {name!r}).startswith("FixNotAppliedError")
+path = "transformer_engine/pytorch/graph.py"
+text = open(path).read()
+open(path, "w").write(text.replace('"other"', '"right"'))
+assert results() == RIGHT
+assert statuses() == {{"graph": "not-needed", "linear": "applied"}}
+""",
+        TE_GRAPH_FIXES_STRICT="1",
+        PYTHONDONTWRITEBYTECODE="1",  # within a second Python would take it for that of the new text
+    )
+
+
+def test_strict_raises_too_where_a_function_was_replaced(world: World) -> None:
+    world.run("""
+import te_graph_fixes, transformer_engine.pytorch as te
+te_graph_fixes.deactivate()
+te.Linear.forward = lambda self, x: ("theirs", x)
+for _ in range(2):
+    found = attempt(te_graph_fixes.activate, None, None, True)
+    assert found.startswith("FixNotAppliedError: "), found
+    assert "another package has replaced" in found
+    assert results() == ("wrong", 1, "theirs", 2)
+""")
+
+
+def test_a_function_that_somebody_replaced_is_left_alone(world: World) -> None:
+    out = world.run("""
+import transformer_engine.pytorch as te
+sys.modules["transformer_engine.pytorch.graph"].capture = te.capture = lambda x: ("theirs", x)
+import te_graph_fixes
+assert results() == ("theirs", 1, "right", 2)
+assert statuses() == {"graph": "unrecognized", "linear": "applied"}
+te_graph_fixes.deactivate()
+assert results() == ("theirs", 1, "wrong", 2)
+""")
+    assert out.count("TEGraphFixesWarning") == 1
+
+
+@pytest.mark.parametrize("only", ["", ", only=['graph', 'linear']", ", only=['linear']"])
+def test_after_a_strict_refusal_the_report_says_that_nothing_is_applied(own_world: World, only: str) -> None:
+    write(own_world.folder, {"te_graph_fixes/fixes/third.py": ADDS_A_MODULE})
+    own_world.run(f"""
+import te_graph_fixes, transformer_engine.pytorch as te
+te_graph_fixes.deactivate()
+te.Linear.forward = lambda self, x: ("theirs", x)
+for _ in range(2):
+    found = attempt(lambda: te_graph_fixes.activate(strict=True{only}))
+    assert found.startswith("FixNotAppliedError: "), found
+    assert "requires linear" in found or {bool(only)}, found
+    assert statuses()["linear"] == "unrecognized"
+    assert set(statuses().values()) <= {{"unrecognized", "failed", "disabled"}}, statuses()
+    assert results() == ("wrong", 1, "theirs", 2)
+    assert "transformer_engine.pytorch._third" not in sys.modules
+te_graph_fixes.activate()
+assert results() == ("wrong", 1, "theirs", 2)
+assert statuses() == {{"graph": "unrecognized", "linear": "unrecognized", "third": "applied"}}
+""")
+
+
+ADDS_A_MODULE = """
+    from ..fix import Fix, applicable
+
+    def examine(source):
+        found = source.module("transformer_engine.pytorch.graph").definition("capture")
+        edit = found.insert_before(found.node.body[0], "from transformer_engine.pytorch._third import x as _")
+        return applicable("a module is missing", [edit], {"transformer_engine.pytorch._third": "x = 1\\n"})
+
+    FIX = Fix("symptom", examine)
+"""
+
+
+def test_a_strict_refusal_with_te_imported_shows_in_the_report(own_world: World) -> None:
+    path = own_world.folder / GRAPH
+    path.write_text(SHAPES["missing"](path.read_text()))
+    own_world.run("""
+import te_graph_fixes
+te_graph_fixes.deactivate()
+import transformer_engine.pytorch
+assert attempt(te_graph_fixes.activate, None, None, True).startswith("FixNotAppliedError")
+assert statuses() == {"graph": "unrecognized", "linear": "failed"}, statuses()
+reason = te_graph_fixes.report().fixes["linear"].reason
+assert reason == "nothing was changed: strict mode has raised an error", reason
+""")
+
+
+def test_a_te_that_is_imported_past_the_finder_shows_in_the_report(world: World) -> None:
+    world.run("""
+import te_graph_fixes
+class Finder:
+    find_spec = staticmethod(importlib.machinery.PathFinder.find_spec)
+sys.meta_path.insert(0, Finder)
+assert results() == WRONG
+assert statuses() == {"graph": "failed", "linear": "failed"}
+assert "imported past te_graph_fixes" in te_graph_fixes.report().fixes["graph"].reason
+sys.meta_path.remove(Finder)
+te_graph_fixes.activate()
+assert results() == RIGHT and statuses() == APPLIED
+""")
+
+
+EDITS = {
+    "another line": ('"""The docstring."""', '"""Another."""', "right", "applied", "right"),
+    "corrected": ('"wrong"', '"right"', "right", "not-needed", "right"),
+    "another defect": ('"wrong"', '"other"', "other", "unrecognized", "right"),
+}
+
+
+def test_what_is_replaced_later_shows_in_the_report(world: World) -> None:
+    world.run("""
+import te_graph_fixes, transformer_engine.pytorch as te
+te.Linear.forward = lambda self, x: ("theirs", x)
+assert statuses() == {"graph": "applied", "linear": "failed"}
+assert te_graph_fixes.report().fixes["linear"].reason == "another package has replaced a corrected function"
+te_graph_fixes.deactivate()
+assert results() == ("wrong", 1, "theirs", 2)
+""")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_failure_of_ours_leaves_te_as_it_was(world: World, strict: bool, when: str) -> None:
+    out = world.run(f"""
+if {when!r} == "after":
+    import transformer_engine.pytorch
+os.environ["TE_GRAPH_FIXES"] = "off"
+import te_graph_fixes
+from te_graph_fixes.patching import installation as engine
+del os.environ["TE_GRAPH_FIXES"]
+install, calls = engine.Installation._install, []
+def fail(*arguments):
+    calls.append(arguments)
+    if len(calls) % 2 == 0:
+        raise RuntimeError("injected")
+    install(*arguments)
+engine.Installation._install = fail
+for _ in range(2):
+    found = attempt(te_graph_fixes.activate, None, None, {strict})
+    if {when!r} == "before":
+        found = attempt(importlib.import_module, "transformer_engine.pytorch")
+    if {strict}:
+        assert "nothing was changed: RuntimeError: injected" in found, found
+    assert len(calls) >= 2
+    assert statuses() == {{"graph": "failed", "linear": "failed"}}
+    if not {strict}:
+        assert results() == WRONG
+engine.Installation._install = install
+te_graph_fixes.activate()
+assert results() == RIGHT
+assert statuses() == APPLIED
+""")
+    assert out.count("TEGraphFixesWarning") == (0 if strict else 1)
+
+
+SETTINGS = {
+    "off": ("off", "", "wrong wrong", "disabled disabled"),
+    "0": ("0", "", "wrong wrong", "disabled disabled"),
+    "on": ("on", "", "right right", "applied applied"),
+    "empty": ("", "", "right right", "applied applied"),
+    "one": ("linear", "", "wrong right", "disabled applied"),
+    "both": (" linear, graph ,", "", "right right", "applied applied"),
+    "one disabled": ("on", "graph", "wrong right", "disabled applied"),
+    "its requirement disabled": ("on", "linear", "wrong wrong", "disabled disabled"),
+    "what requires it disabled too": ("on", "linear,graph", "wrong wrong", "disabled disabled"),
+    "named and disabled": ("graph,linear", "graph", "wrong right", "disabled applied"),
+    "all disabled": ("on", "graph,linear", "wrong wrong", "disabled disabled"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("by", ["environment", "arguments"])
+def test_the_settings_choose_the_fixes(world: World, name: str, by: str) -> None:
+    switch, disable, values, expected = SETTINGS[name]
+    environment = {"TE_GRAPH_FIXES": switch, "TE_GRAPH_FIXES_DISABLE": disable} if by == "environment" else {}
+    only = (
+        None
+        if switch in ("on", "")
+        else []
+        if switch in ("off", "0")
+        else [*filter(None, map(str.strip, switch.split(",")))]
+    )
+    call = "" if by == "environment" else f"te_graph_fixes.activate({only}, {[*filter(None, disable.split(','))]})"
+    out = world.run(
+        f"""
+import te_graph_fixes
+{call}
+assert results()[::2] == {tuple(values.split())}, results()
+assert " ".join(statuses().values()) == {expected!r}, statuses()
+if {name!r} == "its requirement disabled":
+    assert te_graph_fixes.report().fixes["graph"].reason.startswith("it requires linear, which is disabled")
+""",
+        **environment,
+    )
+    assert "ERROR" not in out
+
+
+@pytest.mark.parametrize("te", ["", "import transformer_engine.pytorch"])
+def test_fixes_that_are_named_are_looked_for_once(world: World, te: str) -> None:
+    world.run(
+        f"""
+{te}
+from te_graph_fixes import decision as verdicts
+read, found = verdicts.verdicts, []
+verdicts.verdicts = lambda source: found.append(source) or read(source)
+import te_graph_fixes
+del found[:]
+te_graph_fixes.activate(only=["graph", "linear"])
+assert results() == RIGHT
+assert len(found) == 1, found
+""",
+        TE_GRAPH_FIXES="off",
+    )
+
+
+@pytest.mark.parametrize("disable", ["", "linear"])
+@pytest.mark.parametrize("by", ["environment", "arguments"])
+@pytest.mark.parametrize("strict", ["", "1"])
+def test_a_fix_that_is_named_without_what_it_requires_is_an_error(
+    world: World, by: str, disable: str, strict: str
+) -> None:
+    names = ["graph", "linear"] if disable else ["graph"]
+    advice = "leave linear enabled" if disable else "write graph,linear"
+    environment = {"TE_GRAPH_FIXES": ",".join(names), "TE_GRAPH_FIXES_DISABLE": disable} if by == "environment" else {}
+    world.run(
+        f"""
+if {bool(environment)}:
+    for _ in range(2):
+        found = attempt(importlib.import_module, "te_graph_fixes")
+        assert found == "ValueError: graph requires linear: one without the other is wrong; {advice}", found
+else:
+    import te_graph_fixes
+    for name in ("te_graph_fixes", "transformer_engine.pytorch"):
+        importlib.import_module(name)
+        found = attempt(te_graph_fixes.activate, {names}, {[disable] if disable else []})
+        assert found == "ValueError: graph requires linear: one without the other is wrong; {advice}", found
+        assert set(statuses().values()) == {{"pending" if name == "te_graph_fixes" else "applied"}}
+""",
+        TE_GRAPH_FIXES_STRICT=strict,
+        **environment,
+    )
+
+
+def test_a_fix_that_is_named_goes_without_a_requirement_that_is_not_needed(own_world: World) -> None:
+    path = own_world.folder / "transformer_engine/pytorch/linear.py"
+    path.write_text(path.read_text().replace('"wrong"', '"right"'))
+    program = "import te_graph_fixes\nassert results() == RIGHT\nassert statuses()['graph'] == 'applied'\n"
+    own_world.run(program, TE_GRAPH_FIXES="graph")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("TE_GRAPH_FIXES", "grahp", "ValueError: TE_GRAPH_FIXES: unknown fix grahp; did you mean graph? valid: on"),
+        ("TE_GRAPH_FIXES", " , ", "ValueError: TE_GRAPH_FIXES=' , ' names no fix"),
+        ("TE_GRAPH_FIXES_DISABLE", ",", "ValueError: TE_GRAPH_FIXES_DISABLE=',' names no fix"),
+        ("TE_GRAPH_FIXES_VERBOSE", "very", "ValueError: TE_GRAPH_FIXES_VERBOSE='very' is not understood; valid: 1,"),
+        ("TE_GRAPH_FIXES", "on,graph", "ValueError: TE_GRAPH_FIXES: unknown fix on; valid: on, off, "),
+        (
+            "TE_GRAPH_FIXES_DISABLE",
+            "x,graph",
+            "ValueError: TE_GRAPH_FIXES_DISABLE: unknown fix x; valid: see te-graph-fixes list",
+        ),
+        ("TE_GRAPH_FIXES_STRICT", "maybe", "ValueError: TE_GRAPH_FIXES_STRICT='maybe' is not understood; valid: 1,"),
+    ],
+)
+def test_a_value_that_is_not_understood_is_an_error(world: World, variable: str, value: str, message: str) -> None:
+    world.run(f"""
+os.environ[{variable!r}] = {value!r}
+for _ in range(2):
+    found = attempt(importlib.import_module, "te_graph_fixes")
+    assert found.startswith({message!r}), found
+del os.environ[{variable!r}]
+assert importlib.import_module("te_graph_fixes") and results() == RIGHT
+""")
+
+
+STAND_INS = {
+    "a mock": "from unittest.mock import MagicMock\nmade = MagicMock()",
+    "a module": "from types import ModuleType\nmade = ModuleType('transformer_engine')",
+}
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS)
+def test_a_stand_in_for_te_is_said_once(world: World, stand_in: str) -> None:
+    out = world.run(f"""
+{STAND_INS[stand_in]}
+sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = made
+import te_graph_fixes
+assert set(statuses().values()) == {{"unrecognized"}}
+found = attempt(te_graph_fixes.activate, None, None, True)
+assert found.startswith("FixNotAppliedError: TransformerEngine (version unknown): graph, linear cannot be"), found
+""")
+    assert out.count("graph, linear cannot be applied: transformer_engine in sys.modules is a stand-in (") == 1
+    assert out.count("TEGraphFixesWarning") == 1
+
+
+METADATA = "transformer_engine-2.12.0+vendor.dist-info/METADATA"
+
+
+@pytest.mark.parametrize("file", [METADATA, "build_tools/VERSION.txt"])
+@pytest.mark.parametrize("content", [b"Version: \xff\xfe\n", b"Name: x\n", b""])
+def test_metadata_that_cannot_be_read_does_no_harm(own_world: World, file: str, content: bytes) -> None:
+    (own_world.folder / METADATA).unlink()
+    (own_world.folder / file).parent.mkdir(exist_ok=True)
+    (own_world.folder / file).write_bytes(content)
+    own_world.run("""
+import te_graph_fixes
+assert results() == RIGHT and statuses() == APPLIED
+assert "2.12" not in str(te_graph_fixes.report().te_version)
+""")
+
+
+def test_a_te_without_metadata_does_not_take_the_version_of_another(own_world: World) -> None:
+    other = own_world.folder / "other"
+    (own_world.folder / METADATA).parent.rename(own_world.folder / "transformer_engine-2.99.0.dist-info")
+    write(other, TE)
+    shutil.rmtree(other / "transformer_engine-2.12.0+vendor.dist-info")
+    own_world.run(f"""
+sys.path.insert(0, {str(other)!r})
+import te_graph_fixes
+assert results() == RIGHT and te_graph_fixes.report().te_version is None
+""")
+
+
+def test_a_te_without_pytorch_has_nothing_to_correct(own_world: World) -> None:
+    shutil.rmtree(own_world.folder / "transformer_engine" / "pytorch")
+    (own_world.folder / "transformer_engine" / "__init__.py").write_text("")
+    own_world.run("""
+import te_graph_fixes, transformer_engine
+assert set(statuses().values()) == {"pending"}
+from te_graph_fixes.commands.cli import main
+assert main(["status"]) == 0
+assert main(["diff"]) == 0
+""")
+
+
+def test_a_feature_that_the_version_should_have_is_missed_as_loudly_as_a_shape(own_world: World) -> None:
+    text = """
+        from ..fix import Fix, not_applicable
+        FIX = Fix("symptom", lambda source: not_applicable("no feature"), affected="{affected}")
+    """
+    for affected, status in ((">=2.13", "not-applicable"), (">=2.12", "unrecognized")):
+        write(own_world.folder, {"te_graph_fixes/fixes/third.py": text.format(affected=affected)})
+        program = f"import te_graph_fixes\nresults()\nassert statuses()['third'] == {status!r}\n"
+        out = own_world.run(program, PYTHONDONTWRITEBYTECODE="1")
+        assert out.count("should have this defect, but its feature was not found: no feature") == (
+            status == "unrecognized"
+        )
+    before_a_release = own_world.folder / "transformer_engine-2.12.0.dev0.dist-info"
+    (own_world.folder / METADATA).parent.rename(before_a_release)
+    (before_a_release / "METADATA").write_text("Name: transformer_engine\nVersion: 2.12.0.dev0+abc\n")
+    own_world.run("import te_graph_fixes\nresults()\nassert statuses()['third'] == 'not-applicable'\n")
+
+
+def test_the_warning_names_the_users_line_and_the_report(own_world: World) -> None:
+    path = own_world.folder / GRAPH
+    path.write_text(SHAPES["missing"](path.read_text()))
+    (own_world.folder / "train.py").write_text("import te_graph_fixes\n\nimport transformer_engine.pytorch\n")
+    for program in ("train.py", "late.py"):
+        (own_world.folder / "late.py").write_text("import transformer_engine.pytorch\n\nimport te_graph_fixes\n")
+        done = subprocess.run(
+            [sys.executable, program], cwd=own_world.folder, capture_output=True, text=True, check=True, env={}
+        )
+        assert done.stderr.count("cannot be applied") == 1, done.stderr
+        assert f"{program}:3: TEGraphFixesWarning: TransformerEngine 2.12.0+vendor: graph cannot" in done.stderr
+        assert "; see te_graph_fixes.report()" in done.stderr
+
+
+def test_fixes_with_one_reason_are_named_together(own_world: World) -> None:
+    folder = own_world.folder / "te_graph_fixes/fixes"
+    shutil.copy(folder / "linear.py", folder / "third.py")
+    out = own_world.run("import te_graph_fixes\nassert results() == WRONG\n")
+    assert out.count("graph, linear, third cannot be applied: two fixes edit the same text of ") == 1
+    assert out.count("two fixes edit") == out.count("TEGraphFixesWarning") == 1
+
+
+def test_garbage_collection_is_left_alone(world: World) -> None:
+    world.run("""
+import gc
+def fail(): raise AssertionError("the whole process has one garbage collector")
+gc.disable = gc.enable = gc.freeze = fail
+import te_graph_fixes
+assert results() == RIGHT and statuses() == APPLIED
+""")
+
+
+RIGHT_ON_DISK = """
+for name in ("graph", "linear"):
+    path = f"transformer_engine/pytorch/{name}.py"
+    text = open(path).read()
+    with open(path, "w") as file: file.write(text.replace('"wrong"', '"right"'))
+"""
+
+
+def test_a_module_that_is_imported_late_is_no_reason_to_read_again(own_world: World) -> None:
+    late = """
+        from ..fix import Fix, not_needed
+        def examine(source):
+            source.module("transformer_engine.pytorch.late").definition("late")
+            return not_needed("it is right")
+        FIX = Fix("symptom", examine, affected=">=2.99")
+    """
+    write(own_world.folder, {"te_graph_fixes/fixes/late.py": late})
+    write(own_world.folder, {"transformer_engine/pytorch/late.py": "def late(): return 1\n"})
+    own_world.run("""
+import te_graph_fixes, transformer_engine.pytorch
+from te_graph_fixes import decision as verdicts
+assert statuses() == APPLIED | {"late": "not-needed"}
+read = verdicts.Decision.installed
+verdicts.Decision.installed = None
+import transformer_engine.pytorch.late as late
+verdicts.Decision.installed = read
+assert statuses() == APPLIED | {"late": "not-needed"} and results() == RIGHT
+importlib.reload(late)
+assert statuses() == APPLIED | {"late": "not-needed"} and results() == RIGHT
+""")
+
+
+def test_another_te_than_expected_raises_in_strict_mode(world: World) -> None:
+    world.run(
+        """
+import te_graph_fixes
+for _ in range(2):
+    found = attempt(importlib.import_module, "transformer_engine.pytorch")
+    assert found.startswith("FixNotAppliedError: TransformerEngine is not that of the other processes"), found
+    assert set(statuses().values()) == {"failed"}
+os.environ["TE_GRAPH_FIXES_EXPECT"] = "te=2.12.0+vendor,graph=applicable,linear=applicable"
+assert results() == RIGHT
+""",
+        TE_GRAPH_FIXES_STRICT="1",
+        TE_GRAPH_FIXES_EXPECT="te=2.12.0,graph=applicable,linear=applicable",
+    )
+
+
+RANKS = [{}, {"RANK": "0"}, {"RANK": "1"}, {"SLURM_PROCID": "3"}, {"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_RANK": "12"}]
+
+
+@pytest.mark.parametrize("verbose", ["", "0", "1"])
+@pytest.mark.parametrize("variables", RANKS, ids=str)
+def test_a_line_on_stderr_without_any_logging(world: World, variables: dict[str, str], verbose: str) -> None:
+    program = "import te_graph_fixes, transformer_engine.pytorch\nte_graph_fixes.activate()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=world.folder,
+        env={**variables, "TE_GRAPH_FIXES_VERBOSE": verbose},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (rank,) = variables.values() or [""]
+    where = f", rank {rank}" if rank else ""
+    more = " (applied: graph, linear)" if verbose == "1" else ""
+    text = f"2 fixes applied to TransformerEngine 2.12.0+vendor{more}"
+    line = f"te-graph-fixes {te_graph_fixes.__version__}{where}: {text}\n"
+    said = verbose == "1" or (not verbose and rank in ("", "0"))
+    assert (done.stdout, done.stderr) == ("", line if said else "")
+
+
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_one_line_says_what_was_applied(world: World, rank: str | None) -> None:
+    out = world.run(
+        "import te_graph_fixes; results(); te_graph_fixes.activate(); purge(); results()\n",
+        **({} if rank is None else {"RANK": rank}),
+    )
+    line = "INFO 2 fixes applied to TransformerEngine 2.12.0+vendor\n"
+    assert out == ("" if rank == "1" else line)
+
+
+def test_the_report_as_plain_data(world: World) -> None:
+    world.run("""
+import json, te_graph_fixes
+results()
+found = json.loads(json.dumps(te_graph_fixes.report().as_dict()))
+assert found["te_version"] == "2.12.0+vendor"
+assert found["te_graph_fixes_version"] == te_graph_fixes.__version__
+assert found["fixes"]["graph"] == {
+    "status": "applied",
+    "reason": "corrected: it is wrong",
+    "upstream": ["https://link"],
+    "targets": ["transformer_engine.pytorch.graph"],
+}
+""")
+
+
+def test_the_report_as_a_table(world: World) -> None:
+    out = world.run("import te_graph_fixes\nresults()\nprint(te_graph_fixes.report())\n")
+    title, *lines = out.splitlines()[1:]
+    assert title == f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine 2.12.0+vendor"
+    assert [line.split() for line in lines] == [
+        [fix, "applied", "corrected:", "it", "is", "wrong"] for fix in ("graph", "linear")
+    ]
+
+
+COPY = """
+import types
+
+def make_copy(name):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec("def _make_graphed_callables(): pass\\ndef _graph_context_wrapper(): pass", vars(module))
+"""
+
+
+def test_a_copy_of_te_graphs_under_another_name_is_said(world: World) -> None:
+    program = COPY + (
+        "import te_graph_fixes\n"
+        "make_copy('hotfix.graph')\n"
+        "import transformer_engine.pytorch\n"
+        "make_copy('later')\n"
+        "sys.modules['user'] = user = types.ModuleType('user')\n"
+        "vars(user).update(vars(sys.modules['later']), __name__='user')\n"
+        "print(te_graph_fixes.report().as_dict()['copies'])\n"
+        "print(te_graph_fixes.report())\n"
+    )
+    out = world.run(program)
+    assert "['hotfix.graph', 'later']" in out
+    assert "hotfix.graph is a copy of TransformerEngine's graph.py: no fix reaches its graphs" in out
+
+
+def test_the_announcement_names_a_copy(world: World) -> None:
+    program = COPY + "import io\nsys.stderr = io.StringIO()\nimport te_graph_fixes\nmake_copy('hotfix.graph')\n"
+    program += "import transformer_engine.pytorch\nprint(sys.stderr.getvalue())\n"
+    out = world.run(program, TE_GRAPH_FIXES_VERBOSE="1")
+    assert "; hotfix.graph is a copy of TransformerEngine's graph.py: no fix reaches its graphs" in out
+    assert "is a copy" not in world.run(program.replace("make_copy('hotfix.graph')", ""), TE_GRAPH_FIXES_VERBOSE="1")

@@ -1,0 +1,414 @@
+"""What goes wrong around the package, each case in a process of its own, on TransformerEngine's (TE's) real sources.
+
+`test_activation.py` has the life cycle on a stand-in; here TE, torch and wrapt are missing, broken, old, wrapped by
+others, without source, zipped or imported by many threads at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import py_compile
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.patching.source import Source
+from tests.support.child import on_simulator, python
+
+ROOT = Path(__file__).parents[2]
+# What a child runs first: TE on a machine without a GPU, and functions to report by.
+SETUP = """
+import logging, os, sys
+logging.basicConfig(level=logging.INFO, format="LOG %(levelname)s %(message)s")
+
+def simulate():
+    from tests.simulator import install
+    install()
+
+def statuses():
+    import te_graph_fixes
+    return {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
+
+def count(status):
+    return sum(found == status for found in statuses().values())
+"""
+
+
+def child(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` below `SETUP` on the simulator, in a process that has imported torch and finds ``path`` first."""
+    program = SETUP + textwrap.dedent(code)
+    return on_simulator("-c", program, path=os.pathsep.join(map(str, path)), **variables)
+
+
+def printed(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> list[str]:
+    """The lines that ``code`` prints in a child, which must not fail."""
+    found = child(code, path=path, **variables)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
+
+
+def location(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with this package and what it depends on, for interpreters that are started without site-packages."""
+    folder = tmp_path_factory.mktemp("bare")
+    for name in ("te_graph_fixes", "wrapt", "packaging"):
+        (folder / name).symlink_to(location(name))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of TE's Python sources and metadata."""
+    package = Path(Source.installed().location)
+    folder = tmp_path_factory.mktemp("te")
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for metadata in package.parent.glob("transformer_engine-*.dist-info"):
+        shutil.copytree(metadata, folder / metadata.name)
+    return folder
+
+
+@pytest.fixture
+def te(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of TE to damage."""
+    shutil.copytree(pristine, tmp_path / "te")
+    return tmp_path / "te"
+
+
+def without_site(bare: Path, code: str, *more: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, [bare, *more]))}
+    return subprocess.run(
+        [sys.executable, "-S", "-c", SETUP + textwrap.dedent(code)],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_te(bare: Path) -> None:
+    found = without_site(
+        bare,
+        """
+        import te_graph_fixes
+        try:
+            import transformer_engine.pytorch
+        except ModuleNotFoundError as error:
+            print(error.name)
+        print(te_graph_fixes.report().te_version, set(statuses().values()))
+        from te_graph_fixes.commands.cli import main
+        print(main(["status"]))
+        """,
+    )
+    assert found.stdout == "transformer_engine\nNone {'pending'}\n2\n", found.stderr
+    assert found.stderr == "te-graph-fixes: transformer_engine is not installed in this interpreter\n"
+
+
+def test_without_torch(bare: Path, pristine: Path) -> None:
+    code = """
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
+    {first}
+    try:
+        import transformer_engine.pytorch
+    except ModuleNotFoundError as error:
+        print(error.name)
+    print("torch" in sys.modules)
+    """
+    plain = without_site(bare, code.format(first=""), pristine)
+    ours = without_site(bare, code.format(first="import te_graph_fixes"), pristine)
+    assert (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
+    assert ours.stdout.endswith("False\n")
+
+
+def test_a_te_that_fails_with_an_error_of_its_own(te: Path) -> None:
+    with open(te / "transformer_engine" / "pytorch" / "__init__.py", "a") as init:
+        init.write("\nimport os\nif os.environ.get('BROKEN'):\n    raise OSError('libcudart.so: no such file')\n")
+    code = """
+    simulate()
+    import te_graph_fixes
+    try:
+        import transformer_engine.pytorch
+    except OSError as error:
+        print(error)
+    del os.environ["BROKEN"]
+    import transformer_engine.pytorch
+    print(count("applied") > 0, count("unrecognized"), count("failed"))
+    """
+    assert printed(code, path=(te,), BROKEN="1") == ["libcudart.so: no such file", "True 0 0"]
+
+
+def test_without_wrapt(tmp_path: Path) -> None:
+    for name in ("te_graph_fixes", "packaging"):
+        (tmp_path / name).symlink_to(location(name))
+    found = without_site(tmp_path, "import te_graph_fixes")
+    assert found.returncode == 1
+    assert found.stderr.endswith(
+        "ImportError: te_graph_fixes needs wrapt, which is not installed: pip install 'wrapt>=1.16,<3'\n"
+    )
+
+
+def test_a_wrapt_that_is_too_old(tmp_path: Path, bare: Path, pristine: Path) -> None:
+    old = tmp_path / "old" / "wrapt"
+    old.mkdir(parents=True)
+    (old / "__init__.py").write_text("__version_info__ = ('1', '15', '0')\n__version__ = '1.15.0'\n")
+    code = """
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
+    sys.path.insert(0, OLD)
+    import te_graph_fixes
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        try:
+            __import__(name)
+        except RuntimeError as error:
+            print(error)
+    """
+    found = without_site(bare, f"OLD = {str(old.parent)!r}\n" + textwrap.dedent(code), pristine)
+    message = "te_graph_fixes needs wrapt 1.16 or later, found 1.15.0: pip install 'wrapt>=1.16,<3'\n"
+    assert found.stdout == 2 * message, found.stderr
+
+
+def test_a_process_that_forks(pristine: Path) -> None:
+    code = """
+    simulate()
+    import te_graph_fixes
+
+    def in_child(work):
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work()
+                sys.stdout.flush()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+
+    def imports():
+        import transformer_engine.pytorch
+        print("child", count("applied") > 0)
+
+    def takes_back():
+        print("child", count("applied") > 0)
+        te_graph_fixes.deactivate()
+        print("child", count("applied"), count("reverted") > 0)
+
+    in_child(imports)
+    print("parent", count("pending") == len(statuses()))
+    import transformer_engine.pytorch
+    in_child(takes_back)
+    print("parent", count("applied") > 0)
+    """
+    assert printed(code, path=(pristine,)) == [
+        "child True",
+        "parent True",
+        "child True",
+        "child 0 True",
+        "parent True",
+    ]
+
+
+def test_16_threads_import_te_and_the_package_at_once(pristine: Path) -> None:
+    code = """
+    simulate()
+    import threading
+
+    barrier = threading.Barrier(16)
+    names = ["te_graph_fixes", "transformer_engine.pytorch", "transformer_engine", "transformer_engine.pytorch.graph"]
+    problems = []
+
+    def work(name):
+        barrier.wait()
+        try:
+            __import__(name)
+        except BaseException as problem:
+            problems.append(repr(problem))
+
+    threads = [threading.Thread(target=work, args=(names[index % len(names)],)) for index in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    print(problems, any(thread.is_alive() for thread in threads))
+    print(count("applied") > 0, count("pending"), count("unrecognized"), count("failed"))
+    """
+    for _ in range(2):
+        assert printed(code, path=(pristine,)) == ["[] False", "True 0 0 0"]
+
+
+WRAPPERS = {
+    "wrapt": """
+        import wrapt
+
+        def wrap(module, name):
+            def wrapper(wrapped, instance, args, kwargs):
+                calls.append(name)
+                return wrapped(*args, **kwargs)
+            wrapt.wrap_function_wrapper(module, name, wrapper)
+    """,
+    "functools": """
+        import functools
+
+        def wrap(module, name):
+            owner, _, attribute = name.rpartition(".")
+            holder = getattr(module, owner) if owner else module
+            wrapped = getattr(holder, attribute)
+
+            @functools.wraps(wrapped)
+            def wrapper(*args, **kwargs):
+                calls.append(name)
+                return wrapped(*args, **kwargs)
+
+            setattr(holder, attribute, wrapper)
+    """,
+}
+
+
+@pytest.mark.parametrize("tool", WRAPPERS)
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_another_tool_wraps_the_same_functions(pristine: Path, tool: str, first: str) -> None:
+    code = f"""
+    simulate()
+    import inspect
+    calls = []
+    {textwrap.indent(textwrap.dedent(WRAPPERS[tool]), " " * 4).strip()}
+
+    if {first == "ours"}:
+        import te_graph_fixes
+    import transformer_engine.pytorch
+    from transformer_engine.pytorch import GroupedLinear, graph
+
+    own = graph._make_graphed_callables
+    wrap(graph, "_make_graphed_callables")
+    wrap(sys.modules[GroupedLinear.__module__], "GroupedLinear.forward")
+    theirs = vars(graph)["_make_graphed_callables"], vars(GroupedLinear)["forward"]
+
+    def untouched():
+        return (vars(graph)["_make_graphed_callables"], vars(GroupedLinear)["forward"]) == theirs
+
+    import te_graph_fixes
+    applied = count("applied")
+    corrected = own.__code__
+    print(applied > 0, count("unrecognized"), count("failed"), untouched())
+    print(inspect.unwrap(graph._make_graphed_callables) is own)
+    te_graph_fixes.deactivate()
+    print(untouched(), own.__code__ is corrected, count("applied"))
+    te_graph_fixes.activate()
+    print(untouched(), own.__code__ == corrected, count("applied") == applied)
+    for wrapped in (graph._make_graphed_callables, GroupedLinear.forward):
+        try:
+            wrapped()
+        except TypeError:
+            pass
+    print(calls)
+    """.replace("\n    ", "\n")
+    found = printed(code, path=(pristine,))
+    assert found == [
+        "True 0 0 True",
+        "True",
+        "True False 0",
+        "True True True",
+        "['_make_graphed_callables', 'GroupedLinear.forward']",
+    ]
+
+
+def test_te_without_source(te: Path) -> None:
+    graph = te / "transformer_engine" / "pytorch" / "graph.py"
+    py_compile.compile(str(graph), cfile=str(graph.with_suffix(".pyc")), doraise=True)
+    graph.unlink()
+    code = """
+    simulate()
+    import te_graph_fixes
+    import transformer_engine.pytorch
+    import importlib
+    found = te_graph_fixes.report().fixes
+    print({found[fix].status for fix in ("backward-dw-order", "grad-input-lifetime")})
+    print("has no source text (only bytecode)" in found["backward-dw-order"].reason)
+    te_graph_fixes.activate()
+    """
+    found = child(code, path=(te,))
+    assert found.stdout.splitlines() == ["{'unrecognized'}", "True"], found.stderr
+    assert found.stderr.count("TEGraphFixesWarning") == 1
+    strict = child(code, path=(te,), TE_GRAPH_FIXES_STRICT="1")
+    assert strict.returncode == 1
+    assert "FixNotAppliedError" in strict.stderr
+
+
+def test_te_and_the_package_in_zips(pristine: Path, tmp_path: Path) -> None:
+    archives = [tmp_path / "te.zip", tmp_path / "ours.zip"]
+    for archive, root in zip(archives, (pristine / "transformer_engine", location("te_graph_fixes")), strict=True):
+        with zipfile.ZipFile(archive, "w") as zipped:
+            for file in sorted(root.rglob("*.py")):
+                zipped.write(file, file.relative_to(root.parent))
+    command = [sys.executable, "-m", "te_graph_fixes", "status", "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, archives))}
+    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    folder = subprocess.run(
+        [*command, "--source", str(pristine)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    for line in found.stdout.splitlines():
+        if '"verdict"' in line:
+            assert line in folder.stdout
+    assert str(archives[0]) in found.stdout
+    assert found.stdout.count('"verdict": "applicable"') == folder.stdout.count('"verdict": "applicable"')
+
+
+def files(folder: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(folder.rglob("*")):
+        yield str(path), path.stat().st_mtime_ns
+
+
+def test_nothing_is_written_beside_te_or_the_package(te: Path, tmp_path: Path) -> None:
+    shutil.copytree(location("te_graph_fixes"), tmp_path / "ours" / "te_graph_fixes")
+    for folder in (te, tmp_path / "ours"):
+        for path in folder.rglob("*"):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+    before = [*files(te), *files(tmp_path / "ours")]
+    code = """
+    sys.dont_write_bytecode = True
+    simulate()
+    import te_graph_fixes
+    import transformer_engine.pytorch
+    print(te_graph_fixes.__file__, count("applied") > 0)
+    te_graph_fixes.deactivate()
+    """
+    ours = tmp_path / "ours" / "te_graph_fixes" / "__init__.py"
+    assert printed(code, path=(tmp_path / "ours", te)) == [f"{ours} True"]
+    assert [*files(te), *files(tmp_path / "ours")] == before
+    for folder in (te, tmp_path / "ours"):
+        for path in folder.rglob("*"):
+            path.chmod(0o755)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [["-O"], ["-OO"], ["-I"]], ids=" ".join)
+def test_under_options_of_the_interpreter(pristine: Path, options: list[str]) -> None:
+    entries = [str(pristine), str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    code = f"""
+    sys.path[:0] = {entries!r}
+    simulate()
+    import te_graph_fixes
+    import transformer_engine.pytorch
+    print(count("applied") > 0, count("unrecognized"), count("failed"))
+    """
+    done = python("-W", "ignore::DeprecationWarning", *options, "-c", SETUP + textwrap.dedent(code), cwd=Path("/"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True 0 0\n"

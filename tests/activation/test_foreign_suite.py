@@ -1,0 +1,95 @@
+"""A test suite that knows nothing of this package, run with the fixes on: they work, and nothing is said."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+WARNINGS = ("error", "ignore:`torch.jit:DeprecationWarning")
+"""Every warning is an error, less the one that torch 2.13 gives for TE 2.17 and earlier itself."""
+
+CONFTEST = "from tests import simulator\nsimulator.install()\n"
+
+SUITE = """
+import torch
+import transformer_engine.pytorch as te
+
+
+def train(graphed):
+    torch.manual_seed(1)
+    options = {"bias": False, "fuse_wgrad_accumulation": True, "params_dtype": torch.bfloat16, "device": "cuda"}
+    module = te.Linear(32, 32, delay_wgrad_compute=graphed, **options)
+    module.weight.main_grad = torch.zeros(32, 32, dtype=torch.float32, device="cuda")
+    module.weight.grad_added_to_main_grad = False
+    order = [1, -1, 1, -1.5, -1, -1.5]
+    samples = [(torch.randn(16, 32, dtype=torch.bfloat16, device="cuda").requires_grad_(),) for _ in range(2)]
+    runs = [module, module]
+    if graphed:
+        runs = te.make_graphed_callables(
+            (module,), samples, sample_kwargs=[{}, {}], allow_unused_input=True, _order=order,
+            _num_layers_per_chunk=[1], _reuse_graph_input_output_buffers=True,
+        )
+    module.weight.main_grad.zero_()
+    torch.manual_seed(2)
+    counts = {1: 0, -1: 0, -1.5: 0}
+    outs = {}
+    for entry in order:
+        microbatch = counts[entry]
+        counts[entry] += 1
+        if entry == 1:
+            x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
+            outs[microbatch] = runs[microbatch](x)
+        elif entry == -1:
+            outs[microbatch].backward(torch.ones_like(outs[microbatch]))
+        elif graphed:
+            runs[microbatch].backward_dw()
+    return module.weight.main_grad
+
+
+def test_wgrads():
+    assert torch.equal(train(graphed=True), train(graphed=False))
+"""
+
+
+def pytest_on(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the suite in ``folder`` by ``command``, with every warning an error."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_graphs.py").write_text(SUITE)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, *command, "-p", "no:cacheprovider", *(f"-W{each}" for each in WARNINGS), str(folder)],
+        cwd=folder,
+        env={**inherited, "PYTHONPATH": path, "PYTHONWARNINGS": ",".join(WARNINGS), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("-m", "te_graph_fixes", "run", "--", sys.executable, "-m", "pytest"), id="run"),
+        pytest.param(("-m", "pytest", "-p", "te_graph_fixes"), id="plugin", marks=pytest.mark.full),
+    ],
+)
+def test_a_foreign_suite_passes_in_silence(tmp_path: Path, command: tuple[str, ...]) -> None:
+    done = pytest_on(tmp_path, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^=* ?1 passed in [^,]*$", done.stdout, re.MULTILINE), done.stdout
+    assert done.stderr == ""
+
+
+def test_it_fails_without_the_fixes(tmp_path: Path) -> None:
+    done = pytest_on(tmp_path, "-m", "pytest")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed" in done.stdout

@@ -1,0 +1,445 @@
+"""``te_graph_fixes.check``: graph against eager in a training of the user's own, on the simulator."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_graph_fixes.checking import DIFFERENT, Options
+from te_graph_fixes.decision import verdicts
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.source import Source
+from te_graph_fixes.verify.cases import CASES
+from tests.support.check_breakage import DEFECTS, edits
+from tests.support.child import ROOT, on_simulator, python, simulate
+
+PATIENCE = 60
+"""Seconds that rank 0 waits for the others at its end."""
+PROGRAM = "tests/support/check_training.py"
+PIPELINED = (1, 2, -2, 1, 2, -2, -1, -1)
+PLAIN = {**CASES["plain-grad"].options, "bias": True}
+FUSED = {**CASES["norm-and-bias"].options, "modules": ("linear",), "weights": "cached"}
+CORRECT: list[dict[str, Any]] = [
+    {**FUSED, "recipe": "delayed"},
+    {**PLAIN, "modules": ("layernorm_linear",) * 2, "weights": "marked", "order": PIPELINED, "reuse": True},
+    {
+        **FUSED,
+        "modules": ("grouped_linear",) * 2,
+        "recipe": "current",
+        "delay": True,
+        "order": PIPELINED,
+        "reuse": True,
+    },
+    {**FUSED, "modules": ("layernorm_mlp",), "recipe": "delayed", "order": (1, -1) * 2, "weights": "plain"},
+    {**FUSED, "recipe": "delayed", "weights": "marked"},
+    {**FUSED, "recipe": "current", "fp8_params": True, "bias": False},
+    {**PLAIN, "delay": True},
+]
+
+
+def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in simulate(PROGRAM, *arguments, **environment).splitlines()]
+
+
+def test_correct_graphs_are_equal_and_train_as_without_the_check() -> None:
+    for options, line in zip(CORRECT, trainings(*map(json.dumps, CORRECT)), strict=True):
+        assert line["found"] == [], options
+        assert line["same"], options
+        assert line["tensors"] > 10
+        assert line["steps"] == 2
+
+
+EARLIER_GRAD = {**PLAIN, "modules": ("layernorm_mlp",), "reuse": True}
+"""A replay overwrites a ``.grad`` that an earlier microbatch than the last has left in graph memory."""
+
+
+def test_each_defect_is_named() -> None:
+    found = verdicts(Source.installed())
+    cases = [*DEFECTS.items(), ("param-grad-lifetime", json.dumps(EARLIER_GRAD | {"order": (1, -1) * 3}))]
+    needed = {case: fix for fix, case in cases if found[fix].verdict == "applicable"}
+    for fix, line in zip(needed.values(), trainings("--without", "all", *needed), strict=True):
+        assert fix in line["hints"], (fix, line)
+        assert line["same"], fix
+
+
+def test_what_defects_look_like_is_in_the_words_of_the_check() -> None:
+    said = set()
+    for path in (ROOT / "te_graph_fixes" / "checking").glob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
+        said |= {word for text in texts if isinstance(text, str) for word in re.findall(r"[\w.]+", text)}
+    rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    documented = {words for row in rows for words in row.split("`, `")}
+    for fix in CATALOGUE.values():
+        for look in fix.check_hints:
+            words = [word for word in look.removeprefix("fp8 ").split() if word != "GroupedLinear"]
+            assert said.issuperset(words), look
+            assert " ".join(words) in documented, look
+
+
+LOOP = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+layers = torch.nn.ModuleList(te.Linear(32, 32, **options) for _ in range(4))
+sample = lambda: torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+BEFORE
+graphed = te.make_graphed_callables(tuple(layers), tuple((sample(),) for _ in layers))
+for step in range(STEPS):
+    IN_STEP
+    x = sample()
+    for layer in graphed:
+        x = layer(x)
+    x.sum().backward()
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            if parameter.requires_grad:
+                parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+AFTER
+print("trained")
+"""
+
+
+def loop(
+    before: str = "", steps: int = 4, in_step: str = "", after: str = "", first: str = "", check: str = "2"
+) -> subprocess.CompletedProcess[str]:
+    """Train four layers, with lines of a program at some places."""
+    program = first + LOOP
+    for place, text in {"BEFORE": before, "STEPS": str(steps), "IN_STEP": in_step, "AFTER": after}.items():
+        program = program.replace(place, text)
+    imported = () if first else ("te_graph_fixes", "transformer_engine.pytorch")
+    return on_simulator("-c", program, imported=imported, TE_GRAPH_FIXES_CHECK=check)
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    found = [line for line in done.stderr.splitlines() if line.startswith("te-graph-fixes check: ")]
+    return [line.removeprefix("te-graph-fixes check: ") for line in found]
+
+
+RECOMPUTED = """
+class Recomputed(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+    def forward(self, x):
+        return te.checkpoint(self.layer, x)
+layers = torch.nn.ModuleList(map(Recomputed, layers))
+"""
+FUSED = """
+options = {"dtype": torch.bfloat16, "device": "cuda"}
+fused = lambda: te.ops.Sequential(te.ops.LayerNorm(32, **options), te.ops.Linear(32, 32, **options))
+layers = torch.nn.ModuleList(fused() for _ in layers)
+"""
+AGAIN = "for _ in range(2): te.make_graphed_callables(te.Linear(32, 32, **options), (sample(),))\n"
+EQUAL = "2 steps, 4 callables, .* tensors compared: all equal"
+ONE_STEP = "all equal; one step cannot show weights that are stale after an optimizer step: check 2"
+
+
+@pytest.mark.parametrize(
+    ("job", "last"),
+    [
+        ({}, EQUAL),
+        ({"check": "2,layers=2", "steps": 6}, "4 steps, 4 callables, .*all equal"),
+        ({"check": "1"}, f"1 step, 4 callables, .*{ONE_STEP}"),
+        ({"steps": 1}, f"1 step, 4 callables, .*{ONE_STEP}"),
+        ({"first": "import transformer_engine.pytorch\n"}, EQUAL),
+        ({"before": RECOMPUTED}, EQUAL),
+        ({"before": FUSED}, EQUAL),
+        ({"before": "sys.exit()"}, ".*, as no graph of TransformerEngine's make_graphed_callables has been replayed"),
+        (
+            {"after": AGAIN},
+            "rank 0, graphs that are captured from here on are not compared: the checked steps are over",
+        ),
+    ],
+    ids=["all", "layers", "one step", "an early end", "TE first", "checkpoint", "te.ops", "no graphs", "late graphs"],
+)
+def test_the_last_line_of_a_job(job: dict[str, Any], last: str) -> None:
+    done = loop(**{"first": "import sys\n", **job})
+    assert re.fullmatch(last, lines(done)[-1]), done.stderr
+
+
+def test_parameters_that_differ_alike_share_a_line() -> None:
+    broken = BROKEN.replace("forward(x)", "forward(x.roll(1, -1))").replace("out.detach().mul_(2)", "")
+    broken += "layers = torch.nn.ModuleList([te.LayerNormMLP(32, 64, **options)])\n"
+    found = [line for line in lines(loop(broken)) if ", backward: .grad of " in line]
+    assert len(found) == 1, found
+    assert re.search(r"\.grad of \w+ is off by \S+ of its norm \(4 more like it: \w+, \w+, \w+, \.\.\.\)", found[0])
+
+
+def test_programs_of_many_kinds() -> None:
+    """No false alarm, nothing left out but what has to be, no other result, and the end after two steps."""
+    found = {
+        line.pop("name"): line for line in map(json.loads, simulate("tests/support/check_programs.py").splitlines())
+    }
+    assert len(found) > 20
+    for name in ("checkpoint of te around delayed scaling", "a parameter added afterwards"):
+        line = found.pop(name)
+        assert line["same"], name
+        assert line["found"] == [], name
+        assert line["left out"] == 1, name
+    for name, line in found.items():
+        line.pop("callables")
+        assert line.pop("tensors") > 1, name
+        assert line == {"same": True, "raised": [], "found": [], "ended": True, "steps": 2}, name
+
+
+SHARDED = """
+import os
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+dist.init_process_group("gloo", rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+for layer in layers:
+    shards = distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)])
+    shards._is_param = True  # as torch.nn.Parameter does, whose dispatch the simulator does not have
+    layer.register_parameter("shards", shards)
+"""
+OVERLAPPED = """
+for layer in layers:
+    layer.idle = te.Linear(32, 32, **options).requires_grad_(False)  # the buffers themselves take several GPUs
+    layer.idle.ub_bulk_wgrad = True
+"""
+
+
+RAISING = """
+forward = te.Linear.forward
+def once(self, x, *args, **kwargs):
+    if done:
+        raise ValueError("only in a capture")
+    return forward(self, x, *args, **kwargs)
+te.Linear.forward, done = once, []
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "in_step", "reason"),
+    [
+        (SHARDED, "", "its parameters are sharded (DTensor)"),
+        (OVERLAPPED, "", "it shares communication buffers (userbuffers)"),
+        (RAISING, "done.append(1)", "it raised in its eager run"),
+    ],
+    ids=["sharded", "overlapped", "raising"],
+)
+def test_modules_that_are_left_out(before: str, in_step: str, reason: str) -> None:
+    done = loop(before, in_step=in_step)
+    assert done.stdout == "trained\n", done.stderr
+    assert f"callable 0 (Linear) is not compared, nor are others like it: {reason}" in lines(done)[0]
+    assert re.fullmatch(
+        r"\d steps?, 0 callables, 0 tensors .*: there was .*; 4 callables are left out.*", lines(done)[-1]
+    )
+
+
+BROKEN = """
+import transformer_engine.pytorch.graph as graph
+make = graph._make_graphed_callables
+def make_broken(callables, *args, **kwargs):
+    made = make(callables, *args, **kwargs)
+    forward = made[0].forward
+    def doubled(x):
+        out = forward(x)
+        out.detach().mul_(2)
+        return out
+    made[0].forward = doubled
+    return made
+graph._make_graphed_callables = make_broken
+"""
+"""Lines for `LOOP` after which a graph doubles its outputs: a defect that is not in the catalogue."""
+
+
+@pytest.mark.parametrize(
+    ("job", "status", "line", "last"),
+    [
+        ({"before": BROKEN}, 0, "forward: output 0 is off by 1 of its norm", " differ$"),
+        ({"before": BROKEN, "check": "2,strict"}, DIFFERENT, "forward: output 0 is off by 1", "ends with status 86"),
+        ({"in_step": "if step == 2: raise SystemError", "check": "3"}, 1, "", "^2 steps, 4 callables, "),
+    ],
+    ids=["a defect", "a strict check", "an error"],
+)
+def test_how_a_job_ends(job: dict[str, str], status: int, line: str, last: str) -> None:
+    done = loop(**job)
+    assert (done.returncode, done.stdout) == (status, "trained\n" * (status == 0)), done.stderr
+    assert any(line in each for each in lines(done))
+    assert re.search(last, lines(done)[-1])
+    assert ("SystemError" in done.stderr) == (status == 1)
+
+
+@pytest.mark.parametrize("eager", [(1 + 1 / 64, 1 + 2 / 64), (1e-6, 3e-6)], ids=["noise", "anything"])
+def test_what_eager_does_not_reproduce_is_named(eager: tuple[float, float]) -> None:
+    before = f"""
+import itertools
+factors = itertools.cycle({eager})
+forward = te.Linear.forward
+def noisy(self, x, *args, **kwargs):
+    return forward(self, x, *args, **kwargs) * (1 if torch.cuda.is_current_stream_capturing() else next(factors))
+te.Linear.forward = noisy
+"""
+    found = lines(loop(before))
+    assert any("is not reproducible" in line and "two eager runs differ by" in line for line in found)
+    assert "all equal, but for" in found[-1]
+    assert "that eager itself does not reproduce" in found[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", None),
+        ("off", None),
+        ("0", None),
+        ("on", Options()),
+        ("3", Options(3)),
+        ("3,layers=4", Options(3, 4)),
+        ("strict", Options(strict=True)),
+        ("1, layers=2, strict", Options(1, 2, True)),
+    ],
+)
+def test_options(text: str, wanted: Options | None) -> None:
+    assert Options.parse(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["two", "-1", "2;layers=3", "layers", "0,strict", "chunks=2"])
+def test_options_that_are_not_understood(text: str) -> None:
+    with pytest.raises(ValueError, match=r"(?i)check"):
+        Options.parse(text)
+
+
+def test_nothing_is_imported_where_it_is_off() -> None:
+    heavy = "te_graph_fixes.checking.", "torch", "wrapt"
+    code = f"import sys, te_graph_fixes; print([name for name in sys.modules if name.startswith({heavy})])"
+    assert python("-c", code).stdout == "[]\n"
+    assert "'torch'" not in python("-c", code, TE_GRAPH_FIXES_CHECK="2").stdout
+
+
+RANKS = """
+from tests.simulator import install; install()
+import torch, te_graph_fixes
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+sample = lambda: torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+order = [1, 2, 1, 2, -2, -1, -2, -1]
+reuse = {"_order": order, "_num_layers_per_chunk": [1, 1], "_reuse_graph_input_output_buffers": True}
+
+def train(wait, later):
+    # Rank 0 sends a gradient to the other rank after the backward of callable 2, and waits for it after that of `wait`
+    # or, with `later`, for a later send.
+    layers = [te.Linear(32, 32, **options) for _ in range(2)]
+    samples = [(sample(),) for _ in range(4)]
+    graphed = te.make_graphed_callables(tuple(layers), samples, sample_kwargs=[{} for _ in range(4)], **reuse)
+    for step in range(3):
+        outs = {}
+        for i in (0, 2, 1, 3):
+            outs[i] = leaf, out = (leaf := sample()), graphed[i](leaf)
+        for i in (2, 0, 3, 1):
+            leaf, out = outs.pop(i)
+            out.backward(torch.ones_like(out))
+            if rank == 0 and i == 2:
+                batch = [dist.P2POp(dist.isend, leaf.grad, 1)]
+                work = dist.isend(leaf.grad, 1) if step % 2 else dist.batch_isend_irecv(batch)[0]
+            if rank == 0 and i == 0 and later:
+                dist.isend(torch.ones(4), 1).wait()
+            if rank == 0 and i == wait:
+                work.wait()
+        if rank == 1:
+            dist.recv(torch.empty(16, 32, dtype=torch.bfloat16), 0)
+            if later:
+                dist.recv(torch.empty(4), 0)
+        with torch.no_grad():
+            for layer in layers:
+                for parameter in layer.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+train(0, False)  # checked, as the environment asks for it
+te_graph_fixes.check(2)
+train(1, True)
+te_graph_fixes.deactivate()
+te_graph_fixes.activate(disable=["grad-input-lifetime", "leaf-grad-lifetime"])
+te_graph_fixes.check(3)
+train(1, False)
+dist.destroy_process_group()  # in the last step that is to be checked
+"""
+
+
+def test_one_report_for_all_ranks(tmp_path: Path) -> None:
+    """Two ranks of torchrun below `run --check`, on gloo."""
+    job = tmp_path / "job.py"
+    job.write_text(RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
+    done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
+    assert done.returncode == 0, done.stderr
+    ends = [i for i, line in enumerate(lines(done)) if " tensors compared" in line]
+    reports = [lines(done)[i] for i in ends]
+    assert len(reports) == 3, lines(done)
+    for report, steps in zip(reports, (2, 2, 3), strict=True):
+        assert report.startswith(f"{steps} steps, 8 callables, ")
+        assert " tensors compared on 2 ranks: " in report
+    assert reports[0].endswith(": all equal")
+    assert reports[1].endswith(": all equal")
+    assert reports[2].endswith(" differ, on rank 0")
+    sent = [line for line in lines(done) if "is being sent and overwritten by" in line]
+    assert "rank 0, step 1, callable 2 (Linear), backward: gradient of input 0" in sent[0]
+    assert sent[0].endswith("looks like grad-input-lifetime")
+
+
+FAILING = """
+from tests.simulator import install; install()
+import time, torch, te_graph_fixes
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+
+dist.init_process_group("gloo")
+options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+graphed = te.make_graphed_callables(te.Linear(32, 32, **options), (x,))
+graphed(x).sum().backward()
+if dist.get_rank() == 0:
+    raise SystemError
+time.sleep(100)
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(FAILING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
+    start = time.monotonic()
+    done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
+    assert time.monotonic() - start < PATIENCE - 10
+    assert "SystemError" in done.stderr
+    assert "rank 0, 1 step, 1 callable, " in done.stderr
+    assert "there is no report for all ranks: " in done.stderr
+
+
+@pytest.mark.slow
+def test_edits_left_out() -> None:
+    """Every single edit of a fix left out: the check finds something wherever graph and eager differ.
+
+    But for gradients that a capture leaves behind, which it cannot see.
+    """
+    found = set()
+    for fix, number, case in edits():
+        line = json.loads(simulate("tests/support/check_breakage.py", fix, str(number), case).splitlines()[-1])
+        if "raised" in line:
+            assert "error" not in line, line  # not beside the check only
+        elif line["error"]:
+            assert line["found"] or line["left by the capture"], line
+            found |= {fix} if line["found"] else set()
+        elif line["status"] == "applied":
+            assert line["found"] == [], line
+    assert found == {fix for fix, _, _ in edits()}

@@ -1,0 +1,50 @@
+"""torch's own ways around a function, which follow wrappers to what is below them: they see the corrected code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_graph_fixes.fix import applicable
+from te_graph_fixes.patching.installation import Installation
+from te_graph_fixes.patching.source import Source
+
+CODE = "standin_of_torch.code"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("way", ["compiled caller", "compiled", "scripted", "saved forward"])
+def test_torch_runs_the_correction(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "standin_of_torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "code.py").write_text(
+        "import torch\n\ndef run(x: torch.Tensor) -> torch.Tensor:\n    return x + 1\n\n"
+        "class Module(torch.nn.Module):\n    def forward(self, x):\n        return run(x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(CODE)
+    source = Source(str(package), None)
+    found = source.module(CODE).definition("run")
+    installation = Installation(source, {"fix": applicable("a test", [found.replace(found.one("x + 1"), "x + 2")])})
+    instance = module.Module()
+    saved = instance.forward
+    installation.install()
+    calls = {
+        "compiled caller": lambda: torch.compile(lambda x: module.run(x) * 1, backend="eager", fullgraph=True),
+        "compiled": lambda: torch.compile(module.run, backend="eager", fullgraph=True),
+        "scripted": lambda: torch.jit.script(module.run),
+        "saved forward": lambda: saved,
+    }
+    try:
+        assert calls[way]()(torch.zeros(1)).item() == 2
+        installation.revert()
+        torch.compiler.reset()
+        assert way == "scripted" or calls[way]()(torch.zeros(1)).item() == 1  # torch keeps what it has scripted
+    finally:
+        for name in ("standin_of_torch", CODE):
+            del sys.modules[name]

@@ -1,0 +1,337 @@
+"""``te-graph-fixes run`` as users meet it: every test starts programs, and a stand-in for TransformerEngine (TE)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.commands.run import FOLDER
+from te_graph_fixes.fixes import CATALOGUE
+from tests.support.child import ROOT, python
+from tests.support.published import source
+
+STATE = "import sys, transformer_engine.pytorch; print('te_graph_fixes' in sys.modules)"
+ALL = ",".join(CATALOGUE)
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder on PYTHONPATH with a TE that holds none of the functions that the fixes look for."""
+    for name in ("transformer_engine", "transformer_engine/pytorch"):
+        script(tmp_path / "site" / name / "__init__.py", "")
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path) -> Run:
+    """Start a command below ``te-graph-fixes run``, in ``folder``."""
+    start = functools.partial(python, "-m", "te_graph_fixes", "run", cwd=folder, path=folder / "site")
+    return functools.partial(start, TE_GRAPH_FIXES_DISABLE=ALL)
+
+
+def first(folder: Path, *paths: str | Path) -> str:
+    """Paths before that of TE."""
+    return os.pathsep.join(map(str, [*paths, folder / "site"]))
+
+
+def script(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def outcome(result: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_without_run_nothing_is_active(folder: Path) -> None:
+    assert python("-c", STATE, path=folder / "site").stdout == "False\n"
+
+
+WORKER = f"""
+import multiprocessing, sys
+
+def work():
+    {STATE}
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=work)
+    worker.start()
+    worker.join()
+"""
+FILES = {
+    "job/__init__.py": "",
+    "job/sibling.py": "NAME = 'sibling'\n",
+    "job/train.py": f"import sibling, sys\nprint(sibling.NAME, *sys.argv[1:], __name__)\n{STATE}\n",
+    "job/module.py": STATE,
+    "job/worker.py": WORKER,
+    "job.sh": f'#!/bin/sh\n"{sys.executable}" -c "{STATE}" | cat\n',
+    "warnings.sh": f'#!/bin/sh\nPYTHONWARNINGS=ignore exec "{sys.executable}" -c "{STATE}"\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ([sys.executable, "-c", STATE], ""),
+        (["--", sys.executable, "-c", STATE], ""),
+        ([sys.executable, "job/train.py", "--run", "-- 1"], "sibling --run -- 1 __main__\n"),
+        ([sys.executable, "-m", "job.module"], ""),
+        (["./job.sh"], ""),
+        (["./warnings.sh"], ""),
+        *(([sys.executable, "job/worker.py", method], "") for method in ("fork", "spawn", "forkserver")),
+    ],
+    ids=["code", "separator", "script", "module", "shell", "warnings set anew", "fork", "spawn", "forkserver"],
+)
+def test_what_is_started_has_the_fixes(run: Run, folder: Path, command: list[str], printed: str) -> None:
+    for name, text in FILES.items():
+        script(folder / name, text)
+    assert outcome(run(*command)) == (0, f"{printed}True\n", "")
+
+
+def test_the_package_is_not_imported_before_te(run: Run) -> None:
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec("transformer_engine") is not None
+print(found, "te_graph_fixes" in sys.modules, "sitecustomize" in sys.modules)
+"""
+    assert outcome(run(sys.executable, "-c", code)) == (0, "True False True\n", "")
+
+
+def test_strict_mode_reaches_the_program(run: Run) -> None:
+    found = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_DISABLE="", TE_GRAPH_FIXES_STRICT="1")
+    assert found.returncode == 1
+    assert "FixNotAppliedError" in found.stderr
+
+
+def test_the_users_own_sitecustomize_runs(run: Run, folder: Path) -> None:
+    script(folder / "own" / "sitecustomize.py", "import sys; VALUE = 7; PATH = list(sys.path); NAME = __name__")
+    code = (
+        "import sitecustomize as own, sys; print(own.VALUE, own.NAME, own.__file__);"
+        f"print({FOLDER!r} in own.PATH, {FOLDER!r} in sys.path)"
+    )
+    found = run(sys.executable, "-c", f"{code}\n{STATE}", path=first(folder, folder / "own"))
+    own = folder / "own" / "sitecustomize.py"
+    assert outcome(found) == (0, f"7 sitecustomize {own}\nFalse False\nTrue\n", "")
+
+
+@pytest.mark.parametrize("failure", ["raise KeyError('own')", "import missing_module"])
+def test_a_users_sitecustomize_that_fails_is_reported_as_python_does(folder: Path, failure: str) -> None:
+    script(folder / "own" / "sitecustomize.py", failure)
+
+    def start(*paths: str) -> tuple[int, str, str]:
+        return outcome(python("-c", STATE, path=first(folder, *paths, folder / "own"), TE_GRAPH_FIXES_DISABLE=ALL))
+
+    status, state, errors = start()
+    assert (status, state) == (0, "False\n")
+    assert "Error" in errors
+    assert start(FOLDER) == (0, "True\n", errors)
+
+
+@pytest.mark.parametrize("warnings", ["", "ignore", "error,default::UserWarning"])
+def test_another_sitecustomize_that_comes_first_and_does_not_go_on_to_ours(
+    run: Run, folder: Path, warnings: str
+) -> None:
+    script(folder / "own" / "sitecustomize.py", "import sys; sys.own = True")
+    code = f"import sys, os; print(sys.own, sys.warnoptions, os.environ['PYTHONPATH'].count('launcher'))\n{STATE}"
+    path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH=own:$PYTHONPATH exec "{sys.executable}" "$@"\n')
+    options = [*filter(None, warnings.split(","))]
+    found = run(path, "-W", "once", "-c", code, PYTHONWARNINGS=warnings)
+    assert outcome(found) == (0, f"True {[*options, 'once']} 1\nTrue\n", "")
+
+
+def test_where_the_path_is_set_anew_it_is_said(run: Run, folder: Path) -> None:
+    path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH="$1" exec "{sys.executable}" -c "{STATE}"\n')
+    found = run(path, first(folder, ROOT))
+    assert (found.returncode, found.stdout) == (0, "False\n")
+    assert found.stderr == "Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'\n"
+
+
+def test_the_path_of_the_program_is_its_own(run: Run, folder: Path) -> None:
+    found = run(sys.executable, "-c", "import sys; print(sys.path)", path=first(folder, "/first", "", "/last"))
+    assert "launcher" not in found.stdout
+    entries = eval(found.stdout)
+    assert entries.index("/first") < entries.index("/last")
+
+
+@pytest.mark.parametrize("status", [0, 3, 255])
+def test_exit_status_and_streams_are_those_of_the_program(run: Run, status: int) -> None:
+    code = f"import sys; print(sys.stdin.read().upper(), end=''); sys.stderr.write('problem'); sys.exit({status})"
+    assert outcome(run(sys.executable, "-c", code, stdin="text")) == (status, "TEXT", "problem")
+
+
+def test_the_program_takes_the_place_of_run() -> None:
+    command = [sys.executable, "-m", "te_graph_fixes", "run", sys.executable, "-c"]
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([*command, code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+def test_signals_that_python_ignores_are_not_ignored_by_the_program(run: Run) -> None:
+    command = ["sh", "-c", "grep SigIgn /proc/self/status"]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True, restore_signals=True)
+    assert run(*command).stdout == plain.stdout
+
+
+def test_a_run_in_a_run(run: Run) -> None:
+    nested = [sys.executable, "-m", "te_graph_fixes", "run", sys.executable, "-c"]
+    code = "import os; print(os.environ['PYTHONPATH'], os.environ['PYTHONWARNINGS'])"
+    found = run(*nested, code)
+    assert found.stdout.count(FOLDER) == 1
+    assert found.stdout.count("te_graph_fixes_run") == 1
+
+
+def variables(printed: str) -> dict[str, str]:
+    """What ``run --print-env`` sets, by a shell."""
+    shell = ["sh", "-c", 'set -e; eval "$1"; exec env', "sh", printed]
+    found = subprocess.run(shell, env={}, capture_output=True, text=True, check=True).stdout
+    return {name: value for name, _, value in (line.partition("=") for line in found.splitlines()) if name != "PWD"}
+
+
+def test_print_env(run: Run, folder: Path) -> None:
+    path = first(folder, folder / "a folder's name; $(false)")
+    found = run("--print-env", path=path)
+    assert found.returncode == 0
+    set_by_it = variables(found.stdout)
+    assert set(set_by_it) == {"PYTHONPATH", "PYTHONWARNINGS", "TE_GRAPH_FIXES_EXPECT"}
+    assert set_by_it.pop("PYTHONPATH").startswith(f"{FOLDER}:{path}:{ROOT}")
+    assert re.fullmatch(r"te=unknown(,[a-z0-9-]+=[a-z-]+)+", set_by_it.pop("TE_GRAPH_FIXES_EXPECT"))
+    active = python("-c", STATE, path=f"{FOLDER}:{path}", TE_GRAPH_FIXES_DISABLE=ALL, **set_by_it)
+    assert outcome(active) == (0, "True\n", "")
+
+
+def test_print_env_without_te(run: Run, folder: Path) -> None:
+    (folder / "site" / "transformer_engine" / "__init__.py").unlink()
+    (folder / "site").rename(folder / "gone")
+    found = run("--print-env")
+    assert found.returncode == 0
+    assert set(variables(found.stdout)) == {"PYTHONPATH", "PYTHONWARNINGS"}
+    assert "transformer_engine is not installed" in found.stderr
+
+
+def test_an_unexpected_te_is_said(run: Run) -> None:
+    expected = variables(run("--print-env").stdout)["TE_GRAPH_FIXES_EXPECT"]
+    same = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_EXPECT=expected)
+    assert outcome(same) == (0, "True\n", "")
+    other = expected.replace("te=unknown", "te=2.12.0").replace("warmup-reset=unrecognized", "warmup-reset=applicable")
+    different = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_EXPECT=other)
+    assert different.stdout == "True\n"
+    assert different.stderr.count("applicable, this process has te=unknown, warmup-reset=") >= 1
+
+
+NEAR = "unknown fix warmup-rest; did you mean warmup-reset"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ("", 2, "no command; write for example: te-graph-fixes run python train.py\n"),
+        ("--", 2, "no command"),
+        ("''", 2, "no command"),
+        ("--chek ls", 2, "unknown option --chek; did you mean --check or --check-strict? see te-graph-fixes run -h\n"),
+        ("--required=yes ls", 2, "unknown option --required=yes; did you mean --required? "),
+        ("--check=x ls", 2, "--check=x is not understood; valid: --check, --check=N"),
+        ("--check-strict=x ls", 2, "run: --check-strict=x is not understood; valid: --check-strict, "),
+        ("--check-strict=0 ls", 2, "--check-strict=0 is not understood; valid: --check-strict, --check-strict=N"),
+        ("--check=0 ls", 2, "--check=0 is not understood; valid: --check, --check=N"),
+        ("--check=off ls", 2, "--check=off is not understood; valid: --check, --check=N"),
+        ("--check 3 ls", 2, "write --check=3 for the steps"),
+        ("--print-env ls", 2, "--print-env takes nothing beside it"),
+        ("no-such-command-anywhere", 127, "cannot start no-such-command-anywhere: No such file or directory"),
+        ("/etc", 126, "cannot start /etc: Permission denied"),
+        ("python3 -I train.py", 2, "cannot reach python3 -I: drop -I"),
+        ("/usr/bin/python3.12 -u -X dev -BE -m train", 2, "drop -E"),
+        ("python -uS", 2, "drop -S"),
+        ("TE_GRAPH_FIXES=warmup-rest ls", 2, NEAR),
+        ("TE_GRAPH_FIXES=warmup-rest --print-env", 2, NEAR),
+        ("TE_GRAPH_FIXES_CHECK=two ls", 2, "'two' is not understood by TE_GRAPH_FIXES_CHECK"),
+        (
+            "TE_GRAPH_FIXES=warmup-reset ls",
+            2,
+            "; write grouped-linear-skip-flag,param-grad-lifetime,stale-fp8-weights,",
+        ),
+    ],
+)
+def test_what_cannot_be_started(run: Run, command: str, status: int, message: str) -> None:
+    words = shlex.split(command)
+    variables = dict(word.split("=") for word in words if word.startswith("TE_"))
+    environment = {"TE_GRAPH_FIXES_DISABLE": "", **variables}
+    found = run(*words[len(variables) :], path=source("2.12.0"), **environment)
+    assert found.returncode == status
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+    assert found.stdout == "false\n" * ("--print-env" in words)  # so that `eval` fails too
+
+
+@pytest.mark.parametrize("options", [["-c", "print('-I', 'E')", "-I"], ["-W", "ignore::Warning", "-c", "pass", "-S"]])
+def test_options_of_the_program_are_left_alone(run: Run, options: list[str]) -> None:
+    assert run(sys.executable, *options).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"), [("--check", "on"), ("--check=3,layers=2", "3,layers=2"), ("--check-strict=1", "1,strict")]
+)
+def test_the_options_of_a_check_are_handed_on(run: Run, option: str, wanted: str) -> None:
+    code = "import os; print(os.environ['TE_GRAPH_FIXES_CHECK'])"
+    assert outcome(run(option, sys.executable, "-c", code)) == (0, f"{wanted}\n", "")
+
+
+@pytest.mark.parametrize("option", ["--check", "--check-strict=1"])
+def test_a_check_where_there_is_no_te(run: Run, folder: Path, option: str) -> None:
+    (folder / "site").rename(folder / "gone")
+    found = run(option, sys.executable, "-c", "print(1)")
+    assert (found.returncode, found.stdout) == (0, "1\n")
+    assert "has no TransformerEngine: a program that this interpreter runs is not checked" in found.stderr
+
+
+def test_an_interpreter_without_the_package(folder: Path) -> None:
+    """It works until it imports TE, and then stops, also where that is tried again."""
+    script(folder / "site" / "te_graph_fixes.py", "raise ModuleNotFoundError('not here')")
+    code = """
+print("works")
+for _ in range(2):
+    try:
+        import transformer_engine.pytorch
+    except RuntimeError as error:
+        print(error)
+"""
+    said = (
+        "te-graph-fixes run: TransformerEngine's graphs would not be corrected here, because "
+        f"{sys.executable} cannot import te_graph_fixes (not here). Install te-graph-fixes for this interpreter, or "
+        "start it without `te-graph-fixes run`\n"
+    )
+    done = python("-c", code, path=first(folder, FOLDER), cwd=folder)
+    assert outcome(done) == (0, f"works\n{said}{said}", "")
+
+
+def test_start_up_costs_less_than_six_plain_starts(folder: Path) -> None:
+    """Processor time, best of nine: the wall clock also counts what else this machine does, and machines differ."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+
+    def best(*command: str) -> float:
+        times = []
+        for _ in range(9):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(command, env=environment, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(times)
+
+    program = [sys.executable, "-c", "pass"]
+    plain = best(*program)
+    assert best(sys.executable, "-m", "te_graph_fixes", "run", *program) - plain < 6 * plain

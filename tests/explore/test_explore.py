@@ -1,0 +1,136 @@
+"""The explorer on the simulator: a bounded run of it, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from te_graph_fixes.patching.source import Source
+from te_graph_fixes.verify.driver.program import Program
+from tests.explore.programs import FOUND, OPEN, broken_rule, draw, draw_broken, shrink
+from tests.explore.scripts import script
+from tests.support.child import on_simulator, simulate
+
+TE = ("transformer_engine.pytorch",)
+SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))
+
+
+def explore(*arguments: str) -> tuple[int, list[dict[str, object]]]:
+    """The exit status, and a line for each finding; the last one is the sum."""
+    done = on_simulator("-m", "tests.explore", "--seed", str(SEED), *arguments, imported=TE)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.full)])
+def test_programs_are_as_without_graphs(seconds: int) -> None:
+    status, lines = explore("--programs", str(2 * seconds), "--seconds", str(seconds), "--no-shrink")
+    assert status == 0, lines
+    assert int(str(lines[-1]["equal"])) > seconds / 6
+
+
+def test_what_breaks_a_capture_is_right_or_refused() -> None:
+    status, lines = explore("--broken", "--programs", "16")
+    assert status == 0, lines
+    assert lines[-1]["refused"]
+    assert lines[-1]["equal"]
+
+
+@pytest.mark.full
+def test_a_breakage_is_found_by_what_is_right_without_it(tmp_path: Path) -> None:
+    equal, found = tmp_path / "equal", tmp_path / "found"
+    assert explore("--seed", "0", "--programs", "6", "--no-fork", "--jobs", "2", "--results", str(equal))[0] == 0
+    assert [json.loads(line).get("verdict") for line in equal.read_text().splitlines()] == [None, *["equal"] * 6]
+    explore(
+        "--seed",
+        "0",
+        "--programs",
+        "6",
+        "--equal",
+        str(equal),
+        "--breakages",
+        "12",
+        "--jobs",
+        "2",
+        "--results",
+        str(found),
+    )
+    lines = [json.loads(line) for line in found.read_text().splitlines()][1:]
+    assert len(lines) == 12
+    assert {line["programs"] for line in lines if "programs" in line} & {1, 2, 3, 4, 5, 6}
+    assert {line.get("not in programs", 6) for line in lines} == {6}
+
+
+@functools.cache
+def examples() -> dict[str, object]:
+    """What the programs that are said to be wrong are found to be, by the reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        explore("--open", "--no-shrink", "--results", f"{folder}/found")
+        lines = [json.loads(line) for line in Path(folder, "found").read_text().splitlines()[1:]]
+    return {[*OPEN, *FOUND][line["seed"] - SEED]: line["verdict"] for line in lines}
+
+
+def still_open(why: str) -> list[pytest.MarkDecorator]:
+    affected = Source.installed().version in SpecifierSet(OPEN[why].affected, prereleases=True)
+    return [pytest.mark.xfail(strict=True, reason=why)] * affected
+
+
+@pytest.mark.parametrize("why", [pytest.param(why, marks=still_open(why)) for why in OPEN])
+def test_what_is_open(why: str) -> None:
+    assert broken_rule(OPEN[why].example) == why
+    assert examples()[why] == "equal"
+
+
+@pytest.mark.parametrize("why", FOUND)
+def test_what_was_found(why: str) -> None:
+    assert examples()[why] == "equal"
+
+
+def test_what_is_wrong_without_a_fix_is_found(tmp_path: Path) -> None:
+    status, lines = explore(
+        *("--seed", "0", "--programs", "14", "--no-shrink"),
+        *("--disable", "parameter-hooks", "--scripts", str(tmp_path)),
+    )
+    assert status == 1
+    assert "wrong" in {line["verdict"] for line in lines[:-1]}
+    assert len([*tmp_path.iterdir()]) == len(lines) - 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(bias=True, delay=True, events=("step",)),
+        Program(modules=("Parallel",), recipe="delayed", hooks="adds", ranks=True, events=("step",)),
+    ],
+    ids=["one process", "two ranks"],
+)
+def test_a_script_shows_the_defect(program: Program, tmp_path: Path) -> None:
+    path = tmp_path / "found.py"
+    path.write_text(script(program))
+    assert "program." not in path.read_text()
+    assert not simulate(path)
+    status = on_simulator(path, TE_GRAPH_FIXES="off")
+    assert status.returncode == 1
+    assert ("rank 1: " if program.ranks else "") + "0 step: " in status.stdout
+
+
+def test_a_program_follows_from_its_seed_and_keeps_the_rules() -> None:
+    programs = [draw(seed) for seed in range(300)]
+    assert programs == [draw(seed) for seed in range(300)]
+    assert not any(map(broken_rule, programs))
+    assert len({*map(str, programs)}) > 290
+    assert draw_broken(5) == draw_broken(5) != draw_broken(6)
+
+
+def test_shrinking_leaves_what_fails() -> None:
+    program = Program(
+        modules=("Block", "linear", "nested"), recipe="delayed", bias=True, events=("evaluate", "step", "save", "step")
+    )
+    small = shrink(program, lambda p: p.recipe == "delayed" and "nested" in p.modules and "save" in p.events)
+    assert small == Program(modules=("nested",), recipe="delayed", events=("step", "save"))

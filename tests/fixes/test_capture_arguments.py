@@ -1,0 +1,109 @@
+"""Arguments of `make_graphed_callables` and of its callables that frameworks pass beside those of training itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from te_graph_fixes.patching.source import Source
+from tests.support.child import on_simulator, simulate
+
+GRAPH = Source.installed().module("transformer_engine.pytorch.graph").text
+
+PROGRAM = """
+import os, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+kind, recipe = os.environ["KIND"], DelayedScaling() if os.environ["RECIPE"] else None
+ORDER, MICROBATCHES = [1, 1, -1, -1], 2
+
+def random():
+    return torch.randn(32, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
+
+def train(graphed):
+    torch.manual_seed(1)
+    module = te.LayerNormLinear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+    runs, called, options, given = [module] * MICROBATCHES, [], {}, {}
+    if kind == "warmup hooks":
+        options = {"pre_warmup_hook": lambda: called.append("pre"), "post_warmup_hook": lambda: called.append("post")}
+    if kind == "capture hooks":
+        names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+        options = {"capture_time_hooks": [{name: {0: lambda m, name=name: called.append(name)} for name in names}]}
+    if kind == "retained":
+        options = {"retain_graph_in_backward": True}
+    if kind in ("stream", "stream and event"):
+        given = {"cuda_graph_stream": torch.cuda.Stream()}
+    if kind == "stream and event":
+        given["cuda_graph_event"] = torch.cuda.Event(external=True)
+    if graphed:
+        runs = te.make_graphed_callables(
+            (module,), [(random(),) for _ in runs], sample_kwargs=[{} for _ in runs], _order=ORDER,
+            _num_layers_per_chunk=[1], _reuse_graph_input_output_buffers=True, allow_unused_input=True,
+            enabled=recipe is not None, recipe=recipe, **options,
+        )
+    torch.manual_seed(2)
+    found = []
+    for step in range(3):
+        inputs, outs = [random() for _ in runs], []
+        for run, x in zip(runs, inputs):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                outs.append(run(x, **(given if graphed else {})))
+            if "cuda_graph_event" in given:
+                given["cuda_graph_event"].record(given["cuda_graph_stream"])
+        found += [out.detach().clone() for out in outs]
+        for out, x in zip(outs, inputs):
+            out.backward(torch.randn_like(out))
+            found.append(x.grad.clone())
+        for p in module.parameters():
+            found.append(p.grad.clone())
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+            p.grad = None
+    return found, called
+
+eager, graphed = train(False), train(True)
+assert [torch.equal(a, b) for a, b in zip(graphed[0], eager[0], strict=True)] == [True] * len(eager[0])
+print(sorted(set(graphed[1])))
+"""
+
+SINCE = {
+    "warmup hooks": "pre_warmup_hook",
+    "capture hooks": "capture_time_hooks",
+    "retained": "retain_graph_in_backward",
+    "stream": "cuda_graph_stream",
+    "stream and event": "cuda_graph_event",
+}
+CALLED = {
+    "warmup hooks": "['post', 'pre']",
+    "capture hooks": "['backward_hooks', 'backward_pre_hooks', 'forward_hooks', 'forward_pre_hooks']",
+}
+KINDS = [kind for kind, name in SINCE.items() if name in GRAPH]
+
+
+@pytest.mark.parametrize("recipe", ["", "delayed scaling"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_eager_training(kind: str, recipe: str) -> None:
+    assert simulate("-c", PROGRAM, KIND=kind, RECIPE=recipe).strip() == CALLED.get(kind, "[]")
+
+
+@pytest.mark.parametrize("kind", ["warmup hooks", "capture hooks"])
+def test_what_this_te_lacks_is_refused(kind: str) -> None:
+    if kind in KINDS:
+        pytest.skip(f"this TransformerEngine has {SINCE[kind]}")
+    assert "unexpected keyword argument" in on_simulator("-c", PROGRAM, KIND=kind, RECIPE="").stderr
+
+
+IN_INFERENCE_MODE = """
+import te_graph_fixes, torch
+import transformer_engine.pytorch as te
+layer = te.Linear(32, 32, device="cuda")
+with torch.inference_mode():
+    sample, x = torch.randn(2, 32, 32, device="cuda")
+    wanted = layer(x)
+    graphed = te.make_graphed_callables(layer, (sample.requires_grad_(),), allow_unused_input=True)
+    assert torch.equal(graphed(x), wanted)
+"""
+
+
+def test_modules_in_training_are_captured_in_inference_mode() -> None:
+    simulate("-c", IN_INFERENCE_MODE)

@@ -1,0 +1,79 @@
+"""What every fix of the catalogue must keep to."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from te_graph_fixes import fixes
+from te_graph_fixes.decision import expected
+from te_graph_fixes.fix import APPLICABLE, GROUPS, NOT_APPLICABLE, UNRECOGNIZED, Fix
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.source import Source
+
+EVERY = pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
+
+
+def test_every_file_of_the_folder_is_one_fix_that_has_its_name() -> None:
+    files = {found.name for found in pkgutil.iter_modules(fixes.__path__)}
+    assert {name.replace("_", "-") for name in files} == set(CATALOGUE)
+
+
+@EVERY
+def test_the_record(fix: Fix) -> None:
+    assert CATALOGUE[fix.id] is fix
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", fix.id)
+    assert 0 < len(fix.summary) <= 120
+    assert fix.symptom
+    assert fix.group in GROUPS
+    assert not fix.summary.endswith(".")
+    assert fix.upstream or "\n\nUpstream: none yet" in str(module(fix).__doc__), "no link in the second paragraph"
+    assert all(re.fullmatch(r"https://github\.com/NVIDIA/[\w-]+/(pull|issues)/\d+", link) for link in fix.upstream)
+    assert re.fullmatch(r"(>=[\d.]+)?,?(<[\d.]+)?", fix.affected)
+    assert SpecifierSet(fix.affected)
+    assert set(fix.requires) <= set(CATALOGUE) - {fix.id}
+
+
+@EVERY
+def test_the_file_says_what_it_is_about(fix: Fix) -> None:
+    text = str(module(fix).__doc__)
+    assert text.startswith(f"``{fix.id}``: ")
+    assert "Upstream: " in text
+    assert "Symptom" in text
+
+
+@EVERY
+def test_the_file_imports_neither_torch_nor_te(fix: Fix) -> None:
+    lines = Path(str(module(fix).__file__)).read_text().splitlines()
+    assert not [line for line in lines if re.match(r"(import|from) (torch|transformer_engine)\b", line)]
+
+
+@EVERY
+def test_an_empty_te_is_never_edited(fix: Fix, tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    verdict = fix.verdict(Source.at(tmp_path))
+    assert verdict.verdict in (UNRECOGNIZED, NOT_APPLICABLE)
+    assert not verdict.edits
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.12.0+5671fd36", "2.12.0.dev0+abc", "2.12.0rc1"])
+def test_local_labels_and_development_versions_count_as_their_release(version: str) -> None:
+    assert expected(CATALOGUE["warmup-reset"], version) == APPLICABLE
+    assert expected(CATALOGUE["warmup-reset"], version.replace("2.12", "2.14")) == "not-needed"
+
+
+@pytest.mark.parametrize("version", [None, "", "unknown"])
+def test_an_unknown_version_leads_one_to_expect_nothing(version: str | None) -> None:
+    assert expected(CATALOGUE["warmup-reset"], version) is None
+
+
+def module(fix: Fix) -> object:
+    return importlib.import_module(f"te_graph_fixes.fixes.{fix.id.replace('-', '_')}")

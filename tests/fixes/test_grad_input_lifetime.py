@@ -1,0 +1,159 @@
+"""``grad-input-lifetime``: the plan of lifetimes on its own. `verify` has programs that send gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_graph_fixes.shipped.graph_order import grad_input_releases
+from tests.support.pipeline_orders import interleaved, layer_wise
+
+
+@dataclass
+class Stage:
+    """One stage of an interleaved pipeline, and its part of a step with every layer as a chunk."""
+
+    stages: int
+    stage: int
+    layers: list[int]
+    microbatches: int
+    wgrads: bool
+
+    @property
+    def model_order(self) -> list[int]:
+        return interleaved(self.stages, self.stage, len(self.layers), self.microbatches)
+
+    @property
+    def order(self) -> list[float]:
+        return layer_wise(self.model_order, self.layers, self.wgrads)
+
+    @property
+    def ones(self) -> list[int]:
+        return [1] * sum(self.layers)
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> Stage:
+    number = draw(st.integers(2, 4))
+    layers = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+    return Stage(
+        number, draw(st.integers(0, number - 1)), layers, number * draw(st.integers(1, 3)), draw(st.booleans())
+    )
+
+
+def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, int]:
+    """For each dgrad (by position) whose grad input is released, the position of the entry before which it is."""
+    microbatches = sum(entry == 1 for entry in order)
+    first = [microbatches * before for before in accumulate(layers, initial=0)]
+    seen = [0] * len(layers)
+    dgrad_of = {}
+    for position, entry in enumerate(order):
+        if entry < 0 and entry == int(entry) and layers[-int(entry) - 1]:
+            chunk = -int(entry) - 1
+            dgrad_of[first[chunk] + seen[chunk] * layers[chunk]] = position
+            seen[chunk] += 1
+    released = [(dgrad_of[index], position) for position, indices in enumerate(releases) for index in indices]
+    assert len(dict(released)) == len(released), "released twice"
+    return dict(released)
+
+
+def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
+    """TE's own rule: a chunk's grad input is released as soon as the next chunk's dgrad has been captured."""
+    dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry) and layers[-int(entry) - 1]]
+    return {this: after + 1 for this, after in pairwise(dgrads) if after + 1 < len(order)}
+
+
+def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
+    """When Megatron has read each grad input, as the entry before which that is, for known model chunks.
+
+    The layer below reads it at the next dgrad. What leaves a model chunk is sent, and waited for when all of the step
+    that holds the next model chunk's backward is issued: its dgrads and its forwards, but not its last wgrad.
+    """
+    place = [(chunk, depth) for chunk, size in enumerate(layers) for depth in range(size)]
+    dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry)]
+    ends = []  # the last dgrads of model chunks, each with the end of its step
+    for i in dgrads:
+        if place[-int(order[i]) - 1][1] == 0:
+            end = i + 1
+            while end < len(order) and order[end] > 0 and place[int(order[end]) - 1][1] > 0:
+                end += 1
+            ends.append((i, end))
+    reads = {i: after + 1 for i, after in pairwise(dgrads) if place[-int(order[i]) - 1][1] > 0}
+    reads |= {i: end for (i, _), (_, end) in pairwise(ends)}
+    return {i: end for i, end in reads.items() if end < len(order)}
+
+
+def divisions(size: int) -> Iterator[list[int]]:
+    """All ways to cut a run of ``size`` layers into model chunks."""
+    for cuts in product((False, True), repeat=size - 1):
+        sizes = [1]
+        for cut in cuts:
+            if cut:
+                sizes.append(1)
+            else:
+                sizes[-1] += 1
+        yield sizes
+
+
+@given(stages(), st.data())
+@settings(deadline=None)
+def test_real_model_chunks_keep_the_rule_of_te(stage: Stage, data: st.DataObject) -> None:
+    order = stage.model_order
+    for layers in ([1] * len(stage.layers), stage.layers, data.draw(st.permutations([0, *stage.layers[1:]]))):
+        assert released_before(order, grad_input_releases(order, layers), layers) == te_rule(order, layers)
+
+
+@given(stages())
+@settings(deadline=None)
+def test_one_layer_a_model_chunk_keeps_the_rule_of_te(stage: Stage) -> None:
+    stage.layers = [1] * len(stage.layers)
+    assert released_before(stage.order, grad_input_releases(stage.order, stage.ones), stage.ones) == te_rule(
+        stage.order, stage.ones
+    )
+
+
+@given(stages())
+@settings(deadline=None)
+def test_the_worst_division_counts(stage: Stage) -> None:
+    order = stage.order
+    found = released_before(order, grad_input_releases(order, stage.ones), stage.ones)
+    worst: dict[int, int] = {}
+    for parts in product(*(list(divisions(size)) for size in stage.layers)):
+        division = [size for part in parts for size in part]
+        reads = last_reads(order, division)
+        for i in {i for i, entry in enumerate(order) if entry < 0 and entry == int(entry)}:
+            worst[i] = max(worst.get(i, 0), reads.get(i, len(order)))
+    assert {i: found.get(i, len(order)) for i in worst} == worst
+
+
+def test_the_last_send_before_the_cooldown_is_held_until_a_later_one_is_waited_for() -> None:
+    held_longer = []
+    for stages, chunks, layers in product((2, 3), (2, 3, 4), (1, 2)):
+        for group, microbatches in product(range(stages, 3 * stages), range(stages, 4 * stages + 3)):
+            order = interleaved(stages, 0, chunks, microbatches, group)
+            dgrads = [i for i, entry in enumerate(order) if entry < 0]
+            last_forward = max(i for i, entry in enumerate(order) if entry > 0)
+            last_steady = next(i for i in dgrads if i > last_forward)
+            released = released_before(order, grad_input_releases(order, [layers] * chunks), [layers] * chunks)
+            later_sends = [i for i in dgrads if i > last_steady and order[i] != -1]
+            if order[last_steady] != -1 and later_sends:
+                assert released.get(last_steady, len(order)) > later_sends[0]
+            rule = te_rule(order, [layers] * chunks)
+            assert released.keys() == rule.keys()
+            longer = {i for i in released if released[i] != rule[i]}
+            assert longer <= {last_steady}
+            held_longer += [(stages, chunks, group, microbatches)] * len(longer)
+    assert (2, 3, 4, 6) in held_longer
+    assert all(microbatches % group for _, _, group, microbatches in held_longer)
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_one_microbatch_may_be_divided_anyhow(layers: int) -> None:
+    order = [*range(1, layers + 1), *range(-layers, 0)]
+    found = released_before(order, grad_input_releases(order, [1] * layers), [1] * layers)
+    assert found == {}, "every grad input may be in use to the end"

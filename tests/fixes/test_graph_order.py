@@ -1,0 +1,347 @@
+"""The order plan on its own: no torch, no TransformerEngine."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from te_graph_fixes.shipped.graph_order import DGRAD, FORWARD, WGRAD, Entry, Plan, make_plan, parse
+from tests.support.orders import NAMED, changed_order, legal, random_order
+
+SLOW = settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CHOICES = st.integers(0, 2**32).map(random.Random)
+ADDRESSES = count(1)
+
+
+@st.composite
+def orders(draw: st.DrawFn, wgrads: bool = True) -> list[float]:
+    """Legal orders of up to 4 chunks and 6 microbatches, any of the chunks with wgrads."""
+    chunks = draw(st.integers(1, 4))
+    delayed = draw(st.sets(st.integers(1, chunks))) if wgrads else ()
+    return random_order(draw(CHOICES), chunks, draw(st.integers(1, 6)), delayed)
+
+
+def plan_of(order: Sequence[Any], layers: int = 1, training: bool = True) -> Plan:
+    chunks = max(entry.chunk for entry in parse(order)) + 1
+    samples = layers * sum(entry > 0 for entry in order)
+    return make_plan(order, layers, layers * chunks, samples, samples, training)
+
+
+def largest_overlap(lifetimes: Sequence[tuple[int, int]]) -> int:
+    return max(
+        (sum(start <= position < end for start, end in lifetimes) for position in {start for start, _ in lifetimes}),
+        default=0,
+    )
+
+
+@dataclass
+class Tensor:
+    """As much of a tensor as the plan looks at."""
+
+    address: int = field(default_factory=lambda: next(ADDRESSES))
+    shape: tuple[int, ...] = (2,)
+    requires_grad: bool = True
+    dtype = layout = device = None
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def detach(self) -> Tensor:
+        return Tensor(self.address, self.shape, False)
+
+    def clone(self) -> Tensor:
+        return Tensor(shape=self.shape, requires_grad=self.requires_grad)
+
+    def requires_grad_(self, value: bool) -> Tensor:
+        self.requires_grad = value
+        return self
+
+
+def flatten(sample: tuple[tuple[Tensor, ...], dict[str, Tensor]]) -> tuple[list[Tensor], tuple[str, ...]]:
+    args, kwargs = sample
+    return [*args, *kwargs.values()], tuple(kwargs)
+
+
+def unflatten(leaves: list[Tensor], names: tuple[str, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    split = len(leaves) - len(names)
+    return tuple(leaves[:split]), dict(zip(names, leaves[split:], strict=True))
+
+
+def assign(plan: Plan, samples: list[list[Tensor]], reuse: bool) -> list[list[Tensor]]:
+    args, kwargs = plan.assign_inputs(
+        [(sample[0],) for sample in samples], [{"x": s[1]} for s in samples], reuse, flatten, unflatten
+    )
+    return [[*a, k["x"]] for a, k in zip(args, kwargs, strict=True)]
+
+
+def check_entries(order: list[float]) -> None:
+    """Each entry stands for the next microbatch of its kind, and its buffer lives until its last reader."""
+    plan = plan_of(order)
+    assert plan.order == order
+    seen: dict[float, int] = {}
+    for position, (value, entry) in enumerate(zip(order, plan.entries, strict=True)):
+        microbatch = seen[value] = seen.get(value, -1) + 1
+        chunk = int(abs(value)) - 1
+        readers = [i for i, v in enumerate(order) if v == -chunk - 1.5] or [
+            i for i, v in enumerate(order) if v == -chunk - 1
+        ]
+        kind = FORWARD if value > 0 else DGRAD if value == int(value) else WGRAD
+        assert entry == Entry(kind, chunk, microbatch, readers[microbatch])
+        assert plan.index(position, 0) == chunk * plan.microbatches + microbatch
+
+
+def check_grad_outputs(order: list[float], shapes: random.Random) -> None:
+    """No buffer of grad outputs has two live owners, and there are as many as have to be alive at a time."""
+    plan = plan_of(order)
+    used: dict[Any, list[tuple[int, int]]] = {}
+    alive: dict[Any, list[tuple[int, int]]] = {}
+    for position, entry in enumerate(plan.entries):
+        if entry.kind == DGRAD:
+            shape = shapes.choice("ab")
+            key = plan.grad_output(position, shape)
+            lifetime = position, max(entry.last_read, position + 1)
+            assert all(end <= position for _, end in used.get(key, ()))
+            used.setdefault(key, []).append(lifetime)
+            alive.setdefault(shape, []).append(lifetime)
+    for shape, lifetimes in alive.items():
+        assert len([key for key in used if key[0] == shape]) == largest_overlap(lifetimes)
+
+
+def check_inputs(order: list[float], choices: random.Random) -> None:
+    """No tensor has two live owners however the caller shared them; with reuse there are as few as possible."""
+    plan = plan_of(order)
+    pool = [Tensor(shape=(choices.randint(1, 2),)) for _ in range(choices.randint(2, 6))]
+    number = sum(entry.kind == FORWARD for entry in plan.entries)
+    samples = [choices.sample(pool, 2) for _ in range(number)]
+    for reuse in (False, True):
+        assigned = assign(plan, samples, reuse)
+        lives: dict[int, list[tuple[int, int]]] = {}
+        kinds: dict[Any, list[tuple[int, int]]] = {}
+        sets: dict[Any, set[tuple[int, ...]]] = {}
+        for position, entry in enumerate(plan.entries):
+            if entry.kind != FORWARD:
+                continue
+            given, found = samples[plan.index(position, 0)], assigned[plan.index(position, 0)]
+            assert [(t.shape, t.requires_grad) for t in found] == [(t.shape, t.requires_grad) for t in given]
+            for tensor in found:
+                assert all(end <= position for _, end in lives.get(tensor.address, ()))
+                lives.setdefault(tensor.address, []).append((position, entry.last_read))
+            shapes = tuple(tensor.shape for tensor in found)
+            kinds.setdefault(shapes, []).append((position, entry.last_read))
+            sets.setdefault(shapes, set()).add(tuple(tensor.address for tensor in found))
+        if reuse:
+            assert {shapes: len(found) for shapes, found in sets.items()} == {
+                shapes: largest_overlap(lifetimes) for shapes, lifetimes in kinds.items()
+            }
+
+
+def check_mutated(order: list[float], choices: random.Random) -> None:
+    """A changed order is refused if and only if it is illegal, with one line that says where and why."""
+    changed = changed_order(order, choices)
+    if legal(changed):
+        assert len(parse(changed)) == len(changed)
+        return
+    with pytest.raises(ValueError, match=r"\A_order\[\d+\] = \S+ \(chunk \d+\): [^\n]+\Z"):
+        parse(changed)
+
+
+def check_all(order: list[float], choices: random.Random) -> None:
+    check_entries(order)
+    check_grad_outputs(order, choices)
+    check_inputs(order, choices)
+    check_mutated(order, choices)
+
+
+@given(orders(), CHOICES)
+@settings(max_examples=300, deadline=None)
+def test_plans(order: list[float], choices: random.Random) -> None:
+    check_all(order, choices)
+
+
+@pytest.mark.slow
+@given(orders(), CHOICES)
+@SLOW
+def test_many_plans(order: list[float], choices: random.Random) -> None:
+    check_all(order, choices)
+
+
+@given(orders(wgrads=False), st.integers(1, 3), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_whole_number_orders_are_as_in_te(order: list[float], layers: int, delays: bool) -> None:
+    plan = plan_of(order, layers)
+    assert not plan.delayed
+    done: dict[float, int] = {}
+    for position, (value, entry) in enumerate(zip(order, plan.entries, strict=True)):
+        microbatch = done[value] = done.get(value, -1) + 1
+        first = (entry.chunk * plan.microbatches + microbatch) * layers
+        assert [plan.index(position, layer) for layer in range(layers)] == list(range(first, first + layers))
+        if entry.kind == DGRAD:
+            needs_wgrad = dict.fromkeys(range(layers * len(order)), delays)
+            backward = list(plan.backward(position, needs_wgrad))
+            assert [layer for layer, is_wgrad in backward if not is_wgrad] == list(reversed(range(layers)))
+            assert [layer for layer, is_wgrad in backward if is_wgrad] == list(reversed(range(layers))) * delays
+            assert not delays or backward[1] == (layers - 1, True)
+            assert {plan.grad_output(position, "shape") for _ in range(layers)} == {("shape", 0)}
+            assert entry.last_read == position
+
+
+@pytest.mark.parametrize("order", NAMED.values(), ids=NAMED)
+def test_named_orders_are_legal(order: list[float]) -> None:
+    check_all(order, random.Random(1))
+
+
+def test_wgrads_are_counted_on_their_own() -> None:
+    plan = plan_of([1, 1, -1, -1, -1.5, -1.5])
+    assert [plan.index(position, 0) for position in (4, 5)] == [0, 1]
+    assert [list(plan.backward(position, {0: True, 1: True})) for position in (3, 4)] == [[(0, False)], [(0, True)]]
+
+
+def test_wgrad_that_no_module_delays() -> None:
+    plan = plan_of([1, -1, -1.5])
+    with pytest.raises(RuntimeError, match=r"_order\[2\] = -1.5 \(chunk 1\): no module delays its wgrad"):
+        list(plan.backward(2, {0: False}))
+
+
+def test_shared_samples_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    one, constant = Tensor(), Tensor(requires_grad=False)
+    with caplog.at_level("INFO", "te_graph_fixes"):
+        found = assign(plan_of([1, -1, 1, -1.5, -1, -1.5]), [[one, constant], [one, constant]], reuse=False)
+    assert found[0] == [one, constant]
+    assert found[1][0].address != one.address
+    assert found[1][1].address != constant.address
+    assert "1 of 2 samples shared tensors" in caplog.text
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_reused_samples_leave_the_callers_list(reuse: bool) -> None:
+    args = [(Tensor(),), (Tensor(),)]
+    given = list(args)
+    found, _ = plan_of([1, -1, -1.5, 1, -1, -1.5]).assign_inputs(given, [{}, {}], reuse, flatten, unflatten)
+    assert found == [args[0], args[0 if reuse else 1]]
+    assert given == (found if reuse else args)
+
+
+def test_one_tensor_twice_does_not_serve_for_two() -> None:
+    one = Tensor()
+    args = [(one, one), (Tensor(), Tensor())]
+    found, _ = plan_of([1, -1, -1.5, 1, -1, -1.5]).assign_inputs(list(args), [{}, {}], True, flatten, unflatten)
+    assert found == args
+
+
+def test_samples_that_are_no_tensors_are_left_to_te() -> None:
+    args: list[Any] = [(1,), (1,)]
+    assert plan_of([1, 1, -1, -1, -1.5, -1.5]).assign_inputs(args, [{}, {}], True, flatten, unflatten) == (
+        args,
+        [{}, {}],
+    )
+
+
+def test_chunks_may_be_empty() -> None:
+    plan = make_plan([1, 2, -2, -1], [0, 1], 1, 1, 1, True)
+    assert list(plan.backward(3, {})) == []
+    assert plan.index(1, 0) == 0
+
+
+class Index:
+    """An integer of another library, such as numpy's."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        (1, -1, -1.5),
+        iter([1, -1, -1.5]),
+        [1.0, -1.0, -1.5],
+        [True, -1, Fraction(-3, 2)],
+        [Index(1), Index(-1), Decimal("-1.5")],
+    ],
+    ids=["tuple", "iterator", "floats", "bool and fraction", "index and decimal"],
+)
+def test_other_numbers(order: Any) -> None:
+    plan = make_plan(order, None, 1, 1, 1, True)
+    assert plan.order == [1, -1, -1.5]
+    assert [type(value) for value in plan.order] == [int, int, float]
+    assert plan.layers == [1]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([], "_order is empty: it must hold a forward and a dgrad for each microbatch of each chunk"),
+        (5, "_order is 5: it must be a sequence of numbers"),
+        ("1", "_order[0] = '1': an entry must be a finite number"),
+        ([1, None], "_order[1] = None: an entry must be a finite number"),
+        ([1, float("nan")], "_order[1] = nan: an entry must be a finite number"),
+        ([1, float("-inf")], "_order[1] = -inf: an entry must be a finite number"),
+        ([1, 0, -1], "_order[1] = 0 (chunk 0): chunks are numbered from 1"),
+        ([1, -0.5, -1], "_order[1] = -0.5 (chunk 0): chunks are numbered from 1"),
+        ([1, 1.5], "_order[1] = 1.5 (chunk 1): a forward must be a whole number"),
+        ([1, -1, -1.25], "_order[2] = -1.25 (chunk 1): the fraction of a wgrad must be exactly one half"),
+        ([1, -1.5, -1], "_order[1] = -1.5 (chunk 1): wgrad 1 of a chunk must come after its dgrad 1"),
+        ([-1, 1], "_order[0] = -1 (chunk 1): dgrad 1 of a chunk must come after its forward 1"),
+        ([1, -1, -1], "_order[2] = -1 (chunk 1): dgrad 2 of a chunk must come after its forward 2"),
+        ([1, 1, -1], "_order[2] = -1 (chunk 1): every microbatch has one dgrad, but there are 1 dgrads for 2 forwards"),
+        ([1, 1], "_order[1] = 1 (chunk 1): every microbatch has one dgrad, but there are 0 dgrads for 2 forwards"),
+        ([2, -2], "_order[0] = 2 (chunk 2): chunks are numbered from 1 without gaps, but there is no chunk 1"),
+        (
+            [1, 2, -2, -1, 2, -2],
+            "_order[4] = 2 (chunk 2): every chunk must have the same number of microbatches, but there are 2 forwards, "
+            + "and 1 of chunk 1",
+        ),
+        (
+            [1, 1, -1, -1.5, -1],
+            "_order[3] = -1.5 (chunk 1): all of a chunk's microbatches have wgrads or none, "
+            + "but there are 1 wgrads for 2 forwards",
+        ),
+    ],
+)
+def test_bad_orders(order: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"\A{re.escape(message)}\Z"):
+        parse(order)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"callables": 2}, "_order has 1 chunks with 1 layers, but 2 callables are given"),
+        ({"callables": 0}, "_order has 1 chunks with 1 layers, but 0 callables are given"),
+        ({"sample_args": 3}, "_order has 2 microbatches of 1 layers, which need 2 sample_args, but 3 are given"),
+        ({"sample_kwargs": 1}, "_order has 2 microbatches of 1 layers, which need 2 sample_kwargs, but 1 are given"),
+        ({"layers": None, "sample_args": 3}, "_order has 2 forwards: 3 sample_args cannot be divided among them"),
+        (
+            {"layers": [1, 1]},
+            "_num_layers_per_chunk is [1, 1]: it must be one number of layers, or 1, one for each chunk",
+        ),
+        ({"layers": "1"}, "_num_layers_per_chunk is '1': it must be one number of layers, or 1, one for each chunk"),
+        ({"layers": 1.0}, "_num_layers_per_chunk is 1.0: it must be one number of layers, or 1, one for each chunk"),
+        ({"layers": [-1]}, "_num_layers_per_chunk is [-1]: it must be one number of layers, or 1, one for each chunk"),
+        (
+            {"layers": 2, "callables": 2, "sample_args": 4, "sample_kwargs": 4},
+            "_order[4] = -1.5 (chunk 1): with wgrads each chunk has one layer, but _num_layers_per_chunk is [2]",
+        ),
+        ({"training": False}, "_order[4] = -1.5 (chunk 1): wgrads need modules in training mode"),
+    ],
+)
+def test_bad_arguments(changed: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"layers": [1], "callables": 1, "sample_args": 2, "sample_kwargs": 2, "training": True}
+    with pytest.raises(ValueError, match=rf"\A{re.escape(message)}\Z"):
+        make_plan([1, 1, -1, -1, -1.5, -1.5], **(arguments | changed))

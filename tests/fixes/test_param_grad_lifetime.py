@@ -1,0 +1,61 @@
+"""``param-grad-lifetime`` on the simulator: what is copied at a replay.
+
+The cases of `verify` say that the values are right.
+"""
+
+from __future__ import annotations
+
+import json
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.source import Source
+from tests.support.child import simulate
+
+FIX = CATALOGUE["param-grad-lifetime"]
+NEEDED = FIX.verdict(Source.installed()).verdict == "applicable"
+WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}
+VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
+"""Biases and norm weights, which one kernel copies."""
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_are_copied_one_by_one_and_vectors_together(kind: str) -> None:
+    plain, fused, off = json.loads(simulate(__file__, kind, TE_GRAPH_FIXES=FIX.id).splitlines()[-1])
+    assert plain == WEIGHTS[kind] + (1 if NEEDED else VECTORS[kind])
+    assert fused == 1 or not NEEDED, "TE 2.19 and later copy the dummies of fused wgrads"
+    assert off == 0
+
+
+def main(kind: str) -> None:
+    """Print the copies at a replay: of plain grads, beside fused wgrads, and where copies are turned off."""
+    import transformer_engine.pytorch as te
+
+    import te_graph_fixes  # noqa: F401
+
+    copies = []
+    for fused, options in ((False, {}), (True, {}), (False, {"clone_param_grads_on_return": False})):
+        sizes = (128, 256) if kind == "LayerNormMLP" else (128, 128)
+        module = getattr(te, kind)(
+            *sizes, bias=True, fuse_wgrad_accumulation=fused, params_dtype=torch.bfloat16, device="cuda"
+        )
+        for parameter in module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.grad_added_to_main_grad = False
+        sample = torch.randn(32, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        out = te.make_graphed_callables(module, (sample,), **options)(sample)
+        clone, cat = Mock(side_effect=torch.Tensor.clone), Mock(side_effect=torch.cat)
+        with patch.object(torch.Tensor, "clone", lambda tensor, clone=clone: clone(tensor)), patch("torch.cat", cat):
+            out.backward(torch.ones_like(out))
+        of_grads = [call for call in cat.call_args_list if call.args[0][0].dtype == torch.bfloat16]
+        copies.append(clone.call_count + len(of_grads))
+    print(json.dumps(copies))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1])

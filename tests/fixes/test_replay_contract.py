@@ -1,0 +1,722 @@
+"""``replay-contract`` and ``leaf-grad-lifetime``: what breaks what a capture has fixed is right, or it raises.
+
+On the simulator; the programs are those of ``te-graph-fixes verify``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from te_graph_fixes.verify.cases import CASES
+from tests.support.child import on_simulator, simulate
+
+CONTRACT = [name for name, case in CASES.items() if {"replay-contract", "leaf-grad-lifetime"} & {*case.fixes}]
+REFUSED = {
+    "more-microbatches": "the backward of callable 0 (LayerNormMLP) of microbatch 0 cannot be replayed: the forward of "
+    "callable 0 (LayerNormMLP) of microbatch 0 was replayed since its forward",
+    "other-recipe-under-way": "since its forward its modules have run in another recipe",
+    "graph-twice-before-its-backward": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
+    "module-twice-in-a-tuple": "the backward of callable 0 (LayerNormMLP) of microbatch 1 cannot be replayed",
+    "captures-nested-in-a-pool": "callable 0 (LayerNormMLP) of capture 2 in its memory pool was replayed since",
+    "replaced-module": "callable 0 (Sequential): a module (2) is not where it was",
+    "added-module": "callable 0 (Sequential): modules or parameters were added inside since this graph was captured",
+    "forward-in-a-backward": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
+    "frozen-fused-weight": "callable 0 (Linear): a weight was frozen since this graph was captured",
+    "moved-before-the-backward": "callable 0 (LayerNormMLP): a parameter (layer_norm_weight) is not where it was",
+    "backward-twice": "capture with retain_graph_in_backward=True",
+    "checkpoints-in-flight": "the forward of callable 0 (LayerNormMLP) of microbatch 0 was replayed since its forward",
+    "checkpoints-in-another-order": "was replayed since the forward of callable 0 (LayerNormMLP) of microbatch 1",
+    "loaded-under-way": "callable 0 (LayerNormMLP) of microbatch 0: a parameter (fc2_bias) is not where it was",
+    "operation-in-a-checkpoint": "was replayed since the forward of callable 0 (LayerNormMLP) of microbatch 1",
+    "checkpoint-outside-of-the-autocast": "Use te.checkpoint, which enters the autocast again",
+    "checkpoints-of-two-microbatches": "modified by an inplace operation",
+    "checkpoints-of-one-module": "a checkpoint runs this graph again with its own output",
+    "recomputed-for-another-microbatch": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
+    "targets-of-two-microbatches": "modified by an inplace operation",
+    "wgrad-after-the-next-forward": "the backward_dw of callable 0 (Linear) cannot be replayed: the forward of",
+    "wgrad-before-the-backward": "callable 0 (Linear): backward_dw() without a backward before it",
+    "data-of-a-parameter": "callable 0 (LayerNormMLP): a parameter (fc2_bias) is not where it was",
+    "offloaded-weights": "Write into it in place, or capture again",
+    "loaded-weights": "Write into it in place, or capture again",
+    "other-main-grad-under-way": "(Linear) of microbatch 1: the main_grad of a parameter is not where",
+    "other-main-grad": "callable 0 (Linear): the main_grad of a parameter is not where it was",
+    "data-of-an-fp8-parameter": "callable 0 (Linear): the _data of a parameter is not where it was",
+    "unfrozen-parameters": "parameters that needed no gradient when this graph was captured need one now",
+}
+"""What the errors say of the programs that have to raise."""
+UNAFFECTED = {
+    *("fewer-microbatches", "captures-after-each-other-in-a-pool", "checkpoints-in-delayed-scaling"),
+    *("written-in-place", "checkpoint-inside-of-the-autocast"),
+}
+"""Programs that are right without the fixes, and stay so."""
+
+
+@functools.cache
+def run(disable: str) -> dict[str, Any]:
+    """What the cases measure in a child process on the simulator."""
+    done = on_simulator("-m", "te_graph_fixes.verify.child", *CONTRACT, TE_GRAPH_FIXES_DISABLE=disable)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["case"]: line for line in lines}
+
+
+def measured(case: str, disable: str) -> dict[str, Any]:
+    """What a case measures; the test is skipped where this TE cannot run it."""
+    found = run(disable)[case]
+    if found["outcome"] == "skipped":
+        pytest.skip(found["detail"])
+    return found
+
+
+@pytest.mark.parametrize("case", CONTRACT)
+def test_what_breaks_the_contract_is_right_or_raises(case: str) -> None:
+    found = measured(case, "")
+    assert found.get("error") == 0.0, found
+    assert REFUSED.get(case, "") in found["measures"].get("message", "")
+    assert (case in REFUSED) == ("message" in found["measures"])
+
+
+@pytest.mark.parametrize("case", CONTRACT)
+def test_without_the_fixes_it_is_wrong_without_a_word(case: str) -> None:
+    found = measured(case, "replay-contract,leaf-grad-lifetime,replay-arguments")
+    assert found["outcome"] == "measured", found
+    assert (found["error"] > 0.01) == (case not in UNAFFECTED), found
+
+
+RELEASED = """
+import gc, weakref, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+def layers(number):
+    made = [te.Linear(32, 32, fuse_wgrad_accumulation=True, bias=False, device="cuda") for _ in range(number)]
+    for layer in made:
+        layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
+    samples = tuple((torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in made)
+    te.make_graphed_callables(tuple(made), samples, pool=pool, allow_unused_input=True)
+    for _ in range(2):
+        x = torch.zeros(32, 32, device="cuda", requires_grad=True)
+        for layer in made:
+            x = layer(x)
+        x.sum().backward()
+    return made
+
+pool = te.graph.graph_pool_handle()
+(kept,), (layer, beside) = layers(1), layers(2)
+main_grad = weakref.ref(layer.weight.main_grad)
+layer.weight.main_grad = None
+print(main_grad() is None)
+layer.reset()
+held = [each for each in gc.get_objects() if type(each).__name__ == "_Addresses"]
+print({id(each) for one in held for each in one._parameters} == {id(kept.weight), id(beside.weight)})
+"""
+
+
+def test_nothing_is_kept_alive() -> None:
+    """A ``main_grad`` that is given up is freed; after ``reset()`` only other callables' weights are held."""
+    assert simulate("-c", RELEASED).splitlines() == ["True", "True"]
+
+
+WITHOUT_A_GRAPH = """
+import contextlib
+import torch, te_graph_fixes
+from transformer_engine.pytorch import graph
+
+torch.cuda.graph = lambda *args, **kwargs: contextlib.nullcontext()
+with graph._graph_context_wrapper():
+    print("captured")
+"""
+
+
+def test_a_context_without_a_graph_is_given_no_place() -> None:
+    """TE's own tests ask for the context of a capture in this way."""
+    assert simulate("-c", WITHOUT_A_GRAPH) == "captured\n"
+
+
+OTHER_SHAPE = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+layer = te.TransformerLayer(64, 64, 2, layer_number=3, self_attn_mask_type="no_mask", device="cuda")
+x = torch.zeros(16, 2, 64, device="cuda", requires_grad=True)
+graphed = te.make_graphed_callables(layer, (x,))
+try:
+    graphed(x[:8])
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_an_error_about_arguments_names_the_layer_and_what_to_do() -> None:
+    error = simulate("-c", OTHER_SHAPE)
+    assert error.startswith("The graph of TransformerLayer, layer 3, was captured for positional arguments")
+    assert error.endswith("shapes [(8, 2, 64)]. Pass what its samples were, or capture again\n")
+
+
+REPLACED_EMPTY = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+class WithAdapters(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.adapters = te.Linear(32, 32, device="cuda"), torch.nn.ModuleList()
+
+    def forward(self, x):
+        x = self.linear(x)
+        for adapter in self.adapters:
+            x = adapter(x)
+        return x
+
+module, x = WithAdapters(), torch.zeros(32, 32, device="cuda", requires_grad=True)
+graphed = te.make_graphed_callables(module, (x,))
+module.adapters = torch.nn.ModuleList([te.Linear(32, 32, device="cuda")])
+try:
+    graphed(x)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_an_empty_list_of_modules_may_not_be_replaced() -> None:
+    assert simulate("-c", REPLACED_EMPTY).startswith(
+        "callable 0 (WithAdapters): a module (adapters) is not where it was"
+    )
+
+
+ONCE_MORE = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint
+
+def new_input():
+    return torch.randn(32, 32, device="cuda", requires_grad=True)
+
+def new_layer():
+    return te.Linear(32, 32, device="cuda")
+
+def captured(module):
+    return te.make_graphed_callables(module, (new_input(),))
+
+def in_checkpoint(function, *inputs):
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = new_layer(), new_layer()
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+class OwnParameter(torch.nn.Parameter):
+    pass
+
+x, y, other = new_input(), new_input(), new_input()
+layer = new_layer()
+graph = captured(layer)
+{}
+"""
+
+ANOTHER_IS_RECOMPUTED = """
+first = graph(x).clone()
+second = in_checkpoint(lambda y: graph(y).detach() * other, y)
+(first.sum() + second.sum()).backward()
+"""
+TWICE_IN_A_CHECKPOINT = """
+in_checkpoint(lambda x, y: graph(x).clone() * graph(y).clone().detach(), x, y).sum().backward()
+"""
+RECOMPUTED_FOR_NOTHING = """
+first = graph(x).clone()
+torch.autograd.grad(in_checkpoint(lambda y: graph(y) * other, y).sum(), other)
+first.sum().backward()
+"""
+ONE_BEHIND_ANOTHER_IS_RECOMPUTED = """
+layers = new_layer(), new_layer()
+te.make_graphed_callables(layers, ((new_input(),), (new_input(),)))
+layers[1](layers[0](x)).sum().backward()
+output = layers[1](layers[0](x)).clone()
+in_checkpoint(lambda y, output: (layers[1](y).detach() * output).sin(), y, output).sum().backward()
+"""
+TIED = """
+layer = Tied()
+graph = captured(layer)
+layer.second.weight = new_layer().weight
+graph(x)
+"""
+OF_ANOTHER_CLASS = """
+layer = torch.nn.Linear(32, 32, device="cuda")
+layer.weight = OwnParameter(layer.weight.data)
+graph = captured(layer)
+layer.weight.data = layer.weight.data.clone()
+graph(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        pytest.param(ANOTHER_IS_RECOMPUTED, "cannot be replayed", id="another is recomputed"),
+        pytest.param(TWICE_IN_A_CHECKPOINT, "cannot be replayed", id="twice in a checkpoint"),
+        pytest.param(RECOMPUTED_FOR_NOTHING, "cannot be replayed", id="recomputed for nothing"),
+        pytest.param(ONE_BEHIND_ANOTHER_IS_RECOMPUTED, "cannot be replayed", id="one behind another is recomputed"),
+        pytest.param(TIED, "is not where it was", id="tied"),
+        pytest.param(OF_ANOTHER_CLASS, "is not where it was", id="of another class"),
+    ],
+)
+def test_such_a_program_raises(program: str, error: str) -> None:
+    done = on_simulator("-c", ONCE_MORE.format(program))
+    assert "RuntimeError" in done.stderr
+    assert error in done.stderr
+
+
+IN_A_LATER_STEP = """
+layers = [new_layer() for _ in range(2)]
+te.make_graphed_callables(tuple(layers), tuple((new_input(),) for _ in layers))
+
+def grads(in_checkpoint):
+    for layer in layers:
+        layer.zero_grad()
+    first, second = layers
+    in_checkpoint(lambda x: second(x).sin(), first(x)).square().sum().backward()
+    return [layer.weight.grad.clone() for layer in layers]
+
+replayed = [grads(lambda function, x: function(x)), grads(in_checkpoint)]
+for layer in layers:
+    del layer.forward
+eager = grads(in_checkpoint)
+print(all(torch.equal(*pair) for found in replayed for pair in zip(found, eager)))
+"""
+TWO_CHECKPOINTS = """
+def grads(function, sequence):
+    outputs = [in_checkpoint(lambda x: function(torch.relu(x)) * other, x).clone() for x in (x, y)]
+    layer.zero_grad()
+    for number in sequence:
+        outputs[number].square().sum().backward()
+    return layer.weight.grad.clone()
+
+sequences = (0, 1), (1, 0)
+replayed = [grads(graph, sequence) for sequence in sequences]
+del layer.forward
+print(all(torch.equal(grad, grads(layer, sequence)) for grad, sequence in zip(replayed, sequences)))
+"""
+ON_AN_OLDER_TORCH = """
+import torch
+
+del torch._C._autograd._top_saved_tensors_default_hooks
+"""
+
+
+@pytest.mark.parametrize("before", ["", pytest.param(ON_AN_OLDER_TORCH, id="torch before 2.8")])
+def test_two_checkpoints_around_one_graph_are_right(before: str) -> None:
+    assert simulate("-c", before + ONCE_MORE.format(TWO_CHECKPOINTS)) == "True\n"
+
+
+def test_a_checkpoint_that_first_comes_in_a_later_step_is_right() -> None:
+    assert simulate("-c", ONCE_MORE.format(IN_A_LATER_STEP)) == "True\n"
+
+
+LATER = """
+import math, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _te_replay_contract
+
+_te_replay_contract.RECENT = SECONDS
+
+def move(layers):
+    for layer in layers:
+        layer.weight.data = layer.weight.data.clone()
+
+def move_main_grad(layer):
+    layer.weight.main_grad = layer.weight.main_grad.clone()
+
+def forward(first):
+    kwargs = {} if first is None else {"is_first_microbatch": first}
+    x = torch.zeros(32, 32, device="cuda", requires_grad=True)
+    for layer in callables:
+        x = layer(x, **kwargs)
+    return x
+
+def evaluate():
+    with torch.no_grad():
+        forward(None)
+
+def step(first=None, between=lambda: None):
+    output = forward(first)
+    between()
+    output.sum().backward()
+
+def raises(first):
+    try:
+        step(first)
+    except RuntimeError as error:
+        assert "is not where it was" in str(error), error
+        return True
+
+def steps_until_it_raises(first):
+    for number in range(1, 40):
+        if raises(first):
+            assert raises(False)
+            return number
+
+for change, first in (
+    (lambda: move(layers), None),
+    (lambda: move(layers[2:3]), None),
+    (lambda: move_main_grad(layers[1]), None),
+    (lambda: step(between=lambda: move(layers)), None),
+    (lambda: (step(True), move(layers), forward(False)), None),
+    (lambda: (step(True), move(layers)), False),
+    (lambda: (move(layers[:1]), evaluate()), None),
+):
+    layers = [te.Linear(32, 32, fuse_wgrad_accumulation=True, device="cuda") for _ in range(4)]
+    callables = [*layers, torch.nn.Sequential(torch.nn.GELU())]
+    for layer in layers:
+        layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
+    samples = tuple((torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in callables)
+    te.make_graphed_callables(tuple(callables), samples, allow_unused_input=True)
+    for _ in range(STEPS):
+        step()
+    try:
+        change()
+    except RuntimeError as error:
+        print("at once, in", str(error)[:10])
+    else:
+        print(steps_until_it_raises(first))
+"""
+
+
+IN_THE_FIRST = "at once, in callable 0"
+AT_ONCE = ["1", "1", "1", "at once, in callable 3", IN_THE_FIRST, "1", IN_THE_FIRST]
+QUICK, SLOW = ("math.inf", "0.0")
+
+
+def raises_after(steps: int, seconds: str) -> list[str]:
+    """At which step the changes of ``LATER`` raise, if they come behind some steps."""
+    return simulate("-c", LATER.replace("STEPS", str(steps)).replace("SECONDS", seconds)).splitlines()
+
+
+def test_a_change_in_the_first_steps_raises_at_once() -> None:
+    """Within a step too, and whatever the caller says of the microbatch."""
+    assert raises_after(3, QUICK) == AT_ONCE
+
+
+def test_a_later_change_raises_at_once_where_runs_take_long() -> None:
+    assert raises_after(70, SLOW) == AT_ONCE
+
+
+def test_a_later_change_of_all_weights_raises_in_the_next_quick_run() -> None:
+    """One of some in the turn of their callable, if they are its sample."""
+    all_weights, weight, main_grad, *others, of_an_evaluation = raises_after(70, QUICK)
+    assert (all_weights, of_an_evaluation) == ("1", IN_THE_FIRST)
+    assert others == ["1", "1", "None"]  # within a step; said to be the same, once and always
+    assert 1 <= int(weight) <= 4
+    assert 1 <= int(main_grad) <= 4
+
+
+TURN_ABOUT = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+layer = te.Linear(32, 32, device="cuda")
+samples = [(torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in range(2)]
+graphs = te.make_graphed_callables((layer,), samples, _order=[1, -1, 1, -1], allow_unused_input=True)
+x = torch.randn(32, 32, device="cuda", requires_grad=True)
+for graph in graphs * STEPS:
+    graph(x).sum().backward()
+"""
+WEIGHT_REPLACED = """
+graphs[0](x).sum().backward()
+layer.weight.data = layer.weight.data.clone()
+try:
+    graphs[1](x)
+except RuntimeError as error:
+    print(error)
+"""
+ONE_RESET = """
+graphs[0].reset()
+x.grad = None
+graphs[1](x).sum().backward()
+replayed, x.grad = x.grad, None
+layer(x).sum().backward()
+print(torch.equal(replayed, x.grad))
+"""
+
+
+def test_steps_of_one_microbatch_that_take_the_graphs_of_an_order_in_turn_look_each() -> None:
+    assert simulate("-c", TURN_ABOUT.replace("STEPS", "2") + WEIGHT_REPLACED).startswith(
+        "callable 0 (Linear) of microbatch 1: a parameter (weight) is not where it was"
+    )
+
+
+def test_a_graph_goes_on_when_another_is_reset() -> None:
+    assert simulate("-c", TURN_ABOUT.replace("STEPS", "40") + ONE_RESET) == "True\n"
+
+
+WITHOUT_PARAMETERS = """
+import math, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _te_replay_contract
+
+_te_replay_contract.RECENT = math.inf
+x = torch.randn(32, 32, device="cuda", requires_grad=True)
+module = torch.nn.Sequential(torch.nn.GELU())
+graphed = te.make_graphed_callables(module, (torch.zeros(32, 32, device="cuda", requires_grad=True),))
+for _ in range(70):
+    x.grad = None
+    graphed(x).sum().backward()
+replayed, x.grad = x.grad, None
+torch.nn.functional.gelu(x).sum().backward()
+print(torch.equal(replayed, x.grad))
+"""
+
+
+def test_a_capture_without_parameters_is_right() -> None:
+    assert simulate("-c", WITHOUT_PARAMETERS) == "True\n"
+
+
+WITHOUT_BACKWARD = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch._te_replay_contract import _Looks
+
+layers = [te.Linear(32, 32, device="cuda").eval() for _ in range(3)]
+te.make_graphed_callables(tuple(layers), tuple((torch.zeros(32, 32, device="cuda"),) for _ in layers))
+looks, real = [], _Looks.begin
+_Looks.begin = lambda *given: looks.append(given) or real(*given)
+for layer in layers:
+    layer(torch.zeros(32, 32, device="cuda"))
+print(len(looks))
+"""
+
+
+def test_graphs_without_a_backward_look_once_a_run() -> None:
+    assert simulate("-c", WITHOUT_BACKWARD) == "1\n"
+
+
+WITH_SOMETHING_LEFT_OUT = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+def x():
+    return torch.zeros(32, 32, device="cuda", requires_grad=True)
+
+layers = [te.Linear(32, 32, fuse_wgrad_accumulation=True, device="cuda") for _ in range(3)]
+for layer in layers:
+    layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
+order = {"_order": ORDER, "_num_layers_per_chunk": [3]}
+graphs = te.make_graphed_callables(tuple(layers), [(x(),) for _ in range(9)], allow_unused_input=True, **order)
+
+def forward(microbatch):
+    output = x()
+    for graph in graphs[3 * microbatch : 3 * microbatch + 3]:
+        output = graph(output)
+    return output.sum()
+
+for _ in range(2):
+    outputs, microbatches = [], iter(range(3))
+    for chunk in ORDER:
+        if chunk > 0:
+            outputs.append(forward(next(microbatches)))
+        else:
+            outputs.pop(0).backward()
+try:
+    STEP
+except RuntimeError as error:
+    print(error)
+"""
+FORWARDS_FIRST, ONE_AND_TWO = "[1, 1, 1, -1, -1, -1]", "[1, -1, 1, 1, -1, -1]"
+NO_FIRST_BACKWARD = """
+    outputs = forward(0), forward(1)
+    layers[0].weight.main_grad = torch.zeros(32, 32, device="cuda")
+    outputs[1].backward()
+"""
+NO_FIRST_FORWARD = """
+    forward(0).backward()
+    layers[1].weight.data = layers[1].weight.data.clone()
+    forward(2).backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "step", "error"),
+    [
+        (FORWARDS_FIRST, NO_FIRST_BACKWARD, "callable 0 (Linear) of microbatch 1: the main_grad of a parameter is not"),
+        (ONE_AND_TWO, NO_FIRST_FORWARD, "callable 1 (Linear) of microbatch 2: a parameter (weight) is not where it"),
+    ],
+)
+def test_what_is_left_out_is_not_taken_for_looked_at(order: str, step: str, error: str) -> None:
+    program = WITH_SOMETHING_LEFT_OUT.replace("ORDER", order).replace("STEP", step.strip())
+    assert simulate("-c", program).startswith(error)
+
+
+BEHIND_ONE_WITHOUT_FP8 = """
+import warnings, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+def x():
+    return torch.zeros(32, 32, device="cuda", requires_grad=True)
+
+def step():
+    graphs[1](graphs[0](x())).sum().backward()
+
+layers = torch.nn.Linear(32, 32, device="cuda"), te.Linear(32, 32, device="cuda")
+graphs = te.make_graphed_callables(layers, ((x(),), (x(),)), enabled=(False, True), allow_unused_input=True)
+with te.autocast(enabled=True):
+    step()
+with warnings.catch_warnings(record=True) as given:
+    warnings.simplefilter("always")
+    step()
+print(*(warning.message for warning in given))
+"""
+
+
+def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast() -> None:
+    assert simulate("-c", BEHIND_ONE_WITHOUT_FP8).startswith(
+        "callable 1 (Linear): this graph was captured in FP8 and is replayed outside of an autocast"
+    )
+
+
+SEQUENCES = """
+import itertools, random, types, torch, te_graph_fixes
+from transformer_engine.pytorch._te_replay_contract import WarmupRecord, make_contracts, note_capture
+
+layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+
+def captured(order, number):
+    # a graph for each layer of a chunk
+    return [(kind, microbatch * number + layer) for kind, microbatch in order
+            for layer in (range(number) if kind == "forward" else reversed(range(number)))]
+
+def drawn_order(r, microbatches):
+    done, order = {"forward": 0, "backward": 0}, []
+    while done["backward"] < microbatches:
+        kind = r.choice([*done])
+        if done[kind] < (microbatches if kind == "forward" else done["forward"]):
+            order.append((kind, done[kind]))
+            done[kind] += 1
+    return order
+
+raised = intact = 0
+for seed in range(1000):
+    r = random.Random(seed)
+    number, microbatches, retains = r.randint(1, 3), r.randint(1, 3), r.random() < 0.2
+    sequence = captured(drawn_order(r, microbatches), number)
+    functions = layers[:number] * microbatches
+    graphs = {each: types.SimpleNamespace() for each in sequence}
+    for each in sequence:
+        note_capture(graphs[each], ("pool", seed))
+    trios = [(graphs["forward", k], graphs["backward", k], None) for k in range(len(functions))]
+    nothing = [()] * len(functions)
+    parameters = [list(function.parameters()) for function in functions]
+    inputs, record = [0] * len(functions), WarmupRecord()
+    contracts = make_contracts(functions, trios, nothing, nothing, inputs, parameters, {}, record, retains)
+    places = {each: place for place, each in enumerate(sequence)}
+    log, forwards = [], []
+    steps = itertools.cycle(sequence)
+    for _ in range(40):
+        kind, k = next(steps) if r.random() < 0.97 else r.choice(sequence)
+        if kind == "forward":
+            contract = contracts[k]
+            with torch.set_grad_enabled(r.random() < 0.97):
+                if contract.pool.next == contract.quick_forward and torch.is_grad_enabled():
+                    contract.pool.next += 1  # as the patch has it, without a checkpoint around
+                else:
+                    contract.look_forward([])
+            ctx = types.SimpleNamespace(run=contract.pool.run, in_checkpoint=False)
+            ctx.needs_input_grad = (True,) * len(parameters[k])
+            forwards.append((k, ctx, len(log)))
+        else:
+            found = [each for each in forwards if each[0] == k]
+            if not found:
+                continue
+            _, ctx, time = found[-1] if r.random() < 0.98 else r.choice(found)
+            begin, end = places["forward", k], places["backward", k]
+            since = [place for place in log[time + 1 :] if not (retains and place == end)]
+            is_intact = all(begin < place < end for place in since)
+            try:
+                contracts[k].before_backward(ctx)
+            except RuntimeError as error:
+                assert "cannot be replayed" in str(error) and not is_intact, (seed, sequence, log)
+                raised += 1
+                break
+            assert is_intact, (seed, sequence, log)
+            intact += 1
+        log.append(places[kind, k])
+    pool = contracts[0].pool
+    pool.catch_up(0)
+    times = [pool.last_time(place) for place in range(len(sequence))]
+    note_capture(types.SimpleNamespace(), ("pool", seed))
+    assert [pool.last_time(place) for place in range(len(sequence))] == times
+    assert pool.last_time(len(sequence)) < 0
+print(raised, intact)
+"""
+
+
+def test_a_place_behind_another_is_replayed_as_the_rule_says() -> None:
+    """Replays that are only counted are refused as those are whose times are compared one by one."""
+    raised, intact = map(int, simulate("-c", SEQUENCES).split())
+    assert raised > 300
+    assert intact > 3000
+
+
+TRAINED = """
+import te_graph_fixes
+from te_graph_fixes.verify.cases import CASES
+from te_graph_fixes.verify.driver import events, program, setting
+
+{}
+options = {{name: value for name, value in CASES["data-of-a-parameter"].options.items() if name != "breaks"}}
+setting.use(program.Program(**options))
+events.train(graphed=True)
+"""
+
+
+@pytest.mark.parametrize("settings", [{"TE_GRAPH_FIXES": "off"}, {"TE_GRAPH_FIXES_DISABLE": "replay-contract"}])
+def test_it_can_be_switched_off(settings: dict[str, str]) -> None:
+    simulate("-c", TRAINED.format(""), **settings)
+
+
+def test_deactivate_takes_it_back() -> None:
+    assert "is not where it was" in on_simulator("-c", TRAINED.format("")).stderr
+    simulate("-c", TRAINED.format("te_graph_fixes.deactivate()"))
+
+
+RECIPES = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+x = torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+te.make_graphed_callables(layer, (x,), enabled=True, recipe=recipe.Float8CurrentScaling())
+with te.autocast(enabled=True, recipe=recipe.{}()):
+    layer(x)
+"""
+
+
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8BlockScaling"])
+def test_a_graph_is_not_for_another_recipe(recipe: str) -> None:
+    error = on_simulator("-c", RECIPES.format(recipe)).stderr
+    assert f"captured with a Float8CurrentScalingRecipeState and is replayed with a {recipe}" in error
+
+
+AUTOCAST = """
+import warnings, torch, te_graph_fixes
+from unittest import mock
+import transformer_engine.pytorch as te
+
+warnings.simplefilter("error")
+layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+te.make_graphed_callables(layer, (torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True),))
+with mock.patch("torch.is_autocast_enabled", lambda: True):  # the simulator has no autocast of torch
+    layer(torch.randn(32, 32, device="cuda")).sum().backward()
+with torch.no_grad():
+    layer(torch.randn(32, 32, dtype=torch.bfloat16, device="cuda"))
+"""
+
+
+def test_autocast_may_give_other_dtypes() -> None:
+    simulate("-c", AUTOCAST)

@@ -1,0 +1,98 @@
+"""``weak-reference-layout`` on the simulator."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from te_graph_fixes.fix import APPLICABLE, UNRECOGNIZED
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.source import ModuleSource, Source
+from tests.support.child import on_simulator, simulate
+
+FIX = "weak-reference-layout"
+UTILS = "transformer_engine.pytorch.utils"
+
+REFERENCES = """
+import itertools, torch, te_graph_fixes
+from transformer_engine.pytorch.utils import make_weak_ref
+
+VIEWS = {
+    "all": lambda t: t,
+    "transposed": lambda t: t.t(),
+    "part": lambda t: t[1:, 2:],
+    "steps": lambda t: t[::2, 1::2],
+    "expanded": lambda t: t[0].expand(5, -1),
+    "number": lambda t: t[2, 3],
+    "empty": lambda t: t[:, :0].t(),
+}
+DTYPES = (
+    "float64 float32 float16 bfloat16 complex128 complex64 int64 int32 int16 int8 bool uint8 uint16 uint32 uint64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+).split()
+for name, (view, of) in itertools.product(DTYPES, VIEWS.items()):
+    dtype = getattr(torch, name)
+    made = torch.arange(24 * dtype.itemsize, dtype=torch.uint8, device="cuda").view(4, -1) % 2
+    tensor = of(made.view(dtype))
+    found = make_weak_ref(tensor)
+    assert (found.dtype, found.shape, found.stride()) == (dtype, tensor.shape, tensor.stride()), (name, view)
+    assert found.data_ptr() == tensor.data_ptr(), (name, view)
+    assert found.is_cuda and not found.requires_grad
+    assert torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (found, tensor))), (name, view)
+
+number = torch.tensor([1 + 2j, 3 - 4j], device="cuda")
+for tensor in (number.conj(), number.conj().imag):
+    assert make_weak_ref(tensor).tolist() == tensor.tolist()
+    assert make_weak_ref(tensor).data_ptr() == tensor.data_ptr()
+
+host = torch.ones(2, device="cpu")
+found = make_weak_ref({"a": [host, None, 2], "b": (number,)})
+assert found["a"][0] is host and found["a"][1:] == [None, 2] and found["b"][0].tolist() == number.tolist()
+"""
+
+
+def case(name: str, setting: str) -> dict[str, Any]:
+    done = on_simulator("-m", "te_graph_fixes.verify.child", name, TE_GRAPH_FIXES=setting)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["output-strides", "output-dtypes"])
+def test_outputs_and_gradients_are_those_of_eager(name: str) -> None:
+    found = case(name, FIX)
+    assert found["outcome"] == "measured", found
+    assert found["error"] == 0.0, found
+
+
+def test_without_the_fix_what_is_not_contiguous_comes_out_wrong() -> None:
+    errors = case("output-strides", "off")["measures"]["errors"]
+    assert min(error for (error,) in errors.values()) > 0.4, errors
+
+
+def test_without_the_fix_some_dtypes_cannot_be_captured() -> None:
+    found = case("output-dtypes", "off")
+    assert (found["outcome"], found["detail"]) == (
+        "failed",
+        "RuntimeError: Could not infer dtype of _WeakRefTensor",
+    )
+
+
+def test_a_weak_reference_is_the_tensor_itself() -> None:
+    simulate("-c", REFERENCES, TE_GRAPH_FIXES=FIX)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x.dtype, x.shape)", "x.dtype, x.shape, x.stride())"),
+        ("if x.is_cuda", "if x.is_cuda and x.is_contiguous()"),
+    ],
+)
+def test_another_way_to_make_them_is_not_recognized(old: str, new: str) -> None:
+    tree = Source.installed()
+    assert CATALOGUE[FIX].verdict(tree).verdict == APPLICABLE
+    module = tree.module(UTILS)
+    assert module.text.count(old) == 1
+    tree._modules[UTILS] = ModuleSource(UTILS, module.path, module.text.replace(old, new))
+    assert CATALOGUE[FIX].verdict(tree).verdict == UNRECOGNIZED

@@ -1,0 +1,656 @@
+"""The engine on a stand-in package: every kind of function is corrected in place, and taken back."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import importlib.util
+import inspect
+import linecache
+import sys
+import textwrap
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import wrapt
+
+from te_graph_fixes.fix import Verdict, applicable
+from te_graph_fixes.patching.installation import EngineError, Installation, compile_patches, patched
+from te_graph_fixes.patching.source import Source
+
+CODE = "standin.code"
+
+
+class StandIn:
+    """A package with one module, imported from a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source = Source(str(folder / "standin"), "1.0")
+        self.module: ModuleType = importlib.import_module(CODE)
+
+    def edit(self, qualname: str, pattern: str, text: str, how: str = "replace") -> Verdict:
+        """A verdict that edits the one match of ``pattern``."""
+        found = self.source.module(CODE).definition(qualname)
+        return applicable("a test", [getattr(found, how)(found.one(pattern), text)])
+
+    def add(self, after: str, text: str) -> Verdict:
+        """A verdict that adds a definition after the definition ``after``."""
+        found = self.source.module(CODE).definition(after)
+        return applicable("a test", [found.insert_after(found.node, "\n" + text)])
+
+    def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
+        fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
+        installation = Installation(self.source, fixes)
+        assert installation.not_as_in_file() == {}
+        installation.install()
+        assert all(map(installation.is_live, fixes))
+        return installation
+
+
+@pytest.fixture
+def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StandIn]]:
+    def make(content: str | bytes) -> StandIn:
+        (tmp_path / "standin").mkdir()
+        (tmp_path / "standin" / "__init__.py").write_text("")
+        data = content.encode() if isinstance(content, str) else content
+        (tmp_path / "standin" / "code.py").write_bytes(data)
+        monkeypatch.syspath_prepend(tmp_path)
+        return StandIn(tmp_path)
+
+    yield make
+    for name in [name for name in sys.modules if name.split(".")[0] == "standin"]:
+        del sys.modules[name]
+
+
+def state(function: Any) -> tuple[Any, ...]:
+    """All that a correction may change about a function."""
+    return (function.__code__, function.__defaults__, function.__kwdefaults__, dict(vars(function)))
+
+
+def test_every_reference_sees_the_correction_and_the_return(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run(x):\n    return x + 1\n")
+    function, partial, before = package.module.run, functools.partial(package.module.run, 1), state(package.module.run)
+    installation = package.install(package.edit("run", "return x + 1", "return x + 2"))
+    assert package.module.run is function
+    assert (function(1), partial()) == (3, 3)
+    installation.revert()
+    assert (function(1), state(function)) == (2, before)
+    assert function.__code__ is before[0]
+
+
+def test_what_was_bound_or_saved_before_is_corrected(standin: Callable[..., StandIn]) -> None:
+    package = standin("class Module:\n    def forward(self, x):\n        return x\n")
+    held, hooked = package.module.Module(), package.module.Module()
+    bound, code = held.forward, package.module.Module.forward.__code__
+    saved = hooked.forward  # as accelerate does: it saves the bound method, and puts a wrapper on the instance
+
+    @functools.wraps(saved)
+    def forward(self: Any, *args: Any) -> Any:
+        return ("hooked", saved(*args))
+
+    hooked.forward = functools.update_wrapper(functools.partial(forward, hooked), saved)
+    kept = {"closure": lambda x: bound(x), "partial": functools.partial(package.module.Module.forward, held)}
+    installation = package.install(package.edit("Module.forward", "return x", "return -x"))
+    assert (bound(1), kept["closure"](1), kept["partial"](1), hooked.forward(1)) == (-1, -1, -1, ("hooked", -1))
+    installation.revert()
+    assert (bound(1), kept["closure"](1), kept["partial"](1), hooked.forward(1)) == (1, 1, 1, ("hooked", 1))
+    assert package.module.Module.forward.__code__ is code
+
+
+METHODS = """
+import contextlib, functools
+
+def decorate(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return ("decorated", function(*args, **kwargs))
+    return wrapper
+
+class Base:
+    def plain(self, x):
+        return ("base", x)
+
+class Module(Base):
+    scale = 10
+
+    def __init__(self):
+        self.__hidden = 7
+
+    def mangled(self):
+        result = self.__hidden
+        return result
+
+    def plain(self, x):
+        found = super().plain(x)
+        return found
+
+    @decorate
+    def decorated(self, x, *, y=2):
+        result = x * y
+        return result
+
+    @decorate
+    @decorate
+    def twice(self, x):
+        result = x
+        return result
+
+    @staticmethod
+    def static(x):
+        result = x
+        return result
+
+    @classmethod
+    def of_class(cls, x):
+        result = cls.scale * x
+        return result
+
+    @contextlib.contextmanager
+    def context(self):
+        result = 1
+        yield result
+
+    @functools.lru_cache
+    def cached(self, x):
+        result = x
+        return result
+
+    def generator(self, n):
+        for result in range(n):
+            yield result
+
+    def closure(self, x):
+        def inner(y):
+            result = x + y
+            return result
+        return inner
+
+    async def coroutine(self):
+        return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "call", "before", "after"),
+    [
+        ("mangled", "result = self.__hidden", "result = -self.__hidden", lambda m: m.mangled(), 7, -7),
+        ("plain", "found = ANY", "found = super().plain(-x)", lambda m: m.plain(1), ("base", 1), ("base", -1)),
+        (
+            "decorated",
+            "result = x * y",
+            "result = -x * y",
+            lambda m: m.decorated(3),
+            ("decorated", 6),
+            ("decorated", -6),
+        ),
+        (
+            "twice",
+            "result = x",
+            "result = -x",
+            lambda m: m.twice(3),
+            ("decorated", ("decorated", 3)),
+            ("decorated", ("decorated", -3)),
+        ),
+        ("static", "result = x", "result = -x", lambda m: m.static(3), 3, -3),
+        ("of_class", "result = cls.scale * x", "result = -cls.scale * x", lambda m: m.of_class(3), 30, -30),
+        ("context", "result = 1", "result = 2", lambda m: m.context().__enter__(), 1, 2),
+        ("cached", "result = x", "result = -x", lambda m: m.cached.__wrapped__(m, 3), 3, -3),
+        ("generator", "yield result", "yield -result", lambda m: list(m.generator(3)), [0, 1, 2], [0, -1, -2]),
+        ("closure", "result = x + y", "result = x - y", lambda m: m.closure(5)(3), 8, 2),
+        ("__init__", "self.__hidden = 7", "self.__hidden = 8", lambda m: type(m)().mangled(), 7, 8),
+    ],
+)
+def test_every_kind_of_method_is_corrected_in_place(
+    standin: Callable[..., StandIn], name: str, old: str, new: str, call: Callable[[Any], Any], before: Any, after: Any
+) -> None:
+    package = standin(METHODS)
+    held, instance = vars(package.module.Module)[name], package.module.Module()
+    assert call(instance) == before
+    installation = package.install(package.edit(f"Module.{name}", old, new))
+    assert vars(package.module.Module)[name] is held
+    assert call(instance) == after
+    installation.revert()
+    assert call(instance) == before
+
+
+def test_a_subclass_that_calls_super_gets_the_correction(standin: Callable[..., StandIn]) -> None:
+    package = standin(METHODS)
+
+    class Megatron(package.module.Module):  # type: ignore[name-defined, misc]
+        def decorated(self, x: int, *, y: int = 5) -> Any:
+            return super().decorated(x, y=y)
+
+    package.install(package.edit("Module.decorated", "result = x * y", "result = -x * y"))
+    assert Megatron().decorated(2) == ("decorated", -10)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_wrapper_of_another_tool_stays(standin: Callable[..., StandIn], when: str) -> None:
+    package = standin(METHODS)
+
+    def trace(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return ("traced", wrapped(*args, **kwargs))
+
+    def wrap() -> None:
+        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
+
+    if when == "before":
+        wrap()
+    installation = package.install(package.edit("Module.mangled", "result = self.__hidden", "result = 8"))
+    if when == "after":
+        wrap()
+    assert installation.is_live("fix-0")
+    assert package.module.Module().mangled() == ("traced", 8)
+    installation.revert()
+    assert package.module.Module().mangled() == ("traced", 7)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_unwrapping_leaves_the_correction(standin: Callable[..., StandIn], when: str) -> None:
+    package = standin(METHODS)
+
+    def trace(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return ("traced", wrapped(*args, **kwargs))
+
+    if when == "before":
+        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
+    installation = package.install(package.edit("Module.mangled", "result = self.__hidden", "result = 8"))
+    if when == "after":
+        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
+    package.module.Module.mangled = package.module.Module.mangled.__wrapped__
+    assert installation.is_live("fix-0")
+    assert package.module.Module().mangled() == 8
+    installation.revert()
+    assert package.module.Module().mangled() == 7
+
+
+def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[..., StandIn]) -> None:
+    text = """
+        ran = []
+
+        def decorate(function):
+            ran.append(function)
+            return function
+
+        class A:
+            @decorate
+            @staticmethod
+            def run(x, y=ran.append(1)):
+                return x
+        """
+    package = standin(textwrap.dedent(text))
+    package.module.ran.clear()
+    package.install(package.edit("A.run", "return x", "return {}['missing']"))
+    assert package.module.ran == []
+    with pytest.raises(KeyError):
+        package.module.A.run(1)
+    assert inspect.getsource(package.module.A.run).startswith("    @decorate\n    @staticmethod\n    def run(")
+
+
+def test_a_decorator_that_does_not_say_what_it_wraps_is_reported(standin: Callable[..., StandIn]) -> None:
+    text = "def hide(function):\n    return lambda *args: function(*args)\n\n@hide\ndef run(x):\n    return x\n"
+    package = standin(text)
+    installation = Installation(package.source, {"fix": package.edit("run", "return x", "return -x")})
+    assert "another package has replaced it" in installation.not_as_in_file()["fix"]
+
+
+def test_a_function_that_has_run_often_is_recognised(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run(n):\n    t = 0\n    for i in range(n):\n        t += [i, 2.5][0] * 2\n    return t\n")
+    for _ in range(2000):
+        package.module.run(5)
+    package.install(package.edit("run", "t = 0", "t = 1"))
+    assert package.module.run(5) == 21
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "# -*- coding: latin-1 -*-\ndef run(x):\n    text = 'é'; y = 'ü' + x\n    return y\n".encode("latin-1"),
+        b"\xef\xbb\xbfdef run(x):\n    y = '\xc3\xbc' + x\n    return y\n",
+        "def run(x):\r\n    y = 'ü' + x\r\n    return y\r\n".encode(),
+        "def run(x):\n\ty = 'ü' + x\n\treturn y\n".encode(),
+        "FORM = 'a\x0cb'\n\x0c\ndef run(x):\n    y = 'ü' + x\n    return y\n".encode(),
+        "'''\u2028'''\ndef run(x):\n    y = 'ü' + x\n    return y".encode(),
+        "def other():\n    return '''\na = (\n'''\n\ndef run(x):\n    y = 'ü' + x\n    return y\n".encode(),
+        "from __future__ import annotations\ndef run(x: NoSuch) -> Nor:\n    y = 'ü' + x\n    return y\n".encode(),
+    ],
+    ids=["latin-1", "bom", "crlf", "tabs", "form feed", "no last line break", "string", "future"],
+)
+def test_any_text_of_a_module_is_corrected(standin: Callable[..., StandIn], content: bytes) -> None:
+    package = standin(content)
+    assert package.module.run("a") == "üa"
+    package.install(package.edit("run", "return y", "return y + 'ß'"))
+    assert package.module.run("a") == "üaß"
+    assert inspect.getsource(package.module.run).rstrip().endswith("return y + 'ß'")
+
+
+def test_a_module_in_a_zip_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "zipped.zip"
+    with zipfile.ZipFile(archive, "w") as out:
+        out.writestr("standin/__init__.py", "")
+        out.writestr("standin/code.py", "def run(x):\n    return x + 1\n")
+    monkeypatch.syspath_prepend(archive)
+    try:
+        package = StandIn(archive)
+        package.install(package.edit("run", "return x + 1", "return x + 2"))
+        assert package.module.run(1) == 3
+    finally:
+        for name in ("standin", CODE):
+            del sys.modules[name]
+
+
+def signature(package: StandIn, text: str, new: str) -> Verdict:
+    """A verdict that replaces all of the module after the first three characters, the word ``def``, which stays."""
+    from te_graph_fixes.patching.source import Edit
+
+    assert package.source.module(CODE).find("run")
+    return applicable("a test", [Edit(CODE, 3, len(text) - 1, new[3:].rstrip("\n"))])
+
+
+def test_an_edit_that_needs_another_closure_is_refused(standin: Callable[..., StandIn]) -> None:
+    package = standin("class A:\n    def run(self):\n        x = 1\n        return x\n")
+    with pytest.raises(EngineError, match=r"change the free variables of A\.run"):
+        compile_patches(package.source, {"fix": package.edit("A.run", "x = 1", "x = super().__hash__()")})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "new"), [("X = 1", "X = 2"), ("import sys", "import os"), ("y: int = 0", "y: int = 1")]
+)
+def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn], pattern: str, new: str) -> None:
+    from te_graph_fixes.patching.source import Edit
+
+    text = "import sys\nX = 1\nclass A:\n    y: int = 0\n    def run(self):\n        return X\n"
+    package = standin(text)
+    start = text.index(pattern)
+    verdict = applicable("a test", [Edit(CODE, start, start + len(pattern), new)])
+    with pytest.raises(EngineError, match="not in a function"):
+        compile_patches(package.source, {"fix": verdict})
+
+
+@pytest.mark.parametrize("text", ["X = 1", "class B: pass", "def added(): pass\nX = 1"])
+def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
+    package = standin("class A:\n    def run(self):\n        return 1\n")
+    run = package.source.module(CODE).definition("A.run")
+    with pytest.raises(EngineError, match="does more than add methods to a class"):
+        compile_patches(package.source, {"fix": applicable("a test", [run.insert_after(run.node, text)])})
+
+
+def test_no_function_is_added_to_a_module(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    return 1\n")
+    run = package.source.module(CODE).definition("run")
+    with pytest.raises(EngineError, match="does more than add methods to a class"):
+        compile_patches(
+            package.source, {"fix": applicable("a test", [run.insert_after(run.node, "def added(): pass")])}
+        )
+
+
+def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run(x):\n    x.append(1)\n    x.append(2)\n")
+    run = package.source.module(CODE).definition("run")
+    package.install(applicable("a test", [run.delete(run.one("x.append(2)"))]))
+    package.module.run(found := [])
+    assert found == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("def added(self, x, y=3):\n    return self.run() + 1 + x + y", lambda m: m.A().added(1)),
+        ("@classmethod\ndef added(cls, x=2):\n    return cls().run() + x + 3", lambda m: m.A.added()),
+        ("@staticmethod\ndef added(*, x=6):\n    return x", lambda m: m.A.added()),
+    ],
+)
+def test_functions_are_added_and_removed(
+    standin: Callable[..., StandIn], text: str, call: Callable[[Any], Any]
+) -> None:
+    package = standin("class A:\n    def __y(self):\n        return 2\n    def run(self):\n        return 1\n")
+    names = set(vars(package.module.A))
+    installation = package.install(package.add("A.run", text))
+    assert call(package.module) == 6
+    installation.revert()
+    assert set(vars(package.module.A)) == names
+
+
+def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin: Callable[..., StandIn]) -> None:
+    package = standin("class A:\n    def run(self):\n        return 1\n")
+    package.module.A.added = theirs = lambda self: "theirs"
+    installation = Installation(package.source, {"fix": package.add("A.run", "def added(self): return 'ours'")})
+    assert set(installation.not_as_in_file()) == {"fix"}
+    assert vars(package.module.A)["added"] is theirs
+
+
+def test_a_wrapper_around_an_added_function_stays(standin: Callable[..., StandIn]) -> None:
+    package = standin("class A:\n    def run(self):\n        return 1\n")
+    installation = package.install(package.add("A.run", "def added(self): return 'ours'"))
+    wrapt.wrap_function_wrapper(CODE, "A.added", lambda wrapped, instance, args, kwargs: ("theirs", wrapped()))
+    installation.revert()
+    assert package.module.A().added() == ("theirs", "ours")
+
+
+def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callable[..., StandIn]) -> None:
+    text = "def run(x):\n    a = 1\n    b = 2\n    return a, b, x\n"
+    package = standin(text)
+    first, second = package.edit("run", "a = 1", "a = 10"), package.edit("run", "b = 2", "c = 3", "insert_before")
+    third = package.edit("run", "b = 2", "b = c")
+    assert patched(package.source, [first, second, third])[CODE][1] == text.replace("a = 1", "a = 10").replace(
+        "b = 2", "c = 3\n    b = c"
+    )
+    installation = package.install(first, second, third)
+    assert package.module.run(0) == (10, 3, 0)
+    installation.revert()
+    assert package.module.run(0) == (1, 2, 0)
+
+
+def test_insertions_at_one_place_come_in_the_order_of_the_fixes(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run(x):\n    return x\n")
+    first = replace(package.edit("run", "return x", "x.append('z')\nx.append('a')", "insert_before"), fix="fix-a")
+    second = replace(package.edit("run", "return x", "x.append(1)", "insert_before"), fix="fix-b")
+    text = "def run(x):\n    x.append('z')\n    x.append('a')\n    x.append(1)\n    return x\n"
+    for verdicts in ([first, second], [second, first]):
+        assert patched(package.source, verdicts)[CODE][1] == text
+    package.install(**{"fix-b": second, "fix-a": first})
+    assert package.module.run([]) == ["z", "a", 1]
+
+
+def test_edits_of_the_same_text_are_refused(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run(x):\n    a = 1\n    return a\n")
+    with pytest.raises(EngineError, match=r"edit the same text of standin\.code at character"):
+        patched(package.source, [package.edit("run", "a = 1", "a = 2"), package.edit("run", "1", "3")])
+
+
+@pytest.mark.parametrize("what", ["function", "code", "class", "module attribute missing"])
+def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callable[..., StandIn], what: str) -> None:
+    package = standin("class A:\n    def run(self):\n        return 1\n\ndef other():\n    return 1\n")
+    verdicts = {
+        "first": package.edit("A.run", "return 1", "return 2"),
+        "second": package.edit("other", "return 1", "return 2"),
+    }
+    if what == "function":
+        package.module.A.run = lambda self: 5
+    elif what == "code":
+        package.module.A.run.__code__ = (lambda self: 5).__code__
+    elif what == "class":
+        package.module.A = type("A", (), {"run": lambda self: 5})
+    else:
+        del package.module.A.run
+    found = Installation(package.source, verdicts).not_as_in_file()
+    assert set(found) == {"first"}
+    assert "A.run of standin.code is not what its file says" in found["first"]
+
+
+def test_a_file_that_has_changed_since_the_import_is_reported(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    return 1\n")
+    Path(str(package.module.__file__)).write_text("def run():\n    x = 7\n    return 1\n")
+    installation = Installation(package.source, {"fix": package.edit("run", "return 1", "return 2")})
+    assert set(installation.not_as_in_file()) == {"fix"}
+
+
+NEW_MODULE = """
+from dataclasses import dataclass
+
+@dataclass
+class Plan:
+    size: int
+
+    def double(self):
+        return 2 * self.size
+"""
+
+
+def with_module(package: StandIn, text: str, other: str = "") -> Verdict:
+    edit = package.edit("run", "return 1", "from standin._plan import Plan\nreturn Plan(2).size")
+    modules = {"standin._plan": text, **({"standin._other": other} if other else {})}
+    return applicable("a test", edit.edits, modules)
+
+
+def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    return 1\n")
+    installation = package.install(with_module(package, NEW_MODULE))
+    assert package.module.run() == 2
+    assert sys.modules["standin"]._plan is sys.modules["standin._plan"]
+    source = inspect.getsource(sys.modules["standin._plan"].Plan.double)
+    assert source == "    def double(self):\n        return 2 * self.size\n"
+    added = sys.modules.pop("standin._plan")
+    assert not installation.is_live("fix-0")
+    sys.modules["standin._plan"] = added
+    assert installation.is_live("fix-0")
+    installation.revert()
+    assert "standin._plan" not in sys.modules
+    assert not hasattr(sys.modules["standin"], "_plan")
+    assert package.module.run() == 1
+
+
+def test_a_module_that_raises_leaves_nothing(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    return 1\n")
+    installation = Installation(package.source, {"fix": with_module(package, NEW_MODULE, "raise ValueError('x')")})
+    with pytest.raises(ValueError, match="x"):
+        installation.install()
+    assert {name for name in sys.modules if name.startswith("standin.")} == {CODE}
+    assert set(vars(sys.modules["standin"])) & {"_plan", "_other"} == set()
+    assert package.module.run() == 1
+
+
+def test_a_module_that_is_there_already_is_not_added(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    return 1\n")
+    Path(package.source.location, "_plan.py").write_text("")
+    with pytest.raises(EngineError, match=r"standin\._plan is to be added, but .* has it"):
+        patched(package.source, [with_module(package, NEW_MODULE)])
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_a_failure_at_any_step_leaves_nothing(
+    standin: Callable[..., StandIn], monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    package = standin(
+        "class A:\n    def run(self, x=1):\n        return x\n\ndef run():\n    return 1\n\ndef last():\n    return 1\n"
+    )
+    verdicts = {
+        "a": package.edit("A.run", "return x", "return -x"),
+        "b": package.add("A.run", "def added(self): pass"),
+        "c": with_module(package, NEW_MODULE),
+        "d": package.edit("last", "return 1", "return 2"),
+    }
+    before = snapshot(package)
+    steps = iter(range(10))
+    install = Installation._install
+
+    def fail(*args: Any) -> None:
+        if next(steps) == failing:
+            raise KeyboardInterrupt("injected")
+        install(*args)
+
+    monkeypatch.setattr(Installation, "_install", fail)
+    installation = Installation(package.source, verdicts)
+    with pytest.raises(KeyboardInterrupt, match="injected"):
+        installation.install()
+    assert snapshot(package) == before
+
+
+def snapshot(package: StandIn) -> Mapping[str, Any]:
+    module = package.module
+    return {
+        "names": (set(vars(module)), set(vars(module.A)), set(vars(sys.modules["standin"]))),
+        "functions": [state(function) for function in (module.A.run, module.run, module.last)],
+        "modules": {name for name in sys.modules if name.startswith("standin")},
+        "lines": linecache.cache.get(str(module.__file__)),
+    }
+
+
+def test_reverting_leaves_what_others_put_in_place_later(standin: Callable[..., StandIn]) -> None:
+    package = standin("class A:\n    def run(self):\n        return 1\n\ndef run():\n    return 1\n")
+    installation = package.install(
+        package.edit("A.run", "return 1", "return 2"),
+        package.add("A.run", "def added(self): pass"),
+        with_module(package, NEW_MODULE),
+    )
+
+    def theirs(self: object) -> int:
+        return 5
+
+    package.module.A.run.__code__ = theirs.__code__
+    package.module.A.added = theirs
+    module = sys.modules["standin._plan"] = ModuleType("standin._plan")
+    assert [installation.is_live(f"fix-{i}") for i in range(3)] == [False, False, False]
+    installation.revert()
+    assert (package.module.A().run(), package.module.A.added, package.module.run()) == (5, theirs, 1)
+    assert sys.modules["standin._plan"] is module
+
+
+def test_tracebacks_and_inspect_show_the_corrected_lines(standin: Callable[..., StandIn]) -> None:
+    text = "class A:\n    x = 1\n\n    def run(self):\n        return 1\n\ndef fails():\n    return 1\n"
+    package = standin(text)
+    assert inspect.getsource(package.module.fails) == "def fails():\n    return 1\n"
+    installation = package.install(
+        package.edit("A.run", "return 1", "a = 1\nreturn [a]"),
+        package.edit("fails", "return 1", "return {}['missing']"),
+    )
+    assert inspect.getsource(package.module.A.run) == "    def run(self):\n        a = 1\n        return [a]\n"
+    assert inspect.getsource(package.module.A).startswith("class A:\n    x = 1\n")
+    with pytest.raises(KeyError) as failure:
+        package.module.fails()
+    shown = "".join(traceback.format_exception(failure.value))
+    assert f"File \"<te_graph_fixes: {CODE}>\", line 9, in fails\n    return {{}}['missing']\n" in shown
+    installation.revert()
+    linecache.checkcache()
+    assert inspect.getsource(package.module.fails) == "def fails():\n    return 1\n"
+    assert inspect.getsource(package.module.A.run) == "    def run(self):\n        return 1\n"
+
+
+def test_lines_of_functions_that_did_not_change_are_shown_as_they_are(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    a = 1\n    return a\n\ndef other():\n    return {}['missing']\n")
+    package.install(package.edit("run", "a = 1", "a = 1\nb = 2\nc = 3"))
+    with pytest.raises(KeyError) as failure:
+        package.module.other()
+    assert 'line 6, in other\n    return {}["missing"]\n'.replace('"', "'") in "".join(
+        traceback.format_exception(failure.value)
+    )
+
+
+def test_a_call_that_is_running_goes_on_with_its_own_code(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    x = 1\n    yield x\n    yield x + 1\n")
+    running = package.module.run()
+    assert next(running) == 1
+    package.install(package.edit("run", "x = 1", "x = 10"))
+    assert next(running) == 2
+    assert list(package.module.run()) == [10, 11]
+
+
+def test_installing_keeps_nothing_alive(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    return 1\n")
+    for _ in range(3):
+        package.install(package.edit("run", "return 1", "return 2")).revert()
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is Installation]
+
+
+def test_the_text_on_disk_does_not_change(standin: Callable[..., StandIn]) -> None:
+    package = standin("def run():\n    return 1\n")
+    package.install(package.edit("run", "return 1", "return 2"))
+    assert Path(str(package.module.__file__)).read_text() == "def run():\n    return 1\n"

@@ -1,0 +1,322 @@
+"""Semantic patches: what they edit, what they refuse, and what their errors say."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict, applicable
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.installation import EngineError, compile_patches, patched
+from te_graph_fixes.patching.patch import PYTORCH, SemanticPatch, edits, read
+from te_graph_fixes.patching.rewriting import PatchError
+from te_graph_fixes.patching.source import ModuleSource, Source, UnrecognizedError
+
+CODE = f"{PYTORCH}.code"
+
+
+def source_of(text: str) -> Source:
+    """A TE of one module."""
+    source = Source("nowhere", None)
+    source._modules[CODE] = ModuleSource(CODE, "code.py", text)
+    return source
+
+
+def function(body: str) -> str:
+    return "def run(a, b, c, *xs):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+
+
+def applied(text: str, *patches: str) -> str:
+    """The text with the edits of patches that know nothing of each other."""
+    source = source_of(text)
+    verdicts = [applicable("", edits(source, patch)) for patch in patches]
+    return patched(source, verdicts)[CODE][1]
+
+
+def hunk(change: str, notes: str = "") -> str:
+    return f"@@ code.py run{notes}\n{change.rstrip()}\n"
+
+
+# Marked lines: a mark, an indent and a statement. Every statement has a name of its own.
+
+Marked = tuple[str, int, str]
+EXPRESSIONS = st.recursive(
+    st.sampled_from(["a", "b", "c", "1", "None"]),
+    lambda part: st.one_of(
+        st.tuples(part, part).map(lambda parts: f"run({', '.join(parts)})"),
+        st.tuples(part, part).map(lambda parts: f"({parts[0]} and {parts[1]})"),
+        st.tuples(part, part).map(lambda parts: f"[{', '.join(parts)}]"),
+        st.tuples(part, part, part).map(lambda parts: f"({parts[0]} if {parts[1]} else {parts[2]})"),
+        part.map(lambda each: f"-{each}" if each.startswith("(") else f"-({each} or a)"),
+        part.map(lambda each: f"run(*xs, key={each})"),
+    ),
+    max_leaves=4,
+)
+HEADS = st.builds(
+    lambda form, each: form.format(each), st.sampled_from(["if {}:", "for x in {}:", "with {}:"]), EXPRESSIONS
+)
+
+
+@st.composite
+def blocks(draw: st.DrawFn, names: Iterator[int], depth: int = 0) -> list[Marked]:
+    """The lines of a block that keeps its first statement."""
+    lines: list[Marked] = [(" ", depth, f"t{next(names)} = {draw(EXPRESSIONS)}")]
+    kinds = ["keep", "insert", "delete", "change", "other"] + ["block", "new head", "new block"] * (depth < 2)
+    for kind in draw(st.lists(st.sampled_from(kinds), max_size=5)):
+        name, first = f"t{next(names)}", draw(EXPRESSIONS)
+        second = draw(EXPRESSIONS.filter(first.__ne__))
+        if kind == "keep":
+            lines.append((" ", depth, f"{name} = {first}"))
+        if kind in ("delete", "change", "other"):
+            lines.append(("-", depth, f"{name} = {first}"))
+        if kind in ("insert", "change"):
+            lines.append(("+", depth, f"{name} = {second}"))
+        if kind == "other":
+            lines += [("+", depth, "# It is deleted."), ("+", depth, f"del {name}")]
+        if kind in ("block", "new head", "new block"):
+            inner = draw(blocks(names, depth + 1))
+            heads = {"block": " ", "new head": "-+", "new block": "+"}[kind]
+            head = draw(HEADS)
+            other_head = draw(HEADS.filter(head.__ne__))
+            lines += [(mark, depth, other_head if mark == "+" else head) for mark in heads]
+            lines += [("+", *rest) for mark, *rest in inner if mark != "-"] if kind == "new block" else inner  # type: ignore[misc]
+    return lines
+
+
+def written(lines: list[Marked], marks: str, comments: bool = False) -> str:
+    """The statements with one of the marks; those that stay may have comments, which no patch knows of."""
+    return "".join(
+        f"{'    ' * indent}{text}{'  # a (comment' if comments and mark == ' ' else ''}\n"
+        for mark, indent, text in lines
+        if mark in marks
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
+    lines = data.draw(blocks(iter(range(1000))))
+    patch = hunk("".join(f"{mark}{'    ' * indent}{text}\n" for mark, indent, text in lines))
+    before, after = (function(written(lines, marks, comments=True)) for marks in (" -", " +"))
+    if before == after:
+        assert edits(source_of(before), patch) == []
+    else:
+        assert applied(before, patch) == after
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_a_patch_made_is_not_made_again(data: st.DataObject) -> None:
+    lines = data.draw(blocks(iter(range(1000))))
+    patch = hunk("".join(f"{mark}{'    ' * indent}{text}\n" for mark, indent, text in lines))
+    if written(lines, " -") != written(lines, " +") and "+" in {mark for mark, _, _ in lines}:
+        with pytest.raises(UnrecognizedError):
+            edits(source_of(function(written(lines, " +"))), patch)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_malformed_line_is_named(data: st.DataObject) -> None:
+    lines = data.draw(blocks(iter(range(1000))))
+    patch = hunk("".join(f"{mark}{'    ' * indent}{text}\n" for mark, indent, text in lines)).split("\n")
+    number = data.draw(st.integers(1, len(patch) - 2))
+    broken = data.draw(st.sampled_from(["x = 1", "* x", "@ run", "\\"]))
+    with pytest.raises(PatchError, match=rf"line {number + 1}: "):
+        read("\n".join([*patch[:number], broken, *patch[number + 1 :]]))
+
+
+@pytest.mark.parametrize(
+    ("patch", "error"),
+    [
+        (" a = 1\n", "line 1: expected a line of a hunk"),
+        ("@@\n a = 1\n", "line 1: expected `@@ FILE.py PLACE"),
+        ("@@ code run\n a = 1\n", "line 1: expected `@@ FILE.py PLACE"),
+        ("@@ code.py run (twice)\n a = 1\n", "line 1: 'twice' is no note"),
+        ("@@ code.py run (or)\n a = 1\n", "line 1: no hunk that this one could stand for"),
+        ("@@ code.py run\n\n@@ code.py run\n a = 1\n", "line 1: a hunk without lines"),
+        ("@@ code.py run\n+a = 1\n", "line 1: `\\+` lines alone stand `at its start`"),
+        ("@@ code.py run (at its start)\n a = 1\n+b = 1\n", "line 1: `\\+` lines alone stand `at its start`"),
+        ("@@ code.py run\n a = 1\n b = (\n", "line 3: what the hunk looks for is no Python"),
+        ("@@ code.py run\n a = 1\n+b = = 1\n", "line 3: what the hunk makes is no Python"),
+        ("@@ code.py run\n # nothing\n", "line 1: a hunk that looks for nothing"),
+        ("@@ code.py run\n ...\n+b = 1\n ...\n c = 1\n", "line 3: no statement of the same block"),
+        (
+            "@@ code.py run\n if a:\n-    b = 1\n+    b = 2\n-    c = 1\n     d = 1\n+else:\n+    c = 1\n",
+            "line 8: no statement",
+        ),
+    ],
+)
+def test_errors_of_a_patch_name_its_line(patch: str, error: str) -> None:
+    with pytest.raises(PatchError, match=error):
+        SemanticPatch(patch, "").check()
+
+
+@pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
+def test_every_patch_of_the_catalogue_can_be_read(fix: Fix) -> None:
+    if isinstance(fix.examine, SemanticPatch):
+        fix.examine.check()
+
+
+def test_the_examples_of_the_manual_can_be_read() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "patches.md").read_text()
+    examples = re.findall(r"^```diff\n(.*?)^```", manual, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    for example in [*examples, manual.partition('UPSTREAM = """')[2].partition('"""')[0]]:
+        SemanticPatch(example, "").check()
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "after"),
+    [
+        ("x = f(a)", "-f(a)\n+f(a, b)", "x = f(a, b)"),
+        ("x = f(b)", "-f(b)\n+f(a, b)", "x = f(a, b)"),
+        ("x = f((b))", "-f(b)\n+f(a, b)", "x = f(a, (b))"),
+        ("x = f(a, k=(b))", "-f(..., k=b)\n+f(..., j=1, k=b)", "x = f(a, j=1, k=(b))"),
+        ("x = f(\n    a,\n    b,\n)", " f(\n     ...,\n+    c,\n     b,\n )", "x = f(\n    a,\n    c,\n    b,\n)"),
+        ("x = f(\n    a,\n    k=b,\n)", " f(\n     ...,\n+    j=c,\n )", "x = f(\n    a,\n    k=b,\n    j=c,\n)"),
+        ("x = not a", "-not a\n+not (a or b)", "x = not (a or b)"),
+        ("x = not (a)", "-not a\n+not (a or b)", "x = not ((a) or b)"),
+        ("x = a and b", "-a and b\n+a and b and c", "x = a and b and c"),
+        ("x = a and (b or c)", "-a and (b or c)\n+a and (b or c) and a", "x = a and (b or c) and a"),
+        ("x = a and (b)", "-a and b\n+a and b and c", "x = a and (b) and c"),
+        ("with a: pass", "-with a: ...\n+with b, a: ...", "with b, a: pass"),
+        ("with b, a as x: pass", "-with ..., a as x: ...\n+with c, ..., a as x: ...", "with c, b, a as x: pass"),
+        ("x = a[b]", "-ANY_X[b]\n+ANY_X[b, ANY_X]", "x = a[b, a]"),
+        ("x = a  # why", "-x = a\n+x = b", "x = b  # why"),
+        ("x = a", "-x = a\n+x = b  # why", "x = b  # why"),
+        ("x = a", " x = a\n+\n+y = b", "x = a\n\ny = b"),
+        ("x = 'ü', a", "-'ü', a\n+'ü', b", "x = 'ü', b"),
+        (
+            "def g(\n    x=1,\n): ...",
+            " def g(\n     ...,\n+    y=2,\n ):\n     ...",
+            "def g(\n    x=1,\n    y=2,\n): ...",
+        ),
+        ("def g(x, y=1): return x", "-def g(x, ...): ...\n+def g(w, x, ...): ...", "def g(w, x, y=1): return x"),
+        (
+            "if a:\n    x = 1\nelse:\n    x = 2",
+            " if a:\n     ...\n else:\n+    y = 1\n     x = 2",
+            "if a:\n    x = 1\nelse:\n    y = 1\n    x = 2",
+        ),
+        (
+            "try:\n    x = 1\nexcept E:\n    x = 2",
+            " try:\n     ...\n-except E:\n+except (E, F):\n     ...",
+            "try:\n    x = 1\nexcept (E, F):\n    x = 2",
+        ),
+        ("# why\nx = a\ny = b", "-x = a\n y = b", "y = b"),
+        ("x = a or b", "-x = ANY_X\n+x = -ANY_X", "x = -(a or b)"),
+        ("x = a or b", "-x = ANY_X\n+x = ANY_X.c", "x = (a or b).c"),
+        ("x = a or b", "-x = ANY_X\n+x = c == ANY_X", "x = c == (a or b)"),
+        ("x = a or b", "-x = ANY_X\n+x = f(c, k=ANY_X)", "x = f(c, k=a or b)"),
+        ("x = f(a)", "-x = ANY_X\n+x = -ANY_X", "x = -f(a)"),
+        ("x = f(y for y in a)", "-(y for y in a)\n+f(a)", "x = f(f(a))"),
+        ("x = f(a)", "-x = f(a)\n+x = f(y for y in a)", "x = f(y for y in a)"),
+    ],
+)
+def test_only_what_differs_is_edited(before: str, change: str, after: str) -> None:
+    text = "E = F = f = 1\n\n\n" + function(before + "\n")
+    assert applied(text, hunk(change)) == "E = F = f = 1\n\n\n" + function(after + "\n")
+
+
+def test_patches_are_composed_on_one_statement() -> None:
+    text = function("with a, b as x:\n    y = run(a, b) and c\n")
+    patches = [
+        hunk("-with a, ...:\n+with c, a, ...:\n     ..."),
+        hunk("-with ..., b as x:\n+with ..., run(b) as x:\n     ..."),
+        hunk("-run(a, b)\n+run(a, b, c)"),
+        hunk("-run(ANY, ANY) and c\n+run(ANY, ANY) and c and b"),
+        hunk(" with ANY_A, ANY_B as x:\n+    z = ANY_A\n     y = ANY"),
+    ]
+    expected = function("with c, a, run(b) as x:\n    z = a\n    y = run(a, b, c) and c and b\n")
+    assert applied(text, *patches) == applied(text, *reversed(patches)) == expected
+
+
+TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
+
+
+@pytest.mark.parametrize(
+    ("patch", "error"),
+    [
+        (hunk(" x = b"), "`x = b` exactly once in run .*, found it 0 times .line 1 of the patch"),
+        (hunk(" x = ANY"), "found it 2 times .lines 2, 4. .line 1 of the patch"),
+        (hunk(" x = a", " (2 times)"), "exactly 2 times .*, found it 1 times"),
+        (hunk(" x = b", " (at least once)"), "found it 0 times"),
+        (hunk(" x = a", " (0 times)"), "exactly 0 times .*, found it 1 times"),
+        (hunk("-b\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
+        (hunk(" x = a\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
+        (hunk(" x = a") + "@@ (or)\n x = run(x)", "one of 2 shapes in run, found 2"),
+        (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch, `@@ code.py run`.; or .*line 3 of the patch"),
+        (hunk(" x = a") + "@@ code.py other\n x = c", "one definition of other .*line 3 of the patch"),
+        (hunk(" x = a").replace("code", "other"), "module .*other .*line 1 of the patch"),
+    ],
+)
+def test_a_patch_that_does_not_fit_says_which_hunk(patch: str, error: str) -> None:
+    source = source_of(TEXT)
+    source._modules[f"{PYTORCH}.other"] = None
+    with pytest.raises(UnrecognizedError, match=error):
+        edits(source, patch)
+
+
+@pytest.mark.parametrize(
+    "change", [" x = a\n+y = missing", " x = a\n+y = lambda: missing", " x = a\n+def y(): return missing.x"]
+)
+def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
+    for name, is_set in {"missing": False, "a": True, "run": True, "len": True, "np": True, "y": True}.items():
+        source = source_of("import numpy as np\n\n\n" + TEXT)
+        verdict = applicable("", edits(source, hunk(change.replace("missing", name))))
+        if is_set:
+            compile_patches(source, {"fix": verdict})
+        else:
+            with pytest.raises(EngineError, match=r"the edits read missing in run of code\.py, where nothing sets it"):
+                compile_patches(source, {"fix": verdict})
+
+
+@pytest.mark.parametrize(
+    ("patch", "count"),
+    [
+        (hunk("-run(x)\n+run(x, b)"), 1),
+        (hunk("-x = ANY_X\n+x = [ANY_X]", " (2 times)"), 4),
+        (hunk("-x = ANY_X\n+x = -ANY_X", " (at least once)"), 2),
+        ("@@ code.py other (if there)\n+y = 1\n x = 1", 0),
+        (hunk(" x = c\n+y = c") + "@@ (or)\n x = a\n+y = a", 1),
+        (hunk(" x = a\n+new = x") + "@@ code.py run\n x = run(x)\n+y = new", 2),
+        (hunk("+y = a", " (at its start)"), 1),
+    ],
+)
+def test_notes_and_places(patch: str, count: int) -> None:
+    assert len(edits(source_of(TEXT), patch)) == count
+
+
+def test_keywords_are_in_any_order() -> None:
+    change = hunk("-x = c(a, n=2, k=1)\n+x = c(b, n=2, k=1)")
+    assert applied(function("x = c(a, k=1, n=2)\n"), change) == function("x = c(b, k=1, n=2)\n")
+
+
+def test_lines_at_the_start_go_below_the_docstring() -> None:
+    text = function('"""What it is."""\n# why\nx = a\n')
+    assert applied(text, hunk("+y = a", " (at its start)")) == function('"""What it is."""\n# why\ny = a\nx = a\n')
+
+
+def test_places_are_nested() -> None:
+    text = "class A:\n    def f(self):\n        def g():\n            x = 1\n        return g\n\nx = 1\n"
+    patched = applied(text, "@@ code.py A.f.g\n-x = 1\n+x = 2\n")
+    assert patched == text.replace("            x = 1", "            x = 2")
+
+
+def verdict(text: str, patch: SemanticPatch) -> Verdict:
+    return Fix("", patch).verdict(source_of(text))
+
+
+def test_a_fix_is_a_patch_or_upstreams() -> None:
+    defect, upstream = hunk("-x = a\n+x = b"), hunk(" x = c")
+    patch = SemanticPatch(defect, "a is wrong", corrected=[(upstream, "c is right")])
+    assert verdict(function("x = a\n"), patch).verdict == APPLICABLE
+    assert verdict(function("x = c\n"), patch).verdict == NOT_NEEDED
+    assert verdict(function("x = b\n"), patch).verdict == UNRECOGNIZED
+    both = verdict(function("x = a\nx = c\n"), patch)
+    assert (both.verdict, "found several" in both.reason) == (UNRECOGNIZED, True)

@@ -1,0 +1,285 @@
+"""Reading TransformerEngine (TE) as source: versions, definitions, patterns, edits."""
+
+from __future__ import annotations
+
+import gc
+import py_compile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.patching.source import (
+    Definition,
+    ModuleSource,
+    Source,
+    TENotFoundError,
+    UnrecognizedError,
+    without_collections,
+)
+
+CODE = "transformer_engine.pytorch.code"
+
+
+def tree(folder: Path, version: str = "2.12.0+5671fd36") -> Path:
+    """A source tree with one module and the metadata of a distribution."""
+    package = folder / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "code.py").write_text("def run(x):\n    return x\n")
+    metadata = folder / f"transformer_engine-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
+    return folder
+
+
+def definition(text: str, qualname: str = "run") -> Definition:
+    return ModuleSource(CODE, "code.py", text).definition(qualname)
+
+
+def test_a_tree_is_named_by_its_parent_or_itself(tmp_path: Path) -> None:
+    folder = tree(tmp_path)
+    assert Source.at(folder) == Source.at(folder / "transformer_engine")
+    assert Source.at(folder).module(CODE).text == "def run(x):\n    return x\n"
+
+
+@pytest.mark.parametrize("version", ["2.14.0+71bbefbf", "2.20.0.dev0+abc", "2.16.1"])
+def test_the_version_is_that_of_the_metadata(tmp_path: Path, version: str) -> None:
+    assert Source.at(tree(tmp_path, version)).version == version
+
+
+def test_the_version_of_a_checkout_is_in_its_version_file(tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert Source.at(tmp_path).version is None
+    (tmp_path / "build_tools").mkdir()
+    (tmp_path / "build_tools" / "VERSION.txt").write_text("2.21.0.dev0\n")
+    assert Source.at(tmp_path).version == "2.21.0.dev0"
+
+
+def test_a_folder_without_te_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(TENotFoundError, match=r"expected .*transformer_engine/__init__.py"):
+        Source.at(tmp_path)
+
+
+def test_the_installed_te_is_the_one_that_import_would_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tree(tmp_path, "9.8.7"))
+    monkeypatch.delitem(__import__("sys").modules, "transformer_engine", raising=False)
+    found = Source.installed()
+    assert (found.location, found.version) == (str(tmp_path / "transformer_engine"), "9.8.7")
+
+
+def test_a_te_in_a_zip_is_read(tmp_path: Path) -> None:
+    tree(tmp_path / "tree")
+    archive = tmp_path / "te.zip"
+    with zipfile.ZipFile(archive, "w") as out:
+        for path in (tmp_path / "tree").rglob("*"):
+            out.write(path, path.relative_to(tmp_path / "tree"))
+    assert Source(f"{archive}/transformer_engine", None).module(CODE).text == "def run(x):\n    return x\n"
+
+
+def test_a_module_that_is_missing(tmp_path: Path) -> None:
+    source = Source.at(tree(tmp_path))
+    assert source.find("transformer_engine.pytorch.other") is None
+    with pytest.raises(
+        UnrecognizedError, match=r"looked for module transformer_engine\.pytorch\.other in .*, found none"
+    ):
+        source.module("transformer_engine.pytorch.other")
+
+
+def test_bytecode_without_source_is_unrecognized(tmp_path: Path) -> None:
+    code = tree(tmp_path) / "transformer_engine" / "pytorch" / "code.py"
+    py_compile.compile(str(code), cfile=str(code.with_suffix(".pyc")))
+    code.unlink()
+    with pytest.raises(UnrecognizedError, match="no source text"):
+        Source.at(tmp_path).module(CODE)
+
+
+@pytest.mark.parametrize(
+    "content", [b"def run(:\n", b"\xff\xfe bad", b"# coding: no-such\nx = 1\n", b"def run(x): return 1\0\n"]
+)
+def test_a_module_that_cannot_be_read_or_parsed_is_unrecognized(tmp_path: Path, content: bytes) -> None:
+    (tree(tmp_path) / "transformer_engine" / "pytorch" / "code.py").write_bytes(content)
+    with pytest.raises(UnrecognizedError, match=r"cannot (read|parse)"):
+        Source.at(tmp_path).module(CODE).definition("run")
+
+
+def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two() -> None:
+    text = "class A:\n    def f(self): pass\n\ndef g(): pass\ndef twice(): pass\ndef twice(): pass\n"
+    module = ModuleSource(CODE, "code.py", text)
+    assert set(module.definitions) == {"A", "A.f", "g"}
+    assert module.find("twice") is None
+    with pytest.raises(UnrecognizedError, match=r"one definition of twice in code.py, found none or several"):
+        module.definition("twice")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("@d\n# why\n@e\ndef f(\n    x,\n) -> int:\n    return x\n# after\n", "f"),
+        ("class A:\n    def f(self):\n        '''\n  x\n        '''\n        return 1\n", "A.f"),
+        ("def f():\n    return '''\na\n'''\n", "f"),
+        ("@d(\n    1,\n)\ndef f(): pass\n", "f"),
+        ("class A:\n    @d(\n        1,\n    )\n    def f(self): pass\n", "A.f"),
+        ("class A:\n  def f(self): pass\n", "A.f"),
+        ("class A:\n    x = '''\n    def f(self): pass\n'''\n    def f(self): return 2\n", "A.f"),
+        ("class A:\n    x = 1; f = 2\n\n    def f(self): return 2\n\n    f = property(f)\n", "A.f"),
+        ("if x:\n    def f(): pass\n", None),
+        ("class A:\n    if x:\n        def f(self): pass\n", None),
+        ("class A:\n    def f(self): pass\nclass A:\n    def f(self): pass\n", None),
+        ("class A:\n    @property\n    def f(self): pass\n    @f.setter\n    def f(self, x): pass\n", None),
+        ("async def f(): pass\n", None),
+        ("class A: pass\nif x:\n    def f(): pass\n", None),
+    ],
+)
+def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
+    module = ModuleSource(CODE, "code.py", text)
+    definitions = [module.find(name) for name in ("f", "A.f")]
+    assert [each.qualname for each in definitions if each] == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "matches"),
+    [
+        ("a = ANY", "a = f(1)[2]", 1),
+        ("a = ANY", "a = 1\n    a = 2", 2),
+        ("a = None", "a = (\n        None  # a comment\n    )", 1),
+        ("f(ANY, k=1)", "x = f(g(2), k=1)", 1),
+        ("f(ANY, k=1)", "x = f(g(2), 3, k=1)", 0),
+        ("f(ANY)", "x = f(f(1))", 2),
+        ("a = 1", "a = True", 0),
+        ("a = 1", "a = 1.0", 0),
+        ("a = 'x'", 'a = "x"', 1),
+        ("if x: ...", "if x:\n        a = 1\n        b = 2", 1),
+        ("if x: ...", "if x:\n        a = 1\n    else:\n        b = 2", 0),
+        ("if x:\n    ...\n    b = 2", "if x:\n        a = 1\n        b = 2", 1),
+        ("if x:\n    ...\n    b = 2", "if x:\n        b = 2\n        a = 1", 0),
+        ("a = 1\nb = 2", "a = 1\n    b = 2\n    c = 3", 1),
+        ("a = 1\nb = 2", "a = 1\n    c = 3\n    b = 2", 0),
+        ("a = 1\nb = 2", "a = 1\n    x.c = 3\n    b = 2", 0),
+        ("a = 1\nb = 2", "a = 1\n    for _ in x: pass\n    b = 2", 0),
+        ("a = 1\nb = 2", "a = 1\n    while x: pass\n    b = 2", 0),
+        ("a = ANY_A\nb = 2", "a = x\n    x.clear()\n    b = 2", 0),
+        ("a = 1\n...\nb = 2", "a = 1\n    c = 3\n    b = 2", 1),
+        ("a = 1\n...\nb = 2", "a = 1\n    c = 3\n    d = 4\n    e = 5\n    b = 2\n    f = 6", 1),
+        ("a = 1\n...\nb = 2", "a = 1\n    b = 2", 1),
+        ("a = 1\n...\nb = 2", "a = 1\n    b = 2\n    b = 2", 2),
+        ("a = 1\nANY_GAP: ...\nb = 2", "a = 1\n    b = 2", 0),
+        ("f(ANY)", "x = f(*args)", 0),
+        ("f(*ANY)", "x = f(*args)", 1),
+        ("f(ANY)", "x = f(**args)", 0),
+        ("ANY_A = ANY_A + 1", "x[i] = x[i] + 1", 1),
+        ("ANY_A = ANY_A + 1", "x[i] = x[j] + 1", 0),
+        ("ANY = ANY + 1", "x[i] = x[j] + 1", 1),
+        ("a = ANY_A\n...\nb = ANY_A", "a = 1\n    b = 2\n    a = 2\n    b = 1", 1),
+        ("if x:\n    ...\n    a = ANY_A\n    ...", "if x:\n        a = 1\n        a = 2", 2),
+        ("if x:\n    ...\n    a = ANY\n    ...", "if x:\n        a = 1\n        a = 2", 1),
+        ("for ANY_I in xs: ...", "for i, j in xs:\n        pass", 1),
+        ("a = 1", "try:\n        pass\n    except E:\n        a = 1\n    finally:\n        a = 1", 2),
+        ("a = 1", "match x:\n        case 2:\n            a = 1", 1),
+        ("a = 1", "with f() as g:\n        a = 1", 1),
+    ],
+)
+def test_patterns_match_by_syntax(pattern: str, text: str, matches: int) -> None:
+    assert len(definition(f"def run(x):\n    {text}\n").all(pattern)) == matches
+
+
+def test_collections_are_put_off_and_nothing_else_changes() -> None:
+    before = gc.get_threshold()
+    with without_collections():
+        assert gc.get_threshold()[1:] == before[1:]
+        assert gc.isenabled()
+        with without_collections():
+            pass
+        count = [generation["collections"] for generation in gc.get_stats()]
+        kept = [[i] for i in range(300_000)]
+        assert [generation["collections"] for generation in gc.get_stats()] == count
+        del kept
+    assert gc.get_threshold() == before
+    try:
+        with without_collections():
+            gc.disable()
+            gc.set_threshold(5, 6, 7)  # as another thread may
+        assert (gc.isenabled(), gc.get_threshold()) == (False, (5, 6, 7))
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+
+
+def test_two_threads_that_put_collections_off_leave_none_off() -> None:
+    before = gc.get_threshold()
+    first, second = without_collections(), without_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == before
+
+
+def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
+    run = definition("\ndef run(x):\n    a = 1\n    a = 2\n")
+    with pytest.raises(UnrecognizedError) as failure:
+        run.one("a = ANY")
+    assert str(failure.value) == ("looked for `a = ANY` exactly once in run (code.py:2), found it 2 times (lines 3, 4)")
+    with pytest.raises(UnrecognizedError, match=r"found it 0 times$"):
+        run.one("b = ANY")
+
+
+def test_a_match_gives_what_stands_in_the_place_of_a_name() -> None:
+    run = definition("def run(x):\n    if x:\n        a = f(1)\n        b = 2\n        c = 3\n        return a[i]\n")
+    (match,) = run.exactly(1, "if ANY_TEST:\n    ANY_A = ANY\n    ANY_BODY: ...\n    return ANY_A[ANY_INDEX]")
+    assert {name: run.text(node) for name, node in match.items()} == {
+        "ANY_TEST": "x",
+        "ANY_A": "a",
+        "ANY_BODY": "b = 2\n        c = 3",
+        "ANY_INDEX": "i",
+    }
+    assert match.node is run.one("if ANY: ...")
+    edit = run.delete(match["ANY_BODY"])
+    assert run.module.text[edit.start : edit.end] == "        b = 2\n        c = 3\n"
+
+
+def apply(text: str, change: str) -> str:
+    run = definition(text)
+    node = run.one("a = 1")
+    edit = {
+        "replace": lambda: run.replace(node, "\na = 2\nb = 3\n"),
+        "before": lambda: run.insert_before(node, "\nb = 3\nc = 4\n"),
+        "after": lambda: run.insert_after(node, "b = 3"),
+        "delete": lambda: run.delete(node),
+    }[change]()
+    return text[: edit.start] + edit.text + text[edit.end :]
+
+
+@pytest.mark.parametrize("start", ["", '"""Zürich."""\n', "x = 'a\x0cb'\n", "# \u2028 separator\n\x0c\n"])
+@pytest.mark.parametrize("indent", ["    ", "\t"])
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        ("replace", "a = 1", "a = 2\n{0}b = 3"),
+        ("replace", "a = (\n{0}{0}1)  # why", "a = 2\n{0}b = 3  # why"),
+        ("before", "# above\n{0}a = 1", "# above\n{0}b = 3\n{0}c = 4\n{0}a = 1"),
+        ("after", "a = (\n{0}{0}1)  # why", "a = (\n{0}{0}1)  # why\n{0}b = 3"),
+        ("delete", "# above\n{0}# too\n{0}a = 1  # why\n{0}pass", "pass"),
+    ],
+)
+def test_edits_keep_the_rest_of_the_text(start: str, indent: str, change: str, before: str, after: str) -> None:
+    frame = start + "def run(x):\n" + indent + "é = 'ü'\n" + indent + "{}\n" + indent + "return é\n"
+    assert apply(frame.format(before.format(indent)), change) == frame.format(after.format(indent))
+
+
+def test_an_edit_of_an_expression_stays_in_its_line() -> None:
+    text = "def run(x):\n    return ('ä', None, x)  # ö\n"
+    run = definition(text)
+    edit = run.replace(run.one("None"), "x")
+    assert text[: edit.start] + edit.text + text[edit.end :] == "def run(x):\n    return ('ä', x, x)  # ö\n"
+    assert run.text(run.one("('ä', None, x)")) == "('ä', None, x)"
+
+
+@pytest.mark.parametrize("change", ["replace", "before", "after", "delete"])
+@pytest.mark.parametrize("line", ["a = 1; b = 2", "b = 2; a = 1", "if x: a = 1"])
+def test_a_statement_that_shares_its_line_is_unrecognized(change: str, line: str) -> None:
+    with pytest.raises(UnrecognizedError, match=f"statement on lines of its own in run .*, found `{line}`"):
+        apply(f"def run(x):\n    {line}\n", change)

@@ -1,0 +1,152 @@
+"""The pages of the project: their commands are run here or by what `ELSEWHERE` names, and their tables are made."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.settings import VARIABLES
+from te_graph_fixes.verify.cases import CASES
+from tests.support.child import ROOT, python
+from tests.support.published import source
+from tools.tables import PAGES, urls, with_parts
+
+README = (ROOT / "README.md").read_text()
+FIRST_SCREEN = "\n".join(README.splitlines()[:40])
+PAGED = [ROOT, ROOT / "docs", ROOT / "docs" / "results", ROOT / "examples", ROOT / "tests" / "simulator"]
+COMMANDED = [page for folder in PAGED for page in sorted(folder.glob("*.md"))]
+LINKED = [page for page in COMMANDED if page != ROOT / "CHANGELOG.md"]
+
+NOT_RUN = "not run: "
+LONG = f"{NOT_RUN}it takes minutes; tests/explore/test_explore.py runs the same with fewer programs"
+GPU = f"{NOT_RUN}it needs a GPU; the program is a test of tests/gpu"
+SETS_UP = f"{NOT_RUN}it sets up a machine"
+ELSEWHERE = {
+    "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
+    "pip install -e . tox pre-commit && pre-commit install": SETS_UP,
+    "export PYTHONPATH=$PWD PATH=$PWD/.tox/te212/bin:$PATH": SETS_UP,
+    'python -m tools.choices "only calibration-recipe"': "tests/fixes/test_choices_on_the_simulator.py",
+    "TE_GRAPH_FIXES=off python -m tests.simulator -m te_graph_fixes.verify.child calibration": (
+        "tests/verify/test_verify.py"
+    ),
+    "python -m tools.tables && python -m tests.project.test_containers": "tests/project/test_containers.py",
+    "git clone --depth 1 https://github.com/NVIDIA/TransformerEngine te": ".github/workflows/ci.yml",
+    "python -m tools.newest; python -m tools.newest te": ".github/workflows/ci.yml",
+    "te-graph-fixes bake --overlay /shared/te-fixes > mounts.txt": "tests/commands/test_bake.py",
+    "te-graph-fixes run --print-env": "tests/commands/test_run.py",
+    "te-graph-fixes run torchrun --nproc-per-node 2 examples/gather_reports.py": "tests/activation/test_ranks.py",
+    "for sw in off on; do for r in bf16 fp8-delayed fp8-current; do": GPU,
+    "python tests/gpu/megatron_moe.py table lines": GPU,
+    "python tests/gpu/megatron_configs.py router-shared-late fp8-delayed": GPU,
+    "torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py overlap-delayed-shared fp8-delayed": GPU,
+    "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/commands/test_run.py",
+    "te-graph-fixes verify": "tests/verify/test_verify.py",
+    "pip install --no-deps .": f"{NOT_RUN}tox makes this wheel and installs it into each of its environments",
+    "te-graph-fixes bake": "tests/commands/test_bake.py",
+    "pip wheel --no-deps --wheel-dir dist .": "tests/project/test_release.py",
+    "pip install tox && tox run -e demo": ".github/workflows/ci.yml",
+    "pip install tox && tox run": ".ci/run",
+    "te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/checking/test_check.py",
+    "te-graph-fixes run --check=3,layers=4 torchrun ...": "tests/checking/test_check.py",
+    "te-graph-fixes run --check-strict torchrun ...": "tests/checking/test_check.py",
+    "TE_GRAPH_FIXES=off te-graph-fixes run --check torchrun ...": "tests/checking/test_check.py",
+    "python -m tests.explore --seed 0 --programs 500 --scripts found": LONG,
+    "python -m tests.explore --switch off --no-shrink": LONG,
+    "python -m tests.explore --disable nested-autocast --scripts found": LONG,
+    "python -m tests.explore --broken --programs 500 --jobs 16": LONG,
+    "python -m tests.explore --programs 500 --jobs 16 --results on.jsonl": LONG,
+    "python -m tests.explore --equal on.jsonl --defects --jobs 16": LONG,
+    "python -m tests.explore --equal on.jsonl --breakages 40 --jobs 16": LONG,
+    "python -m tests.explore --equal on.jsonl --turned 30 --jobs 16": LONG,
+    "python examples/megatron_moe.py": GPU,
+    "TE_GRAPH_FIXES=off python examples/megatron_moe.py": GPU,
+    "torchrun --nproc-per-node 8 examples/gather_reports.py": "tests/activation/test_ranks.py",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of ``console`` blocks that begin with a prompt, without their comments."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
+    return [re.sub(r"\s+#.*", "", line[2:]) for block in blocks for line in block.splitlines() if line[:2] == "$ "]
+
+
+HERE = sorted({command for page in COMMANDED for command in commands(page)} - set(ELSEWHERE))
+
+
+@pytest.mark.parametrize("command", HERE)
+def test_a_command_runs(command: str) -> None:
+    """``tox`` is asked for what it has, and pytest for tests that it knows."""
+    program, *arguments = shlex.split(
+        re.sub(r"\.tox/te-sources/([\d.]+)", lambda found: str(source(found[1])), command)
+    )
+    if program == "tox":
+        assert arguments[0] == "run"
+        tox = configparser.ConfigParser()
+        tox.read(ROOT / "tox.ini")
+        known = {"-m": ["rest", "full"], "-e": re.findall(r"[\w-]+", tox["tox"]["labels"])}
+        for option, names in zip(arguments[1::2], arguments[2::2], strict=True):
+            assert set(names.split(",")) <= set(known[option])
+    elif arguments[:2] == ["-m", "pytest"]:
+        text = "".join((ROOT / each).read_text() for each in arguments if each.startswith("tests/"))
+        words = arguments[arguments.index("-k") + 1].split(" and ") if "-k" in arguments else []
+        assert all(word in CASES or f"def test_{word.removeprefix('test_')}" in text for word in words)
+    else:
+        assert program == "te-graph-fixes" or arguments[:2] == ["-m", "te_graph_fixes"], (
+            "name in ELSEWHERE what runs it, or why nothing does"
+        )
+        arguments = arguments if program == "te-graph-fixes" else arguments[2:]
+        done = python("-m", "te_graph_fixes", *arguments, path=source("2.14.0"))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(("TransformerEngine 2.14.0", "--- /dev/null"))
+
+
+def test_no_command_is_forgotten_or_gone() -> None:
+    assert set(ELSEWHERE) <= {command for page in COMMANDED for command in commands(page)}
+    places = [place for place in ELSEWHERE.values() if not place.startswith(NOT_RUN)]
+    assert [place for place in places if not (ROOT / place).is_file()] == []
+
+
+def test_the_first_screen_says_what_to_type_what_changes_and_how_to_undo_it() -> None:
+    assert len(README.splitlines()) <= 200
+    typed = ("pip install", "status", "run", "verify", "bake", "tox run -e demo", "deactivate()", "=off", "bake --undo")
+    for said in (*typed, "lines added", "make_graphed_callables", 'cuda_graph_impl="transformer_engine"'):
+        assert said in FIRST_SCREEN, said
+
+
+def test_every_variable_is_named() -> None:
+    assert [name for name in VARIABLES if f"| `{name}` |" not in README] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_made_is_as_it_would_be_made(page: Path) -> None:
+    """``python -m tools.tables`` makes it."""
+    assert with_parts(page.read_text()) == page.read_text(), "run `python -m tools.tables`"
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        found = page.parent / target if target else page
+        assert found.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)", found.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, anchor
+
+
+def test_there_is_one_address() -> None:
+    repository, issues = urls()["Repository"], urls()["Issues"]
+    assert issues.startswith(repository)
+    for page in (*COMMANDED, *PAGES):
+        made = re.sub(r"<!-- address -->.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+        assert repository not in made, page
+
+
+def test_the_fix_that_contributing_shows_is_the_one_of_the_package() -> None:
+    diff = (ROOT / "CONTRIBUTING.md").read_text().partition("+++ b/te_graph_fixes/fixes/")[2].partition("\n--- ")[0]
+    name, *lines = diff.splitlines()
+    shown = [re.sub(r",  # .*", ",", line.removeprefix("+")) for line in lines]
+    assert shown == (ROOT / "te_graph_fixes" / "fixes" / name).read_text().splitlines()

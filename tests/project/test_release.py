@@ -1,0 +1,149 @@
+"""What is released: built twice, looked into, and installed without an index beside TransformerEngine (TE)."""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import te_graph_fixes
+from te_graph_fixes.decision import verdicts
+from te_graph_fixes.fix import NOT_APPLICABLE, NOT_NEEDED
+from te_graph_fixes.patching.source import Source
+from tests.commands.test_cli import copy_of
+from tests.support.published import COVERED, source
+from tools import patches
+from tools.tables import urls
+
+pytest.importorskip("build")
+ROOT = Path(__file__).parents[2]
+NAME = f"te_graph_fixes-{te_graph_fixes.__version__}"
+
+
+def tracked(*folders: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def build(folder: Path, umask: int = 0o022) -> Path:
+    """Build the sdist and from it the wheel, from a copy of what git tracks."""
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(folder)]
+    subprocess.run(command, check=True, capture_output=True, umask=umask)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    return dist / f"{NAME}-py3-none-any.whl"
+
+
+def test_two_builds_give_the_same_files(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    again = build(tmp_path_factory.mktemp("somewhere") / "else", umask=0o077)
+    assert sorted(path.name for path in dist.iterdir()) == [f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz"]
+    for path in dist.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    metadata = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    assert names == {*tracked("te_graph_fixes"), *(f"{NAME}.dist-info/{name}" for name in metadata)}
+    assert {"te_graph_fixes/py.typed", "te_graph_fixes/launcher/sitecustomize.py"} < names
+
+
+def test_the_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = email.message_from_bytes(archive.read(f"{NAME}.dist-info/METADATA"))
+    assert sorted(metadata.get_all("Requires-Dist", [])) == ["packaging", "wrapt<3,>=1.16"]
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert str(metadata.get_payload()) == (ROOT / "README.md").read_text()
+    assert metadata.get_all("Project-URL") == [f"{name}, {url}" for name, url in urls().items()]
+
+
+def test_a_release_has_an_address() -> None:
+    tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    if f"v{te_graph_fixes.__version__}" not in tags.stdout.split():
+        pytest.skip(f"this commit is no release: it has no tag v{te_graph_fixes.__version__}")
+    assert [url for url in urls().values() if ".invalid" in url] == [], "pyproject.toml has a placeholder"
+
+
+def test_the_sdist_can_be_tested(dist: Path) -> None:
+    with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "tox.ini"}
+    assert {*wanted, *tracked("te_graph_fixes", "tests", "docs", "examples")} <= names
+
+
+def test_the_page_renders(dist: Path) -> None:
+    pytest.importorskip("twine")
+    check = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
+    found = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_patches_of_a_release(tmp_path: Path) -> None:
+    patches.write(tmp_path / "patches", *COVERED)
+    check = ["sha256sum", "--check", "--strict", patches.SUMS]
+    checked = subprocess.run(check, cwd=tmp_path / "patches", capture_output=True, text=True, check=True)
+    assert checked.stdout.splitlines() == [f"transformer_engine-{version}.patch: OK" for version in COVERED]
+    for version in COVERED:
+        tree = copy_of(source(version), tmp_path / version)
+        apply = ["patch", "-p1", "--fuzz=0", "-i", str(tmp_path / "patches" / f"transformer_engine-{version}.patch")]
+        subprocess.run(apply, cwd=tree, capture_output=True, check=True)
+        words = [verdict.verdict for verdict in verdicts(Source.at(tree)).values()]
+        assert set(words) <= {NOT_NEEDED, NOT_APPLICABLE}, version
+
+
+def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
+    """As in a container without network: one folder of wheels, and a TE that is there already."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "download", "--quiet", "--dest", str(tmp_path / "wheels"), "wrapt<3", "packaging"], check=True
+    )
+    shutil.copy(wheel, tmp_path / "wheels")
+    venv.create(tmp_path / "venv", with_pip=True)
+    bin_folder = tmp_path / "venv" / "bin"
+    (site,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
+    (site / "te.pth").write_text(str(source("2.12.0")))
+    environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+    def start(*command: str, status: int = 0) -> Sequence[str]:
+        found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert found.returncode == status, found.stdout + found.stderr
+        return found.stdout.splitlines()
+
+    before = set(start("pip", "list", "--format=freeze"))
+    start("pip", "install", "--quiet", "--no-index", "--find-links", "wheels", "te-graph-fixes")
+    added = set(start("pip", "list", "--format=freeze")) - before
+    assert sorted(line.split("==")[0] for line in added) == ["packaging", "te-graph-fixes", "wrapt"]
+    lines = start("te-graph-fixes", "status")
+    assert lines[0].startswith("TransformerEngine 2.12.0: ")
+    assert any(line.split()[:1] == ["warmup-reset"] for line in lines)
+    assert "--- a/transformer_engine/pytorch/graph.py" in start("te-graph-fixes", "diff")
+    loaded = start(
+        "te-graph-fixes",
+        "run",
+        "python",
+        "-c",
+        "import sys; print(*(type(finder).__name__ for finder in sys.meta_path))",
+    )
+    assert "Activator" in loaded[0].split()

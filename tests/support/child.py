@@ -1,0 +1,114 @@
+"""Programs for child processes in which TransformerEngine (TE) runs on the simulator."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from te_graph_fixes.verify.cases import Case
+from te_graph_fixes.verify.runner import Outcome
+
+ROOT = Path(__file__).parents[2]
+CHILD = "te_graph_fixes.verify.child"
+OF_CASES = "te_graph_fixes.verify.programs"
+"""What most cases of `verify` import."""
+Cli = Callable[..., tuple[int, str, str]]
+"""Runs a command of the package: its exit status, output and errors."""
+
+
+def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
+    """That of a child which finds ``path`` first and has no settings but those given."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TE_GRAPH_FIXES", "PYTEST_"))
+    }
+    paths = [str(path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **changed}
+
+
+def python(
+    *arguments: str | Path,
+    path: str | Path = "",
+    cwd: Path = ROOT,
+    timeout: float = 300,
+    stdin: str | None = None,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python for ``timeout`` seconds, with ``path`` first in its path and no settings but those given."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=_environment(path, environment),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@functools.cache
+def _forks() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.forks"],
+        cwd=ROOT,
+        env=_environment("", {"PYTHONPATH": str(ROOT)}),  # all else in its path is that of every child
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def on_simulator(
+    *arguments: str | Path, path: str | Path = "", imported: Sequence[str] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """As `python` with ``-m tests.simulator``, in a fork of a process that has imported torch: it is slow to import.
+
+    ``-c PROGRAM`` runs the text of a program. What is ``imported`` has been, by a process for this environment.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = [Path(folder, name) for name in ("stdout", "stderr")]
+        request = {
+            "arguments": [*map(str, arguments)],
+            "environment": _environment(path, environment),
+            "imported": imported,
+            "output": [*map(str, output)],
+        }
+        server = _forks()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(json.dumps(request), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        texts = [file.read_text() for file in output]
+    return subprocess.CompletedProcess(request["arguments"], status, *texts)
+
+
+def simulate(*arguments: str | Path, path: str | Path = "", **environment: str) -> str:
+    """What `on_simulator` prints; it must end well."""
+    done = on_simulator(*arguments, path=path, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:
+    """What a child of `verify` says of each case, by its name; after one that fails, another child goes on."""
+    found: dict[str, Any] = {}
+    while left := [each for each in cases if getattr(each, "name", each) not in found]:
+        given = [case if isinstance(case, str) else case.to_json() for case in left]
+        done = on_simulator("-m", CHILD, *given, path=path, imported=(CHILD, OF_CASES), **environment)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert lines, done.stderr
+        found |= {line["case"]: line for line in lines}
+    return found
+
+
+def outcome(case: Case, **environment: str) -> Outcome:
+    """What a child of `verify` says of a case."""
+    line = measured(case, **environment)[case.name]
+    return Outcome(**{name: value for name, value in line.items() if name not in ("case", "last")})

@@ -1,0 +1,115 @@
+"""``python -m tests.support.forks``: run each program that standard input names in a fork of this process, simulated.
+
+A request is a line of JSON: ``arguments`` as for ``python -m tests.simulator``, or ``-c PROGRAM``; ``environment``, all
+of it; ``output``, the files for standard output and error; and, if some are to be there already, ``imported``: modules.
+The answer is a line with the exit status. Torch is imported here, once for all, and what TransformerEngine (TE) imports
+beside it. TE is not, but by forks that are kept for programs of one environment that name it in ``imported``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any, TextIO
+
+from tests.simulator import install
+from tests.simulator.__main__ import main as run
+
+IMPORTED = ("torch._dynamo", "torch.distributed.tensor.experimental", "triton", "onnxscript", "pydantic.dataclasses")
+LIMIT = 300
+"""Seconds that a program may take."""
+KEPT = 6
+"""Forks that are kept, those that were asked last."""
+
+
+def enter(request: dict[str, Any], base: list[str]) -> None:
+    """Be as a process that was started for this program."""
+    if "transformer_engine" not in sys.modules:  # else in this environment, to which imports have added
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        sys.path[:] = [*os.environ["PYTHONPATH"].split(os.pathsep), *base]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in zip((1, 2), request["output"], strict=True):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+
+
+def execute(arguments: list[str]) -> int:
+    """Run the program in this process, which is for it alone; its exit status."""
+    try:
+        if arguments[0] == "-c":
+            install()
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+        else:
+            run(arguments)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def prepared(request: dict[str, Any], base: list[str]) -> tuple[int, TextIO, TextIO]:
+    """A fork that has imported what a request names, and serves such requests: where to ask it, and its answers."""
+    (theirs, ours), (answers, answered) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        enter(request, base)
+        install()
+        for name in request["imported"]:
+            importlib.import_module(name)
+        serve(os.fdopen(theirs), os.fdopen(answered, "w"), base)
+        os._exit(0)
+    os.close(theirs)
+    os.close(answered)
+    return child, os.fdopen(ours, "w"), os.fdopen(answers)
+
+
+def serve(requests: Iterable[str], answers: TextIO, base: list[str]) -> None:
+    """Answer requests, one after the other."""
+    kept: dict[str, tuple[int, TextIO, TextIO]] = {}
+    for line in requests:
+        request = json.loads(line)
+        if request["imported"] and "transformer_engine" not in sys.modules:
+            key = json.dumps([request["environment"], request["imported"]])
+            kept[key] = kept.pop(key, None) or prepared(request, base)
+            _, ask, answered = kept[key]
+            print(line, end="", file=ask, flush=True)
+            answer = answered.readline()
+            if not answer or len(kept) > KEPT:  # an import has failed
+                pid, *_ = kept.pop(key if not answer else next(iter(kept)))
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            print(answer or "1\n", end="", file=answers, flush=True)
+            continue
+        child = os.fork()
+        if child == 0:
+            signal.alarm(LIMIT)
+            enter(request, base)
+            status = execute(request["arguments"])
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    given = os.environ["PYTHONPATH"].split(os.pathsep)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # no fork looks through what is here
+    serve(sys.stdin, sys.stdout, [entry for entry in sys.path if entry not in given])

@@ -1,0 +1,108 @@
+"""The Python sources of the published TransformerEngine (TE), fetched from the package index once.
+
+They are kept in the folder that the environment variable ``TE_SOURCES`` names, by default ``.tox/te-sources``: one
+folder a version, as `te_graph_fixes.patching.source.Source.at` takes it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import functools
+import os
+import subprocess
+import symtable
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.decision import verdicts
+from te_graph_fixes.fix import APPLICABLE, Verdict
+from te_graph_fixes.patching.source import Source
+
+VERSIONS = (
+    *("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
+    *("2.16.0", "2.16.1", "2.17.0", "2.17.1", "2.18.0", "2.19.0", "2.20.2"),
+)
+COVERED = VERSIONS[1:]
+"""All but one that is older than the fixes cover."""
+
+
+@dataclass(frozen=True)
+class TE:
+    """A TE that tests run on the simulator; ``path`` is the folder that holds it, empty for the installed one."""
+
+    version: str
+    path: str
+    needed: frozenset[str]
+    """The fixes that apply to it."""
+
+    @property
+    def minor(self) -> int:
+        return int(self.version.split(".")[1])
+
+    def require(self, fix: str) -> None:
+        """Skip the test where the fix does not apply."""
+        if fix not in self.needed:
+            pytest.skip(f"{fix} does not apply to TransformerEngine {self.version}")
+
+
+@functools.cache
+def te(version: str) -> TE:
+    """A published version, or the one that is ``installed``."""
+    path = "" if version == "installed" else str(source(version))
+    found = Source.at(path) if path else Source.installed()
+    fixes = {fix for fix, verdict in verdicts(found).items() if verdict.verdict == APPLICABLE}
+    return TE(found.version or version, path, frozenset(fixes))
+
+
+@functools.cache
+def source(version: str) -> Path:
+    """The folder with the sources of one version, or of the newest where ``version`` is ``newest``."""
+    folder = Path(os.environ.get("TE_SOURCES") or Path(__file__).parents[2] / ".tox" / "te-sources").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / version).is_dir():
+            _fetch(version, folder)
+    return folder / version
+
+
+@functools.cache
+def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
+    """One version, read once for all tests of a process, and the verdict of every fix on it."""
+    tree = Source.at(source(version))
+    return tree, verdicts(tree)
+
+
+def needed(version: str) -> dict[str, Verdict]:
+    """The verdicts of the fixes that apply to one version."""
+    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.verdict == APPLICABLE}
+
+
+def _fetch(version: str, folder: Path) -> None:
+    wanted = "transformer_engine" + ("" if version == "newest" else f"=={version}")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--only-binary", ":all:", "--dest", scratch, wanted], check=True)
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(Path(scratch, "unpacked"))
+        Path(scratch, "unpacked").rename(folder / version)
+
+
+def unset_names(text: str) -> set[str]:
+    """What functions take for a global name, and nobody sets."""
+    top = symtable.symtable(text, "module", "exec")
+    tables = [top]
+    for table in tables:
+        tables += table.get_children()
+    symbols = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_referenced()]
+    known = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    known |= {table.get_name() for table in top.get_children()} | set(dir(builtins)) | {"__file__", "__class__"}
+    return {symbol.get_name() for symbol in symbols if symbol.is_global()} - known

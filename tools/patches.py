@@ -1,0 +1,37 @@
+"""The patches of a release: ``python -m tools.patches FOLDER`` makes one for each published TransformerEngine (TE).
+
+``patch -p1 --dry-run`` then ``patch -p1`` in the folder that holds ``transformer_engine`` applies one. The builds of
+vendors are on no index, so there is no patch for them: ``te-graph-fixes diff`` in their container makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import sys
+from pathlib import Path
+
+from te_graph_fixes.commands.cli import main as command
+from tests.support.published import COVERED, source
+
+SUMS = "SHA256SUMS"
+
+
+def write(folder: Path, *versions: str) -> None:
+    """Write the patches, and ``SHA256SUMS`` as ``sha256sum --check`` reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sums = ""
+    for version in versions:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            status = command(["diff", "--source", str(source(version))])
+        if status or not out.getvalue():
+            raise SystemExit(f"no patch for TransformerEngine {version}: `te-graph-fixes diff` ended with {status}")
+        name = f"transformer_engine-{version}.patch"
+        (folder / name).write_text(out.getvalue())
+        sums += f"{hashlib.sha256(out.getvalue().encode()).hexdigest()}  {name}\n"
+    (folder / SUMS).write_text(sums)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), *COVERED)

@@ -1,0 +1,59 @@
+"""Install torch, and what else TransformerEngine (TE) imports, once for all tox environments.
+
+    python tools/shared_environment.py FOLDER
+
+The first call makes a virtual environment in FOLDER. Every call lets the running interpreter, a tox environment of the
+same Python, import from it what it does not have itself: it writes a ``.pth`` file, which comes after its own packages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+REQUIREMENTS = """\
+torch==2.13.0
+triton
+einops
+onnx
+onnxscript
+pydantic
+importlib-metadata
+nvdlfw-inspect
+numpy
+packaging
+wrapt>=1.16,<3
+pytest
+pytest-xdist
+hypothesis
+"""
+
+
+def site_packages(folder: Path) -> Path:
+    """The packages of the environment in ``folder``, which is made where it is not there yet for this Python."""
+    done = folder / "requirements.txt"
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not packages.is_dir() or not done.is_file() or done.read_text() != REQUIREMENTS:
+            shutil.rmtree(folder, ignore_errors=True)
+            venv.create(folder, with_pip=True)
+            requirements = folder / "requirements.new"
+            requirements.write_text(REQUIREMENTS)
+            pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
+            subprocess.run([*pip, "-r", requirements], check=True)
+            requirements.rename(done)
+    return packages
+
+
+if __name__ == "__main__":
+    packages = site_packages(Path(sys.argv[1]).resolve())
+    os.makedirs(sysconfig.get_path("purelib"), exist_ok=True)
+    Path(sysconfig.get_path("purelib"), "shared.pth").write_text(f"{packages}\n")
