@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 
-__version__ = "0.1.0"
+from .version import __version__  # first: others read it
 
 from .activation import activate, deactivate, report
 from .checking import check, check_as_asked
@@ -28,6 +28,7 @@ __all__ = [
     "FixStatus",
     "Report",
     "TEGraphFixesWarning",
+    "__version__",
     "activate",
     "check",
     "deactivate",
