@@ -4,6 +4,7 @@
     python examples/megatron_lm.py ~/Megatron-LM --model overlap                  # expert-parallel overlap
     python examples/megatron_lm.py ~/Megatron-LM --gpus 8 -- --num-layers 16      # more flags of pretrain_gpt.py
     python examples/megatron_lm.py ~/Megatron-LM --model own -- FLAGS             # your own model
+    python examples/megatron_lm.py --draw PNG TITLE=FOLDER ...                    # earlier runs in one picture
 
 It prints loss and gradient norm of each iteration side by side, the time of a step and the peak memory, and draws
 them (with matplotlib). All three train the same model on mock data in deterministic mode, so that runs that compute
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import faulthandler
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -29,9 +32,11 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 OFF, ORIGINAL, FIXED = SETTINGS = ("graphs off", "TE's graphs", "with te-graph-fixes")
 AS_RANK = "--as-a-rank"
+DRAW = "--draw"
 WARMUP = 3
 """Steps before the capture, Megatron's default."""
 TIMED_OUT = 124
@@ -90,10 +95,11 @@ class Run:
                 for name, text in re.findall(r"\| *([a-zA-Z][^|:]*?) *: *([^| ]+) *(?=\|)", line):
                     run.figures.setdefault(name, []).append(text)
         run.peak_mib = [float(mib) for mib in re.findall(r"peak memory of rank \d+: (\S+) MiB", log)]
-        if status:
-            reason = "took longer than --timeout" if status == TIMED_OUT else f"ended with status {status}"
+        if status == TIMED_OUT:
+            run.error = "took longer than --timeout"
+        elif status:
             errors = re.findall(r"^(?:\[rank\d+\]:? *)?((?:[\w.]*(?:Error|Exception)): .*)", log, re.MULTILINE)
-            run.error = f"{reason}: {errors[0] if errors else log[-200:].strip() or 'no output'}"
+            run.error = f"ended with status {status}: {errors[0] if errors else log[-200:].strip() or 'no output'}"
         return run
 
     def times(self) -> list[float]:
@@ -107,6 +113,9 @@ QUANTITIES = ("lm loss", "grad norm", "params norm")
 def main() -> int:
     if sys.argv[1:2] == [AS_RANK]:
         be_rank(*sys.argv[2:])
+        return 0
+    if sys.argv[1:2] == [DRAW]:
+        draw_recorded(*sys.argv[2:])
         return 0
     options = parse()
     out = options.out.resolve()
@@ -124,7 +133,8 @@ def main() -> int:
     (out / "runs.json").write_text(json.dumps({setting: asdict(run) for setting, run in runs.items()}, indent=1))
     print(table(runs))
     print(costs(runs, options.at_once))
-    draw(runs, out / "megatron-lm.png", options.title)
+    title = options.title or "pretrain_gpt.py of Megatron-LM"
+    draw([(title, quantity, runs) for quantity in ("grad norm", "lm loss")], out / "megatron-lm.png")
     return conclude(runs, out)
 
 
@@ -165,7 +175,7 @@ def command(options: argparse.Namespace, setting: str) -> list[str]:
         flags += shlex.split(model.graphs if options.graphs is None else options.graphs)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
     rank = [__file__, AS_RANK, str(options.checkout / "pretrain_gpt.py"), *flags]
-    runner = [sys.executable, "-m", "te_graph_fixes", "run", "--required", "--"] if setting == FIXED else []
+    runner = [sys.executable, "-m", "te_graph_fixes", "run", "--"] if setting == FIXED else []
     return [*runner, *torchrun, *rank]
 
 
@@ -219,8 +229,10 @@ def log_of(setting: str, out: Path) -> Path:
 
 
 def be_rank(program: str, *flags: str) -> None:
-    """Run Megatron-LM's program in this process, and print its peak memory at the end."""
+    """Run Megatron-LM's program in this process; print its peak memory at the end, and where it is if it is ended."""
     import torch
+
+    faulthandler.register(signal.SIGTERM, chain=True)
 
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         stand_in_for_apex()
@@ -270,8 +282,8 @@ def costs(runs: dict[str, Run], at_once: bool) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: dict[str, Run], png: Path, title: str) -> None:
-    """The picture, where matplotlib is there."""
+def draw(panels: list[tuple[str, str, dict[str, Run]]], png: Path) -> None:
+    """The picture, where matplotlib is there: a title, a quantity and the runs for each panel."""
     try:
         import matplotlib
     except ImportError:
@@ -280,23 +292,36 @@ def draw(runs: dict[str, Run], png: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    looks = {
-        OFF: {"color": "black", "linewidth": 4, "alpha": 0.35},
-        ORIGINAL: {"color": "tab:red", "marker": "o"},
-        FIXED: {"color": "tab:green", "linestyle": "--"},
+    looks: dict[str, dict[str, Any]] = {
+        OFF: {"color": "0.65", "linewidth": 9, "solid_capstyle": "round"},
+        ORIGINAL: {"color": "tab:red", "linewidth": 3, "marker": "o", "markersize": 8},
+        FIXED: {"color": "black", "linewidth": 3, "linestyle": (0, (2, 1.5))},
     }
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3), constrained_layout=True)
-    for panel, quantity in zip(panels, ("grad norm", "lm loss"), strict=True):
+    pyplot.rcParams.update({"font.size": 15, "axes.spines.top": False, "axes.spines.right": False})
+    figure, row = pyplot.subplots(1, len(panels), figsize=(13, 4.6), squeeze=False, constrained_layout=True)
+    for axes, (title, quantity, runs) in zip(row[0], panels, strict=True):
         for setting, look in looks.items():
             values = [float(text) for text in runs[setting].figures.get(quantity, [])]
-            ended = " (ended with an error)" if runs[setting].error else ""
-            panel.plot(range(1, len(values) + 1), values, markersize=4, label=f"{setting}{ended}", **look)
-        panel.set_title({"grad norm": "gradient norm", "lm loss": "loss"}[quantity])
-        panel.set_xlabel("iteration")
-    panels[0].legend()
-    figure.suptitle(title or "pretrain_gpt.py of Megatron-LM")
-    figure.savefig(png, dpi=100)
+            replayed = range(WARMUP + 1, len(values) + 1)  # nothing is captured before, and all lines are one
+            label = f"{setting} (ended with an error)" if runs[setting].error else setting
+            axes.plot(replayed, values[WARMUP:], label=label, **look)
+        axes.set(title=title, xlabel="step", ylabel={"grad norm": "gradient norm", "lm loss": "loss"}[quantity])
+        axes.set_ylim(bottom=0 if quantity == "grad norm" else None)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    handles, labels = row[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.savefig(png, dpi=80)
     print(f"picture: {png}")
+
+
+def draw_recorded(png: str, *sources: str) -> None:
+    """One picture of the gradient norms of earlier runs: each source is TITLE=FOLDER, a folder that --out has named."""
+    panels = []
+    for source in sources:
+        title, _, folder = source.rpartition("=")
+        recorded = json.loads((Path(folder) / "runs.json").read_text())
+        panels.append((title, "grad norm", {setting: Run(**run) for setting, run in recorded.items()}))
+    draw(panels, Path(png))
 
 
 def conclude(runs: dict[str, Run], out: Path) -> int:
@@ -305,18 +330,21 @@ def conclude(runs: dict[str, Run], out: Path) -> int:
     if reference.error or not reference.figures.get("lm loss"):
         print(f"cannot compare: the run without graphs {reference.error or 'printed no loss'} (logs: {out})")
         return 2
-    for setting in (ORIGINAL, FIXED):
-        run = runs[setting]
-        differ = {
-            name: sum(a != b for a, b in zip(texts, run.figures.get(name, []), strict=False))
-            for name, texts in reference.figures.items()
-            if name in QUANTITIES
-        }
-        text = ", ".join(f"{name} {count} of {len(reference.figures[name])}" for name, count in differ.items() if count)
-        answer = run.error or (f"differ: {text}" if text else "the same in every digit")
-        print(f"{setting} against graphs off: {answer}")
-    same = all(reference.figures.get(name) == runs[FIXED].figures.get(name) for name in QUANTITIES)
-    return int(not same or bool(runs[FIXED].error))
+    answers = {setting: runs[setting].error or differences(runs[setting], reference) for setting in (ORIGINAL, FIXED)}
+    for setting, answer in answers.items():
+        print(f"{setting} against graphs off: {answer or 'the same in every digit'}")
+    return int(bool(answers[FIXED]))
+
+
+def differences(run: Run, reference: Run) -> str:
+    """By quantity, how many figures are not those of the reference; empty if all are."""
+    parts = []
+    for name in QUANTITIES:
+        wanted = reference.figures.get(name, [])
+        count = sum(a != b for a, b in itertools.zip_longest(wanted, run.figures.get(name, [])))
+        if count:
+            parts.append(f"{name} {count} of {len(wanted)}")
+    return f"differ: {', '.join(parts)}" if parts else ""
 
 
 if __name__ == "__main__":
