@@ -2,8 +2,8 @@
 
     TE_GRAPH_FIXES_CHECK=2 MASTER_PORT=29501 python -m tests.simulator tests/support/megatron_moe_on_simulator.py RECIPE
 
-With `megatron_rounds` after the recipe it runs that program of ``tests/gpu`` instead, which trains the same model, for
-three rounds. It needs Megatron-Core. Beyond what `megatron_on_simulator` stands in for: the tokens of each expert, which
+With `megatron_rounds` after the recipe it runs three rounds of that program of ``tests/gpu``, which trains the same
+model. It needs Megatron-Core. Beyond what `megatron_on_simulator` stands in for: the tokens of each expert, which
 Megatron has on the host, and captures leave their values in graph memory, as torch's index operations raise on the
 garbage that a capture of a backward would find there, where a GPU does not run them.
 """
