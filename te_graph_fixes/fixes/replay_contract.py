@@ -8,8 +8,8 @@ which parameters are trained. It raises `RuntimeError` where its result would no
 (docs/maintainers/replay-contract.md). That depends on the program alone.
 
 Two things are made right instead: a tensor that is the sample of several inputs is copied for each of them, and
-copies of a module have no graph, which reads the original's parameters. Outputs and gradients are copied where a checkpoint may
-run a graph again before they are read (with ``leaf-grad-lifetime``).
+copies of a module have no graph, which reads the original's parameters. Outputs and gradients are
+copied where a checkpoint may run a graph again before they are read (with ``leaf-grad-lifetime``).
 
 The shipped modules are `replay_contract`, which uses `replay_order` and `module_tensors`, and `own_copies`.
 """

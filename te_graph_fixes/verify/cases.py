@@ -280,11 +280,9 @@ _ALL = (
         takes_grads=True,
     ),
     _memory(
-        *(
-            "memory-of-microbatches",
-            ("warmup-outputs",),
-            {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
-        ),
+        "memory-of-microbatches",
+        ("warmup-outputs",),
+        {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
         quick=True,
         modules=("layernorm_mlp",),
         hidden=256,
