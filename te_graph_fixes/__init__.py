@@ -19,6 +19,8 @@ import sys
 
 from .version import __version__  # first: others read it
 
+# isort: split
+
 from .activation import activate, deactivate, report
 from .checking import check, check_as_asked
 from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning

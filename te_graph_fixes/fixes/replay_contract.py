@@ -8,8 +8,9 @@ offloaded and came back elsewhere, where a graph is replayed twice before its ba
 All graphs that share a memory pool have a place in the sequence of their captures. Each replay now looks at what its
 capture has fixed (`te_graph_fixes/shipped/replay_contract.py`, shipped beside the patched modules): the graphs that
 were replayed since its input was written, the addresses of parameters and ``main_grad``, which parameters are trained.
-It raises `RuntimeError` where its result would not be that of eager training (docs/maintainers/replay-contract.md). A tensor that
-is the sample of several inputs is copied for each of them; outputs and gradients are copied where a checkpoint may run
+It raises `RuntimeError` where its result would not be that of eager training
+(docs/maintainers/replay-contract.md). A tensor that is the sample of several inputs is copied for each of
+them; outputs and gradients are copied where a checkpoint may run
 a graph again before they are read (with ``leaf-grad-lifetime``).
 
 Without it such programs stay wrong with all other fixes too; by how much depends on what the memory that they read

@@ -1,7 +1,7 @@
 """``python -m tests.demo``: train a small model with the newest TransformerEngine (TE) in three ways, and compare.
 
-Graphs off, TE's graphs, and TE's graphs with the fixes; TE's own code, on a CPU that plays the GPU. Exit status 0 if TE's
-graphs are wrong and with the fixes every loss, output and gradient is that of graphs off, bit for bit; 1 if not.
+Graphs off, TE's graphs, and these with the fixes; TE's own code, on the CPU simulator. Exit status 0 if TE's graphs are
+wrong, and with the fixes every loss, output and gradient is that of graphs off, bit for bit; 1 if not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     print(
         f"Two MoE layers in FP8, {options.steps} steps of 3 microbatches, trained three times by the code of "
         f"TransformerEngine {Source.at(folder).version} on a CPU.\n"
-        "It takes a minute on two cores that have nothing else to do. torch and TransformerEngine's sources take 2 GB, in .tox.\n"
+        "It takes a minute on two idle cores. torch and TransformerEngine's sources take 2 GB, in .tox.\n"
     )
     off, graphs, fixed = ways = [_train(name, *way, folder, options.steps) for name, way in WAYS.items()]
     named = dict(zip(WAYS, ways, strict=True))
