@@ -17,13 +17,10 @@ from __future__ import annotations
 import os
 import sys
 
-from .version import __version__  # first: others read it
-
-# isort: split
-
 from .activation import activate, deactivate, report
 from .checking import check, check_as_asked
 from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
+from .version import __version__
 
 __all__ = [
     "FixNotAppliedError",

@@ -22,7 +22,7 @@ TEXT = {
     "test_activation.py",
     "test_bake.py",
     "test_catalogue.py",
-    "test_choices.py",
+    "test_choices_of_fixes.py",
     "test_cli.py",
     "test_commits.py",
     "test_containers.py",

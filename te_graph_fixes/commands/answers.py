@@ -89,8 +89,10 @@ def explain(fix: Fix, decision: Decision | None = None, where: str = "") -> Iter
     }
     if decision:
         found = decision.decisions[fix.id]
-        word = "it has this defect" if found.verdict == APPLICABLE else found.verdict
-        rows["here"] = f"{name_of(decision.version)}: {word}: {decision.reason(fix.id)}"
+        reason = f"{found.verdict}: {decision.reason(fix.id)}"
+        if found.verdict == APPLICABLE:
+            reason = "it has this defect" + decision.reason(fix.id).removeprefix(fix.summary)
+        rows["here"] = f"{name_of(decision.version)}: {reason}"
         if found.stamped:
             rows["leave out"] = f"te-graph-fixes bake --undo{where}, then bake with {DISABLE}={fix.id}"
         if found.verdict == APPLICABLE:
@@ -111,9 +113,9 @@ def upstream(fix: Fix) -> str:
 
 
 def _account(fix: Fix) -> str:
-    """How the defect comes about and what the fix does: what its module says below title, upstream and symptom."""
-    paragraphs = str(inspect.getdoc(_module(fix))).split("\n\n")[1:]
-    text = "\n\n".join(each for each in paragraphs if not each.startswith(("Upstream:", "Symptom")))
+    """How the defect comes about and what the fix does: what its module says below title and upstream."""
+    _, _, *paragraphs = str(inspect.getdoc(_module(fix))).split("\n\n")
+    text = "\n\n".join(paragraphs)
     return re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", text.replace("``", "`"))
 
 

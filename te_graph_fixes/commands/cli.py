@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..decision import Decision, expected
 from ..fix import APPLICABLE, UNRECOGNIZED
 from ..fixes import CATALOGUE
@@ -26,6 +25,7 @@ from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import Settings, fix_ids
 from ..stamp import ChangedStampError, of_tree
+from ..version import __version__
 from . import answers, bake
 from .bake import BakeError, Corrected, corrected, module_path
 

@@ -2,10 +2,6 @@
 
 Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads.md).
 
-Symptom: wgrads are fused into ``main_grad``, which is set to zero after a step, or holds what earlier microbatches
-gave; the capture is in between. The next step begins with the wgrads of warmup, whose output gradients are
-uninitialised memory: anything, up to NaN. Right is what is not fused, or is set to zero after the capture.
-
 `make_graphed_callables` puts FP8 state and random numbers back after warmup, but not what the wgrads were added to.
 In warmup all parameters now share the memory of the largest ``main_grad``, which gets its content back afterwards, also
 where the warmup fails (`te_graph_fixes/shipped/main_grads.py`, shipped beside the patched module).
@@ -30,5 +26,5 @@ FIX = Fix(
     group="gradients",
     users="fused wgrads in training loops that zero main_grad before the capture and not after it",
     cost="host memory for the largest main_grad during warmup, where it is not zero",
-    examine=SemanticPatch(PATCH, "warmup adds its wgrads to main_grad", provides=("main_grads",)),
+    examine=SemanticPatch(PATCH, provides=("main_grads",)),
 )

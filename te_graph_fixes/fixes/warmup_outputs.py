@@ -2,9 +2,6 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 
-Symptom: the memory at the peak of a capture is a quarter higher than its graphs need (26 % for stage 1 of 4, 16
-microbatches, 4 model chunks; 31 % of what is reserved). Capture runs out of memory.
-
 From TE 2.19 on warmup runs the forwards and backwards of all callables in their order. It keeps the outputs of each
 forward, and what autograd has saved for them, until the iteration is over, though the backward that needs them has run;
 for an evaluation too, where none does. They are now kept until that backward, and without training not at all.
@@ -83,7 +80,6 @@ FIX = Fix(
     cost="none: the peak of a capture is at 0.79 of what it is without",
     examine=SemanticPatch(
         PATCH,
-        "warmup keeps all outputs until its iteration ends",
         corrected=[
             (UPSTREAM, "warmup lets go of outputs once they have been used"),
             (EARLIER, "warmup runs one callable after the other, and keeps no outputs"),

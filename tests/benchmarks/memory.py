@@ -174,7 +174,7 @@ def build(
     import transformer_engine.pytorch as te
 
     from te_graph_fixes.verify.driver.setting import make_recipe
-    from tests.support.pipeline_orders import interleaved
+    from tests.support.megatron_orders import interleaved
 
     options: dict[str, Any] = {"fuse_wgrad_accumulation": True, "params_dtype": torch.bfloat16, "device": "cuda"}
 

@@ -1,4 +1,4 @@
-"""The site of docs/: every page is in a menu, and a broken link is an error. `tox run -e docs` runs this."""
+"""The site of docs/: it builds, with every page in a menu, and a broken link is an error (`tox run -e docs`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from te_graph_fixes.patching.source import Source
 from te_graph_fixes.verify.cases import Case
 from tests.support import published
 from tests.support.child import measured, simulate
-from tests.support.pipeline_orders import interleaved
+from tests.support.megatron_orders import interleaved
 
 LIMIT = 1.01
 EXPERTS: dict[str, Any] = {"modules": ("grouped_linear",) * 2, "hidden": 256, "fused": True, "weights": "cached"}

@@ -1,6 +1,6 @@
 """Every single edit of every fix is needed: left out, it changes what a case of `verify` gives, or how much memory.
 
-What neither shows is in `tests.support.left_out`.
+What neither shows is in `tests.support.single_edits`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.patching.source import Edit, Source
 from te_graph_fixes.verify.cases import EXPERTS, PRESWIZZLE
 from tests.support.child import on_simulator
-from tests.support.left_out import is_done_before
+from tests.support.single_edits import is_done_before
 
 SOURCE = Source.installed()
 GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
@@ -37,7 +37,7 @@ EDITS = [
 
 def lines(fix_id: str, number: int) -> list[dict[str, Any]]:
     gpu = GPUS.get(fix_id, "hopper")
-    done = on_simulator("tests/support/left_out.py", fix_id, str(number), TE_GRAPH_FIXES="on", TE_SIMULATOR_GPU=gpu)
+    done = on_simulator("tests/support/single_edits.py", fix_id, str(number), TE_GRAPH_FIXES="on", TE_SIMULATOR_GPU=gpu)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return found if done.returncode == 0 else [*found, {"outcome": "failed", "detail": done.stderr[-500:]}]
 

@@ -1,6 +1,6 @@
-"""No choice of fixes is worse than TransformerEngine alone: cases of `tools.choices` that were, until a requirement.
+"""No choice of fixes is worse than TransformerEngine alone: cases of `tools.choices_of_fixes` that once were.
 
-All cases with all choices take half an hour of one core for each TransformerEngine: ``python -m tools.choices``.
+All cases with all choices take half an hour of one core for each TransformerEngine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ WORSE = {
 
 @pytest.mark.parametrize("choice", WORSE)
 def test_what_was_worse_is_not(choice: str) -> None:
-    done = on_simulator("-m", "tools.choices", choice, "--cases", *WORSE[choice])
+    done = on_simulator("-m", "tools.choices_of_fixes", choice, "--cases", *WORSE[choice])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_no_choice_is_worse() -> None:
-    done = python("-m", "tools.choices", "--workers", "2", timeout=7200)
+    done = python("-m", "tools.choices_of_fixes", "--workers", "2", timeout=7200)
     assert done.returncode == 0, done.stdout + done.stderr

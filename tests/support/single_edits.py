@@ -1,7 +1,7 @@
 """The cases of `verify` that are about a fix, with one edit of it left out, until one gives something else.
 
 What shows in none of them, because nothing that is computed depends on it, is in `OTHERS`.
-python -m tests.simulator tests/support/left_out.py FIX NUMBER prints a line of JSON a case; -1 leaves nothing out.
+python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a line of JSON a case; -1 leaves nothing out.
 """
 
 from __future__ import annotations
@@ -333,8 +333,8 @@ def weights_held_after_reset() -> int:
     sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     te.make_graphed_callables(layer, (sample,))
     layer.reset()
-    looked_at = [each for each in gc.get_objects() if type(each).__name__ == "_Addresses"]
-    return sum(len(each._parameters) for each in looked_at)
+    looked_at = [each for each in gc.get_objects() if type(each).__name__ == "Members"]
+    return sum(len(each.parameters) for each in looked_at)
 
 
 OTHERS: dict[str, Callable[[], Any]] = {

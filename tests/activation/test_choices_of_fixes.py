@@ -1,7 +1,7 @@
 """What the settings choose: a fix goes only with what it requires, and no choice is worse than TransformerEngine alone.
 
-`tools.choices` measures that; what it found worse has a requirement here. `test_choices_on_the_simulator.py` holds the
-cases that were worse.
+`tools.choices_of_fixes` measures that; what it found worse has a requirement here, and a case that was worse in
+`tests/fixes/test_choices_of_fixes_on_the_simulator.py`.
 """
 
 from __future__ import annotations

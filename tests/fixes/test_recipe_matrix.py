@@ -10,8 +10,8 @@ import json
 import pytest
 
 from tests.support.child import simulate
-from tests.support.matrix import GPU_SPLITS, RECIPES, combinations
 from tests.support.published import TE
+from tests.support.recipe_matrix import GPU_SPLITS, RECIPES, combinations
 
 NO_MXFP8 = "not supported on 12.0+ architectures"
 REFUSED = {
@@ -44,7 +44,7 @@ def not_there(te: TE, module: str, why: object) -> bool:
 def run(te: TE, gpu: str, fixes: str, part: str, *recipes: str, **environment: str) -> dict[tuple[str, ...], object]:
     """What is wrong, or why it was skipped, by combination; None where nothing is."""
     environment |= {"TE_SIMULATOR_GPU": gpu, "TE_GRAPH_FIXES": fixes}
-    output = simulate("-m", "tests.support.matrix", part, *recipes, path=te.path, **environment)
+    output = simulate("-m", "tests.support.recipe_matrix", part, *recipes, path=te.path, **environment)
     lines = [json.loads(line) for line in output.splitlines()]
     assert [tuple(line["case"]) for line in lines] == combinations(part, recipes)
     found = {tuple(line["case"]): line.get("wrong", line.get("skipped")) for line in lines}

@@ -1,4 +1,6 @@
-"""Is any choice of fixes worse than TransformerEngine (TE) alone? ``python -m tools.choices [CHOICE ...]``, simulator.
+"""Is any choice of fixes worse than TransformerEngine (TE) alone, on the simulator?
+
+    python -m tools.choices_of_fixes [CHOICE ...]
 
 A choice is ``without FIX`` (all but this one, and those that require it), ``only FIX`` (this one with those that it
 requires) or ``upstream``; by default all of them, for the fixes that the installed TE needs. Each case of `verify` is

@@ -1,12 +1,12 @@
 """What is trained, in which recipe and how: graph replay against eager, on the GPU that the simulator stands in for.
 
-    TE_SIMULATOR_GPU=blackwell python -m tests.simulator -m tests.support.matrix [PART [RECIPE ...]]
+    TE_SIMULATOR_GPU=blackwell python -m tests.simulator -m tests.support.recipe_matrix [PART [RECIPE ...]]
 
 prints one JSON line for each combination: its errors other than 0.0 ("right" where there are none), or why
 TransformerEngine (TE) does not take it. ``TE_GRAPH_FIXES=off`` gives those of TE as it is. PART, ``2/7`` say, is every
 seventh of them, from the second on. Each runs in a fork of this process, since a capture that fails may damage it.
 
-    python -m tests.support.matrix table < LINES
+    python -m tests.support.recipe_matrix table < LINES
 
 makes a table of such lines: the largest error, ``crash`` for an exception, ``-`` for what TE does not take.
 """
@@ -71,7 +71,7 @@ def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
     from te_graph_fixes.verify.driver import modules
     from te_graph_fixes.verify.driver.program import Skipped
 
-    vars(modules).update(MAKERS)
+    modules.MODULES.update(MAKERS)
     plain = {"weights": "plain"} if module.startswith("ops.") else {}  # they quantize their weights in every forward
     program = {"modules": (IN_THE_DRIVER.get(module, module),), "recipe": recipe.removeprefix("fp8-"), **TRAINED}
     try:
