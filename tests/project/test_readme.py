@@ -190,6 +190,14 @@ def test_what_is_made_is_as_it_would_be_made(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_file_that_a_page_names_is_there_or_at_a_commit(page: Path) -> None:
+    for paragraph in re.split(r"\n\n|\n- ", page.read_text()):
+        if not re.search(r"\b(?:at|commit)\s+[0-9a-f]{7}\b|repository at [0-9a-f]{10}", paragraph):
+            named = re.findall(r"(?<![\w/.])(?:tests|tools|examples|te_graph_fixes)/[\w/]+\.py", paragraph)
+            assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]*)(?:#([^)]*))?\)", page.read_text()):
         found = page.parent / target if target else page
