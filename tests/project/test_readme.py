@@ -76,6 +76,7 @@ ELSEWHERE = {
     "python -m tests.explore --equal on.jsonl --defects --jobs 16": LONG,
     "python -m tests.explore --equal on.jsonl --breakages 40 --jobs 16": LONG,
     "python -m tests.explore --equal on.jsonl --turned 30 --jobs 16": LONG,
+    "python examples/megatron_lm.py ~/Megatron-LM": "tests/clients/test_megatron_lm_example.py",
     "python examples/megatron_moe.py": GPU,
     "TE_GRAPH_FIXES=off python examples/megatron_moe.py": GPU,
     "torchrun --nproc-per-node 8 examples/gather_reports.py": "tests/activation/test_ranks.py",
