@@ -9,17 +9,16 @@ import pytest
 
 from te_graph_fixes.commands.cli import main
 from te_graph_fixes.patching.source import Source
-from tests.commands.test_cli import copy_of
 from tests.fixes.test_core_fixes import CASES
 from tests.support.child import on_simulator, simulate
-from tests.support.published import COVERED, source
+from tests.support.published import COVERED, copy_of, source
 
 
 @pytest.fixture(scope="module", params=["installed", *(pytest.param(each, marks=pytest.mark.slow) for each in COVERED)])
 def baked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = Path(Source.installed().location).parent if request.param == "installed" else source(request.param)
     tree = copy_of(root, tmp_path_factory.mktemp("baked"))
-    assert main(["bake", "--te", str(tree)]) == 0
+    assert main(["bake", "--source", str(tree)]) == 0
     return tree
 
 

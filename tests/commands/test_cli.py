@@ -21,37 +21,10 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH
-from te_graph_fixes.stamp import above, of_text
+from te_graph_fixes.stamp import of_source
 from tests.support.child import ROOT, Cli, python
-from tests.support.published import COVERED, needed, source
+from tests.support.published import COVERED, RENAMED, altered, needed, source
 from tools import newest
-
-
-def copy_of(root: Path, folder: Path) -> Path:
-    """A folder with the Python files of the TE that another holds, but those for JAX, and its metadata."""
-    python = [path for path in (root / "transformer_engine").rglob("*.py") if "jax" not in path.parts]
-    for path in (*root.glob("transformer_engine-*.dist-info/METADATA"), *python):
-        place = folder / path.relative_to(root)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(path.read_bytes())
-    return folder
-
-
-def altered(folder: Path, version: str, old: str = "", new: str = "", module: str = "graph.py", says: str = "") -> Path:
-    """A copy of a TE with another text in a module, or whose metadata ``says`` another version."""
-    copy_of(source(version), folder)
-    metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
-    changes = [(folder / "transformer_engine" / "pytorch" / module, old, new)]
-    if says:
-        changes.append((metadata, f"\nVersion: {version}\n", f"\nVersion: {says}\n"))
-    for path, before, after in changes:
-        text = path.read_text()
-        assert before in text
-        path.write_text(text.replace(before, after))
-    return folder
-
-
-RENAMED = "def _make_graphed_callables(", "def _renamed("
 
 
 @pytest.mark.parametrize(
@@ -70,9 +43,8 @@ def test_a_diff_fits_whatever_breaks_the_lines(tmp_path: Path, cli: Cli, old: by
     for path, text in texts.items():
         found = path.read_bytes()
         assert (found.count(b"\r\n") == found.count(b"\n")) == (new == b"\r\n" and path == graph)
-        plain = found.replace(b"\r\n", b"\n").decode()
-        assert of_text(plain)
-        assert above(plain) == text.decode()
+        assert found.replace(b"\r\n", b"\n") == text
+    assert of_source(Source.at(tree))
 
 
 def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
