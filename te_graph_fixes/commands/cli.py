@@ -192,9 +192,7 @@ def _unified(file: Corrected) -> Iterator[str]:
     "0 everything that this TE needs is in; 1 nothing was changed, and why (--check: it is not in); 2 no TE",
     "",
     SOURCE,
-    _argument(
-        "--check", action="store_true", help="say whether all that this TE needs is in, and change nothing"
-    ),
+    _argument("--check", action="store_true", help="say whether all that this TE needs is in, and change nothing"),
     _argument("--undo", action="store_true", help="give TE's files their very bytes back"),
     _argument("--overlay", metavar="DIR", help="write the changed files into DIR, to be mounted, and leave TE alone"),
 )

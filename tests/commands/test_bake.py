@@ -5,7 +5,6 @@ from __future__ import annotations
 import compileall
 import hashlib
 import itertools
-import json
 import os
 import py_compile
 import re
@@ -341,7 +340,10 @@ def test_a_newer_package_that_does_not_know_a_fix(tmp_path: Path, cli: Cli, monk
         assert cli("bake", "--source", tree)[0] == 0
     assert cli("status", "--source", tree)[0] == cli("bake", "--check", "--source", tree)[0] == 1
     status, _, err = cli("bake", "--source", tree)
-    assert (status, "bake --undo`, or `patch -p1 -R`: it was not corrected when te-graph-fixes 0.2.0" in err) == (1, True)
+    assert (status, "bake --undo`, or `patch -p1 -R`: it was not corrected when te-graph-fixes 0.2.0" in err) == (
+        1,
+        True,
+    )
 
 
 def test_a_renewal_that_fails_says_that_the_bake_is_gone(
