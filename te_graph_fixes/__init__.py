@@ -17,18 +17,18 @@ from __future__ import annotations
 import os
 import sys
 
-__version__ = "0.1.0"
-
 from .activation import activate, deactivate, report
 from .checking import Options, check
 from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
 from .settings import CHECK
+from .version import __version__
 
 __all__ = [
     "FixNotAppliedError",
     "FixStatus",
     "Report",
     "TEGraphFixesWarning",
+    "__version__",
     "activate",
     "check",
     "deactivate",

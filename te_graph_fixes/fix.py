@@ -79,7 +79,7 @@ class Fix:
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
     ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager finds where the defect is.
     ``group`` is one of `GROUPS`. ``users`` are those who have the defect, with the option that leads there.
-    ``cost`` is said where it is known of the fix alone (docs/results/benchmark.md, grad-input-lifetime.md).
+    ``cost`` is that of the fix alone, if it has any (docs/results/benchmark.md, grad-input-lifetime.md).
     """
 
     symptom: str
@@ -89,7 +89,7 @@ class Fix:
     check_hints: tuple[str, ...] = ()
     group: str = ""
     users: str = ""
-    cost: str = "none that was measured: with all fixes a replay takes 0.81 to 1.01 of TE's time"
+    cost: str = ""
     id: str = ""
     summary: str = ""
     upstream: tuple[str, ...] = ()
@@ -128,9 +128,13 @@ class Fix:
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def verdict(self, source: Source) -> Verdict:
-        """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``."""
+        """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``.
+
+        The reason why a fix is applicable is its summary, unless `examine` has a better one.
+        """
         try:
-            return replace(self.examine(source), fix=self.id)
+            found = self.examine(source)
+            return replace(found, fix=self.id, reason=found.reason or self.summary)
         except UnrecognizedError as error:
             return Verdict(UNRECOGNIZED, str(error))
         except Exception as error:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
-from . import __version__
+from .version import __version__
 
 COPIED = "_make_graphed_callables"
 """A function of TransformerEngine's graph.py, by which a copy of it is known."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from . import __version__
 from .patching.source import Source, TENotFoundError
+from .version import __version__
 
 NAME = "te-graph-fixes.json"
 MADE, LEFT_OUT = "made", "left out"
@@ -58,7 +58,8 @@ class Stamp:
     @property
     def is_outdated(self) -> bool:
         """Whether other fixes than those of this package were put on disk, by no later release."""
-        return self.text != own_text() and Version(self.version) <= Version(__version__)
+        theirs, ours = (Version(Version(version).public) for version in (self.version, __version__))  # without commits
+        return self.text != own_text() and theirs <= ours
 
     @property
     def by(self) -> str:

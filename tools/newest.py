@@ -1,12 +1,22 @@
 """``python -m tools.newest [FOLDER ...]``: is the next TransformerEngine (TE) what the catalogue expects?
 
-Without a FOLDER (a checkout, or a site-packages folder), the newest release. Prints the verdicts of each TE, and exits
-with 1 where one is ``unrecognized`` or not what the version leads one to expect: CONTRIBUTING.md says what to do then.
+    python -m tools.newest                                     # the newest release
+    python -m tools.newest te                                  # a checkout, or a site-packages folder
+    python -m tools.newest te --ref pull/3353/merge            # refs of a git repository, in place of its working tree
+
+Prints the verdicts of each TE, and exits with 1 where one is ``unrecognized`` or not what the version leads one to
+expect: CONTRIBUTING.md says what to do then. `git fetch origin pull/3353/merge:refs/pull/3353/merge` brings a ref.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
+import subprocess
 import sys
+import tarfile
+import tempfile
+from pathlib import Path
 
 from te_graph_fixes.decision import Decision, expected
 from te_graph_fixes.fix import NOT_APPLICABLE, NOT_NEEDED
@@ -14,6 +24,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
 from tests.support.published import source
+from tools.commits import PARTS
 
 
 def unexpected(tree: Source) -> list[str]:
@@ -30,9 +41,30 @@ def unexpected(tree: Source) -> list[str]:
     return found
 
 
-def main(folders: list[str]) -> int:
-    trees = [Source.at(folder) for folder in folders or [source("newest")]]
-    surprises = {fix for tree in trees for fix in unexpected(tree)}
+def at_ref(repository: Path, ref: str, folder: Path) -> Path:
+    """What fixes read of TE, as it is at ``ref``, below ``folder``."""
+    name = ref if ref.startswith(("refs/", "origin/")) or "/" not in ref else f"refs/{ref}"
+    git = ["git", "-C", str(repository), "archive", name, *PARTS]
+    archive = subprocess.run(git, capture_output=True, check=True).stdout
+    tree = folder / ref.replace("/", "-")
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(tree, filter="data")
+    return tree
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.newest")
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    parser.add_argument(
+        "--ref", action="append", default=[], help="a branch, tag, commit or pull/NUMBER/merge of FOLDER"
+    )
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.ref:
+            folders = [at_ref(*options.folders, ref, Path(scratch)) for ref in options.ref]
+        else:
+            folders = options.folders or [source("newest")]
+        surprises = {fix for folder in folders for fix in unexpected(Source.at(folder))}
     if surprises:
         print(f"\nnot as expected: {', '.join(sorted(surprises))}; see 'A new TransformerEngine' in CONTRIBUTING.md")
     return int(bool(surprises))

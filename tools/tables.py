@@ -1,4 +1,4 @@
-"""The parts of README.md and SECURITY.md that are made: from the catalogue, TransformerEngine and pyproject.toml.
+"""The parts of the pages that are made: from the catalogue, TransformerEngine (TE) and pyproject.toml.
 
 ``python -m tools.tables`` writes them; ``tests/project/test_readme.py`` holds the pages against them. A part stands
 between ``<!-- NAME -->`` and ``<!-- end -->``.
@@ -16,7 +16,7 @@ from te_graph_fixes.stamp import NAME as STAMP
 from tests.support.child import ROOT, python
 from tests.support.published import source
 
-PAGES = tuple(ROOT / name for name in ("README.md", "SECURITY.md"))
+PAGES = tuple(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs/fixes.md"))
 SHOWN = "2.14.0"
 """The version of TransformerEngine whose change README counts; NeMo 26.04 holds it."""
 
@@ -53,13 +53,20 @@ def size() -> str:
     status = json.loads(python("-m", "te_graph_fixes", "status", "--source", path, "--json").stdout)
     needed = [fix for fix in status["fixes"].values() if fix["verdict"] == APPLICABLE]
     return (
-        f"In TE {SHOWN} that is {len(needed)} fixes: about {round(added, -1)} lines added and {round(removed, -1)} "
-        f"removed in {len(changed)} of its modules, and {len(new)} new modules of {round(own, -2):,} lines."
+        f"TE {SHOWN} has {len(needed)} of the {len(CATALOGUE)} defects: some {round(added, -1)} lines are added and "
+        f"{round(removed, -1)} removed in {len(changed)} of its modules, and {len(new)} modules of {round(own, -2):,} "
+        "lines stand beside them."
     )
 
 
 def _lines(files: list[str], sign: str) -> int:
     return sum(len(re.findall(rf"^\{sign}", text.split("\n@@", 1)[1], re.MULTILINE)) for text in files)
+
+
+def model() -> str:
+    """The fix that CONTRIBUTING.md shows."""
+    path = "te_graph_fixes/fixes/calibration_recipe.py"
+    return f"```python\n# {path}\n{(ROOT / path).read_text()}```"
 
 
 def address() -> str:
@@ -78,7 +85,7 @@ def urls() -> dict[str, str]:
     return dict(re.findall(r'^(\w+) = "(.*)"$', section, re.MULTILINE))
 
 
-PARTS = {"fixes": fixes, "size": size, "address": address}
+PARTS = {"fixes": fixes, "size": size, "model": model, "address": address}
 
 
 def with_parts(page: str) -> str:

@@ -31,6 +31,9 @@ from .findings import Check, Place, say
 FIRST = "is_first_microbatch"
 DELAYED_HOOKS = "wgrad_accumulation_and_reduce_hooks"
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
+CLIENTS = ("megatron.core.transformer.cuda_graphs", "megatron.core.extensions.te_cuda_graphs")
+"""Where Megatron-Core says in a `FLAG` whether its layers are being captured: the old module and the new one."""
+FLAG = "_IS_GRAPH_CAPTURING"
 REPLACED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without an order
 Values = dict[str, Any]
 """Tensors by names for people: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
@@ -212,8 +215,9 @@ class Twin:
         self.module, self.name, self.refusal = module, type(module).__name__, ""
         self.keeps_marks = False  # a replay has left a mark of a first microbatch, which an eager forward clears
         self.parameters: dict[str, Any] = dict(module.named_parameters())
-        kinds = {kind.__name__ for each in module.modules() for kind in type(each).__mro__}
-        self.kinds = frozenset(kinds | {"fp8"} if enabled else kinds)
+        classes = {kind for each in module.modules() for kind in type(each).__mro__}
+        self.kinds = frozenset({kind.__name__ for kind in classes} | ({"fp8"} if enabled else set()))
+        self.is_of_megatron = any(kind.__module__.startswith("megatron.core.") for kind in classes)
         self.takes = {FIRST} & inspect.signature(module.forward).parameters.keys()
         self._autocast = partial(autocast, enabled=enabled, recipe=recipe)
         of_torch = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
@@ -237,6 +241,8 @@ class Twin:
             return "its parameters are sharded (DTensor), and an eager run would change their gradients"
         if any(each is not self.parameters.get(name) for name, each in self.module.named_parameters()):
             return "it has got new parameters since its capture"
+        if self.is_of_megatron and not _megatron_flags():
+            return f"an eager run may differ from the capture: Megatron-Core has {FLAG} in none of {', '.join(CLIENTS)}"
         if self.scaling() and in_fp8_activation_recompute_phase():
             return "te.checkpoint runs it a second time, with the FP8 scales of an earlier step"
         return ""
@@ -353,12 +359,16 @@ class Twin:
         return result
 
 
+def _megatron_flags() -> list[Any]:
+    """The modules of Megatron-Core that have its `FLAG`."""
+    return [sys.modules[name] for name in CLIENTS if hasattr(sys.modules.get(name), FLAG)]
+
+
 def _enter_capture_of_megatron(stack: ExitStack) -> None:
-    """What a Megatron layer runs only in a capture may be a part of it."""
-    megatron: Any = sys.modules.get("megatron.core.transformer.cuda_graphs")
-    if hasattr(megatron, "_IS_GRAPH_CAPTURING"):
-        stack.callback(setattr, megatron, "_IS_GRAPH_CAPTURING", megatron._IS_GRAPH_CAPTURING)
-        megatron._IS_GRAPH_CAPTURING = True
+    """Let Megatron's layers run as in a capture, where they run less than in eager training."""
+    for module in _megatron_flags():
+        stack.callback(setattr, module, FLAG, getattr(module, FLAG))
+        setattr(module, FLAG, True)
 
 
 def _put(state: State) -> None:

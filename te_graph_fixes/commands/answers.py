@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .. import __version__, fixes
+from .. import fixes
 from ..decision import DISABLED, Decision, with_required
 from ..fix import APPLICABLE, GROUPS, Fix
 from ..fixes import CATALOGUE
 from ..report import te_name
 from ..settings import DISABLE
+from ..version import __version__
 
 
 def status(decision: Decision, where: str, everything: bool) -> Iterator[str]:
@@ -92,8 +93,10 @@ def explain(fix: Fix, decision: Decision | None = None, where: str = "") -> Iter
     }
     if decision:
         decided = decision.decisions[fix.id]
-        word = "it has this defect" if decided.verdict == APPLICABLE else decided.verdict
-        rows["here"] = f"{te_name(decision.version)}: {word}: {decision.reason(fix.id)}"
+        reason = f"{decided.verdict}: {decision.reason(fix.id)}"
+        if decided.verdict == APPLICABLE:
+            reason = "it has this defect" + decision.reason(fix.id).removeprefix(fix.summary)
+        rows["here"] = f"{te_name(decision.version)}: {reason}"
         if decided.stamped:
             rows["leave out"] = f"te-graph-fixes bake --undo{where}, then bake with {DISABLE}={fix.id}"
         if decided.verdict == APPLICABLE:
@@ -114,9 +117,9 @@ def upstream(fix: Fix) -> str:
 
 
 def _account(fix: Fix) -> str:
-    """How the defect comes about and what the fix does: what its module says below title, upstream and symptom."""
-    paragraphs = str(inspect.getdoc(_module(fix))).split("\n\n")[1:]
-    text = "\n\n".join(part for part in paragraphs if not part.startswith(("Upstream:", "Symptom")))
+    """How the defect comes about and what the fix does: what its module says below title and upstream."""
+    _, _, *paragraphs = str(inspect.getdoc(_module(fix))).split("\n\n")
+    text = "\n\n".join(paragraphs)
     return re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", text.replace("``", "`"))
 
 

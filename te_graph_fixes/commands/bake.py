@@ -24,11 +24,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import __version__
 from ..decision import Decision
 from ..patching.installation import patched
 from ..patching.source import TE, Source
 from ..stamp import LEFT_OUT, MADE, NAME, OPEN, LeftoverError, Stamp, digest, digest_of, of_source, own_text
+from ..version import __version__
 
 PART, KEPT = ".te-graph-fixes.part", ".te-graph-fixes"
 BEFORE, AFTER, GUARD = "before", "after", "guard"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..decision import Decision, expected
 from ..fix import APPLICABLE, UNRECOGNIZED
 from ..fixes import CATALOGUE
@@ -27,6 +26,7 @@ from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import Settings, fix_ids
 from ..stamp import ChangedStampError, LeftoverError, of_source
+from ..version import __version__
 from . import answers, bake
 from .bake import BakeError, Corrected, corrected, module_path
 

@@ -2,13 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: delayed scaling with a frozen first graph, a graphed teacher, self-distillation, or a graph of plain torch
-first: scales of the backward stay 1 in the whole autocast, wgrads are off by 1.16 to 1.20, small gradients become 0.
-
-In an autocast the first FP8 module that has a backward updates the scales of all backwards at its end. To find it, TE
-keeps a flag. Eager modules take the flag with grad mode on and something that needs a gradient; `Graphed.forward`
-always takes it. It is now left for the next module where no output needs a gradient, and where the graph holds no FP8
-module. Whether the graph sets the flag that says if weights are new is decided before that, as it was.
+In an autocast the first FP8 module that has a backward updates the scales of all backwards at its end. TE finds it by a
+flag. Eager modules take the flag only with grad mode on and where something needs a gradient; `Graphed.forward` always
+takes it, so after a frozen layer or a teacher the scales of the backward stay at 1. The flag is now left to the next
+module where no output needs a gradient, and where the graph holds no FP8 module. Whether the graph sets the flag that
+says if weights are new is decided before that, as it was.
 """
 
 from ..fix import Fix
@@ -66,7 +64,5 @@ FIX = Fix(
     symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
     group="FP8 state",
     users="recipe DelayedScaling with a graph first in an autocast that has no backward: a frozen layer, a teacher",
-    examine=SemanticPatch(
-        PATCH, "a graph always takes the flag of the first FP8 module", names={"FIRST": first_module_flag}
-    ),
+    examine=SemanticPatch(PATCH, names={"FIRST": first_module_flag}),
 )

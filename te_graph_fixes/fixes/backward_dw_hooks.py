@@ -3,8 +3,6 @@
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2614 (TE 2.13), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/2999
 
-Symptom: Megatron's DDP waits for, or never reduces, gradients of captured layers with delayed wgrad.
-
 `backward_dw` of a module ends with the hooks given to `register_wgrad_accumulation_and_reduce_hooks`; that of a graphed
 callable only replays. It now runs the hooks of its modules after the replay, in the order of its modules.
 """
@@ -72,7 +70,6 @@ FIX = Fix(
     affected=">=2.10,<2.13",
     examine=SemanticPatch(
         PATCH,
-        "backward_dw of a graphed callable replays without running the hooks",
         corrected=[(UPSTREAM, "the hooks are run after the replay")],
     ),
     check_hints=("hooks",),

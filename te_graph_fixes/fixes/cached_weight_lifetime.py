@@ -2,14 +2,10 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom, with ``cache_quantized_params=True`` (``fp8_weight_caching``): *illegal memory access*, or outputs of old
-weights (error 1.0 to 1.4), in a graph that was captured for inference before the module trained, through a graph or
-without, and in any graph after an evaluation in another recipe.
-
 Modules keep quantized weights in ``_fp8_workspaces``. A workspace without the transposes that training needs is
-replaced there, and a change of recipe clears all. The graph goes on with the addresses of the old ones, which nobody
-owns any more, and neither learns of the other's updates. The graph now holds them; before its replay it takes over what
-its modules have in their place, or gives these the update that it makes itself
+replaced there, and a change of recipe clears all of them. The graph goes on with the addresses of the old ones, which
+nobody owns any more, and neither side learns of the other's updates. The graph now holds them; before its replay it
+takes over what its modules have instead, or gives these the update that it makes itself
 (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
@@ -40,5 +36,5 @@ FIX = Fix(
     group="evaluation and checkpoints",
     users="fp8_weight_caching (Megatron-Core sets it) with a graph for inference, or an evaluation in another recipe",
     cost="memory for the FP8 weights that modules have replaced since the capture",
-    examine=SemanticPatch(PATCH, "graphs do not own the FP8 weights that they cache", provides=("fp8_weights",)),
+    examine=SemanticPatch(PATCH, provides=("fp8_weights",)),
 )

@@ -2,12 +2,10 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: ``make_graphed_callables(..., num_warmup_iters=0)`` for training stops with a ``KeyError``.
-
 TE learns from forward hooks in the warmup which of its modules a callable runs, and from its backward which parameters
-get gradients. Without a warmup nothing is known, and taken to be none. One iteration is run now at least.
+get gradients. Without a warmup nothing is known, and taken to be none. At least one iteration is run now.
 
-`backward-dw-order` takes the KeyError away and requires this fix: without it scales of delayed scaling would never
+`backward-dw-order` takes the KeyError away and requires this fix: without it the scales of delayed scaling would never
 change (0.69 on the simulator), and delayed wgrads would never be delivered (1.0).
 """
 
@@ -28,5 +26,5 @@ FIX = Fix(
     group="crashes",
     users="make_graphed_callables(num_warmup_iters=0)",
     cost="one warmup iteration, where none was asked for",
-    examine=SemanticPatch(PATCH, "num_warmup_iters=0 runs no warmup, which would show the modules of a graph"),
+    examine=SemanticPatch(PATCH),
 )

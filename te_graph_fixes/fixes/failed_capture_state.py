@@ -2,14 +2,13 @@
 
 Upstream: none yet
 
-Symptom: after an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have
-lost their grads, eager FP8 forwards and backwards still take the graph path, modules keep the capture's recipe and its
-forward hooks, later wgrads come out of order, random numbers or FP8 scales differ from what they were. Where a
-forbidden operation has spoiled the capture one sees "operation failed due to a previous error during capture" instead
-of the error itself, work goes on in the capture's stream, and drawing random numbers raises "Offset increment outside
-graph capture encountered unexpectedly".
-
-All of that is now put back in ``finally`` or ``except`` clauses, and the first exception is raised again.
+After an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have lost
+their grads, eager FP8 modules still take the path of graphs, and keep the capture's recipe and its forward hooks;
+wgrads that were delayed come out of order, random numbers and FP8 scales are those of the warmup. Where a forbidden
+operation has spoiled the capture, one sees "operation failed due to a previous error during capture" instead of that
+operation's error, work goes on in the capture's stream, and random numbers raise "Offset increment outside graph
+capture encountered unexpectedly". All of that is now put back in ``finally`` or ``except`` clauses, and the first
+exception is raised again.
 """
 
 from ..fix import Fix
@@ -143,5 +142,5 @@ FIX = Fix(
     symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
     users="programs that catch an exception of a capture and go on",
-    examine=SemanticPatch(PATCH, "what a capture changes is put back only where it succeeds"),
+    examine=SemanticPatch(PATCH),
 )

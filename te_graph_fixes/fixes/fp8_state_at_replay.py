@@ -2,9 +2,8 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: modules of a graph never get new scales (errors of 0.20 to 2.16, gradients of exactly 0).
-
-It happens to modules which
+Before a replay TE puts the FP8 state of the modules that the warmup's forward hooks have seen into the buffers of the
+amax reduction, with the recipe of the autocast around it. It misses modules that
 
 1. are run by ``sub.forward(x)``, or are a `te.ops.Linear` or another fused operation that is captured by itself;
 2. run in a ``te.autocast`` of their own; inside an outer one of another recipe it is an ``AttributeError``;
@@ -12,13 +11,11 @@ It happens to modules which
 4. are attention in FP8 in current scaling, which TE scales with delay in part;
 5. are in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 
-Before a replay TE puts the FP8 state of the modules that the warmup's forward hooks have seen into the buffers of the
-amax reduction, with the recipe of the autocast around it. Now modules say in the capture what state they use, and a
-replay does the same with it (`te_graph_fixes/shipped/captured_fp8.py`, shipped beside the patched modules). The scales
-that the warmup has left in modules with an autocast of their own are taken back. Operations that run without FP8 in a
-capture get no state there, and nothing is put back into them (``AssertionError``).
-
-Inner operations that lose FP8 (`nested-autocast`) would be captured then, without the error that TE ends with.
+Modules now say in the capture which state they use, and a replay does the same with it
+(`te_graph_fixes/shipped/captured_fp8.py`). The scales that the warmup has left in modules with an autocast of their own
+are taken back. Operations that run without FP8 in a capture get no state there, and nothing is put back into them
+(``AssertionError``). Inner operations that lose FP8 (`nested-autocast`) would be captured then, without the error that
+TE ends with.
 """
 
 from ..fix import Fix
@@ -97,7 +94,7 @@ FIX = Fix(
     symptom="FP8 scales stay at their first value: modules called by .forward(), te.ops.Linear alone, an own autocast",
     group="FP8 state",
     users="recipe DelayedScaling (Megatron-Core fp8_recipe=delayed), and attention in FP8 (fp8_dpa) in current scaling",
-    examine=SemanticPatch(PATCH, "replays leave out what eager forwards do with FP8 state", provides=("captured_fp8",)),
+    examine=SemanticPatch(PATCH, provides=("captured_fp8",)),
     requires=("nested-autocast",),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

@@ -2,18 +2,15 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: with FP8 parameters (``quantized_model_init``) dgrads are those of the weights at capture (error 1.0 to 1.4),
-or come from memory that is somebody else's by then.
+A replay runs no Python that could make the transposes which its dgrad reads, and they are lost in two ways:
 
-It happens
+1. ``quantize_master_weights`` (``cast_master_weights_to_fp8``) with its default arguments, as ZeRO optimizers call it,
+   marks them invalid, or drops the columnwise data of block scaling, and leaves them to the next forward;
+2. the quantizers of modules that were built under ``torch.no_grad()`` have no columnwise use, so each ``copy_`` by an
+   optimizer drops the transpose, and leaves it to the next backward.
 
-1. after ``quantize_master_weights`` (``cast_master_weights_to_fp8``) with its default arguments, as ZeRO optimizers
-   call it: it marks the transposes invalid, or drops the columnwise data of block scaling; the next forward makes them;
-2. to modules that were built under ``torch.no_grad()``: the weights' quantizers are made without columnwise use, and
-   each ``copy_`` by an optimizer drops the transpose, for the next backward to make.
-
-A replay runs no Python that could make them. The graph now holds the transposes that it reads, and before its replay
-those are made again that are invalid, gone or elsewhere (`te_graph_fixes/shipped/fp8_weights.py`).
+The graph now holds the transposes that it reads, and before its replay those are made again that are invalid, gone or
+elsewhere (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
 from ..fix import Fix
@@ -42,7 +39,6 @@ FIX = Fix(
     cost="a transpose before the replay, for each weight that has lost its own",
     examine=SemanticPatch(
         PATCH,
-        "nothing makes the transposes of FP8 primary weights between an update and a replay",
         provides=("fp8_weights",),
     ),
 )

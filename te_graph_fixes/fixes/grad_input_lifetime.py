@@ -2,14 +2,12 @@
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; that this is its cause is inference)
 
-Symptom: with ``--overlap-moe-expert-parallel-comm``, virtual pipeline stages of two or more layers and TE graphs,
-gradients turn to garbage (norm 13 becomes 6e6) as soon as a stage receives some milliseconds late.
-
 With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` gives a chunk's static grad input back to the
 graph pool once the next chunk's dgrad is captured, for by then Megatron-Core has waited for the send. Where every layer
-is passed as a chunk, Megatron waits only after the next *model* chunk's backward, and graphs captured in between write
-into the buffer. The gradients of the caller's inputs are released where `grad_input_releases` says instead; those of
-parameters stay with TE's rule.
+is passed as a chunk (``--overlap-moe-expert-parallel-comm``), Megatron waits only after the next *model* chunk's
+backward, and graphs captured in between write into the buffer: if a stage receives some milliseconds late, a gradient
+of norm 13 becomes 6e6. The gradients of the caller's inputs are released where `grad_input_releases` says instead;
+those of parameters stay with TE's rule.
 """
 
 from ..fix import Fix
@@ -75,7 +73,6 @@ FIX = Fix(
     cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
     examine=SemanticPatch(
         PATCH,
-        "grad inputs are released at the next chunk's dgrad, though a chunk may be one layer of a model chunk",
         provides=("graph_order",),
     ),
     check_hints=("sent overwritten",),

@@ -2,11 +2,10 @@
 
 Upstream: none yet, TE 2.10 to main (up to 2.9 it was left out of captures)
 
-Symptom, delayed scaling, experts captured after some steps, as Megatron-Core does, or again: each replay of their
-backward rolls the amax histories of all modules that were there, and makes new scales from them, besides what its end
-does (scales off by 1.41 on the simulator). With several ranks the graph holds a collective.
-
-Other modules do not reduce while a graph is captured, since the replay does. GroupedLinear does not either now.
+Experts that are captured after some steps, as Megatron-Core does, or again, capture the reduction with all modules that
+are registered by then. Each replay of their backward rolls the amax histories of those and makes new scales from them,
+besides what its end does; with several ranks the graph holds a collective. Other modules do not reduce while a graph is
+captured, since the replay does. GroupedLinear does not either now.
 """
 
 from ..fix import Fix
@@ -40,7 +39,6 @@ FIX = Fix(
     users="recipe DelayedScaling with captured experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",
     examine=SemanticPatch(
         PATCH,
-        "GroupedLinear reduces amaxes in the capture of its backward, and so in each replay",
         corrected=[(UPSTREAM, "GroupedLinear does not reduce amaxes while a graph is captured")],
     ),
 )

@@ -4,19 +4,17 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3051,
 https://github.com/NVIDIA/TransformerEngine/pull/3052,
 https://github.com/NVIDIA/TransformerEngine/pull/3065 (TE 2.17)
 
-Symptom: with FP8 weight caching, outputs of a graphed `GroupedLinear` are off by about 1.0 after the first optimizer
-step (its weights are never quantized again), or its weights are quantized at every microbatch and its wgrad is
-overwritten (x0.577 for three microbatches).
-
-`GroupedLinear.forward` hands a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. It becomes
-what `Linear` does: under capture read the graph's skip tensor and, where there is one, pass it on and force
-``is_first_microbatch=False``; but not in captures by `torch.cuda.graph`, which the flag is not about.
+`GroupedLinear.forward` hands a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. With cached
+weights a graph then never quantizes its weights again, or does so at every microbatch and overwrites its wgrad. The
+slot now gets what it gets in `Linear`: under capture the graph's skip tensor is read and, where there is one, passed on
+and ``is_first_microbatch=False`` is forced; but not in captures by `torch.cuda.graph`, which the flag is not about.
 The slot differs by version (16, 18 or 19), so it is found by its name.
 """
 
 from ..fix import Fix
 from ..patching.patch import SemanticPatch
 from ..patching.source import Source
+from .shapes import skip_flag_state
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.forward
@@ -57,7 +55,7 @@ PATCH = """
 UPSTREAM = """
 @@ module/grouped_linear.py GroupedLinear.forward ({reads} times)
  if FP8GlobalStateManager.fp8_graph_capturing():
-     skip_fp8_weight_update = {flag}
+     skip_fp8_weight_update = FLAG
  else:
      skip_fp8_weight_update = None
  if skip_fp8_weight_update is not None:
@@ -81,20 +79,14 @@ UPSTREAM = """
 @@
  ANY(..., skip_update_flag=ANY)
 """
-FLAGS = (
-    "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()",
-    "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor",
-)
-"""How TE reads the graph's skip tensor, up to 2.14 and from 2.15 on."""
 
 
-def _skip_tensor(source: Source) -> str:
-    """How this TE reads the graph's skip tensor."""
-    quantization = source.module("transformer_engine.pytorch.quantization")
-    if quantization.find("FP8GlobalStateManager.get_skip_fp8_weight_update_tensor"):
-        return FLAGS[0]
-    quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = None")
-    return FLAGS[1]
+def skip_tensor(source: Source) -> str:
+    """How this TE reads the graph's skip tensor; up to 2.14 by an accessor."""
+    state = skip_flag_state(source)
+    if state == "FP8GlobalStateManager":
+        return f"{state}.get_skip_fp8_weight_update_tensor()"
+    return f"{state}.skip_fp8_weight_update_tensor"
 
 
 FIX = Fix(
@@ -104,13 +96,11 @@ FIX = Fix(
     affected=">=2.10,<2.17",
     examine=SemanticPatch(
         PATCH,
-        "GroupedLinear passes None as skip_fp8_weight_update",
-        names={"FLAG": _skip_tensor},
+        names={"FLAG": skip_tensor},
         provides=("first_microbatches",),
         corrected=[
-            (UPSTREAM.format(reads=reads, assignments=2 * reads, flag=flag), "GroupedLinear passes the skip flag on")
+            (UPSTREAM.format(reads=reads, assignments=2 * reads), "GroupedLinear passes the skip flag on")
             for reads in (1, 2)
-            for flag in FLAGS
         ],
     ),
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),

@@ -2,11 +2,9 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: an input that needs a gradient and is a leaf of autograd's graph, as parameters are that are passed as inputs
-(NeMo Automodel 0.7.0), accumulates the last microbatch's gradient over and over: off by 1.0.
-
-`Graphed.backward` returns the graph's static buffers, and autograd adopts that of a leaf as its ``.grad``. It is now
-returned as a copy. Grads of other inputs are read at once, and stay the buffers.
+`Graphed.backward` returns the graph's static buffers, and autograd adopts that of a leaf as its ``.grad``. So an input
+that is a leaf accumulates the last microbatch's gradient over and over. It is now returned as a copy. Grads of other
+inputs are read at once, and stay the buffers.
 """
 
 from ..fix import Fix
@@ -30,8 +28,6 @@ FIX = Fix(
     group="gradients",
     users="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
     cost="the gradients of inputs that are leaves are copied; not measured",
-    examine=SemanticPatch(
-        PATCH, "graphs return their static buffers as grads of leaf inputs", provides=("leaf_grads",)
-    ),
+    examine=SemanticPatch(PATCH, provides=("leaf_grads",)),
     check_hints=("use overwritten",),
 )

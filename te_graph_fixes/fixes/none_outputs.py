@@ -2,9 +2,6 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2657 (TE 2.13)
 
-Symptom: ``AttributeError: 'NoneType' object has no attribute 'requires_grad'`` in `make_graphed_callables`, for example
-with vision encoders.
-
 `_make_graphed_callables` takes every output for a tensor. Outputs that are None are now left out of what is captured,
 and put back into what a replay returns.
 """
@@ -55,7 +52,6 @@ FIX = Fix(
     affected="<2.13",
     examine=SemanticPatch(
         PATCH,
-        "every output is taken for a tensor",
         corrected=[(UPSTREAM, "outputs may be None")],
     ),
 )

@@ -1,15 +1,13 @@
 """``nvfp4-weight-preswizzle``: cached NVFP4 weights get their scales swizzled once more in every graph.
 
-Upstream: none yet, TE 2.18 to main (docs/upstream/nvfp4-weight-preswizzle.md); the rest of
+Upstream: none yet, TE 2.18 to main (docs/maintainers/upstream/nvfp4-weight-preswizzle.md); the rest of
 https://github.com/NVIDIA/TransformerEngine/issues/3220. Known from the sources and a simulator, not from a GPU.
-
-Symptom: NVFP4 with cached weights on GPUs of capability 12.x. With a graph for each microbatch, wrong outputs and
-dgrads from the second one on; with one graph, its kernel writes to memory that nobody owns.
 
 `_enable_weight_preswizzle` asks for scales in the order of a GEMM from capability 10.0 on. TE's kernels write them so
 from 10.0 to 11.0. Elsewhere ``tex.quantize`` swizzles afterwards, even where the graph's flag says that the weight is
-to stay as it is, into new memory which it gives to the cached weight: graph n swizzles what graph n-1 has swizzled.
-There, weights now keep plain scales, as before TE 2.18; a GEMM swizzles a copy of them.
+to stay as it is, into new memory which it gives to the cached weight: graph n swizzles what graph n-1 has swizzled, and
+a single graph writes to memory that nobody owns. There, weights now keep plain scales, as before TE 2.18; a GEMM
+swizzles a copy of them.
 """
 
 import re
@@ -58,7 +56,6 @@ FIX = Fix(
     affected=">=2.18",
     examine=SemanticPatch(
         PATCH,
-        "NVFP4 weights are to have swizzled scales where the kernels do not write them so",
         absent=[(cannot_be_asked, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
         settled=is_settled,
     ),

@@ -2,14 +2,11 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2937 (TE 2.19)
 
-Symptom: plain ``.grad`` accumulation over microbatches is off by about 1.0; so are biases and norm weights where only
-the weights' wgrad is fused. A grad that a hook keeps changes under it.
-
-`Graphed.backward` returns the graph's static buffers; autograd adopts them as ``.grad``. Parameter grads are now
-returned as copies, vectors (biases, norm weights) by one kernel. Not copied are the grads of user inputs, and dummies
-that stand for a wgrad in ``main_grad``: what this graph's backward marks with ``grad_added_to_main_grad`` is returned
-as TE's shared dummy, which is in no graph's memory (`te_graph_fixes/shipped/fused_wgrads.py`, shipped beside the
-patched module).
+`Graphed.backward` returns the graph's static buffers, and autograd adopts them as ``.grad``; a grad that a hook keeps
+changes under it. Parameter grads are now returned as copies, vectors (biases, norm weights) by one kernel. Not copied
+are the grads of user inputs, and dummies that stand for a wgrad in ``main_grad``: a grad that this graph's backward
+marks with ``grad_added_to_main_grad`` is returned as TE's shared dummy, which is in no graph's memory
+(`te_graph_fixes/shipped/fused_wgrads.py`).
 """
 
 from ..fix import Fix
@@ -84,7 +81,6 @@ FIX = Fix(
     "kernel for each unfused wgrad",
     examine=SemanticPatch(
         SHARE_DUMMIES + PATCH,
-        "graphs return their static buffers as parameter grads",
         corrected=[(UPSTREAM, "parameter grads are returned as copies")],
         provides=("fused_wgrads",),
     ),

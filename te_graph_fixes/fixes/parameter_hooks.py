@@ -2,16 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main.
 
-Symptom: a ``register_post_accumulate_grad_hook`` that adds to a sum of its own counts each gradient twice (error 1.0);
-one that takes ``.grad`` away is never called at replay, for its parameter seems to have no gradient; what
-``register_hook`` does to a gradient is done twice. In warmup such hooks get what is in uninitialised memory.
-
-Hooks run in warmup and capture, and again after each replay, when the gradients arrive at the parameters. They are now
-put aside for the backwards of warmup and capture (`te_graph_fixes/shipped/parameter_hooks.py`, shipped beside the
-patched module).
-
-`torch.autograd.grad`, which TE called up to 2.11, leaves out only the hooks of accumulation, and `te.checkpoint` within
-a graph refuses it.
+Hooks run in warmup and capture, where gradients are uninitialised memory, and again after each replay, when the
+gradients arrive at the parameters. A hook that adds to a sum counts each gradient twice; one that takes ``.grad`` away
+is never called at replay, for its parameter seems to have no gradient. Hooks are now put aside for the backwards of
+warmup and capture (`te_graph_fixes/shipped/parameter_hooks.py`). `torch.autograd.grad`, which TE called up to 2.11,
+leaves out only the hooks of accumulation, and `te.checkpoint` within a graph refuses it.
 """
 
 from ..fix import Fix
@@ -85,7 +80,5 @@ FIX = Fix(
     symptom="gradient hooks also run during capture, so what they sum counts twice",
     group="gradients",
     users="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",
-    examine=SemanticPatch(
-        PATCH, "hooks of parameters run in the backwards of warmup and capture", provides=("parameter_hooks",)
-    ),
+    examine=SemanticPatch(PATCH, provides=("parameter_hooks",)),
 )

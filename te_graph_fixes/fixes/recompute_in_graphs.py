@@ -2,17 +2,13 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: `te.checkpoint` in a captured module, delayed scaling, behind a module in the same autocast that has no
-backward, or in an autocast inside another that is off: scales of the backward or of the forward stay as they were, in
-the second case all of them (outputs and gradients off by 2.7 on the simulator). Weights cached, and another graph's
-first microbatch between forward and backward: the recomputation quantizes its weights (gradients off by 0.08).
-A capture after an evaluation: its warmup updates the scales of all other modules (outputs off by 0.19).
-
 A recomputation has an autocast of its own: its end updates the scales of the forward, its first module those of the
-backward. The first update is captured with the modules that happen to be registered then, the second is left to the
-graph that is the first of an autocast. Both are now left out of warmup and capture, and done after each replay of such
-a backward, which gets the skip flag of its own forward. Other captures than TE's own, as those of `torch.cuda.graph` or
-Megatron-Core, keep the update: nothing else does it at their replays.
+backward. The first update is captured with the modules that happen to be registered then, so that a capture after an
+evaluation updates the scales of all other modules. The second is left to the graph that is the first of an autocast:
+after a module without a backward, or in an autocast inside another that is off, it is never done. Both are now left out
+of warmup and capture, and done after each replay of such a backward, which gets the skip flag of its own forward:
+another graph's first microbatch in between would have weights quantized again. Other captures than TE's own, as those
+of `torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
 """
 
 from ..fix import Fix
@@ -85,8 +81,6 @@ FIX = Fix(
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
     users="recipe DelayedScaling with te.checkpoint inside a captured module",
-    examine=SemanticPatch(
-        PATCH, "a recomputation's update of scales is captured, or never done", names={"STATE": skip_flag_state}
-    ),
+    examine=SemanticPatch(PATCH, names={"STATE": skip_flag_state}),
     check_hints=("fp8 gradient",),
 )

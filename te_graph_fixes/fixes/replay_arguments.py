@@ -2,17 +2,14 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: ``graphed(inp=x)`` for a sample that was positional copies the first *weight* into the input (outputs off by
-1.0); so does a missing argument. Dicts with their keys in another order exchange tensors (1.77). Inputs of another
-shape are broadcast. What is in front of an input whose sample needs no gradient gets gradients of zero; a graph that
-was captured under ``torch.no_grad()`` gives none to its parameters.
-
-A replay flattens what it is given and copies it into the static inputs by position. It now compares number, shapes,
-need of gradients and, where an argument is a dict or another container, its structure with the samples first, and
-raises `TypeError` or `ValueError` (`te_graph_fixes/shipped/replay_arguments.py`, shipped beside the patched modules);
-so does a backward of what has none, `RuntimeError`. Inputs of another dtype are cast, which is warned of once, except
-under `torch.autocast`: an fp32 input gives other numbers in bf16 (0.002). Keywords that were not among the samples are
-ignored as before: callers give ``is_first_microbatch``.
+A replay flattens its arguments and copies them into the static inputs by position. A keyword for a sample that was
+positional, or a missing argument, gives it the first *weight* as input; dicts with their keys in another order exchange
+tensors; inputs of another shape are broadcast. It now compares number, shapes, need of gradients and, where an argument
+is a dict or another container, its structure with the samples first, and raises `TypeError` or `ValueError`
+(`te_graph_fixes/shipped/replay_arguments.py`). A backward through a graph that was captured for a forward alone raises
+`RuntimeError`. Inputs of another dtype are cast, which is warned of once, except under `torch.autocast`: an fp32 input
+gives other numbers in bf16 (0.002). Keywords that were not among the samples are ignored as before: callers give
+``is_first_microbatch``.
 """
 
 from ..fix import Fix
@@ -65,5 +62,5 @@ FIX = Fix(
     group="misuse",
     users="own callers of make_graphed_callables that pass other arguments than their samples",
     cost="3 µs of the CPU a call, with a dict of tensors 9",
-    examine=SemanticPatch(PATCH, "a replay takes whatever it is given", provides=("replay_arguments",)),
+    examine=SemanticPatch(PATCH, provides=("replay_arguments",)),
 )

@@ -2,12 +2,9 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: after ``tracker.reset()`` and ``add()``, or after ``set_states()``, as in loading a checkpoint, dropout in a
-graph goes on with the random numbers of before, and the tracker's are not drawn (outputs off by 0.74 on the simulator).
-
-Graphs are registered with the generators themselves, so TE cannot follow a tracker that gets others. Each graph now
-keeps the tracker; where it has other generators at a replay, their states are lent to those of the capture
-(`te_graph_fixes/shipped/rng_states.py`, shipped beside the patched modules).
+Graphs are registered with the generators themselves, so TE cannot follow a tracker that gets others by ``reset()`` and
+``add()``, or by ``set_states()``. Each graph now keeps the tracker; where it has other generators at a replay, their
+states are lent to those of the capture (`te_graph_fixes/shipped/rng_states.py`).
 """
 
 from ..fix import Fix
@@ -35,5 +32,5 @@ FIX = Fix(
     symptom="dropout repeats itself, or differs from eager, after an RNG tracker's reset() or set_states()",
     group="evaluation and checkpoints",
     users="dropout with an RNG tracker that is reset or set after the capture, as in loading a checkpoint",
-    examine=SemanticPatch(PATCH, "graphs draw from the generators of their capture", provides=("rng_states",)),
+    examine=SemanticPatch(PATCH, provides=("rng_states",)),
 )

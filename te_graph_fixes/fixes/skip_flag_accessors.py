@@ -3,11 +3,8 @@
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3015 (TE 2.17), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/4707
 
-Symptom: ``AttributeError: type object 'FP8GlobalStateManager' has no attribute 'set_skip_fp8_weight_update_tensor'``
-where Megatron-Core's own graphs (0.11.0 to 0.17.1) are used in FP8; those that TE makes for it do without.
-
 TE 2.15 moved the skip tensor from the class into ``quantization_state`` and dropped its accessors. They are added
-again, reading and writing the tensor where it lives now.
+again, reading and writing the tensor where it lives now. Graphs that TE makes for Megatron-Core do without.
 """
 
 from ..fix import Fix
@@ -57,7 +54,6 @@ FIX = Fix(
     affected=">=2.15,<2.17",
     examine=SemanticPatch(
         PATCH,
-        "the skip tensor moved into quantization_state without its accessors",
         corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")],
     ),
 )

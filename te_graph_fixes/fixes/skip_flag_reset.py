@@ -2,11 +2,10 @@
 
 Upstream: none yet
 
-Symptom: after a ``reset()``, graphs that were captured before it with ``cache_quantized_params=True`` read memory that
-belongs to something else, or is nobody's, to learn whether their weights are new: weights are stale or always renewed.
-
-The flag is one tensor of shape [1], whose address is part of those graphs. They keep it now, and set it where it is not
-the manager's any more. Captures after the ``reset()`` that do not cache weights do not see it.
+The flag is one tensor of shape [1], whose address is part of the graphs that were captured with
+``cache_quantized_params=True``. After a ``reset()`` they read memory that belongs to something else, or to nobody, to
+learn whether their weights are new. They keep the flag now, and set it where it is not the manager's any more. Captures
+after the ``reset()`` that do not cache weights do not see it.
 """
 
 from ..fix import Fix
@@ -36,6 +35,6 @@ FIX = Fix(
     symptom="after FP8GlobalStateManager.reset() earlier graphs keep old FP8 weights, or read memory of others",
     group="FP8 state",
     users="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching",
-    examine=SemanticPatch(PATCH, "reset() forgets the skip flag of graphs", names={"STATE": skip_flag_state}),
+    examine=SemanticPatch(PATCH, names={"STATE": skip_flag_state}),
     requires=("stale-fp8-weights",),
 )

@@ -2,9 +2,6 @@
 
 Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
 
-Symptom: after an optimizer step the outputs of graphed FP8 modules are off by about 1.0, because weights are not
-quantized again.
-
 It happens
 
 1. to modules that carry ``is_first_microbatch``, as Megatron-Core's do, where the capture does not cache weights
@@ -38,13 +35,14 @@ GRAPH = """
 +        state.skip_fp8_weight_update_tensor = skip_flag
 +        Marks.of_capture = None
 +
++flags = iter(torch.zeros(len(flatten_sample_args) + 1, device="cuda").split(1))
  visited_te_modules = ANY_EMPTY
 @@
 -with torch.cuda.stream(torch.cuda.Stream()):
-+with own_skip_flag(Marks()), torch.cuda.stream(torch.cuda.Stream()):
++with own_skip_flag(Marks(next(flags))), torch.cuda.stream(torch.cuda.Stream()):
      ...
 @@ (2 times)
-+fwd_graph.marks = Marks(func)
++fwd_graph.marks = Marks(next(flags), func)
 -with ..., _graph_context_wrapper(fwd_graph, ...):
 +with own_skip_flag(fwd_graph.marks), ..., _graph_context_wrapper(fwd_graph, ...):
      ...
@@ -93,7 +91,6 @@ FIX = Fix(
     users="FP8 graphs without fp8_weight_caching, and graphs behind another FP8 module in one autocast",
     examine=SemanticPatch(
         PATCH,
-        "graphs without a skip flag of their own never quantize their weights again",
         names={"STATE": skip_flag_state},
         provides=("first_microbatches",),
     ),

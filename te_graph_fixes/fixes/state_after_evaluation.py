@@ -2,15 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom, after such an evaluation between two replays: graphs of ``te.ops`` raise ``TypeError: 'NoneType' object is not
-subscriptable`` or ``AttributeError``; the next checkpoint holds no FP8 state, or cannot be saved; scales are other than
-eager ones (delayed scaling, error 0.4), in graphs and in later evaluations.
-
 Modules note in each forward whether they run in FP8, and in which recipe, and drop a recipe state that does not fit. A
 replay runs none of this, and goes on with the tensors of the capture. The graph now holds its recipe states, and does
 before its replay what a forward does to them (`te_graph_fixes/shipped/recipe_states.py`). A module's new state is now
-among those that are updated: after another recipe its scales stayed at 1.0 for good, eagerly too. What runs by
-``sub.forward(x)``, which TE's hooks do not see, is covered where the recipe is that of the capture.
+among those that are updated: after another recipe its scales stayed at 1.0 for good, eagerly too. Modules that are run
+by ``sub.forward(x)``, which TE's hooks do not see, are covered where the recipe is that of the capture.
 """
 
 from ..fix import Fix
@@ -52,7 +48,6 @@ FIX = Fix(
     requires=("fp8-state-at-replay",),
     examine=SemanticPatch(
         PATCH,
-        "nothing gives a graph's recipe states back to its modules after another forward has taken them",
         provides=("recipe_states",),
     ),
 )

@@ -2,14 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: layers of several kinds in an ``_order`` with ``_reuse_graph_input_output_buffers``. A layer gets the input
-buffer of one whose input needs no gradient, and its backward ends there: gradients off by 100 %, without an error. It
-gets that of a layer whose two inputs were one tensor: wrong outputs. Its outputs that need a gradient are at other
-places than those of a layer with the same number of them: gradients are zero, or an exception where one output is None.
-
-Inputs are handed on by shape, dtype and layout alone. Their key now holds all that a buffer keeps of its sample: type,
-device, strides, whether it needs a gradient, and which tensors of a sample are the same. Buffers of grad outputs are
-put where this layer has outputs with gradients. (Inputs of wgrads: `te_graph_fixes/shipped/graph_order.py`.)
+Inputs are handed on by shape, dtype and layout alone. A layer gets the input buffer of one whose input needs no
+gradient, and its backward ends there; or that of a layer whose two inputs were one tensor. Their key now holds all that
+a buffer keeps of its sample: type, device, strides, whether it needs a gradient, and which tensors of a sample are the
+same. Buffers of grad outputs are put where this layer has outputs with gradients, which need not be where another layer
+with as many has them. (Inputs of wgrads: `te_graph_fixes/shipped/graph_order.py`.)
 """
 
 from ..fix import Fix
@@ -44,5 +41,5 @@ FIX = Fix(
     symptom="mixed layer types in one pipeline order: gradients off by 1.0, or wrong outputs",
     group="pipelines and delayed wgrads",
     users="_reuse_graph_input_output_buffers (Megatron-Core sets it) with layers of several kinds",
-    examine=SemanticPatch(PATCH, "static buffers are handed on by shape, dtype and layout"),
+    examine=SemanticPatch(PATCH),
 )

@@ -2,14 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 
-Symptom: where a module of a class and one of its subclass are captured in this order, as Megatron-Core's dense
-`TransformerLayer` and `MoETransformerLayer` are, all later eager calls of the subclass run in the capture's autocast
-instead of the caller's: modules that were not captured lose FP8 without an error (outputs off by 0.037), captured ones
-take the graph's path in evaluation.
-
 For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module, and puts back what it
-found. On the subclass it finds, inherited, the replacement that it has just made. A class that inherits a replaced
-``__call__`` is now left alone: the replacement tells modules apart, not classes.
+found. On a subclass that is captured after its base, as Megatron-Core's `MoETransformerLayer` after `TransformerLayer`,
+it finds, inherited, the replacement that it has just made: eager calls then run in the capture's autocast, and modules
+that were not captured lose FP8. A class that inherits a replaced ``__call__`` is now left alone: the replacement tells
+modules apart, not classes.
 """
 
 from ..fix import Fix
@@ -31,5 +28,5 @@ FIX = Fix(
     symptom="after a capture, eager calls of a captured class's subclass keep the recipe of the capture",
     group="FP8 state",
     users="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
-    examine=SemanticPatch(PATCH, "a subclass keeps the capture's __call__ of its base class"),
+    examine=SemanticPatch(PATCH),
 )

@@ -2,10 +2,8 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2426 (TE 2.12)
 
-Symptom: ``AssertionError: sample_args must be a list for _reuse_graph_input_output_buffers``, or, without
-``sample_kwargs``, ``TypeError: 'tuple' object does not support item assignment``.
-
-Tuples are now made into lists.
+Where buffers are reused, TE asserts that ``sample_args`` is a list, or assigns to items of the default tuple of
+``sample_kwargs``. Tuples are now made into lists.
 """
 
 from ..fix import Fix
@@ -34,7 +32,6 @@ FIX = Fix(
     affected=">=2.6,<2.12",
     examine=SemanticPatch(
         PATCH,
-        "samples have to be a list",
         corrected=[(UPSTREAM, "samples may be tuples")],
     ),
 )

@@ -2,14 +2,12 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2715 (TE 2.14)
 
-Symptom: fused wgrad overwrites ``main_grad`` at every replay, so that only the last microbatch of a step counts
-(wgrad at 0.577 of its norm for three microbatches).
-
 After warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on every module that has the attribute, as
-Megatron's do. The capture that follows reads it and freezes "first microbatch" into the graph: no accumulation. The
-loop is removed. Removing it would freeze FP8 weights instead: those of experts that do not read the graph's skip flag
-(`grouped-linear-skip-flag`), and those of a capture that does not cache weights (`stale-fp8-weights`). Where norms and
-biases get wrong gradients (`param-grad-lifetime`), it makes the training that follows from them no better.
+Megatron's do. The capture that follows reads it and freezes "first microbatch" into the graph: the wgrad overwrites
+``main_grad`` at every replay. The loop is removed. Removing it would freeze FP8 weights instead: those of experts that
+do not read the graph's skip flag (`grouped-linear-skip-flag`), and those of a capture that does not cache weights
+(`stale-fp8-weights`). Where norms and biases get wrong gradients (`param-grad-lifetime`), it makes the training that
+follows from them no better.
 """
 
 import re
@@ -45,7 +43,7 @@ FIX = Fix(
     group="gradients",
     users="several microbatches with Megatron-Core gradient_accumulation_fusion or modules with is_first_microbatch",
     affected="<2.14",
-    examine=SemanticPatch(PATCH, "modules are reset to the first microbatch after warmup", settled=leaves_it_alone),
+    examine=SemanticPatch(PATCH, settled=leaves_it_alone),
     requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),
     check_hints=("backward main_grad",),
 )

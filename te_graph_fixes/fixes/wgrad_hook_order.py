@@ -2,12 +2,10 @@
 
 Upstream: none yet (the hooks came with https://github.com/NVIDIA/TransformerEngine/pull/2614)
 
-Symptom: none on one rank. Megatron-Core's hooks start the reduction of a bucket once its last gradient is ready; where
-two buckets get ready in one ``backward_dw``, as with weights larger than a bucket, ranks that start them in different
-orders hang, or add up different buckets.
-
 The modules of a callable are kept in a ``set``, whose order follows from memory addresses and differs between
-processes. They are kept in a ``dict`` now, in the order of their forwards.
+processes. Megatron-Core's hooks start the reduction of a bucket once its last gradient is ready; where two buckets get
+ready in one ``backward_dw``, as with weights larger than a bucket, ranks start them in different orders. The modules
+are kept in a ``dict`` now, in the order of their forwards.
 """
 
 from ..fix import Fix
@@ -35,5 +33,5 @@ FIX = Fix(
     symptom="ranks run their gradient hooks in different orders: hangs, or sums of different buckets",
     group="pipelines and delayed wgrads",
     users="several ranks with Megatron-Core delay_wgrad_compute and its DDP",
-    examine=SemanticPatch(PATCH, "the modules of a callable are in no order"),
+    examine=SemanticPatch(PATCH),
 )

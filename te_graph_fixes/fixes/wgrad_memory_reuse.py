@@ -2,9 +2,6 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Symptom: ``make_graphed_callables((a, b), ...)`` without ``_order``, modules with ``delay_wgrad_compute``: weight
-gradients of all callables but the first are off by 100 % or inf, without an error (1.0 on the simulator).
-
 The wgrad of each callable is captured right after its dgrad, and what it reads goes back to the pool, where the dgrad
 of the callable before it takes it. Autograd replays all dgrads before anybody can call ``backward_dw``. Wgrads are
 captured after all dgrads now, in a pool of their own, so that they may be replayed in any order too.
@@ -36,8 +33,6 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="make_graphed_callables((a, b), ...) without _order, in modules with delay_wgrad_compute",
     cost="a memory pool of the wgrads' own",
-    examine=SemanticPatch(
-        PATCH, "a wgrad reads memory that a dgrad which is captured later, and replayed earlier, was given"
-    ),
+    examine=SemanticPatch(PATCH),
     check_hints=("wgrad .grad",),
 )

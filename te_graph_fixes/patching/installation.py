@@ -190,6 +190,13 @@ def _inner_codes(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
+_provided: dict[str, tuple[ModuleType, ModuleType, str]] = {}
+"""What was put beside TE's modules in this process, by name: the package, the module, and the text that it has run.
+
+A module is used again, as it holds what belongs to captures: their graphs outlive an activation.
+"""
+
+
 class Installation:
     """What has been put in place for the ``verdicts``, by fix, and the means to take it back."""
 
@@ -209,11 +216,16 @@ class Installation:
                 path = _PATH.format(name)
                 linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
                 if not before:
-                    module = ModuleType(name)
-                    module.__package__, _, child = name.rpartition(".")
-                    self._put(sys.modules[module.__package__], child, module)
+                    parent, _, child = name.rpartition(".")
+                    package, module, executed = _provided.get(name, (None, None, ""))
+                    if module is None or package is not sys.modules[parent]:
+                        package, module, executed = sys.modules[parent], ModuleType(name), ""
+                        module.__package__ = parent
+                    self._put(package, child, module)
                     sys.modules[name] = module
-                    exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+                    if text != executed:
+                        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+                        _provided[name] = package, module, text
             for patch in self._patches:
                 self._install(patch)
             stack.pop_all()

@@ -13,7 +13,7 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
 ``function.Class.method``; without a place it is the module, without file and place that of the hunk before. Notes are
 
 - ``N times``, ``at least once``: how often the pattern matches; a pattern that must not match stands ``0 times``;
-- ``if there``: the place, or what it is in, may be missing;
+- ``if there``: the place, or what it is in, up to the file, may be missing;
 - ``at its start``: for ``+`` lines alone, which go below the docstring;
 - ``or``: of this hunk and the one before, exactly one matches.
 
@@ -31,8 +31,9 @@ import ast
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 from ..fix import Verdict, applicable, not_applicable, not_needed
@@ -52,15 +53,16 @@ Absent = tuple[Callable[[Source], bool], str]
 
 @dataclass(frozen=True)
 class SemanticPatch:
-    """The ``examine`` of a `te_graph_fixes.fix.Fix` that is a ``patch``; ``defect`` is the reason where it fits.
+    """The ``examine`` of a `te_graph_fixes.fix.Fix` that is a ``patch``.
 
     ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
     that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
-    stand for text which depends on the source; ``provides`` modules of `te_graph_fixes.shipped`.
+    stand for text which depends on the source, here and in ``corrected``; ``provides`` modules of
+    `te_graph_fixes.shipped`.
     """
 
     patch: str
-    defect: str
+    _: KW_ONLY
     absent: Sequence[Absent] = ()
     corrected: Sequence[tuple[str, str]] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
@@ -77,8 +79,8 @@ class SemanticPatch:
         for is_absent, reason in self.absent:
             if is_absent(source):
                 return not_applicable(reason)
-        found, misfit = _attempt(source, self._edits)
-        tried = [(reason, _attempt(source, edits, text)[1]) for text, reason in self.corrected]
+        found, misfit = _attempt(source, self._edits, self.patch)
+        tried = [(reason, _attempt(source, self._edits, text)[1]) for text, reason in self.corrected]
         upstream = [reason for reason, error in tried if error is None]
         if len(upstream) > 1 or (upstream and misfit is None):
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
@@ -86,13 +88,13 @@ class SemanticPatch:
             return not_needed(upstream[0])
         if misfit is None:
             modules = {name: text for each in self.provides for name, text in new_module(each).items()}
-            return applicable(self.defect, found or [], modules)
+            return applicable("", found or [], modules)
         if self.settled:
             return not_needed(self.settled(source))
-        raise misfit
+        raise UnrecognizedError("; nor is it corrected: ".join(map(str, [misfit, *(error for _, error in tried)])))
 
-    def _edits(self, source: Source) -> list[Edit]:
-        return edits(source, self.patch, {name: find(source) for name, find in self.names.items()})
+    def _edits(self, source: Source, text: str) -> list[Edit]:
+        return edits(source, text, {name: find(source) for name, find in self.names.items()})
 
 
 def _attempt(
@@ -106,10 +108,16 @@ def _attempt(
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
-    """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
+    """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit, or two edit the same text."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
-    return [edit for ways in read(text) for edit in _fit(source, ways)]
+    found = [(edit, ways[0].number) for ways in read(text) for edit in _fit(source, ways)]
+    for (edit, line), (following, other) in pairwise(sorted(found)):
+        if edit.module == following.module and edit.end > following.start:
+            place = source.module(edit.module).text.count("\n", 0, following.start) + 1
+            hunks = f"the hunks at lines {line} and {other} of the patch"
+            raise UnrecognizedError(f"{hunks} edit the same text, at line {place} of {edit.module}")
+    return [edit for edit, _ in found]
 
 
 def _fit(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
@@ -246,7 +254,10 @@ class Hunk:
 
     def _find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
-        module = source.module(f"{PYTORCH}.{self.file.replace('/', '.')}")
+        name = f"{PYTORCH}.{self.file.replace('/', '.')}"
+        if "if there" in self.notes and source.find(name) is None:
+            return None
+        module = source.module(name)
         if not self.place:
             return Definition(module, "the module", cast(Any, StatementRun(module.tree.body)))
         outer, *inner = self.place.split(".")

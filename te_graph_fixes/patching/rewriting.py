@@ -254,6 +254,11 @@ class _Comparison:
 
     def statement(self, old: Any, new: Any) -> Changes:
         """The changes of a statement that keeps a line."""
+        branch = self.kept_branch(old, new)
+        if branch is not old:
+            test = self.new.piece(*self.new.span(new.test))
+            head = Splice((located(old.test), START), (located(branch.test), END), test)
+            return [head, *self.blocks(branch.body, new.body), *self.blocks(branch.orelse, new.orelse)]
         changes = self.parts(old, new)
         if changes is not None:
             return changes
@@ -265,6 +270,18 @@ class _Comparison:
             Splice((located(old), START), (located(old.body[0]), START), head),
             *self.blocks(old.body, new.body),
         ]
+
+    def kept_branch(self, old: Any, new: Any) -> Any:
+        """Of an ``if`` whose first branches go, the ``elif`` that ``new`` is made of; else ``old`` itself."""
+        while (
+            isinstance(old, ast.If)
+            and isinstance(new, ast.If)
+            and any(map(self.new.kept, new.body))
+            and not any(map(self.old.kept, old.body))
+            and [*map(type, old.orelse)] == [ast.If]
+        ):
+            old = old.orelse[0]
+        return old
 
     def parts(self, old: Any, new: Any) -> Changes | None:
         """The changes inside of a node; None if it has to be replaced as a whole by what it is in."""

@@ -51,12 +51,12 @@ class Capture:
         return self.used
 
     def keep(self, fp8_meta: dict[str, Any]) -> None:
-        """Keep the scales and histories that a module has before its warmup."""
+        """Keep the scales and histories that a module has before its warmup, in host memory."""
         if id(fp8_meta) not in self._before:
             states = {key: fp8_meta[key] for key in KEYS if key in fp8_meta}
             self._before[id(fp8_meta)] = (
                 fp8_meta,
-                {key: (state.scale.clone(), state.amax_history.clone()) for key, state in states.items()},
+                {key: (state.scale.cpu(), state.amax_history.cpu()) for key, state in states.items()},
             )
 
     def end(self) -> None:
@@ -90,11 +90,14 @@ def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
     capture = _current and _current()
     if not capture:
         return
+    in_capture = FP8GlobalStateManager.get_autocast_state()[-1]
     if not torch.cuda.is_current_stream_capturing():
-        capture.keep(fp8_meta)
+        # TE itself keeps the state of modules in the capture's own autocast, if that is of delayed scaling.
+        if not (of_module and in_capture and FP8GlobalStateManager.get_fp8_recipe().delayed()):
+            capture.keep(fp8_meta)
         return
     used = capture.used
-    if FP8GlobalStateManager.get_autocast_state()[-1]:
+    if in_capture:
         recipe = fp8_meta["recipe"]
         used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
     else:

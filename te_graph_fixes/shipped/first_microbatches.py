@@ -19,10 +19,10 @@ class Marks:
     of_capture: Marks | None = None
     """Those of the graph that is being captured, if it does not cache weights for its caller."""
 
-    def __init__(self, module: Any = None) -> None:
+    def __init__(self, flag: torch.Tensor, module: Any = None) -> None:
         modules: Iterable[Any] = getattr(module, "modules", tuple)()
         self._modules = [each for each in modules if hasattr(each, "is_first_microbatch")]
-        self.flag = torch.zeros(1, device="cuda")
+        self.flag = flag
         self.are_read = False
 
     def take(self) -> bool:

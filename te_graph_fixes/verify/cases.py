@@ -43,23 +43,26 @@ class Case:
         return cls(**json.loads(text))
 
 
-# TE #2376: three chunks, eight microbatches.
 PIPELINED = (
     *(1, 1, 1, 1, 2, 3, 2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5),
     *(1, -3, -3.5, -2, -2.5, 1, -1, -1.5, 1, -1, -1.5, 1, -1, -1.5, 2, -1, 3, -1.5, 2, -3, -3.5, 3, -2, -2.5),
     *(2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5, -1, -1.5, -1, -1.5),
 )
+"""TE #2376: three chunks, eight microbatches."""
 
-# Three model chunks, six microbatches in groups of four, on the first of two stages.
-UNEVEN_SENDS = {
-    "order": (
-        *(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -3, 3, -3, 1, -3, 1, -3, 2, -2, 2, -2, 3, -2, 3, -2),
-        *(-1, -1, -1, -1, -3, -3, -2, -2, -1, -1),
-    ),
-    "sizes": (1, 1, 1),
-    "first_stage": True,
-    "module": "layernorm_mlp",
-}
+OVERLAPPED = (
+    *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
+    *(4, -3, 3, -2, 4, -1, -2, -1, -4, -3, -4, -3, -2, -1, -2, -1),
+)
+"""Two model chunks of two layers, each layer a chunk of its own as under ``overlap_moe_expert_parallel_comm``, four
+microbatches, the first of two stages."""
+UNEVEN_SENDS = (
+    *(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -3, 3, -3, 1, -3, 1, -3, 2, -2, 2, -2, 3, -2, 3, -2),
+    *(-1, -1, -1, -1, -3, -3, -2, -2, -1, -1),
+)
+"""Three model chunks, six microbatches in groups of four, on the first of two stages."""
+INTERLEAVED = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
+"""One of two stages, two chunks, four microbatches."""
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
 DUMMIES, PARAMETER_HOOKS = "fused-dummy-copies", "parameter-hooks"
@@ -90,6 +93,13 @@ def _programs(
     """Several, with ``shared`` options."""
     options = {"programs": programs, "events": _STEPS, **shared}
     return Case(name, tuple(fixes), "programs:compare_each", options, quick)
+
+
+def _memory(
+    name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
+) -> Case:
+    """Several, whose captures need the same memory."""
+    return Case(name, tuple(fixes), "memory:compare", {"programs": programs, **shared}, quick)
 
 
 def _training(
@@ -134,6 +144,12 @@ def _changed(*changes: str) -> tuple[str, ...]:
     return "forward", "backward", *changes, "forward", "backward", "update"
 
 
+MISUSES = ("misuse_keyword", "misuse_shape", "misuse_missing", "misuse_more", "misuse_backward", "step")
+VIEWS = ("contiguous", "transposed", "chunk", "steps", "expanded", "permuted", "negative")
+DTYPES = (
+    *("conjugate", "float64", "float16", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+)
 _STEPS = ("step",) * 3
 _MLPS = ("layernorm_mlp",) * 2
 _TWO = (1, 1, -1, -1)
@@ -183,9 +199,26 @@ _ALL = (
     _order("pipelined", PIPELINED),
     _order("pipelined-experts-fp8", PIPELINED, module="grouped_linear", recipe="current"),
     _order("wgrads-not-in-order", (1, 1, -1, -1), reuse=False),
-    Case("wgrad-before-dgrad", (ORDER,), "refusal:illegal_order"),
-    Case("layers-as-chunks", (GRAD_INPUTS,), "pipeline:sent_gradients", quick=True),
-    Case("last-send-before-cooldown", (GRAD_INPUTS,), "pipeline:sent_gradients", UNEVEN_SENDS),
+    _program("wgrad-before-dgrad", (ORDER,), refusal=r"_order\[1\]", order=(1, -1.5, -1), fused=True, delay=True),
+    _program(
+        *("layers-as-chunks", (GRAD_INPUTS,), True),
+        modules=("linear",) * 4,
+        fused=True,
+        order=OVERLAPPED,
+        reuse=True,
+        model_chunks=(2, 2),
+        events=("step_with_sends",),
+    ),
+    _program(
+        *("last-send-before-cooldown", (GRAD_INPUTS,)),
+        modules=("layernorm_mlp",) * 3,
+        fused=True,
+        order=UNEVEN_SENDS,
+        reuse=True,
+        model_chunks=(1, 1, 1),
+        first_stage=True,
+        events=("step_with_sends",),
+    ),
     _training("hooks-after-wgrad", (HOOKS,), delay=True, weights="plain", wgrad_hooks=True, quick=True),
     _training("delayed-unfused", (DELIVERY,), delay=True, weights="plain", fused=False, quick=True),
     _training("delayed-bias", (DELIVERY,), delay=True, weights="plain", bias=True),
@@ -220,7 +253,7 @@ _ALL = (
         fused=True,
         delay=True,
     ),
-    Case("hook-order", (HOOK_ORDER, HOOKS), "callables:hook_order", quick=True),
+    _program("hook-order", (HOOK_ORDER, HOOKS), True, modules=("ListBlock",), fused=True, delay=True, wgrad_hooks=True),
     _program(
         *("plain-data-delayed", (UNREACHED, DELIVERY), True),
         modules=("linear", "layernorm_linear"),
@@ -246,8 +279,27 @@ _ALL = (
         reuse=True,
         takes_grads=True,
     ),
-    Case("output-strides", (WEAK,), "callables:output_strides", quick=True),
-    Case("output-dtypes", (WEAK,), "callables:output_dtypes", quick=True),
+    _memory(
+        "memory-of-microbatches",
+        ("warmup-outputs",),
+        {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}},
+        quick=True,
+        modules=("layernorm_mlp",),
+        hidden=256,
+        fused=True,
+        reuse=True,
+    ),
+    *(
+        _programs(
+            *(name, (WEAK,), {output: {"modules": (f"{output} output",)} for output in outputs}),
+            quick=True,
+            order=(1, 1, -1, 1, -1, -1),
+            reuse=True,
+            takes_grads=True,
+            events=("step",),
+        )
+        for name, outputs in (("output-strides", VIEWS), ("output-dtypes", DTYPES))
+    ),
     _programs(
         *("none-output", ("none-outputs",), {"without an order": {}, "in order": {"order": (1, -1)}}),
         quick=True,
@@ -257,8 +309,24 @@ _ALL = (
     _training(
         "samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, weights="plain", reuse=True, tuples=True
     ),
-    Case("failed-capture", (SAFETY,), "aftermath:failed_capture", quick=True),
-    Case("subclass-after-capture", (SUBCLASS,), "aftermath:subclass_after_capture", quick=True),
+    _programs(
+        *("failed-capture", (SAFETY,)),
+        {
+            "warmup": {"events": ("failed_capture 0 1", "step")},
+            "capture": {"events": ("failed_capture 2 3", "step", "recapture")},
+            "wgrad": {"events": ("failed_capture 4", "step"), "delay": True},
+            "arguments": {"events": ("failed_capture 7 8", "step")},
+        },
+        quick=True,
+        recipe="delayed",
+    ),
+    _program(
+        *("subclass-after-capture", (SUBCLASS,), True),
+        modules=("linear", "subclassed"),
+        together=True,
+        other="current",
+        events=("train_another",),
+    ),
     _program("nested-modules", (NESTED,), True, modules=("nested", "Block", "linear"), recipe="delayed", together=True),
     _program("nested-operations", (NESTED,), modules=("nested_operations",), recipe="current"),
     _program(
@@ -331,7 +399,15 @@ _ALL = (
         tracker=True,
         events=("step", "save", "reseed_tracker", "step", "load", "step"),
     ),
-    Case("misused-arguments", (ARGUMENTS,), "refusal:misused_arguments", quick=True),
+    _programs(
+        *("misused-arguments", (ARGUMENTS,)),
+        {
+            "named": {"modules": ("Named",), "events": MISUSES},
+            "keys": {"modules": ("Structured",), "events": ("misuse_keys", "misuse_key", "step")},
+            "gradient": {"input_grads": False, "events": ("misuse_grad", "step")},
+        },
+        quick=True,
+    ),
     _contract("more-microbatches", breaks=True, quick=True, order=_TWO, reuse=True, events=_THREE_UNDER_WAY),
     _contract("fewer-microbatches", order=(1, 1, 1, -1, 1, -1, -1, -1), reuse=True, events=_BOTH),
     _contract(
@@ -521,9 +597,11 @@ _ALL = (
             "read_input_grads",
         ),
     ),
-    Case("parameters-as-inputs", (LEAVES,), "contract:parameters_as_inputs"),
-    Case("cast-input", (ARGUMENTS,), "contract:cast_input"),
-    Case("outside-of-the-autocast", (CONTRACT,), "contract:outside_of_the_autocast"),
+    _program(
+        "parameters-as-inputs", (LEAVES,), modules=("Bare",), bias=True, retain=True, microbatches=3, takes_grads=False
+    ),
+    _program("cast-input", (ARGUMENTS,), events=("cast_input",)),
+    _program("outside-of-the-autocast", (CONTRACT,), recipe="current", events=("outside_of_the_autocast",)),
     _training("plain-grad", (PARAM_GRADS,), fused=False, weights="plain", quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, weights="plain", fit=True, events=_STEPS * 2),
     _program("fp8-params-of-master", (TRANSPOSES,), recipe="delayed", fp8_params=True, optimizer="master weights"),
@@ -615,8 +693,27 @@ _ALL = (
         modules=("Routed",),
         fused=True,
     ),
-    Case("tied-weight", (PARAM_GRADS,), "gradients:tied_weight", quick=True),
-    Case("fused-mlps", (PARAM_GRADS, DUMMIES), "gradients:fused_mlps", quick=True),
+    _program(
+        *("tied-weight", (PARAM_GRADS,), True),
+        modules=("linear", "Tied"),
+        fused=True,
+        events=(
+            *("forward 0 0", "backward", "drop_grads", "forward 0 1", "backward", "keep_grads") * 3,
+            *("read_kept_grads", "update"),
+        ),
+    ),
+    _programs(
+        *("fused-mlps", (PARAM_GRADS, DUMMIES)),
+        {
+            "in order": {"modules": ("layernorm_mlp",) * 4, "order": INTERLEAVED, "events": ("step", "dummies")},
+            "without an order": {"modules": ("layernorm_mlp",), "events": ("dummies",)},
+        },
+        quick=True,
+        bias=True,
+        fused=True,
+        reuse=True,
+        clean_start=True,
+    ),
     _programs(
         *("parameter-hooks", (PARAMETER_HOOKS, PARAM_GRADS)),
         {

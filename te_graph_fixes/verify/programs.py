@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph import is_graph_capturing
 
 from .cases import BLACKWELL_RECIPES
 from .driver import setting
@@ -17,29 +18,46 @@ from .driver.program import Program, Skipped
 
 REFUSED = r"callable \d|captured with|modified by an inplace operation"
 """What `replay-contract` says where it refuses, and autograd, which it tells that an output was overwritten."""
+LEFT_BEHIND = "left behind"
+"""The kind of what concerns the process, which is not fit for another case where it differs."""
 
 
-def compare(breaks: bool = False, **options: Any) -> dict[str, Any]:
-    """Run a `Program` with these ``options``: by event, the errors of each kind, and wgrad norms over eager.
+def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str, Any]:
+    """Run a `Program` with these ``options``: the errors of each event by kind, and wgrad norms over eager.
 
-    One that ``breaks`` what a capture has fixed may raise what says so.
+    A program that ``breaks`` what a capture has fixed may raise what says so. One with a ``refusal`` has to raise
+    what matches this regular expression.
     """
     try:
         found, wanted = _both(options)
-    except RuntimeError as refusal:
-        if not breaks or not re.search(REFUSED, str(refusal)):
+    except (RuntimeError, ValueError) as error:
+        if not re.search(refusal or (REFUSED if breaks else "$^"), str(error)):
             raise
-        return {"errors": {"refused": [0.0]}, "message": str(refusal)}
-    by_kind: dict[str, list[float]] = {}
+        return {"errors": {"refused": [0.0]}, "message": str(error), "damaged": bool(is_graph_capturing())}
+    by_kind: dict[str, list[float]] = {"refused": [1.0]} if refusal else {}
     for name, size in errors(found, wanted).items():
         by_kind.setdefault(name.partition(": ")[2], []).append(size)
     norms = [_norm(found[name]) / _norm(wanted[name]) for name in wanted if name.endswith(" step: wgrads")]
-    return {"errors": by_kind, "wgrad_norm": norms}
+    return {"errors": by_kind, "wgrad_norm": norms, "damaged": any(by_kind.get(LEFT_BEHIND, ()))}
 
 
 def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
-    """Run several `Program`s with ``shared`` options and some of their own: the largest error of each, by its name."""
-    return {"errors": {name: [max(errors(*_both({**shared, **own})).values())] for name, own in programs.items()}}
+    """Run several `Program`s with ``shared`` options and some of their own: the largest error of each, by its name.
+
+    Those that this GPU or TE lacks something for are left out, if there are others.
+    """
+    largest: dict[str, list[float]] = {}
+    damaged = False
+    for name, own in programs.items():
+        try:
+            sizes = errors(*_both({**shared, **own}))
+        except Skipped:
+            if name == [*programs][-1] and not largest:
+                raise
+            continue
+        largest[name] = [max(sizes.values())]
+        damaged |= any(size for kind, size in sizes.items() if kind.endswith(LEFT_BEHIND))
+    return {"errors": largest, "damaged": damaged}
 
 
 def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .. import __version__
 from ..settings import SWITCH, Settings
+from ..version import __version__
 from .cases import Case
 
 CHILD = (sys.executable, "-m", f"{__package__}.child")

@@ -241,6 +241,42 @@ def test_modules_that_are_left_out(before: str, in_step: str, reason: str) -> No
     )
 
 
+MEGATRON = """
+import sys, types
+client = sys.modules[CLIENT] = types.ModuleType(CLIENT)
+client.FLAG = False
+class Layer(te.Linear):
+    __module__ = "megatron.core.transformer.transformer_layer"
+    def forward(self, x):
+        return super().forward(x) if client.FLAG else super().forward(x) * 2
+layers = torch.nn.ModuleList(Layer(32, 32, **options) for _ in layers)
+make = te.make_graphed_callables
+def capture(*args):
+    client.FLAG = True
+    made = make(*args)
+    client.FLAG = False
+    return made
+te.make_graphed_callables = capture
+"""
+"""Lines for `LOOP` after which its layers run another code in a capture, as Megatron-Core's do."""
+
+
+@pytest.mark.parametrize(
+    ("client", "flag", "last"),
+    [
+        ("megatron.core.transformer.cuda_graphs", "_IS_GRAPH_CAPTURING", EQUAL),
+        ("megatron.core.extensions.te_cuda_graphs", "_IS_GRAPH_CAPTURING", EQUAL),
+        ("megatron.core.elsewhere", "_IS_GRAPH_CAPTURING", ".*; 4 callables are left out"),
+        ("megatron.core.transformer.cuda_graphs", "capturing", ".*; 4 callables are left out"),
+    ],
+)
+def test_layers_of_megatron_run_as_in_a_capture(client: str, flag: str, last: str) -> None:
+    done = loop(MEGATRON.replace("CLIENT", repr(client)).replace("FLAG", flag))
+    assert done.stdout == "trained\n", done.stderr
+    assert re.fullmatch(last, lines(done)[-1]), done.stderr
+    assert ("_IS_GRAPH_CAPTURING in none of megatron.core." in done.stderr) == (last != EQUAL)
+
+
 BROKEN = """
 import transformer_engine.pytorch.graph as graph
 make = graph._make_graphed_callables

@@ -92,8 +92,8 @@ def test_a_fix_is_explained(fix: str, cli: Cli) -> None:
     record = CATALOGUE[fix]
     assert out.startswith(f"{fix} ({record.group}): {record.summary}\n\nsymptom    {record.symptom}\n")
     assert f"\naffected   {record.users}\nversions   TransformerEngine {record.versions}\n" in out
-    assert f"\nhere       TransformerEngine {version}: it has this defect: " in out
-    assert f"\ncost       {record.cost}\n" in out
+    assert f"\nhere       TransformerEngine {version}: it has this defect\n" in out
+    assert (f"\ncost       {record.cost}\n" in out) == bool(record.cost)
     assert f"\nleave out  TE_GRAPH_FIXES_DISABLE={fix}\n" in out
     assert all(link in re.findall("^upstream .*", out, re.MULTILINE)[0] for link in record.upstream)
     wanted = " ".join(sorted(with_required(fix)))

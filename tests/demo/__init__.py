@@ -1,4 +1,1 @@
-"""A small MoE model trained through TransformerEngine's own graph code on the CPU, without and with the fixes.
-
-``python -m tests.demo`` prints the table; ``train`` is what its child processes run.
-"""
+"""A small MoE model trained through TransformerEngine's own graph code on the CPU, without and with the fixes."""

@@ -1,1 +1,1 @@
-"""Programs that nobody wrote, through graphs and eagerly: ``python -m tests.explore`` (docs/explorer.md)."""
+"""Random programs, through graphs and eagerly: ``python -m tests.explore`` (docs/maintainers/explorer.md)."""

@@ -284,7 +284,7 @@ class Open(NamedTuple):
 
 
 OPEN: dict[str, Open] = {}
-"""What was found and is not corrected (docs/survey.md), by its cause: such programs are not drawn."""
+"""What was found and is not corrected (docs/maintainers/survey.md), by its cause: such programs are not drawn."""
 
 FOUND = {
     "the skip flag of a recomputation, after the first microbatch of another graph": Program(

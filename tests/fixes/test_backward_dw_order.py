@@ -12,7 +12,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.verify.cases import Case
 from tests.support.child import measured
-from tests.support.orders import NAMED, random_orders
+from tests.support.legal_orders import NAMED, random_orders
 from tests.support.published import source
 
 FIX = CATALOGUE["backward-dw-order"]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_graph_fixes.shipped.graph_order import grad_input_releases
-from tests.support.pipeline_orders import interleaved, layer_wise
+from tests.support.megatron_orders import interleaved, layer_wise
 
 
 @dataclass

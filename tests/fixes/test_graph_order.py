@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from te_graph_fixes.shipped.graph_order import DGRAD, FORWARD, WGRAD, Entry, Plan, make_plan, parse
-from tests.support.orders import NAMED, changed_order, legal, random_order
+from tests.support.legal_orders import NAMED, changed_order, legal, random_order
 
 SLOW = settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CHOICES = st.integers(0, 2**32).map(random.Random)

@@ -527,6 +527,24 @@ def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
     assert package.module.run() == 1
 
 
+def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[..., StandIn]) -> None:
+    """Its text is run again where it is another; a package that is imported anew gets a new module."""
+    package = standin("def run():\n    return 1\n")
+    first, second = (f"held = [*globals().get('held', ()), {number}]\n" for number in (1, 2))
+    added = []
+    for text in (first, first, second):
+        installation = package.install(applicable("a test", [], {"standin._plan": text}))
+        added.append(sys.modules["standin._plan"])
+        installation.revert()
+    assert added[0] is added[1] is added[2]
+    assert added[0].held == [1, 2]
+    for name in ("standin", CODE):
+        del sys.modules[name]
+    importlib.import_module(CODE)
+    package.install(applicable("a test", [], {"standin._plan": second}))
+    assert sys.modules["standin._plan"].held == [2]
+
+
 def test_a_module_that_raises_leaves_nothing(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     installation = Installation(package.source, {"fix": with_module(package, NEW_MODULE, "raise ValueError('x')")})

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from te_graph_fixes.commands.cli import COMMANDS
+from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import VARIABLES
 from te_graph_fixes.verify.cases import CASES
 from tests.support.child import ROOT, python
@@ -17,10 +22,13 @@ from tools.tables import PAGES, urls, with_parts
 
 README = (ROOT / "README.md").read_text()
 FIRST_SCREEN = "\n".join(README.splitlines()[:40])
-PAGED = [ROOT, ROOT / "docs", ROOT / "docs" / "results", ROOT / "examples", ROOT / "tests" / "simulator"]
-COMMANDED = [page for folder in PAGED for page in sorted(folder.glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+UPSTREAM = ROOT / "docs" / "maintainers" / "upstream"
+PAGED = [ROOT, ROOT / "examples", ROOT / "tests" / "simulator", ROOT / "skills" / "te-graph-fixes"]
+COMMANDED = [*(page for folder in PAGED for page in sorted(folder.glob("*.md"))), *DOCS]
 LINKED = [page for page in COMMANDED if page != ROOT / "CHANGELOG.md"]
 
+CHECKOUT = "PYTHONPATH=CHECKOUT python -m te_graph_fixes"
 NOT_RUN = "not run: "
 LONG = f"{NOT_RUN}it takes minutes; tests/explore/test_explore.py runs the same with fewer programs"
 GPU = f"{NOT_RUN}it needs a GPU; the program is a test of tests/gpu"
@@ -29,30 +37,35 @@ ELSEWHERE = {
     "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
     "pip install -e . tox pre-commit && pre-commit install": SETS_UP,
     "export PYTHONPATH=$PWD PATH=$PWD/.tox/te212/bin:$PATH": SETS_UP,
-    'python -m tools.choices "only calibration-recipe"': "tests/fixes/test_choices_on_the_simulator.py",
+    'python -m tools.choices_of_fixes "only calibration-recipe"': (
+        "tests/fixes/test_choices_of_fixes_on_the_simulator.py"
+    ),
     "TE_GRAPH_FIXES=off python -m tests.simulator -m te_graph_fixes.verify.child calibration": (
         "tests/verify/test_verify.py"
     ),
-    "python -m tools.tables && python -m tests.project.test_containers": "tests/project/test_containers.py",
     "git clone --depth 1 https://github.com/NVIDIA/TransformerEngine te": ".github/workflows/ci.yml",
     "python -m tools.newest; python -m tools.newest te": ".github/workflows/ci.yml",
-    "te-graph-fixes bake --overlay /shared/te-fixes > mounts.txt": "tests/commands/test_bake.py",
-    "te-graph-fixes run --print-env": "tests/commands/test_run.py",
+    "te-graph-fixes bake --overlay /shared/te-fixes": "tests/commands/test_bake.py",
     "te-graph-fixes run torchrun --nproc-per-node 2 examples/gather_reports.py": "tests/activation/test_ranks.py",
     "for sw in off on; do for r in bf16 fp8-delayed fp8-current; do": GPU,
     "python tests/gpu/megatron_moe.py table lines": GPU,
     "python tests/gpu/megatron_configs.py router-shared-late fp8-delayed": GPU,
     "torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py overlap-delayed-shared fp8-delayed": GPU,
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/commands/test_run.py",
-    "te-graph-fixes verify": "tests/verify/test_verify.py",
-    "pip install --no-deps .": f"{NOT_RUN}tox makes this wheel and installs it into each of its environments",
     "te-graph-fixes bake": "tests/commands/test_bake.py",
-    "pip wheel --no-deps --wheel-dir dist .": "tests/project/test_release.py",
     "pip install tox && tox run -e demo": ".github/workflows/ci.yml",
     "pip install tox && tox run": ".ci/run",
     "te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/checking/test_check.py",
     "te-graph-fixes run --check=3,layers=4 torchrun ...": "tests/checking/test_check.py",
-    "te-graph-fixes run --check-strict torchrun ...": "tests/checking/test_check.py",
+    "te-graph-fixes run --check=2,strict torchrun ...": "tests/checking/test_check.py",
+    "te-graph-fixes run --check CMD": "tests/checking/test_check.py",
+    "TE_GRAPH_FIXES=off te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py ...": (
+        "tests/checking/test_check.py"
+    ),
+    "te-graph-fixes run CMD": "tests/commands/test_run.py",
+    "TE_GRAPH_FIXES=off te-graph-fixes run --check CMD": "tests/checking/test_check.py",
+    "python -m tools.newest te --ref pull/3353/merge": "tests/project/test_commits.py",
+    "python -m tools.tables && python -m tests.project.test_containers": "tests/project/test_containers.py",
     "TE_GRAPH_FIXES=off te-graph-fixes run --check torchrun ...": "tests/checking/test_check.py",
     "python -m tests.explore --seed 0 --programs 500 --scripts found": LONG,
     "python -m tests.explore --switch off --no-shrink": LONG,
@@ -69,9 +82,13 @@ ELSEWHERE = {
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of ``console`` blocks that begin with a prompt, without their comments."""
+    """The lines of ``console`` blocks that begin with a prompt, without their comments.
+
+    A checkout that is not installed stands for the command: `test_readme_s_commands_need_no_installation` runs it.
+    """
     blocks = re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
-    return [re.sub(r"\s+#.*", "", line[2:]) for block in blocks for line in block.splitlines() if line[:2] == "$ "]
+    lines = [line[2:] for block in blocks for line in block.splitlines() if line[:2] == "$ "]
+    return [re.sub(r"\s+#.*", "", line).replace(CHECKOUT, "te-graph-fixes") for line in lines]
 
 
 HERE = sorted({command for page in COMMANDED for command in commands(page)} - set(ELSEWHERE))
@@ -110,15 +127,58 @@ def test_no_command_is_forgotten_or_gone() -> None:
     assert [place for place in places if not (ROOT / place).is_file()] == []
 
 
-def test_the_first_screen_says_what_to_type_what_changes_and_how_to_undo_it() -> None:
-    assert len(README.splitlines()) <= 200
-    typed = ("pip install", "status", "run", "verify", "bake", "tox run -e demo", "deactivate()", "=off", "bake --undo")
-    for said in (*typed, "lines added", "make_graphed_callables", 'cuda_graph_impl="transformer_engine"'):
+def test_the_first_screen_says_what_is_wrong_what_to_type_what_it_costs_and_how_to_undo_it() -> None:
+    assert len(README.splitlines()) <= 120
+    typed = (f"{CHECKOUT} status", f"TE_GRAPH_FIXES=off {CHECKOUT} run --check", f"$ {CHECKOUT} run ", "bake --undo")
+    affected = ("make_graphed_callables", "--cuda-graph-impl transformer_engine", "--external-cuda-graph")
+    for said in (*typed, *affected, "graphs off", "checkpoint", "all equal", "It costs", "Undo it"):
         assert said in FIRST_SCREEN, said
 
 
-def test_every_variable_is_named() -> None:
-    assert [name for name in VARIABLES if f"| `{name}` |" not in README] == []
+def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
+    """In a folder that is not the checkout, with a Python that has nothing but wrapt, packaging and TE."""
+    for arguments in (
+        ["status"],
+        ["run", sys.executable, "-c", "import te_graph_fixes as fixes; print(fixes.report())"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "te_graph_fixes", *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(source("2.14.0"))])},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "warmup-main-grads" in done.stdout
+
+
+def test_docs_are_short() -> None:
+    lines = [line for page in DOCS if page.parent != UPSTREAM for line in page.read_text().splitlines()]
+    assert len(lines) <= 2000
+
+
+def test_readme_counts_the_silent_kinds_of_misuse() -> None:
+    table = (ROOT / "docs" / "limits.md").read_text().partition("## What is still silent")[2].partition("\n## ")[0]
+    rows = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # less the heading
+    assert f"[{rows} kinds of misuse](docs/limits.md#what-is-still-silent)" in README
+
+
+def test_reference_names_every_command_and_variable() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert [name for name in VARIABLES if f"| `{name}` |" not in page] == []
+    assert [name for name in COMMANDS if not re.search(rf"^\| `{name}\b", page, re.MULTILINE)] == []
+
+
+def test_symptoms_names_fixes_that_there_are() -> None:
+    page = (ROOT / "docs" / "symptoms.md").read_text()
+    named = {
+        name
+        for row in re.findall(r"corrected[^|]*\|$", page, re.MULTILINE)
+        for name in re.findall(r"`([a-z][a-z\d-]+)`", row)
+    }
+    assert len(named) > 20
+    assert named <= set(CATALOGUE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -143,10 +203,3 @@ def test_there_is_one_address() -> None:
     for page in (*COMMANDED, *PAGES):
         made = re.sub(r"<!-- address -->.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
         assert repository not in made, page
-
-
-def test_the_fix_that_contributing_shows_is_the_one_of_the_package() -> None:
-    diff = (ROOT / "CONTRIBUTING.md").read_text().partition("+++ b/te_graph_fixes/fixes/")[2].partition("\n--- ")[0]
-    name, *lines = diff.splitlines()
-    shown = [re.sub(r",  # .*", ",", line.removeprefix("+")) for line in lines]
-    assert shown == (ROOT / "te_graph_fixes" / "fixes" / name).read_text().splitlines()

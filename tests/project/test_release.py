@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,17 +16,18 @@ from pathlib import Path
 
 import pytest
 
-import te_graph_fixes
 from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fix import NOT_APPLICABLE, NOT_NEEDED
 from te_graph_fixes.patching.source import Source
+from te_graph_fixes.version import NEXT
 from tests.support.published import COVERED, copy_of, source
 from tools import patches
 from tools.tables import urls
 
 pytest.importorskip("build")
 ROOT = Path(__file__).parents[2]
-NAME = f"te_graph_fixes-{te_graph_fixes.__version__}"
+NAME = f"te_graph_fixes-{NEXT}.dev0"
+"""What is built without git, as from a copy."""
 
 
 def tracked(*folders: str) -> list[str]:
@@ -64,7 +66,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     metadata = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
-    assert names == {*tracked("te_graph_fixes"), *(f"{NAME}.dist-info/{name}" for name in metadata)}
+    made = "te_graph_fixes/_version.py"
+    assert names == {made, *tracked("te_graph_fixes"), *(f"{NAME}.dist-info/{name}" for name in metadata)}
     assert {"te_graph_fixes/py.typed", "te_graph_fixes/launcher/sitecustomize.py"} < names
 
 
@@ -78,18 +81,81 @@ def test_the_metadata(wheel: Path) -> None:
     assert metadata.get_all("Project-URL") == [f"{name}, {url}" for name, url in urls().items()]
 
 
-def test_a_release_has_an_address() -> None:
-    tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    if f"v{te_graph_fixes.__version__}" not in tags.stdout.split():
-        pytest.skip(f"this commit is no release: it has no tag v{te_graph_fixes.__version__}")
+def git(*arguments: str, folder: Path = ROOT) -> str:
+    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.invalid")
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_release_has_an_address_and_a_changelog() -> None:
+    tags = [tag for tag in git("tag", "--points-at", "HEAD").split() if re.fullmatch(r"v\d+\.\d+\.\d+", tag)]
+    if not tags:
+        pytest.skip("this commit is no release: it has no tag vX.Y.Z")
     assert [url for url in urls().values() if ".invalid" in url] == [], "pyproject.toml has a placeholder"
+    assert f"\n## [{tags[0][1:]}] - 2" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_what_a_checkout_says_is_next_is_what_a_build_without_git_says() -> None:
+    assert f'fallback-version = "{NEXT}.dev0"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\n## [{NEXT}] - unreleased" in (ROOT / "CHANGELOG.md").read_text()
+
+
+VERSION = "import te_graph_fixes; print(te_graph_fixes.__version__)"
+
+
+def version_of(folder: Path) -> str:
+    """What a Python with ``folder`` on its path is told."""
+    environment = {"PYTHONPATH": str(folder), "TE_GRAPH_FIXES": "off"}
+    command = [sys.executable, "-c", VERSION]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_version_tells_commits_apart(tmp_path: Path) -> None:
+    """In a checkout, a worktree, a build of each, an sdist of a build, and a copy without git."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    dist = build(checkout)
+    assert version_of(checkout) == f"{NEXT}.dev0"  # from what the build has written
+    shutil.rmtree(dist)
+    git("init", "--quiet", "--initial-branch=main", folder=checkout)
+    git("add", "--all", folder=checkout)
+    git("commit", "--quiet", "-m", "One", folder=checkout)
+    one = git("rev-parse", "HEAD", folder=checkout)[:9]
+    assert version_of(checkout) == f"{NEXT}.dev0+g{one}"
+    git("pack-refs", "--all", folder=checkout)
+    git("worktree", "add", "--quiet", "--detach", str(tmp_path / "worktree"), folder=checkout)
+    git("worktree", "add", "--quiet", "-b", "branch", str(tmp_path / "branch"), folder=checkout)
+    git("commit", "--quiet", "--allow-empty", "-m", "Two", folder=tmp_path / "branch")
+    two = git("rev-parse", "HEAD", folder=tmp_path / "branch")[:9]
+    assert version_of(checkout) == version_of(tmp_path / "worktree") == f"{NEXT}.dev0+g{one}"
+    assert version_of(tmp_path / "branch") == f"{NEXT}.dev0+g{two}"
+    built = built_version(checkout)
+    assert built.endswith(f"+g{one}")
+    git("tag", "v9.8.7", folder=checkout)
+    assert built_version(checkout) == "9.8.7"
+
+
+def built_version(checkout: Path) -> str:
+    """What the wheel of a build says that was made of the sdist, in its name and when it is imported."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(checkout.parent / "dist"), "."]
+    shutil.rmtree(checkout.parent / "dist", ignore_errors=True)
+    subprocess.run(command, cwd=checkout, check=True, capture_output=True)
+    (wheel,) = (checkout.parent / "dist").glob("*.whl")
+    folder = checkout.parent / "installed"
+    shutil.rmtree(folder, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    found = version_of(folder)
+    assert wheel.name == f"te_graph_fixes-{found}-py3-none-any.whl"
+    return found
 
 
 def test_the_sdist_can_be_tested(dist: Path) -> None:
     with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "tox.ini"}
-    assert {*wanted, *tracked("te_graph_fixes", "tests", "docs", "examples")} <= names
+    assert {*wanted, "mkdocs.yml", *tracked("te_graph_fixes", "tests", "tools", "docs", "examples", "skills")} <= names
 
 
 def test_the_page_renders(dist: Path) -> None:

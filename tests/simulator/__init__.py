@@ -31,6 +31,10 @@ def install() -> None:
     device.install()
     runtime.install()
     extension.install()
+    if os.environ.get("TE_SIMULATOR_MEMORY") == "nan":  # new memory, which is otherwise as torch leaves it
+        torch = importlib.import_module("torch")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def installed() -> bool:

@@ -170,7 +170,9 @@ def _to(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         moves = device is not None and device.type != _device(self).type
         if moves:
             refuse_in_capture(f"a copy of a tensor to {device}")
-        result = function(self, dtype=dtype or self.dtype, copy=copy or moves, memory_format=memory_format)
+        to_host = moves and device is not None and device.type == "cpu"
+        with _disable_current_modes() if to_host else contextlib.nullcontext():
+            result = function(self, dtype=dtype or self.dtype, copy=copy or moves, memory_format=memory_format)
         return mark_on_host(result) if (device or _device(self)).type == "cpu" else result
 
     return to

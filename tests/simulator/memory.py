@@ -7,16 +7,23 @@ references, a captured graph) sees what the next owner writes there.
 
 Memory outside of pools is the CPU's, and is kept for those who have its address. Where they alone are left, a GPU would
 have given it to somebody else: `overwrite_freed` does what that one does.
+
+Both are counted from `reset_peak` on: the bytes at the peak, as ``torch.cuda.max_memory_allocated`` says them.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 PoolId = tuple[int, int]
 
@@ -69,6 +76,10 @@ class _Segment:
             del self.blocks[at]
 
 
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK
+
+
 def _segment_size(block_size: int) -> int:
     if block_size <= SMALL:
         return 2 << 20
@@ -86,7 +97,7 @@ class Pool:
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Storage of ``nbytes`` bytes which goes back to this pool when nothing owns it any more."""
-        size = -(-nbytes // BLOCK) * BLOCK
+        size = _rounded(nbytes)
         fitting = [
             (block.size, segment.address + block.offset, segment, block)
             for segment in self._segments
@@ -105,6 +116,8 @@ class Pool:
         # torch.from_numpy holds this very array for as long as the storage lives.
         array = segment.memory[block.offset : block.offset + nbytes]
         weakref.finalize(array, segment.release, block).atexit = False
+        if _is_counting and _count is not None:
+            _count.note()
         return torch.from_numpy(array).untyped_storage()
 
     def allocated(self) -> int:
@@ -146,6 +159,70 @@ def leave_pool(pool_id: PoolId) -> None:
 def pools() -> list[Pool]:
     """All pools which a graph uses."""
     return list(_POOLS.values())
+
+
+def allocated() -> int:
+    """Bytes in blocks of pools which are owned by somebody."""
+    return sum(pool.allocated() for pool in pools())
+
+
+class _Count(TorchDispatchMode):
+    """The bytes of pools, and of the tensors that operations have made outside of them since this has been entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outside: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = allocated()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(
+            "__torch_dispatch__" in vars(base) for kind in types for base in kind.__mro__ if base is not torch.Tensor
+        ):
+            return NotImplemented  # it calls operations with plain tensors, which come here
+        for tensor in tree_iter((args, kwargs)):
+            self._see(tensor, is_new=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            self._see(tensor, is_new=True)
+        self.note()
+        return result
+
+    def _see(self, tensor: Any, is_new: bool) -> None:
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._outside:
+                size = _rounded(storage.nbytes()) if is_new else 0
+                self._outside[storage._cdata] = StorageWeakRef(storage), size
+
+    def note(self) -> None:
+        """Look whether this is the peak."""
+        self._outside = {key: found for key, found in self._outside.items() if not found[0].expired()}
+        self.peak = max(self.peak, allocated() + sum(size for _, size in self._outside.values()))
+
+
+_count: _Count | None = None
+_is_counting = False
+
+
+def reset_peak() -> None:
+    """Count from now on, until `peak` is asked for; what is outside of pools already is left out."""
+    global _count, _is_counting
+    peak()
+    _count, _is_counting = _Count(), True
+    _count.__enter__()
+
+
+def peak() -> int:
+    """The most bytes that there have been at once since `reset_peak`. Counting slows all down, and ends here."""
+    global _is_counting
+    if _count is None:
+        return allocated()
+    if _is_counting:
+        _count.__exit__(None, None, None)
+        _is_counting = False
+    return _count.peak
 
 
 def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int = 0) -> torch.Tensor:

@@ -166,7 +166,15 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _memory_allocated(device: Any = None) -> int:
-    return sum(pool.allocated() for pool in memory.pools())
+    return memory.allocated()
+
+
+def _max_memory_allocated(device: Any = None) -> int:
+    return memory.peak()
+
+
+def _reset_peak_memory_stats(device: Any = None) -> None:
+    memory.reset_peak()
 
 
 def _memory_reserved(device: Any = None) -> int:
@@ -230,8 +238,10 @@ _REPLACEMENTS: dict[str, Any] = {
     "set_rng_state_all": lambda states: _set_rng_state(states[0]),
     "empty_cache": _ignore,
     "ipc_collect": _ignore,
-    "reset_peak_memory_stats": _ignore,
+    "reset_peak_memory_stats": _reset_peak_memory_stats,
+    "max_memory_allocated": _max_memory_allocated,
     "memory_allocated": _memory_allocated,
     "memory_reserved": _memory_reserved,
+    "max_memory_reserved": _memory_reserved,
     "nvtx": SimpleNamespace(range_push=_ignore, range_pop=_ignore, mark=_ignore, range=_nothing),
 }

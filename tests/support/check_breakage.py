@@ -15,7 +15,7 @@ import sys
 import te_graph_fixes
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
-from tests.support.left_out import leave_out
+from tests.support.single_edits import leave_out
 
 DEFECTS = {
     "grouped-linear-skip-flag": "experts-fp8-delayed",

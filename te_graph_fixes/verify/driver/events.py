@@ -1,4 +1,4 @@
-"""The events of programs, found by their names, and the run of a program."""
+"""The other events of programs, and the run of a program."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -14,26 +15,30 @@ import torch.utils._pytree as pytree
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .graphs import fused
-from .modules import Block, torch_linear
-from .replays import *  # noqa: F403  # events too
+from . import outputs, replays, sends  # noqa: F401  # modules and events too
+from .graphs import delayed, fused
+from .modules import MODULES, Block, torch_linear
 from .setting import SIMULATED, TOKENS, autocast, program, random, seed_tracker, tracker
-from .training import Training
+from .training import EVENTS, Training, event, fp8_state
 
-step = Training.run
-step_at_rate_0 = functools.partial(step, rate=0.0)
-skipped_step = functools.partial(step, skip=True)
-eager_step = functools.partial(step, eager=True)
-interrupted_step = functools.partial(step, interrupted=True)
-evaluate = Training.evaluation
-evaluate_in_bf16 = functools.partial(evaluate, recipe="bf16")
-evaluate_in_inference_mode = functools.partial(evaluate, mode=torch.inference_mode)
+step = event(Training.run, "step")
+step_at_rate_0 = event(functools.partial(Training.run, rate=0.0), "step_at_rate_0")
+skipped_step = event(functools.partial(Training.run, skip=True), "skipped_step")
+eager_step = event(functools.partial(Training.run, eager=True), "eager_step")
+interrupted_step = event(functools.partial(Training.run, interrupted=True), "interrupted_step")
+evaluate = event(Training.evaluation, "evaluate")
+evaluate_in_bf16 = event(functools.partial(Training.evaluation, recipe="bf16"), "evaluate_in_bf16")
+evaluate_in_inference_mode = event(
+    functools.partial(Training.evaluation, mode=torch.inference_mode), "evaluate_in_inference_mode"
+)
 
 
+@event
 def evaluate_in_other(t: Training) -> None:
     t.evaluation(program.other)
 
 
+@event
 @torch.no_grad()
 def evaluate_average(t: Training) -> None:
     """With other weights, those and back, as with an average of them."""
@@ -45,6 +50,7 @@ def evaluate_average(t: Training) -> None:
         each.copy_(weight)
 
 
+@event
 def infer(t: Training) -> None:
     """Run the first layer without gradients, through its graph for inference.
 
@@ -62,12 +68,14 @@ def infer(t: Training) -> None:
     t.layers[0].train()
 
 
+@event
 def save(t: Training) -> None:
     t.saved = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in t.layers]
     if program.tracker:
         t.saved_states = {name: each.clone_state() for name, each in tracker.get_states().items()}
 
 
+@event
 def load(t: Training) -> None:
     for layer, state in zip(t.layers, getattr(t, "saved", ()), strict=False):
         layer.load_state_dict(state)
@@ -75,10 +83,12 @@ def load(t: Training) -> None:
         tracker.set_states({name: each.clone_state() for name, each in t.saved_states.items()})
 
 
+@event
 def reseed_tracker(t: Training) -> None:
     seed_tracker(int(t.event.split()[0]) + 2)
 
 
+@event
 def recapture(t: Training) -> None:
     """And a step, since a capture makes FP8 state, and eager training only its first forward."""
     if t.graphed:
@@ -87,29 +97,34 @@ def recapture(t: Training) -> None:
     t.run()
 
 
+@event
 def switch_recipe(t: Training) -> None:
     """To the other recipe, and back the next time."""
     t.recipe = program.other if t.recipe == program.recipe else program.recipe
     recapture(t)
 
 
+@event
 def freeze(t: Training) -> None:
     t.layers[-1].requires_grad_(False)
     t.weights -= {*t.layers[-1].parameters()}
     recapture(t)
 
 
+@event
 def unfreeze(t: Training) -> None:
     t.layers[-1].requires_grad_(True)
     t.weights |= {*fused(t.layers[-1])}
     recapture(t)
 
 
+@event
 def reset_fp8(t: Training) -> None:
     FP8GlobalStateManager.reset()
     t.other = torch.ones(1, device="cuda")  # may get the memory of the skip flag that graphs read
 
 
+@event
 def raise_in_autocast(t: Training) -> None:
     """A forward whose backward never comes, and an exception inside an autocast."""
     t.begin()
@@ -118,26 +133,105 @@ def raise_in_autocast(t: Training) -> None:
         raise ZeroDivisionError
 
 
-class Failing(Block):
-    """Fails in its third forward."""
+FAILURES = (
+    *("warmup forward", "warmup backward", "capture forward", "capture backward", "capture wgrad"),
+    *("spoiled forward", "spoiled backward", "no module", "other arguments"),
+)
+"""Where a capture may fail. A spoiled one has read a value, and its stream can capture no more."""
 
-    forwards = 0
+
+class Failing(Block):
+    """Fails where it is told to, in a capture with two iterations of warmup."""
+
+    failure, count = "", 0
 
     def forward(self, x: torch.Tensor) -> Any:
-        self.forwards += 1
-        if self.forwards == 3:
+        out = super().forward(x)
+        if self.failure:
+            self.act("forward", out)
+            out.register_hook(lambda grad: self.act("backward", grad))
+        return out
+
+    def act(self, part: str, tensor: torch.Tensor) -> None:
+        when, wanted = self.failure.split()
+        self.count += part == wanted
+        if part == wanted and self.count == (1 if when == "warmup" else 3):
+            if when == "spoiled":
+                tensor.sum().item()
             raise ZeroDivisionError
-        return super().forward(x)
 
 
-def failed_capture(t: Training) -> None:
-    """Captures of another layer fail: in its forward, and since it is said to be two."""
-    layer, sample = Failing(), random().requires_grad_()
-    t.prepare(-1, layer)
-    for options in {"num_warmup_iters": 2}, {"enabled": (True, True)}:
-        with contextlib.suppress(ZeroDivisionError, AssertionError, ValueError):
-            if t.graphed:
-                t.graph(layer, (sample,), **options)
+class NotAModule:
+    """What is refused once a capture has begun."""
+
+    def modules(self) -> list[object]:
+        return []
+
+
+def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
+    """Two microbatches of a layer that is none of the program's."""
+    for _ in range(2):
+        x = random().requires_grad_()
+        with autocast(recipe):
+            out = layer(x)
+        out.backward(random())
+        for module in delayed(layer) if program.delay and t.graphed else ():
+            module.backward_dw()
+        t.see("outputs of another", out)
+        t.see("dgrads of another", x.grad)
+        t.see("wgrads of another", *(getattr(each, "main_grad", each.grad) for each in layer.parameters()))
+
+
+@event
+def failed_capture(t: Training, *numbers: int) -> None:
+    """Captures of another layer, which is trained before and after, fail in some of the `FAILURES`."""
+    for failure in [FAILURES[number] for number in numbers or (2, 8)]:
+        layer, x = Failing(), random().requires_grad_()
+        t.prepare(-1, layer)
+        train_eagerly(t, layer, t.recipe)
+        layer.failure, layer.count = failure, 0
+        if failure == "capture wgrad":
+            layer.second.backward_dw = lambda layer=layer: layer.act("wgrad", layer.second.weight)
+        x.grad = torch.ones_like(x)
+        modules = (layer, NotAModule()) if failure == "no module" else (layer,)
+        options = {"enabled": (True, True)} if failure == "other arguments" else {}
+        expected = ZeroDivisionError, RuntimeError, AssertionError, ValueError, TypeError
+        if t.graphed:
+            with contextlib.suppress(*expected):
+                t.graph(modules, ((x,),) * len(modules), num_warmup_iters=2, **options)
+        layer.failure = ""
+        vars(layer.second).pop("backward_dw", None)
+        t.see("left behind", x.grad, torch.tensor([len(each._forward_hooks) for each in layer.modules()]))
+        t.see("FP8 state of another", *fp8_state(layer))
+        train_eagerly(t, layer, t.recipe)
+
+
+@event
+def train_another(t: Training) -> None:
+    """In eager training and the other recipe, a module like the last layer that was not captured."""
+    train_eagerly(t, MODULES[program.modules[-1]](), program.other)
+
+
+def warned(t: Training, words: str, x: torch.Tensor) -> None:
+    """Two replays without gradients have to warn once."""
+    if t.graphed:
+        with warnings.catch_warnings(record=True) as messages, torch.no_grad():
+            warnings.simplefilter("always")
+            for _ in range(2):
+                t.calls[0][0](x)
+        if sum(words in str(each.message) for each in messages) != 1:
+            t.see("warned", torch.ones(1))
+
+
+@event
+def cast_input(t: Training) -> None:
+    """An fp32 input for a graph in bf16."""
+    warned(t, "it casts them", random().float())
+
+
+@event
+def outside_of_the_autocast(t: Training) -> None:
+    warned(t, "outside of an autocast", random())
 
 
 def refused(t: Training, misuse: Any) -> None:
@@ -154,17 +248,25 @@ def refused(t: Training, misuse: Any) -> None:
         t.see("taken", torch.ones(1))
 
 
-def misusing(misuse: Any) -> Any:
+def misusing(name: str, misuse: Any) -> Any:
     """The event of a call that gets a graph, its input and its keyword arguments."""
-    return lambda t: refused(t, misuse)
+    return event(lambda t: refused(t, misuse), name)
 
 
-misuse_keyword = misusing(lambda call, x, marks: call(inp=x, **marks))
-misuse_shape = misusing(lambda call, x, marks: call(pytree.tree_map(lambda each: each[: TOKENS // 2], x), **marks))
-misuse_keys = misusing(lambda call, x, marks: call(dict(reversed(x.items())), **marks))
-misuse_missing = misusing(lambda call, x, marks: call(**marks))
+def half(each: torch.Tensor) -> torch.Tensor:
+    return each[: TOKENS // 2]
 
 
+misuse_keyword = misusing("misuse_keyword", lambda call, x, marks: call(inp=x, **marks))
+misuse_shape = misusing("misuse_shape", lambda call, x, marks: call(pytree.tree_map(half, x), **marks))
+misuse_keys = misusing("misuse_keys", lambda call, x, marks: call(dict(reversed(x.items())), **marks))
+misuse_key = misusing("misuse_key", lambda call, x, marks: call({"x": x["x"]}, **marks))
+misuse_missing = misusing("misuse_missing", lambda call, x, marks: call(**marks))
+misuse_more = misusing("misuse_more", lambda call, x, marks: call(x, x, **marks))
+misuse_grad = misusing("misuse_grad", lambda call, x, marks: call(x.clone().requires_grad_(), **marks))
+
+
+@event
 def misuse_backward(t: Training) -> None:
     """A backward of a graph that was captured without gradients."""
     layer, sample = torch_linear(), random().requires_grad_()
@@ -191,11 +293,11 @@ OF_GRAPHS = "memory with graphs"
 def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
     """Run the program: all that it computed, and what it left behind, by event."""
     t = Training(graphed)
-    for number, event in enumerate(program.events):
+    for number, words in enumerate(program.events):
         torch.manual_seed(number + 2 + (100 * dist.get_rank() if program.ranks else 0))
-        t.event = f"{number} {event}"
-        name, *numbers = event.split()
-        globals()[name](t, *map(int, numbers))
+        t.event = f"{number} {words}"
+        name, *numbers = words.split()
+        EVENTS[name](t, *map(int, numbers))
         t.state()
         if not SIMULATED:
             dirty()
@@ -205,7 +307,7 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
         t.release()
     t.event, seen = "released", t.seen
     if SIMULATED:
-        t.calls, t.eager, t.forwards, t.under_way, t.run_before = [], [], [], [], []
+        t.calls, t.eager, t.forwards, t.under_way, t.run_before, t.kept = [], [], [], [], [], []
         gc.collect()
         t.see("memory of graphs", torch.tensor([torch.cuda.memory_allocated()]))
     return seen

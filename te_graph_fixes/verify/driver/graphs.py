@@ -12,17 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .modules import make, torch_linear
+from .modules import MODULES, torch_linear
 from .setting import OPTIONS, everybody, hidden, make_recipe, program, sample, seed_tracker
 
 
-def arguments(number: int, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
-    """Positional and keyword arguments of a layer."""
-    if program.modules[number] == "Structured":
-        return ({"x": x, "offset": offset},), {}
-    if program.modules[number] in ("Sum", "SumOfOne"):
-        return (x, x if program.modules[number] == "SumOfOne" else offset), {}
-    return (x,), {"offset": offset} if program.modules[number] == "Named" else {}
+def arguments(layer: Any, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+    """Positional and keyword arguments of a layer, of an input and of what may be added to it."""
+    return layer.arguments(x, offset) if hasattr(layer, "arguments") else ((x,), {})
+
+
+def parameters_of(layer: Any) -> list[Any]:
+    """The parameters that a layer trains, its own and those that it is given as inputs."""
+    return [*layer.parameters(), *getattr(layer, "given", {}).values()]
 
 
 class Captured:
@@ -41,6 +42,7 @@ class Captured:
         self.nodes: list[Any] = []
         self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.run_before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.kept: list[torch.Tensor | None] = []
         OPTIONS.update(bias=program.bias, fuse_wgrad_accumulation=program.fused)
         OPTIONS["delay_wgrad_compute"] = program.delay and graphed
         with (
@@ -49,7 +51,7 @@ class Captured:
         ):
             self.layers: list[Any] = []
             for kind in program.modules:
-                self.layers.append(self.layers[-1] if kind == "again" else make(kind))
+                self.layers.append(self.layers[-1] if kind == "again" else MODULES[kind]())
             self.extra: Any = None
             if program.first in ("eager", "frozen", "teacher", "cached"):
                 self.extra = te.Linear(hidden(), hidden(), params_dtype=torch.bfloat16, device="cuda")
@@ -97,7 +99,7 @@ class Captured:
             self.reducing = list(map(DistributedDataParallel, self.layers))
 
     def find_parameters(self) -> None:
-        self.parameters = list(dict.fromkeys(each for layer in self.layers for each in layer.parameters()))
+        self.parameters = list(dict.fromkeys(each for layer in self.layers for each in parameters_of(layer)))
         self.weights = {parameter for layer in self.layers for parameter in fused(layer)}
 
     def chunk(self, number: int) -> range:
@@ -115,7 +117,7 @@ class Captured:
                 parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
                 parameter.grad_added_to_main_grad = False
         if program.takes_grads:
-            for parameter in layer.parameters():
+            for parameter in parameters_of(layer):
                 parameter.taken = torch.zeros_like(parameter)
         if not program.late_hooks:
             self.hook_parameters(number, layer)
@@ -203,7 +205,7 @@ class Captured:
         leaf = self.input if program.one_sample or (program.same_input and not number) else sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
-        return arguments(number, leaf, sample())
+        return arguments(self.layers[number], leaf, sample())
 
     def capture_order(self) -> None:
         """Graphs of every chunk and microbatch."""

@@ -1,30 +1,37 @@
-"""The modules of programs, found by their names."""
+"""The modules of programs, by their names."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import transformer_engine.pytorch as te
 
 from .setting import OPTIONS, TOKENS, autocast, everybody, hidden, program, the_tracker, tracker
 
+MODULES: dict[str, Callable[[], Any]] = {}
+"""What makes a module, by its name in programs."""
+Make = TypeVar("Make", bound=Callable[[], Any])
 
-def make(kind: str) -> Any:
-    """The module of this name."""
-    return globals()[kind]()
+
+def module(make: Make) -> Make:
+    """A class or a function that programs may name."""
+    MODULES[make.__name__] = make
+    return make
 
 
-def made(kind: Any, *experts: int, width: int = 1) -> Any:
+def made(name: str, kind: Any, *experts: int, width: int = 1) -> Any:
     """What makes a module with the program's options, ``width`` times as wide inside as its input."""
-    return lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS)
+    MODULES[name] = lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS)
+    return MODULES[name]
 
 
-linear = made(te.Linear)
-layernorm_linear = made(te.LayerNormLinear)
-layernorm_mlp = made(te.LayerNormMLP, width=2)
+linear = made("linear", te.Linear)
+layernorm_linear = made("layernorm_linear", te.LayerNormLinear)
+layernorm_mlp = made("layernorm_mlp", te.LayerNormMLP, width=2)
 
 
 class Experts(te.GroupedLinear):
@@ -45,10 +52,10 @@ class Special(te.Linear):
     """A subclass, as Megatron-Core's MoE layer is one of its dense layer."""
 
 
-grouped_linear = made(Experts, 2)
-eight_experts = made(Experts, 8)
-uneven_experts = made(Uneven, 3)
-subclassed = made(Special)
+grouped_linear = made("grouped_linear", Experts, 2)
+eight_experts = made("eight_experts", Experts, 8)
+uneven_experts = made("uneven_experts", Uneven, 3)
+subclassed = made("subclassed", Special)
 
 
 class Sequences(torch.nn.Module):
@@ -66,10 +73,12 @@ class Layer(Sequences, te.TransformerLayer):
     """Self-attention and an MLP, with dropout behind each."""
 
 
+@module
 def attention() -> Any:
     return Attention(hidden(), 2, **options_of_attention())
 
 
+@module
 def transformer_layer() -> Any:
     return Layer(hidden(), 2 * hidden(), 2, hidden_dropout=0.1, **options_of_attention())
 
@@ -79,42 +88,52 @@ def options_of_attention() -> dict[str, Any]:
     return {"attention_dropout": 0.1, "fuse_qkv_params": True, "get_rng_state_tracker": the_tracker(), **given}
 
 
+@module
 def operation() -> Any:
     return te.ops.Linear(hidden(), hidden(), bias=program.bias, dtype=torch.bfloat16, device="cuda")
 
 
+@module
 def one_operation() -> Any:
     return te.ops.Sequential(operation())
 
 
+@module
 def operations() -> Any:
     return te.ops.Sequential(operation(), operation())
 
 
+@module
 def nested_operations() -> Any:
     return te.ops.Sequential(te.ops.Sequential(operation()), operation())
 
 
+@module
 def torch_linear() -> Any:
     return torch.nn.Linear(hidden(), hidden(), bias=program.bias, dtype=torch.bfloat16, device="cuda")
 
 
+@module
 def dropout() -> Any:
     return torch.nn.Dropout(0.25)
 
 
+@module
 def sequential() -> Any:
     return torch.nn.Sequential(linear(), torch.nn.ReLU(), linear())
 
 
+@module
 def torch_mlp() -> Any:
     return torch.nn.Sequential(torch_linear(), torch.nn.GELU(), torch_linear())
 
 
+@module
 def nested() -> Any:
     return torch.nn.Sequential(torch.nn.Sequential(linear()), te.LayerNorm(hidden(), dtype=torch.bfloat16), linear())
 
 
+@module
 class Block(torch.nn.Module):
     """Two projections."""
 
@@ -126,6 +145,7 @@ class Block(torch.nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
+@module
 class Wide(torch.nn.Sequential):
     """Biases whose gradients are copied together: those of a multiple of 256 bytes."""
 
@@ -134,6 +154,7 @@ class Wide(torch.nn.Sequential):
         super().__init__(*(te.Linear(*each, **OPTIONS) for each in itertools.pairwise(sizes)))
 
 
+@module
 class SpecialInside(Block):
     """One projection is of a subclass."""
 
@@ -142,6 +163,7 @@ class SpecialInside(Block):
         self.first = subclassed()
 
 
+@module
 class CallsOperation(torch.nn.Module):
     """Calls ``forward`` of an operation, not the operation."""
 
@@ -153,13 +175,14 @@ class CallsOperation(torch.nn.Module):
         return self.operation.forward(x)
 
 
+@module
 class ListBlock(torch.nn.Module):
     """Projections in a `ModuleList`, made in another order than the one in which they run."""
 
     def __init__(self) -> None:
         super().__init__()
-        made = [linear() for _ in range(4)]
-        self.layers = torch.nn.ModuleList(made[number] for number in (2, 0, 3, 1))
+        made = [linear() for _ in range(8)]
+        self.layers = torch.nn.ModuleList(made[number] for number in (2, 5, 0, 7, 3, 6, 1, 4))
 
     def forward(self, x: torch.Tensor) -> Any:
         for layer in self.layers:
@@ -167,6 +190,7 @@ class ListBlock(torch.nn.Module):
         return x
 
 
+@module
 class CallsForward(Block):
     """Calls ``forward`` of its projections, not the projections."""
 
@@ -174,6 +198,7 @@ class CallsForward(Block):
         return self.second.forward(torch.relu(self.first.forward(x)))
 
 
+@module
 class WithNone(Block):
     """A second output is None."""
 
@@ -181,6 +206,7 @@ class WithNone(Block):
         return super().forward(x), None
 
 
+@module
 class Signed(Block):
     """A second output is the signs of the first, which need no gradient."""
 
@@ -189,13 +215,17 @@ class Signed(Block):
         return out, out.detach().sign()
 
 
+@module
 class SignsFirst(Signed):
     """The signs come before what they are of."""
+
+    main_output = 1
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x)[::-1]
 
 
+@module
 class Unused(Block):
     """One projection is not used."""
 
@@ -203,6 +233,7 @@ class Unused(Block):
         return self.second(x)
 
 
+@module
 class KeptInBf16(Block):
     """One projection without FP8."""
 
@@ -212,6 +243,7 @@ class KeptInBf16(Block):
         return self.second(x)
 
 
+@module
 class OwnAutocast(Block):
     """One projection in a recipe of its own."""
 
@@ -221,6 +253,7 @@ class OwnAutocast(Block):
             return self.second(x)
 
 
+@module
 class Adapted(Block):
     """Frozen projections with an adapter beside the first."""
 
@@ -245,6 +278,7 @@ class AuxiliaryLoss(torch.autograd.Function):
         return grad, torch.ones((), device=grad.device)
 
 
+@module
 class Routed(Block):
     """Gates by the larger half of the scores, with a loss of their own."""
 
@@ -255,10 +289,12 @@ class Routed(Block):
         return AuxiliaryLoss.apply(self.second(x) * gates, scores.square().sum())
 
 
+@module
 def normed() -> Any:
     return torch.nn.utils.parametrizations.weight_norm(linear())
 
 
+@module
 class Recomputed(Block):
     """Recomputes its activations in its backward."""
 
@@ -267,29 +303,61 @@ class Recomputed(Block):
         return te.checkpoint(self.second, te.checkpoint(self.first, x, **options), **options)
 
 
+@module
 class Named(Block):
     """Takes a keyword argument."""
 
     def forward(self, x: torch.Tensor, *, offset: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(x + offset)
 
+    def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+        return (x,), {"offset": offset}
 
+
+@module
 class Sum(Block):
     """Takes two tensors."""
+
+    def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+        return (x, offset), {}
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(x + 2 * y)
 
 
+@module
 class SumOfOne(Sum):
     """Gets one tensor twice."""
 
+    def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+        return (x, x), {}
 
+
+@module
 class Structured(Block):
     """Takes a dict."""
 
     def forward(self, given: dict[str, torch.Tensor]) -> Any:
         return super().forward(given["x"] + given["offset"])
+
+    def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+        return ({"x": x, "offset": offset},), {}
+
+
+@module
+class Bare(torch.nn.Module):
+    """Has no parameters of its own: those of a projection come as inputs, as in NeMo Automodel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = [torch_linear()]
+        self.given = dict(self.inner[0].named_parameters())
+
+    def forward(self, x: torch.Tensor, *given: torch.Tensor) -> Any:
+        return torch.func.functional_call(self.inner[0], dict(zip(self.given, given, strict=True)), (x,))
+
+    def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+        return (x, *self.given.values()), {}
 
 
 def fork() -> Any:
@@ -310,6 +378,7 @@ class DropGrads(torch.autograd.Function):
             return torch.nn.functional.dropout(grad, 0.25)
 
 
+@module
 class Dropped(Block):
     """Dropout between the projections, of what goes forward and of what comes back."""
 
@@ -320,6 +389,7 @@ class Dropped(Block):
         return self.second(DropGrads.apply(x))
 
 
+@module
 class CoreAttention(Block):
     """Attention between the projections, whose heads are halves of a token."""
 
@@ -332,6 +402,7 @@ class CoreAttention(Block):
         return self.second(self.core(heads, heads, heads).view(x.shape))
 
 
+@module
 class Parallel(torch.nn.Module):
     """Two projections that the ranks share, as tensor parallel with sequence parallel does."""
 
@@ -345,6 +416,7 @@ class Parallel(torch.nn.Module):
         return self.second(self.first(x))
 
 
+@module
 class Tied(torch.nn.Module):
     """A plain product with the first weight of the first layer."""
 

@@ -63,6 +63,7 @@ class Program:
     - ``takes_grads``: the same, and the caller takes each ``.grad`` once it is there, so that none is added to another
     - ``optimizer``: what changes parameters; ``master weights`` as ZeRO's optimizers do
     - ``ranks``: in two processes, which reduce amaxes, and, as ``hooks`` may say, gradients; on the simulator only
+    - ``model_chunks``, ``first_stage``: for `step_with_sends`, the number of layers of each, and which stage this is
     - ``events``: what happens, in order
     """
 
@@ -120,6 +121,8 @@ class Program:
     one_pool: bool = False
     one_sample: bool = False
     checkpoints: tuple[str, ...] = ()
+    model_chunks: tuple[int, ...] = ()
+    first_stage: bool = False
     events: tuple[str, ...] = ("step", "step")
 
     def __str__(self) -> str:

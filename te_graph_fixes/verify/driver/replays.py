@@ -1,6 +1,6 @@
 """Events that run forwards and backwards one by one, in any sequence, and that change what a capture has fixed.
 
-A number behind the name of an event is a graph, a microbatch or a layer.
+A number after the name of an event is a graph, a microbatch or a layer.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ import functools
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
 
+from .graphs import fused
 from .modules import linear
 from .setting import RATE, autocast, program, random
-from .training import Training
+from .training import Training, event
 
-update = functools.partial(Training.update, rate=RATE)
+update = event(functools.partial(Training.update, rate=RATE), "update")
 
 
+@event
 def forward(t: Training, graph: int = 0, *layers: int) -> None:
     """A microbatch through the graphs for microbatch ``graph`` of all layers, or of these."""
     run_forward(t, random().requires_grad_(program.input_grads), graph, layers)
 
 
+@event
 def forward_again(t: Training, graph: int = 0) -> None:
     """The same with the input of the last one, whose gradients add up."""
     run_forward(t, t.run_before[-1][0], graph)
@@ -35,11 +39,13 @@ def run_forward(t: Training, x: torch.Tensor, graph: int, layers: tuple[int, ...
     t.see("outputs", microbatch[1])
 
 
+@event
 def forward_without_grad(t: Training, graph: int = 0) -> None:
     with torch.no_grad():
         t.see("outputs", t.forward(random(), t.chunk(0), graph))
 
 
+@event
 def backward(t: Training, place: int = 0) -> None:
     """The backward of a microbatch, which is the ``place``-th of those that are under way."""
     x, out = t.under_way.pop(place)
@@ -47,17 +53,20 @@ def backward(t: Training, place: int = 0) -> None:
     t.see("dgrads", x.grad)
 
 
+@event
 def backward_and_keep(t: Training) -> None:
     """A backward after which there can be another one."""
     t.under_way[0][1].backward(random(), retain_graph=True)
 
 
+@event
 def backward_that_runs(t: Training) -> None:
     """A backward with a hook that runs the layers without gradients, before they have had theirs."""
     t.under_way[0][1].register_hook(lambda _: forward_without_grad(t))
     backward(t)
 
 
+@event
 def microbatch_in_autocast(t: Training) -> None:
     """A microbatch whose backward is in the autocast too."""
     with autocast(t.recipe):
@@ -65,19 +74,52 @@ def microbatch_in_autocast(t: Training) -> None:
         backward(t)
 
 
+@event
 def wgrad(t: Training, graph: int = 0) -> None:
     """The delayed wgrads of a microbatch."""
     for number in reversed(t.chunk(0)):
         t.wgrad(number, graph, eager=False)
 
 
+@event
 def read_outputs(t: Training) -> None:
     """Those of all microbatches, once more."""
     t.see("outputs", *(out for _, out in t.run_before))
 
 
+@event
 def read_input_grads(t: Training) -> None:
     t.see("dgrads", *(x.grad for x, _ in t.run_before))
+
+
+@event
+def drop_grads(t: Training) -> None:
+    for parameter in t.parameters:
+        parameter.grad = None
+
+
+@event
+def keep_grads(t: Training) -> None:
+    """Take each ``.grad`` without a copy, to be read later."""
+    t.kept += [parameter.grad for parameter in t.parameters]
+    drop_grads(t)
+
+
+@event
+def read_kept_grads(t: Training) -> None:
+    t.see("kept", *t.kept)
+
+
+@event
+def dummies(t: Training) -> None:
+    """A microbatch whose backward has to leave TE's own dummies in the ``.grad`` of fused weights, not copies."""
+    forward(t)
+    backward(t)
+    if t.graphed:
+        addresses = {dummy.data_ptr() for dummy in te.module.base._dummy_wgrads.values()}
+        weights = [weight for number in t.chunk(0) for weight in fused(t.layers[number])]
+        if any(weight.grad is None or weight.grad.data_ptr() not in addresses for weight in weights):
+            t.see("copied", torch.ones(1))
 
 
 def last(layer: Any) -> Any:
@@ -85,16 +127,19 @@ def last(layer: Any) -> Any:
     return [*layer.parameters()][-1]
 
 
+@event
 def replace_data(t: Training, number: int = 0) -> None:
     parameter = last(t.layers[number])
     parameter.data = parameter.data * 1.5
 
 
+@event
 def replace_fp8_data(t: Training) -> None:
     weight = t.layers[0].weight
     weight._data = torch.full_like(weight._data, 56)  # 1.0
 
 
+@event
 def move_weights(t: Training) -> None:
     """Weights are elsewhere from now on, and their memory is another's, as where they are offloaded and come back."""
     for parameter in t.parameters:
@@ -102,6 +147,7 @@ def move_weights(t: Training) -> None:
         before.zero_()
 
 
+@event
 def assign(t: Training, number: int = 0) -> None:
     """``load_state_dict(assign=True)`` makes another parameter."""
     layer = t.layers[number]
@@ -112,44 +158,52 @@ def assign(t: Training, number: int = 0) -> None:
     t.find_parameters()
 
 
+@event
 @torch.no_grad()
 def write_in_place(t: Training, number: int = 0) -> None:
     last(t.layers[number]).mul_(1.5)
 
 
+@event
 def replace_main_grads(t: Training, number: int = 0) -> None:
     for parameter in t.layers[number].parameters():
         if hasattr(parameter, "main_grad"):
             parameter.main_grad = parameter.main_grad.clone()
 
 
+@event
 def zero_main_grads(t: Training) -> None:
     for parameter in t.weights:
         parameter.main_grad.zero_()
 
 
+@event
 def train_all(t: Training, number: int = 0) -> None:
     """Train what was frozen, without another capture."""
     t.layers[number].requires_grad_(True)
     t.find_parameters()
 
 
+@event
 def train_none(t: Training, number: int = 0) -> None:
     """Freeze what was trained, without another capture."""
     t.layers[number].requires_grad_(False)
 
 
+@event
 def add_module(t: Training) -> None:
     t.layers[0].append(linear())
     t.find_parameters()
 
 
+@event
 def replace_module(t: Training) -> None:
     """Replace a module in a captured one, as adapters do."""
     t.layers[0][-1] = linear()
     t.find_parameters()
 
 
+@event
 def go_on_with_a_copy(t: Training) -> None:
     """Train a copy of the layers with other weights, as where an average of weights is made."""
     t.layers = copy.deepcopy(t.layers)

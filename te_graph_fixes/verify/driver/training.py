@@ -7,8 +7,8 @@ import functools
 import gc
 import math
 import pickle
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -19,6 +19,16 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from .graphs import Captured, arguments, delayed
 from .setting import RATE, TOKENS, autocast, program, random, the_tracker, tracker
+
+EVENTS: dict[str, Callable[..., None]] = {}
+"""What may happen in a training, by its name in programs. Numbers after the name are arguments."""
+Event = TypeVar("Event", bound=Callable[..., None])
+
+
+def event(function: Event, name: str = "") -> Event:
+    """What programs may name."""
+    EVENTS[name or function.__name__] = function
+    return function
 
 
 class Training(Captured):
@@ -31,7 +41,7 @@ class Training(Captured):
     def see(self, what: str, *values: torch.Tensor | None) -> None:
         """Keep copies of values, to be compared."""
         kept = self.seen.setdefault(f"{self.event}: {what}", [])
-        kept += [None if value is None else value.detach().clone() for value in values]
+        kept += [None if value is None else comparable(value) for value in values]
 
     def marked(self) -> list[Any]:
         """The modules that mark first microbatches."""
@@ -44,7 +54,7 @@ class Training(Captured):
 
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
         """Run one layer."""
-        given, options = arguments(number, x, x.detach() / 2)
+        given, options = arguments(self.layers[number], x, x.detach() / 2)
         if program.hooks == "ddp" and call is self.layers[number]:
             call = self.reducing[number]
         if program.weights == "cached" and graphed and number not in program.not_captured:
@@ -56,7 +66,11 @@ class Training(Captured):
             call = checkpointed(program.checkpoints[number], call)
         with te.autocast(enabled=False) if in_bf16 else contextlib.nullcontext():
             out = call(*given, **options)
-        return out[program.modules[number] == "SignsFirst"] if isinstance(out, tuple) else out
+        if not isinstance(out, tuple):
+            return out
+        main, *others = sorted(out, key=lambda each: each is not out[getattr(self.layers[number], "main_output", 0)])
+        self.see("outputs", *others)
+        return main
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
         """What runs first in the autocast."""
@@ -133,6 +147,8 @@ class Training(Captured):
                 live[chunk, microbatch] = x, out, output_grad
             elif entry % 1 == 0:
                 x, out, output_grad = live.pop((chunk, microbatch))
+                if (out.shape, out.dtype) != (output_grad.shape, output_grad.dtype):
+                    output_grad = torch.randn_like(out)
                 if program.fit:
                     output_grad = (out.detach() - output_grad) * (2.5 / TOKENS / self.microbatches)
                 out.backward(output_grad)
@@ -254,6 +270,14 @@ class Training(Captured):
         ]
         self.called.clear()
         self.see("left behind", torch.tensor(list("\n".join(map(str, left)).encode())))
+
+
+def comparable(value: torch.Tensor) -> torch.Tensor:
+    """A copy as floating-point numbers or as bytes, which can be compared for every dtype."""
+    copy = value.detach().clone().resolve_conj().resolve_neg()
+    if copy.is_complex():
+        return torch.view_as_real(copy)
+    return copy if copy.is_floating_point() and copy.itemsize > 1 else copy.reshape(-1).view(torch.uint8)
 
 
 def checkpointed(kind: str, call: Any) -> Any:

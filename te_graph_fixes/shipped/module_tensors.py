@@ -1,0 +1,130 @@
+"""What the graphs of a callable use: the same modules and parameters as at the capture, and the same addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from operator import getitem, is_
+from typing import Any
+
+import torch
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+"""The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
+FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
+"""What modules call it that their backward adds wgrads to the ``main_grad`` of weights."""
+
+Slot = tuple[Any, Any, str]
+"""What a tensor is in, a dictionary or a list, its key there, and what errors call it."""
+
+
+class WarmupRecord:
+    """What the warmup has run: modules by the number of their callable, and recipes of callables in FP8."""
+
+    def __init__(self) -> None:
+        self.recipes: dict[int, Any] = {}
+        self.modules: dict[int, set[torch.nn.Module]] = {}
+
+    def note(self, number: int, module: torch.nn.Module) -> None:
+        """Note that a callable has run ``module``, in the autocast of the capture or in one of its own."""
+        self.modules.setdefault(number, set()).add(module)
+        manager = FP8GlobalStateManager
+        if manager.is_fp8_enabled() and manager.fp8_graph_capturing():
+            recipe = manager.get_fp8_recipe()
+            of_operations = (getattr(each, "_fp8_metas", None) for each in module.modules())
+            quantizes = hasattr(module, "fp8_meta") or any(of_operations)
+            if quantizes and (recipe.fp8_dpa or not hasattr(module, "unfused_attention")):
+                self.recipes[number] = recipe
+
+
+class CallableTensors:
+    """What the graphs of one callable use: its ``members``, and tensors that they ``read``, or add to (``written``).
+
+    ``parameters`` are inputs of its graphs, ``ran`` the modules that its warmup has run.
+    """
+
+    def __init__(self, function: Any, parameters: Iterable[torch.Tensor], ran: Iterable[torch.nn.Module]) -> None:
+        own = {parameter for module in ran for parameter in module.parameters(recurse=False) if parameter.numel()}
+        self.frozen = [parameter for parameter in own if not parameter.requires_grad]
+        fused = [module for module in ran if any(getattr(module, name, False) for name in FUSES_WGRADS)]
+        weights = [each for module in fused for each in module.parameters(recurse=False) if each.requires_grad]
+        self.fused = {each for each in weights if each.dim() > 1 and _address(vars(each), "main_grad")}
+        self.members = Members(modules_of(function), {*own, *filter(torch.Tensor.numel, parameters)})
+        held, names = self.members.parameters, self.members.names
+        slots: list[Slot] = [(held, number, f"a parameter ({name})") for number, name in enumerate(names)]
+        quantized = [(vars(each), part) for each in held for part in QUANTIZED if each is not None]
+        slots += [(attributes, part, f"the {part} of a parameter") for attributes, part in quantized]
+        self.read = Addresses(slots)
+        self.written = Addresses((vars(weight), "main_grad", "the main_grad of a parameter") for weight in self.fused)
+
+
+class Members:
+    """The modules inside a callable, and the parameters that it ``reads``: the same objects as at the capture.
+
+    A parameter may be added under a new name: no graph reads it.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], reads: Collection[torch.Tensor]) -> None:
+        self._children = [module._modules for module in modules]
+        self._children_then = [*map(dict, self._children)]
+        registries = [module._parameters for module in modules]
+        slots = [(each, name) for each in registries for name in each if each[name] is None or each[name] in reads]
+        self._registries, self.names = [registry for registry, _ in slots], [name for _, name in slots]
+        self.parameters = [registry[name] for registry, name in slots]
+
+    def require_same(self, callable_name: str) -> None:
+        """RuntimeError where one was replaced, or a module or a parameter that was None was added."""
+        parameters = map(dict.get, self._registries, self.names)
+        if self._children == self._children_then and all(map(is_, parameters, self.parameters)):
+            return
+        for children, then in zip(self._children, self._children_then, strict=True):
+            for name, module in then.items():
+                if module is not None and children.get(name) is not module:
+                    raise _not_there(callable_name, f"a module ({name})")
+        for registry, name, parameter in zip(self._registries, self.names, self.parameters, strict=True):
+            if parameter is not None and registry.get(name) is not parameter:
+                raise _not_there(callable_name, f"a parameter ({name})")
+        raise RuntimeError(
+            f"{callable_name}: modules or parameters were added inside since this graph was captured, and it would run "
+            "without them. Capture again"
+        )
+
+
+class Addresses:
+    """The addresses of tensors. What is there may be another object: a ``main_grad`` may be given up and made again."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        # A tensor that consists of others, as one in FP8, has no address.
+        slots = [(owner, key, what) for owner, key, what in slots if _address(owner, key)]
+        self._owners, self._keys = [owner for owner, _, _ in slots], [key for _, key, _ in slots]
+        self._names = [what for _, _, what in slots]
+        self._then = [*map(_address, self._owners, self._keys)]
+
+    def require_same(self, callable_name: str) -> None:
+        """RuntimeError where one is elsewhere, or gone."""
+        try:
+            if [*map(torch.Tensor.data_ptr, map(getitem, self._owners, self._keys))] == self._then:
+                return
+        except (KeyError, TypeError, RuntimeError):
+            pass  # one is gone
+        for owner, key, what, then in zip(self._owners, self._keys, self._names, self._then, strict=True):
+            if _address(owner, key) != then:
+                raise _not_there(callable_name, what)
+
+
+def _address(owner: Any, key: Any) -> int:
+    """0 where there is no tensor, or one without memory."""
+    tensor = owner.get(key) if isinstance(owner, dict) else owner[key]
+    return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else 0
+
+
+def _not_there(callable_name: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{callable_name}: {what} is not where it was when this graph was captured (its data was replaced, moved or "
+        "resized), and the graph would go on with the old memory. Write into it in place, or capture again"
+    )
+
+
+def modules_of(function: Any) -> list[torch.nn.Module]:
+    """A callable and the modules inside; none if it is a function."""
+    return [*function.modules()] if isinstance(function, torch.nn.Module) else []

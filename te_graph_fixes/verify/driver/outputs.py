@@ -1,0 +1,68 @@
+"""Modules of programs whose outputs lie in memory in many ways, or have many dtypes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from .modules import MODULES
+from .program import Skipped
+from .setting import OPTIONS, TOKENS
+
+DTYPES = (
+    *("float64", "float16", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+)
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda y: y,
+    "transposed": lambda y: y.t(),
+    "chunk": lambda y: y.chunk(2, 1)[1],
+    "steps": lambda y: y[1:, ::2],
+    "expanded": lambda y: y[:, None].expand(-1, 3, -1),
+    "permuted": lambda y: y.view(y.shape[0], 4, -1).permute(1, 2, 0),
+    "negative": lambda y: conjugate(y).imag,
+    "conjugate": lambda y: conjugate(y),
+}
+
+
+def conjugate(y: torch.Tensor) -> torch.Tensor:
+    return torch.complex(y.float(), y.float() + 1).conj()
+
+
+class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
+    """A projection of the transposed input that returns a view of its output. Its dgrad is transposed, too."""
+
+    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(TOKENS, TOKENS, **OPTIONS)
+        self.view_of = view
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.view_of(super().forward(x.t()))
+
+
+class Typed(te.Linear):  # type: ignore[misc,unused-ignore]
+    """A projection with an output of any dtype: a second one, of the first one's bytes, where it has no gradient."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(TOKENS, TOKENS, **OPTIONS)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x.t())
+        if self.dtype.is_complex or (self.dtype.is_floating_point and self.dtype.itemsize > 1):
+            return out.to(self.dtype)
+        return out, out.detach() > 0 if self.dtype == torch.bool else out.detach().view(self.dtype)
+
+
+def typed(name: str) -> Typed:
+    if not hasattr(torch, name):
+        raise Skipped(f"this torch has no {name}")
+    return Typed(getattr(torch, name))
+
+
+MODULES.update({f"{name} output": functools.partial(Viewed, view) for name, view in VIEWS.items()})
+MODULES.update({f"{name} output": functools.partial(typed, name) for name in DTYPES})

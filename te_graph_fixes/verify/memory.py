@@ -1,0 +1,57 @@
+"""The memory that captures take: programs that need the same have the same peak."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .driver.graphs import Captured
+from .driver.program import Program
+from .driver.setting import require, use
+
+LIMIT = 1.01
+"""A peak may be this many times as high as another one that it should be equal to."""
+
+
+def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
+    """Capture several `Program`s with ``shared`` options and some of their own, which need the same memory.
+
+    The error of each is the part by which its peak is above the lowest, 0.0 up to `LIMIT`; ``peaks`` are in bytes.
+    """
+    highest = {name: _highest(Program(**{**shared, **own})) for name, own in programs.items()}
+    ratios = {name: peak / min(highest.values()) for name, peak in highest.items()}
+    errors = {name: [ratio - 1 if ratio > LIMIT else 0.0] for name, ratio in ratios.items()}
+    return {"errors": errors, "peaks": highest}
+
+
+def _highest(program: Program) -> int:
+    """The highest of the peaks in a second run: the first one makes workspaces, which stay."""
+    peaks(program)
+    return max(peaks(program))
+
+
+def peaks(program: Program) -> list[int]:
+    """What each capture of a program adds, at its peak, to the bytes that are allocated before it."""
+    require(program.recipe, program.other)
+    use(program)
+    training = _Measured(graphed=True)
+    training.release()
+    return training.peaks
+
+
+class _Measured(Captured):
+    def __init__(self, graphed: bool) -> None:
+        self.peaks: list[int] = []
+        super().__init__(graphed)
+
+    def graph(self, modules: Any, samples: Any, **options: Any) -> Any:
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        graphs = super().graph(modules, samples, **options)
+        self.peaks.append(torch.cuda.max_memory_allocated() - before)
+        return graphs

@@ -1,0 +1,116 @@
+"""Tools that change TransformerEngine (TE) themselves, before and after this package: what docs/other-patchers.md says.
+
+Each does to a stand-in for TE, by the same means, what frameworks do to TE.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.activation.test_activation import World
+
+GRAPH = "transformer_engine/pytorch/graph.py"
+NOT_APPLIED = ("unrecognized", "failed")
+
+REPLACE = """
+def replace(everywhere):
+    "As Primus replaces a name in its module, and MindSpeed in every module that has taken it."
+    import transformer_engine.pytorch
+    module = sys.modules["transformer_engine.pytorch.graph"]
+    old, module.capture = module.capture, lambda x: ("theirs", x)
+    for other in list(sys.modules.values()) if everywhere else [transformer_engine.pytorch]:
+        for name, value in list(vars(other).items()):
+            if value is old:
+                setattr(other, name, module.capture)
+"""
+WRAP = """
+def wrap():
+    import functools, transformer_engine.pytorch as te
+    module = sys.modules["transformer_engine.pytorch.graph"]
+    theirs = module.capture
+    @functools.wraps(theirs)
+    def capture(x):
+        return theirs(x)[0] + " wrapped", x
+    module.capture = te.capture = capture
+"""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def rewrite(world: World, old: str, new: str) -> None:
+    """As `sed -i`, NeMo-RL and Automodel do it."""
+    path = world.folder / GRAPH
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_a_file_that_was_rewritten_elsewhere_gets_the_fix(world: World) -> None:
+    rewrite(world, "return inner(), x", "return inner(), x + 1")
+    world.run("""
+import te_graph_fixes
+assert results() == ("right", 2, "right", 2) and statuses() == APPLIED
+""")
+
+
+def test_a_file_whose_defect_was_rewritten_is_not_recognised(world: World) -> None:
+    rewrite(world, 'result = "wrong"', 'result = "theirs"')
+    out = world.run("""
+import te_graph_fixes
+assert results() == ("theirs", 1, "right", 2)
+assert statuses() == {"graph": "unrecognized", "linear": "applied"}
+""")
+    assert "TEGraphFixesWarning" in out
+
+
+def test_a_file_that_is_rewritten_after_the_import_changes_the_next_process(world: World) -> None:
+    program = """
+import pathlib, te_graph_fixes
+assert results() == RIGHT
+path = pathlib.Path(sys.modules["transformer_engine.pytorch.graph"].__file__)
+path.write_text(path.read_text().replace("return inner(), x", "return inner(), x + 1"))
+assert results() == RIGHT and statuses() == APPLIED
+"""
+    world.run(program)
+    world.run("import te_graph_fixes; assert results() == ('right', 2, 'right', 2) and statuses() == APPLIED")
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_function_that_was_replaced_before_is_left_to_its_owner(world: World, everywhere: bool) -> None:
+    out = world.run(f"""
+{REPLACE}
+replace({everywhere})
+import te_graph_fixes
+assert results() == ("theirs", 1, "right", 2)
+assert statuses()["linear"] == "applied" and statuses()["graph"] in {NOT_APPLIED}
+""")
+    assert "TEGraphFixesWarning" in out
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_function_that_is_replaced_after_shows_in_the_report(world: World, everywhere: bool) -> None:
+    world.run(f"""
+{REPLACE}
+import te_graph_fixes
+assert results() == RIGHT
+replace({everywhere})
+assert results() == ("theirs", 1, "right", 2)
+assert statuses() == {{"graph": "failed", "linear": "applied"}}
+assert "another package has replaced" in te_graph_fixes.report().fixes["graph"].reason
+""")
+
+
+@pytest.mark.parametrize("first", ["wrap()", "import te_graph_fixes"])
+def test_a_wrapper_and_a_fix_both_act_in_either_order(world: World, first: str) -> None:
+    world.run(f"""
+{WRAP}
+{first}
+import te_graph_fixes
+if {first!r} != "wrap()":
+    wrap()
+assert results() == ("right wrapped", 1, "right", 2) and statuses() == APPLIED
+""")

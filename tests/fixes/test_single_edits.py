@@ -1,0 +1,56 @@
+"""Every single edit of every fix is needed: left out, it changes what a case of `verify` gives, or how much memory.
+
+What neither shows is in `tests.support.single_edits`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from te_graph_fixes.decision import verdicts
+from te_graph_fixes.fix import APPLICABLE
+from te_graph_fixes.patching.source import Edit, Source
+from te_graph_fixes.verify.cases import EXPERTS, PRESWIZZLE
+from tests.support.child import on_simulator
+from tests.support.single_edits import is_done_before
+
+SOURCE = Source.installed()
+GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
+"""What is simulated where Hopper does not run all that a fix edits."""
+
+
+def marks(fix_id: str, edit: Edit) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xfail(reason="a check that can no longer fail")] * is_done_before(SOURCE, fix_id, edit)
+
+
+EDITS = [
+    pytest.param(fix_id, number, id=f"{fix_id}-{number}", marks=marks(fix_id, edit))
+    for fix_id, verdict in verdicts(SOURCE).items()
+    if verdict.verdict == APPLICABLE
+    for number, edit in enumerate(verdict.edits)
+]
+
+
+def lines(fix_id: str, number: int) -> list[dict[str, Any]]:
+    gpu = GPUS.get(fix_id, "hopper")
+    done = on_simulator("tests/support/single_edits.py", fix_id, str(number), TE_GRAPH_FIXES="on", TE_SIMULATOR_GPU=gpu)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return found if done.returncode == 0 else [*found, {"outcome": "failed", "detail": done.stderr[-500:]}]
+
+
+@functools.cache
+def with_all(fix_id: str) -> list[dict[str, Any]]:
+    found = lines(fix_id, -1)
+    assert found
+    assert all(line["outcome"] == "measured" and line["error"] == 0.0 for line in found), found
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fix_id", "number"), EDITS)
+def test_an_edit_that_is_left_out_changes_something(fix_id: str, number: int) -> None:
+    assert lines(fix_id, number) != with_all(fix_id), verdicts(SOURCE)[fix_id].edits[number]

@@ -1,0 +1,257 @@
+"""What is trained, in which recipe and how: graph replay against eager, on the GPU that the simulator stands in for.
+
+    TE_SIMULATOR_GPU=blackwell python -m tests.simulator -m tests.support.recipe_matrix [PART [RECIPE ...]]
+
+prints one JSON line for each combination: its errors other than 0.0 ("right" where there are none), or why
+TransformerEngine (TE) does not take it. ``TE_GRAPH_FIXES=off`` gives those of TE as it is. PART, ``2/7`` say, is every
+seventh of them, from the second on. Each runs in a fork of this process, since a capture that fails may damage it.
+
+    python -m tests.support.recipe_matrix table < LINES
+
+makes a table of such lines: the largest error, ``crash`` for an exception, ``-`` for what TE does not take.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+IN_FLIGHT = (1, 1, -1, 1, -1, -1)
+TRAINED = {"fused": True, "weights": "cached", "drops_dummies": True, "clean_start": True}
+PLAIN = {"weights": "plain", "bias": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cached": {"order": IN_FLIGHT},
+    "cached, one graph": {"microbatches": 3},
+    "not cached": {"order": IN_FLIGHT, "weights": "marked", "fit": True},
+    "plain grads": {"order": IN_FLIGHT, "fused": False, **PLAIN},
+    "delayed wgrads": {"order": (1, 1, -1, -1, -1.5, -1.5), "delay": True, **PLAIN},
+    "quantized weights": {"order": IN_FLIGHT, "fp8_params": True},
+    "quantized weights, FusedAdam": {"order": IN_FLIGHT, "fp8_params": True, "optimizer": "adam of master weights"},
+    "expert without tokens": {"order": IN_FLIGHT, "modules": ("uneven_experts",)},
+    "evaluation": {"order": IN_FLIGHT, "events": ("step", "evaluate", "evaluate_in_bf16") * 2},
+}
+GPU_SPLITS = "GroupedLinear, splits on the GPU"
+RECIPES = ("mxfp8", "nvfp4", "fp8-block", "fp8-current", "fp8-delayed")
+DENSE = tuple(setting for setting in SETTINGS if setting != "expert without tokens")
+MODULES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP"), DENSE),
+    "GroupedLinear": tuple(SETTINGS),
+    "TransformerLayer": tuple(setting for setting in DENSE if setting != "delayed wgrads"),
+    **dict.fromkeys(
+        ("ops.Linear", "ops.GroupedLinear"), ("not cached", "plain grads", "quantized weights", "evaluation")
+    ),
+    **dict.fromkeys(
+        ("LayerNormMLP, recomputed", "TransformerLayer, dropout", "GroupedLinear, padded"), ("cached", "not cached")
+    ),
+    GPU_SPLITS: ("cached", "not cached", "plain grads", "delayed wgrads", "quantized weights", "evaluation"),
+}
+"""What can be trained, in those settings that it has."""
+
+
+def combinations(part: str = "1/1", recipes: Sequence[str] = ()) -> list[tuple[str, str, str]]:
+    """Module, recipe and setting. Every part has all of each."""
+    every = [
+        (module, recipe, setting)
+        for module, settings in MODULES.items()
+        for setting, recipe in itertools.product(settings, recipes or RECIPES)
+    ]
+    first, step = map(int, part.split("/"))
+    return every[first - 1 :: step]
+
+
+def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
+    """The largest errors of two steps, or what was raised."""
+    from te_graph_fixes.verify import programs
+    from te_graph_fixes.verify.driver import modules
+    from te_graph_fixes.verify.driver.program import Skipped
+
+    modules.MODULES.update(MAKERS)
+    plain = {"weights": "plain"} if module.startswith("ops.") else {}  # they quantize their weights in every forward
+    program = {"modules": (IN_THE_DRIVER.get(module, module),), "recipe": recipe.removeprefix("fp8-"), **TRAINED}
+    try:
+        found = programs.compare(**{**program, **SETTINGS[setting], **plain})
+    except Skipped as why:
+        return {"skipped": str(why)}
+    except Exception as error:
+        return {"wrong": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    wrong = {name: round(max(numbers), 3) for name, numbers in found["errors"].items() if any(numbers)}
+    return {"wrong": wrong} if wrong else {"right": True}
+
+
+def layer(dropout: float = 0.0) -> Any:
+    """A layer with two sequences, whose attention is TE's own of plain torch operations."""
+    from te_graph_fixes.verify.driver import modules
+    from te_graph_fixes.verify.driver.setting import hidden
+
+    size, options = hidden(), {**modules.options_of_attention(), "attention_dropout": dropout}
+    return modules.Layer(size, 2 * size, 2, hidden_dropout=dropout, **options)
+
+
+def recomputed() -> Any:
+    """A block whose activations are recomputed in its backward."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    from te_graph_fixes.verify import programs
+    from te_graph_fixes.verify.driver.modules import layernorm_mlp
+
+    class Recomputing(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layernorm_mlp()
+
+        def forward(self, x: Any) -> Any:
+            return te.checkpoint(self.inner, x)
+
+    programs.require_recomputation()
+    return Recomputing()
+
+
+def padded() -> Any:
+    """Two experts with numbers of tokens that no recipe takes, padded and unpadded by TE's modules."""
+    import transformer_engine.pytorch as te
+
+    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS, TOKENS
+
+    splits = [TOKENS // 2 - 7, TOKENS // 2 + 7]
+
+    class Padded(te.GroupedLinear):  # type: ignore[misc]
+        def __init__(self, *sizes: int, **options: Any) -> None:
+            super().__init__(*sizes, **options)
+            self.pad, self.unpad = te.Fp8Padding(2), te.Fp8Unpadding(2)
+
+        def forward(self, x: Any, **marks: bool) -> Any:
+            rows, padded_splits = self.pad(x, splits)
+            return self.unpad(super().forward(rows, padded_splits, **marks), splits)
+
+    return Padded(2, HIDDEN, HIDDEN, **OPTIONS)
+
+
+def operation() -> Any:
+    """A projection of te.ops."""
+    import transformer_engine.pytorch as te
+
+    from te_graph_fixes.verify.driver.setting import HIDDEN
+
+    return te.ops.Sequential(te.ops.Linear(HIDDEN, HIDDEN, **_of_operation()))
+
+
+def grouped_operation() -> Any:
+    """Two experts of te.ops, without a bias, whose grad a Triton kernel sums up."""
+    import transformer_engine.pytorch as te
+
+    from te_graph_fixes.verify.driver.program import Skipped
+    from te_graph_fixes.verify.driver.setting import HIDDEN
+
+    made = getattr(te.ops, "GroupedLinear", None)
+    if made is None:
+        raise Skipped("te.ops.GroupedLinear comes with TransformerEngine 2.14")
+    splits = _splits(hasattr(made, "_fuser_forward_grouped_tensor"))
+
+    class Grouped(te.ops.Sequential):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x, splits)
+
+    return Grouped(made(2, HIDDEN, HIDDEN, **{**_of_operation(), "bias": False}))
+
+
+def grouped_on_gpu() -> Any:
+    """Two experts, without a bias, with kernels of grouped tensors: only the GPU knows their tokens."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.module import grouped_linear
+
+    from te_graph_fixes.verify.driver.program import Skipped
+    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS
+
+    if not hasattr(grouped_linear._GroupedLinear, "_make_grouped_tensor"):
+        raise Skipped("GroupedLinear has no kernels of grouped tensors before TransformerEngine 2.17")
+    options: dict[str, Any] = {"bias": False}
+    if "use_grouped_tensor" in inspect.signature(te.GroupedLinear.__init__).parameters:  # TE 2.20
+        options["use_grouped_tensor"] = True
+    else:
+        os.environ["NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"] = "1"
+    splits = _splits(on_gpu=True)
+
+    class Experts(te.GroupedLinear):  # type: ignore[misc]
+        def forward(self, x: Any, **marks: bool) -> Any:
+            return super().forward(x, splits, **marks)
+
+    return Experts(2, HIDDEN, HIDDEN, **{**OPTIONS, **options})
+
+
+def _splits(on_gpu: bool) -> Any:
+    import torch
+
+    from te_graph_fixes.verify.driver.setting import TOKENS
+
+    if on_gpu:
+        return torch.tensor([TOKENS // 4, TOKENS * 3 // 4], device="cuda")
+    return torch.tensor([TOKENS // 2] * 2, device="cpu")
+
+
+def _of_operation() -> dict[str, Any]:
+    from te_graph_fixes.verify.driver.setting import OPTIONS
+
+    names = {"params_dtype": "dtype", "fuse_wgrad_accumulation": "accumulate_into_main_grad"}
+    return {names.get(name, name): value for name, value in OPTIONS.items() if name != "delay_wgrad_compute"}
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "TransformerLayer": layer,
+    "ops.Linear": operation,
+    "ops.GroupedLinear": grouped_operation,
+    "LayerNormMLP, recomputed": recomputed,
+    "TransformerLayer, dropout": functools.partial(layer, 0.1),
+    "GroupedLinear, padded": padded,
+    GPU_SPLITS: grouped_on_gpu,
+}
+"""What makes modules that the driver does not have."""
+IN_THE_DRIVER = {
+    "Linear": "linear",
+    "LayerNormLinear": "layernorm_linear",
+    "LayerNormMLP": "layernorm_mlp",
+    "GroupedLinear": "grouped_linear",
+}
+
+
+def table(lines: Iterable[str]) -> Iterator[str]:
+    """Rows of Markdown, one for each setting and module."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in map(json.loads, lines):
+        (module, recipe, setting), wrong = line["case"], line.get("wrong", {"": 0.0})
+        cell = "-" if "skipped" in line else "crash" if isinstance(wrong, str) else str(round(max(wrong.values()), 2))
+        cells.setdefault((setting, module), {})[recipe] = cell
+    yield f"| way | module | {' | '.join(RECIPES)} |"
+    yield "|---" * (2 + len(RECIPES)) + "|"
+    for (setting, module), found in cells.items():
+        yield f"| {setting} | `{module}` | {' | '.join(found.get(recipe, '') for recipe in RECIPES)} |"
+
+
+def main(*arguments: str) -> None:
+    """What the module's docstring says."""
+    if arguments == ("table",):
+        print("\n".join(table(sys.stdin)))
+        return
+    import transformer_engine.pytorch  # noqa: F401
+
+    from te_graph_fixes.verify.driver import setting
+
+    setting.HIDDEN = setting.TOKENS = 128  # a smaller weight has one layout of NVFP4's scales
+    import te_graph_fixes.verify.programs  # noqa: F401
+
+    for case in combinations(*arguments[:1], recipes=arguments[1:]):
+        sys.stdout.flush()
+        if not (child := os.fork()):
+            print(json.dumps({"case": case, **measure(*case)}), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

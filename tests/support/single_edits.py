@@ -1,0 +1,383 @@
+"""The cases of `verify` that are about a fix, with one edit of it left out, until one gives something else.
+
+What shows in none of them, because nothing that is computed depends on it, is in `OTHERS`.
+python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a line of JSON a case; -1 leaves nothing out.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import te_graph_fixes
+from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.installation import patched
+from te_graph_fixes.patching.source import Edit, ModuleSource, Source
+
+DONE_BEFORE = {"backward-dw-order": ("is_training", "need_bwd_dw_graph[per_callable_bwd_idx]")}
+"""Checks of TransformerEngine's that a fix deletes, by what they name: its plan has made them before the captures."""
+
+
+def is_done_before(source: Source, fix_id: str, edit: Edit) -> bool:
+    """Whether an edit deletes a check that can no longer fail, so that nothing shows whether it is left out."""
+    deleted = "" if edit.text else "".join(source.module(edit.module).text[edit.start : edit.end].split())
+    return any(name in deleted for name in DONE_BEFORE.get(fix_id, ()))
+
+
+def leave_out(fix_id: str, number: int) -> None:
+    """Let a fix go without one of its edits, from TransformerEngine's import on; ``-1`` leaves none out."""
+    fix = CATALOGUE[fix_id]
+
+    def without_one(source: Source) -> Verdict:
+        verdict = fix.examine(source)
+        kept = tuple(edit for place, edit in enumerate(verdict.edits) if place != number)
+        return dataclasses.replace(verdict, edits=kept)
+
+    CATALOGUE[fix_id] = dataclasses.replace(fix, examine=without_one)
+
+
+def conditions(source: Source, verdict: Verdict) -> list[tuple[Edit | str, int, int]]:
+    """The conditions, and operands of ``and`` and ``or``, that a fix brings: edit or new module, start, end."""
+    found: list[tuple[Edit | str, int, int]] = []
+    for name, (before, text) in patched(source, [verdict]).items():
+        module, shift = ModuleSource(name, name, text), 0
+        places = sorted({module.span(node) for node in _conditions(module.tree)})
+        found += [(name, start, end) for start, end in places if not before]
+        for edit in sorted(verdict.edits, key=lambda edit: (edit.start, edit.end)):
+            if edit.module == name:
+                first, size = edit.start + shift, len(edit.text)
+                found += [
+                    (edit, start - first, end - first) for start, end in places if first <= start < end <= first + size
+                ]
+                shift += size - (edit.end - edit.start)
+    return found
+
+
+def _conditions(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.BoolOp):
+            yield from node.values
+
+
+def turn_round(fix_id: str, number: int) -> None:
+    """Let a fix go with one of its `conditions` negated, wherever its text is, from TransformerEngine's import on."""
+    examine = CATALOGUE[fix_id].examine
+    found = functools.cache(lambda source: conditions(source, examine(source))[number])
+
+    def turned(source: Source, verdict: Verdict) -> Verdict:
+        where, start, end = found(source)
+
+        def negated(text: str) -> str:
+            return f"{text[:start]}(not ({text[start:end]})){text[end:]}"
+
+        edits = (each._replace(text=negated(each.text)) if each == where else each for each in verdict.edits)
+        texts = {name: negated(text) if name == where else text for name, text in verdict.new_modules.items()}
+        return dataclasses.replace(verdict, edits=tuple(edits), new_modules=texts)
+
+    for name, fix in CATALOGUE.items():
+        CATALOGUE[name] = dataclasses.replace(fix, examine=lambda source, fix=fix: turned(source, fix.examine(source)))
+
+
+def delivered() -> dict[str, Any]:
+    """What the functions below give; the last two, where this TransformerEngine has such experts."""
+    from transformer_engine.pytorch.module import grouped_linear
+
+    found: dict[str, Any] = {"left": left_after_reset()}
+    if hasattr(grouped_linear, "is_module_grouped_tensor_path_supported"):
+        found |= delayed_experts() | wgrads_of_experts()
+    return found
+
+
+def left_after_reset() -> int:
+    """Tensors of the weight's shape that are there after a graph with delayed wgrads was reset."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    layer = te.Linear(64, 48, params_dtype=torch.bfloat16, device="cuda", delay_wgrad_compute=True)
+    te.make_graphed_callables(layer, (torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True),))
+    layer.reset()
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) and each.shape == layer.weight.shape for each in gc.get_objects())
+
+
+def delayed_experts() -> dict[str, Any]:
+    """Calls of hooks, and delayed wgrads, of experts whose tokens only the GPU knows, which cases train nowhere."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.module import grouped_linear as modules
+    from transformer_engine.pytorch.ops.basic import grouped_linear as operations
+
+    modules.is_module_grouped_tensor_path_supported = lambda *_: True  # else on Blackwell only
+    operations.is_op_fuser_grouped_tensor_path_supported = lambda *_: True
+    found: dict[str, Any] = {}
+    for kind, made, options in (
+        ("module", te.GroupedLinear, {"params_dtype": torch.bfloat16, "use_grouped_tensor": True}),
+        ("operation", te.ops.GroupedLinear, {"dtype": torch.bfloat16}),
+    ):
+        experts, called = made(2, 64, 48, bias=False, device="cuda", delay_wgrad_compute=True, **options), []
+        experts.register_wgrad_accumulation_and_reduce_hooks(lambda called=called: called.append(1))
+        x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        layer = te.make_graphed_callables(with_splits(experts), (x,))
+        for _ in range(2):
+            layer(x).sum().backward()
+            layer.backward_dw()
+        found[kind] = len(called), [float(weight.grad.mean()) for weight in experts.parameters()]
+    return found
+
+
+def with_splits(experts: Any) -> Any:
+    """A layer of two experts that get 32 tokens each, which only the GPU knows."""
+    import torch
+
+    splits = torch.tensor([32, 32], device="cuda")
+
+    class Layer(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.experts(x, splits)
+
+    return Layer()
+
+
+def reductions_in_capture() -> int:
+    """How often experts whose tokens only the GPU knows reduce the backward's amaxes while they are captured."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import MXFP8BlockScaling
+    from transformer_engine.pytorch.module import grouped_linear
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    if not hasattr(grouped_linear, "is_module_grouped_tensor_path_supported"):
+        return 0
+    reduced, reduce = [], FP8GlobalStateManager.reduce_and_update_fp8_tensors
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors = lambda forward=True: (
+        reduced.append(forward) or reduce(forward)
+    )
+    options = {"params_dtype": torch.bfloat16, "use_grouped_tensor": True, "bias": False, "device": "cuda"}
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    layer = with_splits(te.GroupedLinear(2, 64, 64, **options))
+    te.make_graphed_callables(layer, (x,), enabled=True, recipe=MXFP8BlockScaling())
+    return reduced.count(False)
+
+
+def wgrads_of_experts() -> dict[str, list[float]]:
+    """What two wgrads of 1.0 become in experts with a parameter each or one for all, in every form that these have."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
+
+    os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"
+    options = {"bias": False, "device": "cuda", "delay_wgrad_compute": True}
+
+    def rowwise() -> Any:
+        return GroupedTensor.make_grouped_tensor_from_rowwise_data(
+            num_tensors=2, tensor_shape=(48, 64), rowwise_data=torch.ones(2 * 48 * 64), dtype=torch.float32
+        )
+
+    def split() -> Any:
+        return [torch.ones(48, 64) for _ in range(2)]
+
+    found = {}
+    for made, form, one in (
+        (te.GroupedLinear, rowwise, True),
+        (te.ops.GroupedLinear, rowwise, True),
+        (te.ops.GroupedLinear, split, True),
+        (te.ops.GroupedLinear, split, False),
+    ):
+        experts = made(2, 64, 48, **options, single_grouped_weight=one)
+        for _ in range(2):
+            experts.wgrad_store.put([[torch.empty(0)], [], form()], lambda *_: (None, [], None))
+            experts.backward_dw()
+        grads = [float(weight.grad.mean()) for weight in experts.parameters()]
+        found[f"{made.__module__}, {form.__name__}, {len(grads)}"] = grads
+    return found
+
+
+def copies_turned_off() -> int:
+    """Of how many buffers a weight's gradients are, where the caller wants no copies."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    run = te.make_graphed_callables(layer, (sample,), clone_param_grads_on_return=False)
+    grads = [torch.autograd.grad(run(sample).sum(), layer.weight)[0] for _ in range(3)]
+    return len({grad.data_ptr() for grad in grads})
+
+
+def captured_operations() -> int:
+    """How many kinds of operations can be captured: one by itself, and some in a `te.ops.Sequential`."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    kinds = [lambda operation: operation, te.ops.Sequential]
+    for kind in kinds:
+        operation = te.ops.BasicLinear(64, 64, dtype=torch.bfloat16, device="cuda")
+        te.make_graphed_callables(kind(operation), (sample,))
+    return len(kinds)
+
+
+def left_by_a_capture() -> tuple[int, bool]:
+    """Cached weights and the mark of a first microbatch in a module that keeps none, captured after one that does."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    layers = [te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    forward = layers[1].forward
+
+    def marked(x: torch.Tensor) -> Any:
+        layers[1].is_first_microbatch = False
+        return forward(x)
+
+    layers[1].forward, layers[1].is_first_microbatch = marked, True
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    for layer, cached in zip(layers, (True, False), strict=True):
+        options = {"enabled": True, "recipe": Float8CurrentScaling(), "cache_quantized_params": cached}
+        te.make_graphed_callables(layer, (sample,), **options)
+    return len(layers[1]._fp8_workspaces), layers[1].is_first_microbatch
+
+
+def kept_in_recomputations() -> list[float]:
+    """Gradients of second microbatches whose graphs recompute with the weights of the first, behind one that caches."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling
+
+    class Layer(te.Linear):  # type: ignore[misc,unused-ignore]
+        def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
+            first, self.is_first_microbatch = self.is_first_microbatch, False
+            out: torch.Tensor = te.checkpoint(lambda x: te.Linear.forward(self, x, is_first_microbatch=first).tanh(), x)
+            return out
+
+    gpu = {"dtype": torch.bfloat16, "device": "cuda"}
+    options = {"enabled": True, "recipe": DelayedScaling(), "allow_unused_input": True}
+    order = {"_order": [1, 1, -1, -1], "_num_layers_per_chunk": [1]}
+    found = []
+    for given, runs in (({}, 1), (order, 2)):
+        torch.manual_seed(1)
+        cached, layer = (kind(64, 64, params_dtype=torch.bfloat16, device="cuda") for kind in (te.Linear, Layer))
+        layer.is_first_microbatch = True
+        samples = [(torch.zeros(64, 64, **gpu, requires_grad=True),) for _ in range(runs)]
+        te.make_graphed_callables(cached, samples[0], cache_quantized_params=True, **options)
+        graphs = te.make_graphed_callables((layer,), samples, **options, **given)
+        for _ in range(3):
+            layer.is_first_microbatch = True
+            inputs = [torch.randn(64, 64, **gpu, requires_grad=True) for _ in range(2)]
+            for graph, x in zip(graphs * (2 // runs), inputs, strict=True):
+                with te.autocast(enabled=True, recipe=options["recipe"]):
+                    out = graph(x)
+                out.sum().backward()
+            found.append(float(inputs[1].grad.float().norm()))
+            with torch.no_grad():
+                layer.weight.mul_(1.5)
+    return found
+
+
+def first_microbatches() -> tuple[Any, ...]:
+    """What the two functions above give."""
+    return left_by_a_capture(), kept_in_recomputations()
+
+
+def numbers_of_the_tracker() -> bool:
+    """Whether a wgrad that draws random numbers draws those that a tracker got after the capture."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
+
+    tracker, drawn = CudaRNGStatesTracker(), torch.zeros(64, device="cuda")
+    tracker.add("wgrads", 1)
+
+    class Layer(te.Linear):  # type: ignore[misc,unused-ignore]
+        def backward_dw(self) -> None:
+            super().backward_dw()
+            with tracker.fork("wgrads"):
+                drawn.copy_(torch.rand(64, device="cuda"))
+
+    layer = Layer(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda", delay_wgrad_compute=True)
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    run = te.make_graphed_callables(layer, (sample,))
+    tracker.reset()
+    tracker.add("wgrads", 2)
+    run(sample).sum().backward()
+    with tracker.fork("wgrads"):
+        torch.rand(64, device="cuda")
+    run.backward_dw()
+    tracker.reset()
+    tracker.add("wgrads", 2)
+    with tracker.fork("wgrads"):
+        return torch.equal(drawn, torch.rand(2, 64, device="cuda")[1])
+
+
+def weights_held_after_reset() -> int:
+    import torch
+    import transformer_engine.pytorch as te
+
+    layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    te.make_graphed_callables(layer, (sample,))
+    layer.reset()
+    looked_at = [each for each in gc.get_objects() if type(each).__name__ == "Members"]
+    return sum(len(each.parameters) for each in looked_at)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "delayed-wgrad-delivery": delivered,
+    "grouped-linear-amax-reduction": reductions_in_capture,
+    "param-grad-lifetime": copies_turned_off,
+    "replay-contract": weights_held_after_reset,
+    "rng-states-at-replay": numbers_of_the_tracker,
+    "stale-fp8-weights": first_microbatches,
+    "wgrad-hook-order": captured_operations,
+}
+
+
+def main(fix_id: str, number: int) -> None:
+    leave_out(fix_id, number)
+    import torch
+    import transformer_engine.pytorch  # noqa: F401
+
+    from te_graph_fixes.verify.cases import select
+    from te_graph_fixes.verify.child import _measure
+
+    figures = {"reserved": 0, "allocated": 0}
+    replay = torch.cuda.CUDAGraph.replay
+
+    def measured(graph: Any) -> None:
+        replay(graph)
+        figures["reserved"] = max(figures["reserved"], torch.cuda.memory_reserved())
+        figures["allocated"] = max(figures["allocated"], torch.cuda.memory_allocated())
+
+    torch.cuda.CUDAGraph.replay = measured
+    status = te_graph_fixes.report().fixes[fix_id]
+    if fix_id in OTHERS and status.status == "applied":
+        name = OTHERS[fix_id].__name__
+        print(json.dumps({"case": name, "outcome": "measured", "error": 0.0, name: OTHERS[fix_id]()}), flush=True)
+    for case in sorted(select([fix_id]), key=lambda case: not case.quick):
+        figures.update(dict.fromkeys(figures, 0))
+        found = _measure(case) if status.status == "applied" else {"outcome": status.status, "detail": status.reason}
+        if found["outcome"] != "skipped":
+            result = {name: found[name] for name in ("outcome", "error", "detail") if name in found}
+            print(json.dumps({"case": case.name, **result, **figures}), flush=True)
+        if found["outcome"] not in ("skipped", "measured") or found.get("error"):
+            return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

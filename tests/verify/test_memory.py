@@ -1,0 +1,198 @@
+"""The memory of captures on the simulator: no fix adds to its peak, and warmup leaves ``main_grad`` alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from te_graph_fixes.decision import verdicts
+from te_graph_fixes.fix import APPLICABLE
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.source import Source
+from te_graph_fixes.verify.cases import Case
+from tests.support import published
+from tests.support.child import measured, simulate
+from tests.support.megatron_orders import interleaved
+
+LIMIT = 1.01
+EXPERTS: dict[str, Any] = {"modules": ("grouped_linear",) * 2, "hidden": 256, "fused": True, "weights": "cached"}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "experts": {**EXPERTS, "weights": "marked"},
+    "experts together": {**EXPERTS, "weights": "marked", "together": True},
+    "experts in order": {**EXPERTS, "weights": "marked", "order": (1, 1, -1, -1), "reuse": True},
+    "experts, current": {**EXPERTS, "recipe": "current"},
+    "experts, delayed": {**EXPERTS, "recipe": "delayed"},
+    "dense, interleaved": {
+        "modules": ("layernorm_mlp",) * 4,
+        "hidden": 256,
+        "fused": True,
+        "order": tuple(interleaved(4, 1, 4, 16)),
+        "reuse": True,
+    },
+}
+NEEDED = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE]
+
+
+def peaks(setting: str) -> dict[str, int]:
+    """The bytes that the captures of `PROGRAMS` add at their peak."""
+    case = Case("peaks", (), "memory:compare", {"programs": PROGRAMS})
+    found: dict[str, int] = measured(case, TE_GRAPH_FIXES=setting)["peaks"]["measures"]["peaks"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, int]:
+    return peaks("off")
+
+
+def test_all_fixes_together_add_nothing_to_the_peak(without: dict[str, int]) -> None:
+    found = peaks("on")
+    assert {name: found[name] / peak for name, peak in without.items() if found[name] > LIMIT * peak} == {}
+
+
+def required(fix: str) -> set[str]:
+    return {fix}.union(*map(required, CATALOGUE[fix].requires))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fix", NEEDED)
+def test_a_fix_adds_nothing_to_the_peak(without: dict[str, int], fix: str) -> None:
+    found = peaks(",".join(sorted(required(fix) & set(NEEDED))))
+    assert {name: found[name] / peak for name, peak in without.items() if found[name] > LIMIT * peak} == {}
+
+
+MAIN_GRADS = """
+import json, te_graph_fixes, torch, transformer_engine.pytorch as te
+
+class Layer(te.Linear):
+    fails = False
+
+    def forward(self, x):
+        out = super().forward(x)
+        if self.fails:
+            out.register_hook(self.fail)
+        return out
+
+    def fail(self, grad):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 2:
+            raise ZeroDivisionError
+
+options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda", "fuse_wgrad_accumulation": True}
+
+def capture(main_grads, fails=False, training=True):
+    layers = [Layer(32, 32, **options).train(training) for _ in main_grads]
+    for layer, main_grad in zip(layers, main_grads):
+        layer.weight.main_grad, layer.weight.grad_added_to_main_grad = main_grad, False
+    layers[-1].fails = fails
+    samples = tuple((torch.ones(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True),) for _ in layers)
+    try:
+        te.make_graphed_callables(tuple(layers), samples)
+    except ZeroDivisionError:
+        pass
+    assert all(layer.weight.main_grad is each for layer, each in zip(layers, main_grads))
+
+def numbers(*shape, **options):
+    return torch.randn(*shape, device="cuda", **options)
+
+buffer = numbers(3 * 32 * 32 + 100)
+zeros, one = torch.zeros(32, 32, device="cuda"), numbers(32, 32)
+programs = {
+    "zeros": ([zeros, torch.zeros_like(zeros)], {}),
+    "NaN": ([numbers(32, 32).fill_(torch.nan)], {}),
+    "views of a buffer": ([buffer[n * 1024 + 50:][:1024].view(32, 32) for n in range(3)], {}),
+    "shared": ([one, one], {}),
+    "of two dtypes": ([numbers(32, 32, dtype=torch.bfloat16), numbers(32, 32)], {}),
+    "without training": ([numbers(32, 32)], {"training": False}),
+    "a warmup that fails": ([numbers(32, 32), numbers(32, 32)], {"fails": True}),
+}
+changed = []
+for name, (main_grads, given) in programs.items():
+    everything = [*main_grads, buffer]
+    before = [each.clone() for each in everything]
+    capture(main_grads, **given)
+    if not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, everything)):
+        changed.append(name)
+print(json.dumps(changed))
+"""
+
+
+def changed_main_grads(setting: str) -> list[str]:
+    """In which programs a capture has changed a ``main_grad``, or memory beside it."""
+    return json.loads(simulate("-c", MAIN_GRADS, TE_GRAPH_FIXES=setting))
+
+
+def test_warmup_leaves_main_grads_as_they_were() -> None:
+    assert changed_main_grads("on") == []
+
+
+def test_without_the_fix_warmup_changes_main_grads() -> None:
+    found = changed_main_grads("off")
+    assert {"zeros", "views of a buffer", "shared", "of two dtypes", "a warmup that fails"} <= set(found)
+    assert "without training" not in found
+
+
+OUTPUTS = """
+import contextlib, json, weakref, te_graph_fixes, torch, transformer_engine.pytorch as te
+
+class Watched(te.Linear):
+    # Says, in warmup, how many outputs are there that no backward needs any more.
+    def forward(self, x):
+        out = super().forward(x)
+        if torch.cuda.is_current_stream_capturing():
+            return out
+        counts.append(count())
+        last = weakref.ref(out)
+        if out.requires_grad:
+            out.register_hook(lambda _: (counts.append(count()), used.append(last)) and None)
+        else:
+            used.append(last)
+        return out
+
+def count():
+    return sum(each() is not None for each in used)
+
+found = {}
+for name, training, order in (
+    ("training", True, None),
+    ("evaluation", False, None),
+    ("training in order", True, [1, -1] * 4),
+    ("evaluation in order", False, [1, -1] * 4),
+):
+    used, counts = [], []
+    layers = tuple(Watched(32, 32, bias=False, params_dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    samples = [
+        (torch.ones(16, 32, dtype=torch.bfloat16, device="cuda").requires_grad_(training),)
+        for _ in range(12 if order else 3)
+    ]
+    options = {"_order": order, "_num_layers_per_chunk": [3], "sample_kwargs": [{}] * 12} if order else {}
+    # After the warmup TE refuses to capture an evaluation in order.
+    with torch.set_grad_enabled(training), contextlib.suppress(KeyError):
+        te.make_graphed_callables(tuple(layer.train(training) for layer in layers), tuple(samples), **options)
+    found[name] = max(counts)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def te_219() -> str:
+    return str(published.source("2.19.0"))
+
+
+def outputs(path: str, setting: str) -> dict[str, int]:
+    """How many outputs warmup keeps that have been used, by program."""
+    return json.loads(simulate("-c", OUTPUTS, path=path, TE_GRAPH_FIXES=setting))
+
+
+def test_warmup_of_te_219_lets_go_of_outputs(te_219: str) -> None:
+    assert min(outputs(te_219, "off").values()) > 1
+    assert max(outputs(te_219, "on").values()) <= 1
+
+
+def test_memory_of_microbatches_shows_what_te_219_keeps(te_219: str) -> None:
+    name = "memory-of-microbatches"
+    without, with_fixes = (measured(name, path=te_219, TE_GRAPH_FIXES=each)[name] for each in ("off", "on"))
+    assert without["error"] > 0.1
+    assert with_fixes["error"] == 0.0

@@ -1,0 +1,140 @@
+"""Is any choice of fixes worse than TransformerEngine (TE) alone, on the simulator?
+
+    python -m tools.choices_of_fixes [CHOICE ...]
+
+A choice is ``without FIX`` (all but this one, and those that require it), ``only FIX`` (this one with those that it
+requires) or ``upstream``; by default all of them, for the fixes that the installed TE needs. Each case of `verify` is
+measured with TE alone and with the choice. A line of JSON says what a choice makes of the cases that are wrong with it,
+and which of these it makes worse than TE alone does; the exit status is 1 if there is one. ``--cases`` names the cases,
+or fixes whose cases are meant, ``--workers`` how many choices are measured at a time.
+
+TE is imported once. Each choice is made in a fork of that process, and each case is measured in a fork of this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import te_graph_fixes
+from te_graph_fixes.decision import verdicts, with_required
+from te_graph_fixes.fix import APPLICABLE
+from te_graph_fixes.patching.source import Source
+from te_graph_fixes.settings import DISABLE, SWITCH, VERBOSE
+from te_graph_fixes.verify import child
+from te_graph_fixes.verify.cases import Case, select
+from te_graph_fixes.verify.runner import Outcome
+from tests.simulator import install
+
+LIMIT = 300
+"""Seconds that a case may take."""
+GARBAGE = 15.0
+"""A larger error comes from memory that nothing has written, and is another one in each run."""
+OF_OTHERS = ("checkpoints-of-a-chunk",)
+"""Cases in which, without `param-grad-lifetime`, gradients are whatever other graphs have written there since."""
+ALIKE = 1.01
+"""A choice is worse where its error is more than so many times that of TE alone."""
+
+
+def choices() -> list[str]:
+    """All choices for the installed TE."""
+    needed = [fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE]
+    return ["upstream", *(f"{word} {fix_id}" for word in ("without", "only") for fix_id in needed)]
+
+
+def variables(choice: str) -> dict[str, str]:
+    """The environment variables that make a choice, or ``off``: TE alone."""
+    word, _, fix_id = choice.partition(" ")
+    if word == "without":
+        return {SWITCH: "on", DISABLE: fix_id}
+    return {SWITCH: ",".join(sorted(with_required(fix_id))) if fix_id else word}
+
+
+def measured(choice: str, cases: Sequence[Case]) -> dict[str, Outcome]:
+    """Make a choice in this process, and measure each case in a fork of it."""
+    os.environ.update(variables(choice))
+    te_graph_fixes.activate()
+    return {case.name: _in_a_fork(case) for case in cases}
+
+
+def _in_a_fork(case: Case) -> Outcome:
+    reads, writes = os.pipe()
+    if (process := os.fork()) == 0:
+        signal.alarm(LIMIT)
+        os.dup2(writes, 1)
+        try:
+            child.main([case.name])
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads) as pipe:
+        line = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if not line:
+        return Outcome("failed", detail=f"the process ended with status {status}")
+    found = json.loads(line)
+    return Outcome(**{name: value for name, value in found.items() if name not in ("case", "last")})
+
+
+def worse(case: Case, found: Outcome, alone: Outcome) -> bool:
+    """Whether an outcome is worse than that of TE alone: an exception than a right number, a wrong number than both.
+
+    A program that has to raise, and one of `OF_OTHERS`, is as wrong with any number: its memory has another owner.
+    """
+    if found.error and alone.error:
+        larger = found.error > ALIKE * alone.error and alone.error <= GARBAGE
+        return larger and not case.options.get("breaks") and case.name not in OF_OTHERS
+    return _rank(found) > _rank(alone)
+
+
+def _rank(outcome: Outcome) -> int:
+    return 0 if outcome.right else 2 if outcome.outcome == "measured" else 1
+
+
+def compared(choice: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> dict[str, Any]:
+    """What a choice makes of the cases."""
+    found = measured(choice, cases)
+    bad = [case.name for case in cases if worse(case, found[case.name], alone[case.name])]
+    return {
+        "choice": choice,
+        "applied": len(next(iter(found.values())).applied),
+        "wrong": {name: each.text for name, each in found.items() if not each.right},
+        "worse": {name: f"{alone[name].text} -> {found[name].text}" for name in bad},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("choices", nargs="*", metavar="CHOICE")
+    parser.add_argument("--cases", nargs="*", default=[], metavar="CASE")
+    parser.add_argument("--workers", type=int, default=1)
+    options = parser.parse_args()
+    te_graph_fixes.deactivate()
+    os.environ.update({DISABLE: "", VERBOSE: "0"})
+    install()
+    importlib.import_module("te_graph_fixes.verify.programs")
+    gc.freeze()  # no fork looks through what is here
+    chosen, any_worse = options.choices or choices(), False
+    with multiprocessing.get_context("fork").Pool(options.workers, maxtasksperchild=1) as pool:
+        each = pool.map(functools.partial(measured, "off"), ([case] for case in select(options.cases)), chunksize=1)
+        alone = {name: found for part in each for name, found in part.items() if found.outcome != "skipped"}
+        wrong = {name: found.text for name, found in alone.items() if found.wrong}
+        print(json.dumps({"choice": "off", "cases": len(alone), "wrong": wrong}), flush=True)
+        cases = [case for case in select(options.cases) if case.name in alone]
+        for line in pool.imap_unordered(functools.partial(compared, cases=cases, alone=alone), chosen):
+            print(json.dumps(line), flush=True)
+            any_worse = any_worse or bool(line["worse"])
+    sys.exit(any_worse)
+
+
+if __name__ == "__main__":
+    main()
