@@ -37,7 +37,6 @@ TEXT = {
     "test_patch.py",
     "test_readme.py",
     "test_release.py",
-    "test_required.py",
     "test_run.py",
     "test_settings.py",
     "test_source.py",
