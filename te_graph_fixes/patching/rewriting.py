@@ -25,37 +25,8 @@ from .source import Edit, ModuleSource, first_line
 _NEAR = 200
 """How many characters are looked through for a parenthesis."""
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
-_OPERATORS = set(
-    [
-        "+",
-        "-",
-        "*",
-        "/",
-        "//",
-        "%",
-        "@",
-        "**",
-        "<",
-        ">",
-        "<=",
-        ">=",
-        "==",
-        "!=",
-        "|",
-        "&",
-        "^",
-        "<<",
-        ">>",
-        ".",
-        "[",
-        "(",
-        "and",
-        "or",
-        "not",
-        "in",
-        "is",
-    ]
-)
+_BINDING = re.compile(r"[-+*/%@<>=!|&^.(\[]+|and|or|not|in|is")
+"""Tokens that could take a part of an expression beside them."""
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
 
 Spot: TypeAlias = "tuple[Any, int]"
@@ -429,7 +400,7 @@ def _common(old: Side, new: Side, spans: Sequence[tuple[int, int]], shift: int) 
 
 def _binds(node: Any, token: str) -> bool:
     """Whether a token beside what ``ANY_NAME`` stands for could take a part of it."""
-    return isinstance(node, ast.Name) and node.id.startswith("ANY") and token in _OPERATORS
+    return isinstance(node, ast.Name) and node.id.startswith("ANY") and _BINDING.fullmatch(token) is not None
 
 
 def replace(definition: Definition, node: Any, text: str) -> Edit:

@@ -262,7 +262,7 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
         (hunk(" x = a").replace("code", "other"), "module .*other .*line 1 of the patch"),
         (
             hunk("-x = a\n+x = b") + "@@\n-a\n+c",
-            "the hunks at lines 1 and 4 of the patch edit the same text, at code.py:2",
+            "lines 1 and 4 of the patch edit the same text, at code.py:2",
         ),
     ],
 )
