@@ -30,9 +30,11 @@ from te_graph_fixes.decision import verdicts
 for folder in map(str.strip, sys.stdin):
     source, answers = Source.at(folder), {}
     for fix, found in verdicts(source).items():
-        texts = patched(source, [found]) if found.verdict == "applicable" else {}
+        word = str(getattr(found, "state", "") or found.verdict)  # older checkouts have another name for it,
+        changes = {fix: found} if hasattr(found, "state") else [found]  # and take no names
+        texts = patched(source, changes) if word == "applicable" else {}
         made = {name: hashlib.sha256(text.encode()).hexdigest() for name, (_, text) in texts.items()}
-        answers[fix] = found.verdict, made, found.reason.replace(folder, "TE")
+        answers[fix] = word, made, found.reason.replace(folder, "TE")
     print(json.dumps(answers), flush=True)
 """
 

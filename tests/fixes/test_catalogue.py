@@ -63,7 +63,7 @@ def test_an_empty_te_is_never_edited(fix: Fix, tmp_path: Path) -> None:
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
-    verdict = fix.verdict(Source.at(tmp_path))
+    verdict = fix.verdict_on(Source.at(tmp_path))
     assert verdict.verdict in (UNRECOGNIZED, NOT_APPLICABLE)
     assert not verdict.edits
 

@@ -75,7 +75,7 @@ def test_another_shape_is_unrecognized(version: str, name: str, tmp_path: Path) 
     path = copy(version, tmp_path) / part
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    verdict = FIX.verdict(Source.at(tmp_path))
+    verdict = FIX.verdict_on(Source.at(tmp_path))
     assert (verdict.verdict, verdict.edits) == ("unrecognized", ())
 
 

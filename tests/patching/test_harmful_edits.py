@@ -215,7 +215,7 @@ def with_texts(tree: Source, texts: dict[str, str]) -> Source:
 
 
 def require_not_negative(fix_id: str, tree: Source, where: str = "") -> Verdict:
-    found = CATALOGUE[fix_id].verdict(tree)
+    found = CATALOGUE[fix_id].verdict_on(tree)
     assert found.verdict in (APPLICABLE, UNRECOGNIZED), f"{fix_id}: {found.verdict}: {found.reason} {where}"
     if found.verdict == APPLICABLE:
         for before, after in patched(tree, {"": found}).values():
