@@ -38,8 +38,8 @@ def functions(module: ModuleSource) -> list[ast.FunctionDef]:
 
 def bodies(module: ModuleSource) -> Iterator[list[ast.stmt]]:
     """Every list of statements inside of functions."""
-    inside = {node for function in functions(module) for part in function.body for node in ast.walk(part)}
-    for node in [*functions(module), *inside]:
+    inside = [node for function in functions(module) for part in function.body for node in ast.walk(part)]
+    for node in dict.fromkeys([*functions(module), *inside]):
         for name in ("body", "orelse", "finalbody"):
             body = getattr(node, name, None)
             if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
@@ -117,6 +117,13 @@ def parameters(module: ModuleSource) -> Insertions:
             yield max(module.span(part)[1] for part in parts if part), ", harmless=None"
 
 
+def streams(module: ModuleSource) -> Insertions:
+    """A stream for everything that is captured."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_graph_context_wrapper":
+            yield module.span([*node.args, *node.keywords][-1])[1], ", stream=harmless"
+
+
 def decorators(module: ModuleSource) -> Insertions:
     """Two more: around all others, and within them."""
     for node in functions(module):
@@ -159,6 +166,7 @@ INSERTIONS: dict[str, Callable[[ModuleSource], Insertions]] = {
     "comment": comments,
     "comment behind": at_line_ends,
     "parameter": parameters,
+    "stream": streams,
     "decorator": decorators,
 }
 
@@ -211,7 +219,7 @@ def made(decision: Decision) -> dict[str, list[str]]:
     return {name: sorted(map(ast.unparse, ast.parse(HARMLESS.sub("", text)).body)) for name, (_, text) in texts.items()}
 
 
-HARMLESS = re.compile(r"^.*harmless line.*\n|  # harmless$|, harmless=None|_harmless\b", re.MULTILINE)
+HARMLESS = re.compile(r"^.*harmless line.*\n|  # harmless$|, harmless=None|, stream=harmless|_harmless\b", re.MULTILINE)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
