@@ -112,7 +112,6 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
@@ -128,8 +127,17 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
         model = DistributedDataParallel(made, DistributedDataParallelConfig(grad_reduce_in_fp32=True), gpt)
     torch.cuda.current_stream().wait_stream(stream)
     if graphs:
-        TECudaGraphHelper([model], made, TOKENS, 1, []).create_cudagraphs()
+        capture(model)
     return gpt, model
+
+
+def capture(model: Any) -> Any:
+    """Capture the layers of a model that was built for it; Megatron's helper, which can delete the graphs."""
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    helper = TECudaGraphHelper([model], model.config, TOKENS, 1, [])
+    helper.create_cudagraphs()
+    return helper
 
 
 def step(model: Any, data: Iterator[Any]) -> list[float]:

@@ -89,7 +89,5 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted = _part(config)
     if wanted == "all":
         return None
-    if collection_path == Path(__file__).parent / "gpu":
-        return True
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if is_test and (collection_path.name in TEXT) != (wanted == "text") else None

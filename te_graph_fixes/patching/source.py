@@ -28,7 +28,10 @@ from .tree import Node, Slot, extent, first_line, first_name, slots_in
 
 TE = "transformer_engine"
 _NEVER = 1_000_000_007
-_DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
+_DISTRIBUTIONS = (
+    *(TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch"),
+    *("transformer_engine_rocm7", "transformer_engine_rocm_torch"),
+)
 
 
 class TENotFoundError(Exception):

@@ -56,19 +56,20 @@ def main() -> int:
         return child(options.programs, options.hidden)
     folders = dict(each.split("=", 1) for each in options.te or ["installed="])
     names = options.programs or [*PROGRAMS, VERIFY]
-    tasks = [(te, switch, name) for te in folders for switch in ("off", "on") for name in names if name != VERIFY]
-    tasks += [(te, switch, VERIFY) for te in folders for switch in ("off", "on") if VERIFY in names]
+    names = [name for name in names if name != VERIFY] + [name for name in names if name == VERIFY]
+    tasks = [(te, switch, name) for name in names for te in folders for switch in ("off", "on")]
+    results: dict[tuple[str, str, str], dict[str, Any]] = {}
+    above: list[str] = []
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.processes) as pool:
         run = functools.partial(measured, folders, lock.name, options.hidden)
-        results = dict(zip(tasks, pool.map(lambda task: run(*task), tasks), strict=True))
-    if options.json:
-        options.json.write_text(json.dumps([[*task, found] for task, found in results.items()], indent=1))
-    above = [
-        each
-        for te in folders
-        for name in names
-        for each in (table_of_verify if name == VERIFY else table)(te, name, results)
-    ]
+        for task, numbers in zip(tasks, pool.map(lambda task: run(*task), tasks), strict=True):
+            results[task] = numbers
+            if options.json:
+                options.json.write_text(json.dumps([[*task, numbers] for task, numbers in results.items()], indent=1))
+            te, switch, name = task
+            if switch == "on":
+                above += (table_of_verify if name == VERIFY else table)(te, name, results)
+                sys.stdout.flush()
     print("\n".join(["", f"above {LIMIT}:", *above] if above else ["", f"no peak is above {LIMIT}"]))
     return int(bool(above))
 

@@ -1,7 +1,7 @@
 """``python -m tests.demo``: train a small model with the newest TransformerEngine (TE) in three ways, and compare.
 
-Graphs off, TE's graphs, and TE's graphs with the fixes; TE's own code, on a CPU that plays the GPU. Exit status 0 if
-TE's graphs are wrong and with the fixes every loss, output and gradient is that of graphs off, bit for bit; 1 if not.
+Graphs off, TE's graphs, and these with the fixes; TE's own code, on the CPU simulator. Exit status 0 if TE's graphs are
+wrong, and with the fixes every loss, output and gradient is that of graphs off, bit for bit; 1 if not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tools.commits` on a repository of two commits, made of published TransformerEngines (TE)."""
+"""`tools.commits` and `tools.newest` on a repository of two commits, made of published TransformerEngines (TE)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 import te_graph_fixes
 from tests.support.published import source
+from tools import newest
 from tools.commits import PARTS, main
 
 VERSIONS = ("2.12.0", "2.15.0")
@@ -60,3 +61,15 @@ def test_what_differs_is_said(
     assert said in out
     assert differs == bool(old)
     assert out.count("It is ") == (2 if old else 0)
+
+
+def test_newest_reads_a_ref_and_leaves_the_working_tree(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    git = ("git", "-C", str(checkout))
+    subprocess.run([*git, "update-ref", "refs/pull/1/merge", "main~1"], check=True)
+    text = checkout / "transformer_engine" / "pytorch" / "graph.py"
+    before = text.read_text()
+    assert newest.main([str(checkout), "--ref", "pull/1/merge", "--ref", "main"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("TransformerEngine ")] == list(VERSIONS)
+    subprocess.run([*git, "update-ref", "-d", "refs/pull/1/merge"], check=True)
+    assert text.read_text() == before

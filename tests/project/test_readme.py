@@ -31,7 +31,7 @@ LINKED = [page for page in COMMANDED if page != ROOT / "CHANGELOG.md"]
 CHECKOUT = "PYTHONPATH=CHECKOUT python -m te_graph_fixes"
 NOT_RUN = "not run: "
 LONG = f"{NOT_RUN}it takes minutes; tests/explore/test_explore.py runs the same with fewer programs"
-GPU = f"{NOT_RUN}it needs a GPU; the program is a test of tests/gpu"
+GPU = f"{NOT_RUN}it needs a GPU; the program is in tests/gpu"
 SETS_UP = f"{NOT_RUN}it sets up a machine"
 ELSEWHERE = {
     "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
@@ -47,8 +47,6 @@ ELSEWHERE = {
     "python -m tools.newest; python -m tools.newest te": ".github/workflows/ci.yml",
     "te-graph-fixes bake --overlay /shared/te-fixes": "tests/commands/test_bake.py",
     "te-graph-fixes run torchrun --nproc-per-node 2 examples/gather_reports.py": "tests/activation/test_ranks.py",
-    "for sw in off on; do for r in bf16 fp8-delayed fp8-current; do": GPU,
-    "python tests/gpu/megatron_moe.py table lines": GPU,
     "python tests/gpu/megatron_configs.py router-shared-late fp8-delayed": GPU,
     "torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py overlap-delayed-shared fp8-delayed": GPU,
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/commands/test_run.py",
@@ -71,10 +69,12 @@ ELSEWHERE = {
     "python -m tests.explore --switch off --no-shrink": LONG,
     "python -m tests.explore --disable nested-autocast --scripts found": LONG,
     "python -m tests.explore --broken --programs 500 --jobs 16": LONG,
+    "python -m tests.explore --broken --pause 0.2 --limit 600": LONG,
     "python -m tests.explore --programs 500 --jobs 16 --results on.jsonl": LONG,
     "python -m tests.explore --equal on.jsonl --defects --jobs 16": LONG,
     "python -m tests.explore --equal on.jsonl --breakages 40 --jobs 16": LONG,
     "python -m tests.explore --equal on.jsonl --turned 30 --jobs 16": LONG,
+    "python examples/megatron_lm.py ~/Megatron-LM": "tests/clients/test_megatron_lm_example.py",
     "python examples/megatron_moe.py": GPU,
     "TE_GRAPH_FIXES=off python examples/megatron_moe.py": GPU,
     "torchrun --nproc-per-node 8 examples/gather_reports.py": "tests/activation/test_ranks.py",
@@ -166,7 +166,8 @@ def test_readme_counts_the_silent_kinds_of_misuse() -> None:
 
 def test_reference_names_every_command_and_variable() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
-    assert [name for name in VARIABLES if f"| `{name}` |" not in page] == []
+    going = {"TE_GRAPH_FIXES_REQUIRED", "TE_GRAPH_FIXES_EXPECT"}
+    assert [name for name in VARIABLES if f"| `{name}` |" not in page and name not in going] == []
     assert [name for name in COMMANDS if not re.search(rf"^\| `{name}\b", page, re.MULTILINE)] == []
 
 
@@ -185,6 +186,14 @@ def test_symptoms_names_fixes_that_there_are() -> None:
 def test_what_is_made_is_as_it_would_be_made(page: Path) -> None:
     """``python -m tools.tables`` makes it."""
     assert with_parts(page.read_text()) == page.read_text(), "run `python -m tools.tables`"
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_file_that_a_page_names_is_there_or_at_a_commit(page: Path) -> None:
+    for paragraph in re.split(r"\n\n|\n- ", page.read_text()):
+        if not re.search(r"\b(?:at|commit)\s+[0-9a-f]{7}\b|repository at [0-9a-f]{10}", paragraph):
+            named = re.findall(r"(?<![\w/.])(?:tests|tools|examples|te_graph_fixes)/[\w/]+\.py", paragraph)
+            assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

@@ -2,9 +2,10 @@
 
     TE_GRAPH_FIXES_CHECK=2 MASTER_PORT=29501 python -m tests.simulator tests/support/megatron_moe_on_simulator.py RECIPE
 
-It needs Megatron-Core. Beyond what `megatron_on_simulator` stands in for: the tokens of each expert, which Megatron has
-on the host, and captures leave their values in graph memory, as torch's index operations raise on the garbage that a
-capture of a backward would find there, where a GPU does not run them.
+With `megatron_rounds` after the recipe it runs three rounds of that program of ``tests/gpu``, which trains the same
+model. It needs Megatron-Core. Beyond what `megatron_on_simulator` stands in for: the tokens of each expert, which
+Megatron has on the host, and captures leave their values in graph memory, as torch's index operations raise on the
+garbage that a capture of a backward would find there, where a GPU does not run them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT), str(ROOT / "examples")]
+sys.path += [str(ROOT), str(ROOT / "examples"), str(ROOT / "tests" / "gpu")]
 
 import megatron_moe as moe  # noqa: E402
 import torch  # noqa: E402
@@ -34,7 +35,8 @@ class OnHost:
         return torch._C.TensorBase.tolist(self.tensor)  # type: ignore[attr-defined]
 
 
-def main(recipe: str) -> None:
+def prepare() -> None:
+    """Stand in for what Megatron needs beyond the simulator, and make the model small."""
     os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1", NVTE_MASKED_SOFTMAX_FUSION="0")
     moe.HIDDEN, moe.EXPERTS, moe.TOKENS, moe.VOCABULARY = 64, 4, 64, 128
     moe.stand_in_for_apex()
@@ -46,6 +48,9 @@ def main(recipe: str) -> None:
     forward = TEGroupedMLP.forward
     TEGroupedMLP.forward = lambda self, x, tokens, *args: forward(self, x, OnHost(tokens), *args)
     Capture._keep = lambda self, tensor: None  # type: ignore[method-assign]
+
+
+def compare(recipe: str) -> None:
     moe.start()
     losses, grads = moe.train(recipe, False)
     found, graphed = moe.train(recipe, True)
@@ -54,4 +59,10 @@ def main(recipe: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    prepare()
+    if sys.argv[2:] == ["megatron_rounds"]:
+        import megatron_rounds
+
+        megatron_rounds.ROUNDS = 3
+        sys.exit(megatron_rounds.main(sys.argv[1]))
+    compare(sys.argv[1])
