@@ -18,8 +18,9 @@ import os
 import sys
 
 from .activation import activate, deactivate, report
-from .checking import check, check_as_asked
+from .checking import Options, check
 from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
+from .settings import CHECK
 from .version import __version__
 
 __all__ = [
@@ -44,7 +45,7 @@ def _is_command() -> bool:
 
 
 if not _is_command():
+    _asked = Options.parse(os.environ.get(CHECK, ""))
     activate()
-    check_as_asked()
-    if os.environ.get("TE_GRAPH_FIXES_REQUIRED"):
-        from .launcher import te_graph_fixes_run  # noqa: F401  # its mark is what `run --required` looks for
+    if _asked:
+        check(**vars(_asked))

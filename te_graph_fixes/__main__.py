@@ -9,6 +9,9 @@ def main() -> int:
     """Run one command and return its exit status, also where nobody reads on or there is no space for its output."""
     try:
         try:
+            from .activation import require_wrapt
+
+            require_wrapt()
             if sys.argv[1:2] == ["run"]:  # has to start fast, so it does without the other commands
                 from .commands.run import main as run
 
@@ -18,6 +21,9 @@ def main() -> int:
             return others()
         finally:
             sys.stdout.flush()
+    except ImportError as error:
+        print(f"te-graph-fixes: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         if error.filename is not None:  # not of standard output
             raise

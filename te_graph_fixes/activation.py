@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import sys
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .finder import PACKAGE, Finder, loaded
-from .messages import announce, problem_summary, warn
+from .messages import announce, problem_summary, rank, warn
 from .report import FixNotAppliedError, FixStatus, Report, copies_of_graphs
-from .settings import EXPECT, Settings
+from .settings import Settings, unknown_variables
 
 if TYPE_CHECKING:
     from .decision import Decision
 
-if importlib.util.find_spec("wrapt") is None:  # `loader` imports it, and only with TE: it is slow to import
-    raise ImportError("te_graph_fixes needs wrapt, which is not installed: pip install 'wrapt>=1.16,<3'", name="wrapt")
-
 _logger = logging.getLogger("te_graph_fixes")
+
+
+def require_wrapt() -> None:
+    """Raise ImportError where wrapt is missing. It is imported only with TE, because it is slow to import."""
+    if importlib.util.find_spec("wrapt") is None:
+        advice = f"{sys.executable} -m pip install 'wrapt>=1.16,<3'"
+        raise ImportError(f"te_graph_fixes needs wrapt, which is not installed: {advice}", name="wrapt")
 
 
 class _Activation:
@@ -61,7 +64,10 @@ class _Activation:
         settings. Raises ValueError for an unknown id or value and for a fix that is named without one that it requires,
         and in strict mode `FixNotAppliedError` where a needed fix cannot be applied; TE is then as it was.
         """
+        require_wrapt()
         settings, early = Settings.read(only, disable, strict), None
+        for name in unknown_variables() if rank() in (None, "0") else ():
+            warn(f"{name} is not a setting of te-graph-fixes: it changes nothing")
         if settings.only:
             from .decision import Decision
 
@@ -70,6 +76,10 @@ class _Activation:
             self._stop()
             self._settings, self._early, self._reverted = settings, early, frozenset()
             if settings.off:
+                from .decision import disagreement
+                from .stamp import installed
+
+                self._warn_or_raise(disagreement(settings, installed()), settings)
                 return
             sys.meta_path.insert(0, self._finder)
         self._finder.wait()
@@ -82,6 +92,11 @@ class _Activation:
         with self._lock:
             self._reverted |= self._applied
             self._stop()
+        from .stamp import installed
+
+        if stamp := installed():
+            undo = "take the fixes out of TransformerEngine's files with `te-graph-fixes bake --undo`"
+            warn(f"{undo}: deactivate() leaves all {len(stamp.made)} in")
 
     def watches(self, name: str) -> bool:
         """Whether ``name`` is where TE starts, or a module to be changed."""
@@ -95,14 +110,14 @@ class _Activation:
         from .patching.source import without_collections
 
         with without_collections():
-            from .decision import Decision, mismatch
+            from .decision import Decision
 
             decision = Decision.installed(settings, self._early)
         with self._lock:
             if self._settings is settings:
                 self._take_back()
                 self._decision, self._early = decision, None
-        self._warn_or_raise(mismatch(decision, os.environ.get(EXPECT, "")), settings)
+        self._warn_or_raise(decision.disagreement, settings)
         if settings.strict and not loaded(PACKAGE):
             self._report_problems(self.report(), settings)
 
@@ -161,18 +176,26 @@ class _Activation:
 
     def report(self) -> Report:
         """The status of every fix, read from the live objects."""
+        from .decision import on_disk
         from .fixes import CATALOGUE
         from .patching.source import Source, TENotFoundError
 
         with self._lock:
+            decisions = self._decision.decisions if self._decision else {}
             try:
-                version, absent = (self._decision or Source.installed()).version, ""
+                source = self._decision.source if self._decision else Source.installed()
+                version, absent = source.version, ""
+                decisions = decisions or on_disk(source) or {}
             except TENotFoundError:
                 version, absent = None, "TransformerEngine is not installed"
             fixes = {}
             for fix in CATALOGUE.values():
-                targets = self._decision.decisions[fix.id].targets if self._decision else ()
-                fixes[fix.id] = FixStatus(*self._status(fix.id, absent), fix.upstream, targets)
+                decided = decisions.get(fix.id)
+                if decided and decided.stamped:
+                    status = decided.verdict, decided.reason
+                else:
+                    status = self._status(fix.id, absent)
+                fixes[fix.id] = FixStatus(*status, fix.upstream, decided.targets if decided else ())
             return Report(version, fixes, copies=copies_of_graphs(f"{PACKAGE}.graph"))
 
     def _status(self, fix_id: str, absent: str) -> tuple[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from packaging.version import InvalidVersion, Version
 
@@ -12,11 +13,13 @@ from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, OLDEST, UNRECOGNIZED, F
 from .fixes import CATALOGUE
 from .patching.installation import EngineError, Installation, compile_patches
 from .patching.source import Source, TENotFoundError, without_collections
-from .settings import EXPECT, Settings
-from .stamp import MADE, ChangedStampError, of_tree
+from .settings import Settings
+from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
 
 DISABLED = "disabled"
 ON_DISK = "corrected on disk by"
+_NAMED = 5
+"""As many fixes are named in a message, more are counted."""
 
 
 @without_collections()
@@ -29,8 +32,8 @@ def verdicts(source: Source) -> dict[str, Verdict]:
     if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
         nothing = Verdict(NOT_APPLICABLE, "this TransformerEngine is without PyTorch: there is nothing to correct")
         return dict.fromkeys(CATALOGUE, nothing)
-    if on_disk := _on_disk(source):
-        return on_disk
+    if stamped := on_disk(source):
+        return stamped
     version = _parsed(source.version)
     if version and version.release < Version(OLDEST).release:
         advice = "upgrade it, or switch graphs off"
@@ -44,31 +47,58 @@ def verdicts(source: Source) -> dict[str, Verdict]:
     return found
 
 
-def _on_disk(source: Source) -> dict[str, Verdict] | None:
+def on_disk(source: Source) -> dict[str, Verdict] | None:
     """The verdicts on a TransformerEngine that this package has corrected on disk; None: it has not."""
     try:
-        stamp = of_tree(source.location)
+        stamp = of_source(source)
     except ChangedStampError as error:
         return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error)))
     if stamp is None:
         return None
-    by = f"te-graph-fixes {stamp.version}"
-    reasons = {
-        MADE: (NOT_NEEDED, f"{ON_DISK} {by}"),
-        NOT_NEEDED: (NOT_NEEDED, f"not needed, as {by} found when it corrected the rest on disk"),
-        NOT_APPLICABLE: (NOT_APPLICABLE, f"not applicable, as {by} found when it corrected the rest on disk"),
+    when = f"when {stamp.by} corrected the rest on disk"
+    known = {
+        MADE: (NOT_NEEDED, f"{ON_DISK} {stamp.by}"),
+        LEFT_OUT: (DISABLED, f"left out {when}: to have it, `te-graph-fixes bake --undo`, then bake with it"),
+        NOT_NEEDED: (NOT_NEEDED, f"not needed, as was found {when}"),
+        NOT_APPLICABLE: (NOT_APPLICABLE, f"not applicable, as was found {when}"),
     }
-    again = "take that back (`te-graph-fixes bake --undo`, or `patch -R`) and correct all at once"
-    left_out = UNRECOGNIZED, f"{by} has corrected this TransformerEngine on disk without it: {again}"
-    found = {fix: reasons.get(stamp.verdicts.get(fix, ""), left_out) for fix in CATALOGUE}
-    return {fix: Verdict(word, reason, stamped=True) for fix, (word, reason) in found.items()}
+    undo = "take that back with `te-graph-fixes bake --undo`, or `patch -p1 -R`"
+    advice = "bake again with `te-graph-fixes bake`" if stamp.is_outdated else undo
+    unknown = UNRECOGNIZED, f"{advice}: it was not corrected {when}"
+    reasons = {fix_id: known.get(stamp.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
+    return {fix_id: Verdict(word, reason, stamped=True) for fix_id, (word, reason) in reasons.items()}
+
+
+def disagreement(settings: Settings, stamp: Stamp | None) -> str:
+    """How settings differ from the fixes that are on disk, and what to do; "" where they do not.
+
+    Settings that name no fix ask for none but those.
+    """
+    if stamp is None or (settings.only is None and not settings.disable):
+        return ""
+    made = set(stamp.made)
+    decided = {fix_id for fix_id, word in stamp.fixes.items() if word in (MADE, LEFT_OUT)}
+    wanted = set(filter(settings.wants, decided))
+    if settings.with_required:
+        wanted = wanted.union(*map(with_required, wanted & CATALOGUE.keys())) & decided - settings.disable
+    said = []
+    if extra := sorted(made - wanted):
+        said.append(f"hold {_some(extra)}, which the settings leave out")
+    if missing := sorted(wanted - made):
+        said.append(f"lack {_some(missing)}, which the settings ask for")
+    advice = "take the fixes out of TransformerEngine's files with `te-graph-fixes bake --undo`"
+    return f"{advice}: they {' and '.join(said)}" if said else ""
+
+
+def _some(fixes: Sequence[str]) -> str:
+    return ", ".join(fixes) if len(fixes) <= _NAMED else f"{len(fixes)} fixes"
 
 
 def expected(fix: Fix, version: str | None) -> str | None:
     """``applicable`` or ``not-needed``, by the version alone; None for a version that is unknown or not readable."""
     if (parsed := _parsed(version)) is None:
         return None
-    return APPLICABLE if fix.affects(parsed.release) else NOT_NEEDED
+    return APPLICABLE if fix.affects(parsed) else NOT_NEEDED
 
 
 def _parsed(version: str | None) -> Version | None:
@@ -80,8 +110,8 @@ def _parsed(version: str | None) -> Version | None:
 
 def _must_have_defect(version: Version, fix: Fix) -> bool:
     """Whether one expects the defect; before a release, in the release before it too."""
-    is_old = not version.is_prerelease or fix.affects((version.major, version.minor - 1))
-    return is_old and fix.affects(version.release)
+    before = Version(f"{version.major}.{max(version.minor - 1, 0)}")
+    return fix.affects(version) and (not version.is_prerelease or fix.affects(before))
 
 
 class Decision:
@@ -138,6 +168,8 @@ class Decision:
     def _decide(self, fix_id: str, wanted: Collection[str]) -> Verdict:
         """The verdict on a fix, unless it is left out, has failed, or goes without what it requires."""
         verdict = self.verdicts[fix_id]
+        if verdict.stamped and fix_id not in self._failures:
+            return verdict
         if fix_id not in wanted:
             reason = f"left out by the settings ({verdict.verdict} without them)"
             return replace(verdict, verdict=DISABLED, reason=reason)
@@ -170,6 +202,22 @@ class Decision:
                 errors[fix_id] = own
         errors = errors or dict.fromkeys(self.to_apply or self.decisions, error)
         return {fix_id: str(each) if isinstance(each, EngineError) else repr(each) for fix_id, each in errors.items()}
+
+    @cached_property
+    def stamp(self) -> Stamp | None:
+        """That of a TE which this package has corrected on disk; None where it has not, or it was changed since."""
+        is_stamped = any(verdict.stamped for verdict in self.verdicts.values())
+        return of_source(self.source) if is_stamped else None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the fixes of another te-graph-fixes are on disk, and this one's are to take their place."""
+        return self.stamp is not None and self.stamp.is_outdated
+
+    @property
+    def disagreement(self) -> str:
+        """How the settings differ from the fixes that are on disk; "" where they do not."""
+        return disagreement(self.settings, self.stamp)
 
     @property
     def left_out(self) -> list[str]:
@@ -210,7 +258,7 @@ class Decision:
             reason = f"by shape: {reason}"
         if version is None or verdict.verdict in (UNRECOGNIZED, DISABLED):
             return reason
-        if is_defective == CATALOGUE[fix_id].affects(version.release):
+        if is_defective == CATALOGUE[fix_id].affects(version):
             return reason
         published = "does not have" if is_defective else "has"
         return f"{reason} (the published {version.base_version} {published} this defect)"
@@ -223,21 +271,3 @@ def with_required(fix_id: str) -> set[str]:
 
 def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
     return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.verdict == APPLICABLE}
-
-
-def mismatch(decision: Decision, expected: str) -> str:
-    """What is different from the `fingerprint` that is ``expected``, or "" (nothing is, or nothing is expected)."""
-    theirs, ours = (set(text.split(",")) for text in (expected, fingerprint(decision.version, decision.verdicts)))
-    if not expected or theirs == ours:
-        return ""
-    has, has_here = (", ".join(sorted(more)) or "nothing more" for more in (theirs - ours, ours - theirs))
-    return (
-        f"TransformerEngine is not that of the other processes: {EXPECT} has {has}, this process has {has_here}; start "
-        "all of them in the same image"
-    )
-
-
-def fingerprint(version: str | None, found: Mapping[str, Verdict]) -> str:
-    """The version of TransformerEngine (TE) and the verdicts as one word, to compare TE on many machines by."""
-    words = {"te": version or "unknown"} | {fix_id: verdict.verdict for fix_id, verdict in sorted(found.items())}
-    return ",".join(f"{name}={word}" for name, word in words.items())

@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from .patching.source import Edit, Source, UnrecognizedError
 
 APPLICABLE = "applicable"
@@ -102,26 +105,27 @@ class Fix:
         return replace(self, id=name.replace("_", "-"), summary=summary, upstream=tuple(links))
 
     @property
-    def _bounds(self) -> dict[str, int]:
-        """The first minor release of TE 2 with the defect, by ``>=``, and the first without it again, by ``<``."""
-        return {sign: int(minor) for sign, minor in re.findall(r"(>=|<)2\.(\d+)", self.affected)}
+    def _bounds(self) -> dict[str, Version]:
+        """The first release with the defect, by ``>=``, and the first without it again, by ``<``."""
+        return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected)}
 
-    def affects(self, release: tuple[int, ...]) -> bool:
-        """Whether one expects the defect in a release, such as (2, 12, 0)."""
-        return all((release < (2, minor)) == (sign == "<") for sign, minor in self._bounds.items())
+    def affects(self, version: Version) -> bool:
+        """Whether one expects the defect in the release that a version belongs to."""
+        return SpecifierSet(self.affected).contains(version.base_version)
 
     @property
     def versions(self) -> str:
         """The releases with the defect from 2.10 on, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
-        bounds = self._bounds
-        first = f"2.{max(bounds.get('>=', 0), int(OLDEST[2:]))}"
-        last = f"2.{bounds['<'] - 1}" if "<" in bounds else "main"
+        oldest = Version(OLDEST)
+        first = str(max(self._bounds.get(">=", oldest), oldest))
+        corrected = self._bounds.get("<")
+        last = f"{corrected.major}.{corrected.minor - 1}" if corrected else "main"
         return first if first == last else f"{first} to {last}"
 
     @property
     def merged(self) -> str | None:
         """The first release that holds upstream's correction; None where upstream is open."""
-        return self.affected.partition("<")[2] or None
+        return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def verdict(self, source: Source) -> Verdict:
         """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``.

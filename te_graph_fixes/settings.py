@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from .checking import VARIABLE as CHECK
-from .checking import Options
 
 SWITCH = "TE_GRAPH_FIXES"
 DISABLE = "TE_GRAPH_FIXES_DISABLE"
 STRICT = "TE_GRAPH_FIXES_STRICT"
-EXPECT = "TE_GRAPH_FIXES_EXPECT"
+CHECK = "TE_GRAPH_FIXES_CHECK"
 VERBOSE = "TE_GRAPH_FIXES_VERBOSE"
-REQUIRED = "TE_GRAPH_FIXES_REQUIRED"
-"""Set by ``te-graph-fixes run --required`` in every process below it."""
-VARIABLES = (SWITCH, DISABLE, STRICT, EXPECT, VERBOSE, REQUIRED, CHECK)
+VARIABLES = (SWITCH, DISABLE, STRICT, CHECK, VERBOSE)
 
 UPSTREAM = "upstream"
 """The value of `SWITCH` for the corrections that upstream has merged in a later release."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+_TYPOS = 2
+"""A variable that is as few characters away from one of ours is taken for a mistyped one."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +56,48 @@ class Settings:
         strict: bool | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Settings:
-        """The environment's settings, with each argument that is not None in the place of its variable.
+        """The environment's settings; an argument that is not None replaces its variable.
 
-        Raises ValueError for an unknown fix id or value, naming the valid ones.
+        Raises ValueError for an unknown fix id or value, naming the valid ones, and for a mistyped variable.
         """
-        _require_known(environ)
-        word, required = environ.get(SWITCH, "").strip().lower(), bool(environ.get(REQUIRED))
-        found = cls(
+        for name in sorted(environ):
+            if intended := _intended(name):
+                raise ValueError(f"{name} is not a setting; did you mean {intended}?")
+        word = environ.get(SWITCH, "").strip().lower()
+        return cls(
             _switch(word, environ) if only is None else fix_ids(only, "only"),
             fix_ids(_split(environ, DISABLE), DISABLE) if disable is None else fix_ids(disable, "disable"),
-            bool(_flag(environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")) or required,
+            bool(_flag(environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")),
             _flag(environ.get(VERBOSE, ""), VERBOSE),
             only is None and word == UPSTREAM,
         )
-        if required and found.off:
-            raise ValueError(f"{SWITCH} is off below `te-graph-fixes run --required`; unset one of the two")
-        return found
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables that begin as ours do and are not settings, such as an image's TE_GRAPH_FIXES_VERSION."""
+    return [name for name in sorted(environ) if name.startswith(SWITCH) and name not in VARIABLES]
+
+
+def _intended(name: str) -> str:
+    """The variable of ours that a name is a mistyped form of; "" if there is none."""
+    if name in VARIABLES or not name.upper().startswith("TE_"):
+        return ""
+    from difflib import SequenceMatcher
+
+    def typos(variable: str) -> int:
+        changes = SequenceMatcher(None, name.upper(), variable).get_opcodes()
+        return sum(max(end - start, new_end - new) for tag, start, end, new, new_end in changes if tag != "equal")
+
+    nearest_one = min(VARIABLES, key=typos)
+    return nearest_one if typos(nearest_one) <= _TYPOS else ""
 
 
 def _split(environ: Mapping[str, str], name: str) -> list[str]:
     value = environ.get(name, "")
-    found = [part.strip() for part in value.split(",") if part.strip()]
-    if value.strip() and not found:
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    if value.strip() and not parts:
         raise ValueError(f"{name}={value!r} names no fix: unset it, or see te-graph-fixes list")
-    return found
+    return parts
 
 
 def _switch(word: str, environ: Mapping[str, str]) -> frozenset[str] | None:
@@ -129,16 +143,3 @@ def nearest(unknown: Iterable[str], known: Iterable[str]) -> str:
     names = list(known)
     near = [name for word in unknown for name in get_close_matches(word, names, 2) if name != word]
     return f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
-
-
-def _require_known(environ: Mapping[str, str]) -> None:
-    """Raise ValueError for a variable that looks like one of ours, and is none."""
-    for name in sorted(environ):
-        if name.startswith(SWITCH) and name not in VARIABLES:
-            raise ValueError(f"{name} is no setting; {nearest([name], VARIABLES)}valid: {', '.join(VARIABLES)}")
-    Options.parse(environ.get(CHECK, ""))
-    expect = environ.get(EXPECT, "")
-    if expect and not re.fullmatch(r"te=[^,=]+(,[a-z0-9-]+=[a-z-]+)+", expect):
-        raise ValueError(
-            f"{EXPECT}={expect!r} is not understood; it must be what `te-graph-fixes run --print-env` prints, or unset"
-        )

@@ -1,108 +1,127 @@
-"""The comment that ends each module which this package has changed on disk, and what it says of the tree later.
+"""The file in TransformerEngine's (TE's) folder that says what this package has changed there.
 
-All stamps of one TransformerEngine (TE) say the same, but for the line ``here``, and each ends in the digest of all
-that is above it. While every module that they name is as it was written, they are believed and no shape is looked at.
+`te_graph_fixes.commands.bake`, the patches of ``te-graph-fixes diff`` and overlays write it. While every module that it
+names is as it was written, it is believed and no shape is looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import importlib.util
-import os
-import re
-import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-PACKAGE = "transformer_engine.pytorch"
-MADE, MODULES = "made", "modules"
+from packaging.version import Version
+
+from .patching.source import Source, TENotFoundError
+from .version import __version__
+
+NAME = "te-graph-fixes.json"
+MADE, LEFT_OUT = "made", "left out"
 OPEN = ".te-graph-fixes.open"
 """The folder in TE's that stands while `te_graph_fixes.commands.bake` changes files, or changes them back."""
-_BEGIN = "# Corrected on disk by te-graph-fixes "
-_ADVICE = "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`"
-_DIGEST = "# sha256 of all above: "
-_STAMP = re.compile(rf"^{_BEGIN}(?P<version>\S+)\n(?P<facts>(?:#  ? ?\S.*\n)+){_DIGEST}(?P<digest>\w+)\n", re.MULTILINE)
+
+
+@functools.cache
+def own_text() -> str:
+    """A digest of the fixes that this package has, and of the modules that it ships."""
+    here = Path(__file__).parent
+    sources = sorted([*here.glob("fixes/*.py"), *here.glob("shipped/*.py")])
+    return digest(b"".join(path.read_bytes() for path in sources))
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What te-graph-fixes of a ``version`` has made of a TE.
+    """What te-graph-fixes of a ``version``, with the fixes of which ``text`` is the digest, has made of a TE.
 
-    ``facts`` are names by word: the fixes `MADE`, those under each other verdict at that time, and the `MODULES` that
-    were changed or added, without `PACKAGE`.
+    ``fixes`` has a word for each: `MADE`, `LEFT_OUT` by the user, or the negative verdict at that time. ``files`` has
+    the digests of each module before (None: it was added) and after, by its path from the folder that holds TE.
     """
 
     version: str
-    facts: Mapping[str, tuple[str, ...]]
+    text: str
+    te_version: str | None
+    fixes: Mapping[str, str]
+    files: Mapping[str, tuple[str | None, str]]
 
     @property
-    def verdicts(self) -> dict[str, str]:
-        """The word for each fix."""
-        return {fix: word for word, names in self.facts.items() if word != MODULES for fix in names}
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
 
-    def below(self, text: str, here: tuple[str, ...]) -> str:
-        """The text of a module with this stamp; ``here`` are the fixes that changed it."""
-        text += "" if text.endswith("\n") else "\n"
-        text += f"{_BEGIN}{self.version}\n"
-        for word, names in {"here": here, **self.facts}.items():
-            if names:
-                line = f"# {word}: {', '.join(names)}"
-                text += textwrap.fill(line, 116, subsequent_indent="#   ", break_on_hyphens=False) + "\n"
-        return f"{text}{_DIGEST}{_digest(text + _DIGEST)}\n"
+    @property
+    def made(self) -> list[str]:
+        return [fix_id for fix_id, word in self.fixes.items() if word == MADE]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether other fixes than those of this package were put on disk, by no later release."""
+        theirs, ours = (Version(Version(version).public) for version in (self.version, __version__))  # without commits
+        return self.text != own_text() and theirs <= ours
+
+    @property
+    def by(self) -> str:
+        """Who made it, in words."""
+        is_other = self.text != own_text() and self.version == __version__
+        return f"{'another build of ' if is_other else ''}te-graph-fixes {self.version}"
 
 
 class ChangedStampError(Exception):
     """A TE that this package has corrected on disk is no longer as it was written."""
 
 
-def above(text: str) -> str:
-    """The text of a module without its stamp."""
-    found = _STAMP.search(text)
-    return text[: found.start()] if found else text
+class LeftoverError(ChangedStampError):
+    """TE was installed anew over a bake, or uninstalled: the modules that were added are left, and their ``stamp``."""
 
-
-def of_text(text: str) -> Stamp | None:
-    """The stamp that ends a text; None where it has none, or is not as it was written."""
-    found = _STAMP.search(text)
-    if found is None or found.end() != len(text) or _digest(text[: found.start("digest")]) != found["digest"]:
-        return None
-    lines = found["facts"].replace("\n#   ", " ").splitlines()
-    facts = dict(line.removeprefix("# ").split(": ", 1) for line in lines)
-    return Stamp(found["version"], {word: tuple(names.split(", ")) for word, names in facts.items() if word != "here"})
-
-
-def of_tree(location: str) -> Stamp | None:
-    """The stamp of the TE in the package folder ``location``; None where this package has changed nothing in it.
-
-    Raises `ChangedStampError` unless each module that the stamps name has one, and all are as they were written.
-    """
-    if os.path.exists(os.path.join(location, OPEN)):
-        raise ChangedStampError(
-            "a bake or its undo was interrupted: start `te-graph-fixes bake` again, or `bake --undo`"
+    def __init__(self, stamp: Stamp) -> None:
+        super().__init__(
+            f"delete with `te-graph-fixes bake --undo` what {stamp.by} has left: the TransformerEngine that it "
+            "corrected on disk was replaced since"
         )
-    stamps = {name: of_text(text) for name, text in _marked(location)}
-    if not stamps:
+        self.stamp = stamp
+
+
+def of_source(source: Source) -> Stamp | None:
+    """The stamp of a TE; None where this package has changed nothing on disk.
+
+    Raises `ChangedStampError` unless each module that the stamp names is as it was written.
+    """
+    location = Path(source.location)
+    if (location / OPEN).exists():
+        again = "start `te-graph-fixes bake` or `te-graph-fixes bake --undo` again"
+        raise ChangedStampError(f"{again}: one of them was interrupted")
+    try:
+        stamp = Stamp(**json.loads((location / NAME).read_bytes()))
+    except OSError:
         return None
-    first = next(filter(None, stamps.values()), None)
-    for name in sorted(stamps.keys() | set(first.facts[MODULES] if first else ())):
-        if first is None or stamps.get(name) != first:
-            file = f"pytorch/{name.replace('.', '/')}.py"
-            raise ChangedStampError(f"{file} is not as te-graph-fixes has written it: {_ADVICE}")
-    return first
+    except (ValueError, TypeError) as error:
+        raise ChangedStampError(f"take the edit of {location / NAME} back: it cannot be read ({error})") from error
+    here = {path: digest_of(location.parent / path) for path in stamp.files}
+    changed = [path for path, (_, after) in stamp.files.items() if here[path] != after]
+    if changed:
+        edited = {path: before for path, (before, _) in stamp.files.items() if before is not None}
+        if stamp.te_version != source.version or all(here[path] in (before, None) for path, before in edited.items()):
+            raise LeftoverError(stamp)
+        raise ChangedStampError(
+            "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`: "
+            f"{', '.join(changed)} is not as {stamp.by} has written it"
+        )
+    return stamp
 
 
-def _marked(location: str) -> Iterator[tuple[str, str]]:
-    """The modules that hold the first line of a stamp: name below `PACKAGE`, and text."""
-    root = os.path.join(location, "pytorch")
-    for folder, _, names in os.walk(root):
-        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                data = file.read()
-                if _BEGIN.encode() in data:
-                    module = os.path.relpath(path, root).removesuffix(".py").replace(os.sep, ".")
-                    yield module.removesuffix(".__init__"), importlib.util.decode_source(data)
+def installed() -> Stamp | None:
+    """That of the TE that would be imported; None where there is no TE, or it was changed since."""
+    with contextlib.suppress(TENotFoundError, ChangedStampError):
+        return of_source(Source.installed())
+    return None
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def digest_of(path: Path) -> str | None:
+    """The digest of a file; None where there is none."""
+    return digest(path.read_bytes()) if path.exists() else None
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

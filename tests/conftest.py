@@ -37,7 +37,6 @@ TEXT = {
     "test_patch.py",
     "test_readme.py",
     "test_release.py",
-    "test_required.py",
     "test_run.py",
     "test_settings.py",
     "test_source.py",
@@ -90,7 +89,5 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted = _part(config)
     if wanted == "all":
         return None
-    if collection_path == Path(__file__).parent / "gpu":
-        return True
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if is_test and (collection_path.name in TEXT) != (wanted == "text") else None

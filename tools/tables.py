@@ -12,6 +12,7 @@ import re
 from te_graph_fixes.fix import APPLICABLE, GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.messages import PLACEHOLDER
+from te_graph_fixes.stamp import NAME as STAMP
 from tests.support.child import ROOT, python
 from tests.support.published import source
 
@@ -45,8 +46,7 @@ def size() -> str:
     """How much the fixes change one version of TransformerEngine."""
     path = source(SHOWN)
     diff = python("-m", "te_graph_fixes", "diff", "--source", path).stdout
-    stamp = r"^\+# Corrected on disk by te-graph-fixes .*\n(?:\+#.*\n)*?\+# sha256 .*\n"
-    files = re.split(r"^--- ", re.sub(stamp, "", diff, flags=re.MULTILINE), flags=re.MULTILINE)[1:]
+    files = [text for text in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:] if STAMP not in text]
     new = [text for text in files if text.startswith("/dev/null")]
     changed = [text for text in files if text not in new]
     added, removed, own = _lines(changed, "+"), _lines(changed, "-"), _lines(new, "+")

@@ -6,13 +6,12 @@ reports. Neither is imported unless a check is asked for.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 
 from ..finder import PACKAGE
+from ..settings import CHECK, Settings
 
-VARIABLE = "TE_GRAPH_FIXES_CHECK"
 DIFFERENT = 86  # the exit status of a process that a strict check has ended
 
 
@@ -36,7 +35,7 @@ class Options:
             return None
         words = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", text)
         if words is None:
-            raise ValueError(f"{text!r} is not understood by {VARIABLE}; valid: on, off, N, N,layers=K, N,strict")
+            raise ValueError(f"{text!r} is not understood by {CHECK}; valid: on, off, N, N,layers=K, N,strict")
         steps, layers, strict = words.groups()
         return cls(cls.steps if steps in (None, "on") else int(steps), int(layers or 0), bool(strict))
 
@@ -46,9 +45,11 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 
     With ``layers``, that many modules are checked at a time, each in ``steps`` steps, which takes less memory. With
     ``strict`` the process ends with status 86 after a step that has a mismatch. Training goes on as it would without.
-    docs/check.md says what is seen, what is not, and what it costs. ValueError for numbers that make no sense.
+    docs/check.md says what is seen, what is not, and what it costs. ValueError for numbers that make no sense, and
+    where the settings leave out fixes that are in TransformerEngine's files.
     """
     options = Options(steps, layers, strict)
+    require_comparable(Settings.read())
     from wrapt import when_imported
 
     @when_imported(PACKAGE)
@@ -58,7 +59,10 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
         start(options)
 
 
-def check_as_asked() -> None:
-    """Start the check that the environment asks for, if it does."""
-    if (options := Options.parse(os.environ.get(VARIABLE, ""))) is not None:
-        check(**vars(options))
+def require_comparable(settings: Settings) -> None:
+    """Raise ValueError where TransformerEngine's files hold other fixes than the settings ask for."""
+    from ..decision import disagreement
+    from ..stamp import installed
+
+    if problem := disagreement(settings, installed()):
+        raise ValueError(f"{problem}, so a check would not show what TransformerEngine does without them")

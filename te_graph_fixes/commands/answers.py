@@ -6,27 +6,15 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from typing import Any
 
-from .. import __version__, fixes
-from ..decision import ON_DISK, Decision, with_required
+from .. import fixes
+from ..decision import DISABLED, Decision, with_required
 from ..fix import APPLICABLE, GROUPS, Fix
 from ..fixes import CATALOGUE
 from ..report import te_name
 from ..settings import DISABLE
-
-CONTAINERS = {
-    "2.12.0+5671fd36": "NeMo 26.02",
-    "2.14.0+71bbefbf": "NeMo 26.04",
-    "2.16.0+b9d690e0": "NeMo 26.06",
-    "2.17.1+4329ff84": "NeMo 26.08",
-}
-"""The containers that hold a vendor's build, by its version."""
-
-
-def name_of(version: str | None) -> str:
-    """TE with its version, and the container where that is known."""
-    container = CONTAINERS.get(version or "")
-    return te_name(version) + (f" ({container})" if container else "")
+from ..version import __version__
 
 
 def status(decision: Decision, where: str, everything: bool) -> Iterator[str]:
@@ -36,44 +24,60 @@ def status(decision: Decision, where: str, everything: bool) -> Iterator[str]:
     """
     yield answer(decision, where)
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
+    if decision.disagreement:
+        yield f"warning: {decision.disagreement}"
     if decision.refusal:
         return
     refused = [fix_id for ids in decision.refused.values() for fix_id in ids]
+    on_disk = decision.stamp.made if decision.stamp else []
     sections = {group: [i for i in decision.to_apply if CATALOGUE[i].group == group] for group in GROUPS}
+    sections["corrected on disk"] = [fix_id for fix_id in on_disk if fix_id in CATALOGUE]
     sections[f"not recognised, so it may be there (te-graph-fixes issue{where} says why)"] = refused
     sections[f"left out by {decision.settings.chosen_by}"] = decision.left_out
-    lines = {fix_id: fix.symptom for fix_id, fix in CATALOGUE.items()}
-    if everything:
-        rest = CATALOGUE.keys() - {*decision.to_apply, *refused, *decision.left_out}
-        lines.update({i: f"{decision.verdicts[i].verdict}: {decision.reason(i, bool(where))}" for i in rest})
-        sections["not affected"] = sorted(rest)
+    sections["left out on disk"] = _left_out_on_disk(decision)
+    named = {fix_id for ids in sections.values() for fix_id in ids}
     width = max(map(len, CATALOGUE))
     for title, ids in sections.items():
         if ids:
             yield f"\n{title}"
-            yield from (f"  {fix_id:{width}}  {lines[fix_id]}" for fix_id in ids)
+        for fix_id in ids:
+            yield f"  {fix_id:{width}}  {CATALOGUE[fix_id].symptom}"
+            yield f"  {'':{width}}  who: {CATALOGUE[fix_id].users}"
+    if everything:
+        yield "\nnot affected"
+        for fix_id in sorted(CATALOGUE.keys() - named):
+            reason = decision.reason(fix_id, bool(where))
+            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].verdict}: {reason}"
 
 
 def answer(decision: Decision, where: str) -> str:
-    """One line: how many defects this TE has, how many of them can be corrected, and what to type next."""
-    name, by = name_of(decision.version), decision.settings.chosen_by
+    """One line: how many defects this TE has and what becomes of them, and what to type next."""
+    name, by, stamp = te_name(decision.version), decision.settings.chosen_by, decision.stamp
     if decision.refusal:
         return f"{name}: nothing is applied, because {decision.refusal}"
-    here, left, unknown = len(decision.to_apply), len(decision.left_out), sum(map(len, decision.refused.values()))
-    on_disk = [each.reason for each in decision.decisions.values() if each.reason.startswith(ON_DISK)]
-    known = f"{here + left or len(on_disk) or 'none'} of {len(CATALOGUE)} known defects"
-    following = f"te-graph-fixes bake{where}" if where else "te-graph-fixes run CMD, or te-graph-fixes bake"
-    if left:
-        known += f"; {here or 'none'} will be corrected, {left} {'are' if left > 1 else 'is'} left out by {by}"
-        following = following if here else f"unset {by}"
-    elif here:
-        known += f"; all {here} can be corrected"
-    else:
-        known += f" were {on_disk[0]}" if on_disk else ""
-        following = "nothing to do"
-    if unknown:
-        known, following = f"{known}; {unknown} more may be there", f"te-graph-fixes issue{where}"
-    return f"{name}: {known}. Next: {following}"
+    counts = {
+        "can be corrected": len(decision.to_apply),
+        f"corrected on disk by {stamp.by if stamp else ''}": len(stamp.made) if stamp else 0,
+        f"left out by {by}": len(decision.left_out),
+        "left out on disk": len(_left_out_on_disk(decision)),
+        "not recognised": sum(map(len, decision.refused.values())),
+    }
+    said = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+    return f"{name}: of {len(CATALOGUE)} known defects, {said or 'none'}. Next: {_next(decision, where)}"
+
+
+def _next(decision: Decision, where: str) -> str:
+    if decision.is_outdated:
+        return f"te-graph-fixes bake{where}"
+    if decision.refused:
+        return f"te-graph-fixes issue{where}"
+    if decision.to_apply:
+        return f"te-graph-fixes bake{where}" if where else "te-graph-fixes run CMD, or te-graph-fixes bake"
+    return f"unset {decision.settings.chosen_by}" if decision.left_out else "nothing to do"
+
+
+def _left_out_on_disk(decision: Decision) -> list[str]:
+    return [fix_id for fix_id, verdict in decision.verdicts.items() if verdict.stamped and verdict.verdict == DISABLED]
 
 
 def explain(fix: Fix, decision: Decision | None = None, where: str = "") -> Iterator[str]:
@@ -88,14 +92,14 @@ def explain(fix: Fix, decision: Decision | None = None, where: str = "") -> Iter
         "upstream": upstream(fix),
     }
     if decision:
-        found = decision.decisions[fix.id]
-        reason = f"{found.verdict}: {decision.reason(fix.id)}"
-        if found.verdict == APPLICABLE:
+        decided = decision.decisions[fix.id]
+        reason = f"{decided.verdict}: {decision.reason(fix.id)}"
+        if decided.verdict == APPLICABLE:
             reason = "it has this defect" + decision.reason(fix.id).removeprefix(fix.summary)
-        rows["here"] = f"{name_of(decision.version)}: {reason}"
-        if found.stamped:
+        rows["here"] = f"{te_name(decision.version)}: {reason}"
+        if decided.stamped:
             rows["leave out"] = f"te-graph-fixes bake --undo{where}, then bake with {DISABLE}={fix.id}"
-        if found.verdict == APPLICABLE:
+        if decided.verdict == APPLICABLE:
             rows["change"] = f"te-graph-fixes diff {' '.join(sorted(with_required(fix.id)))}{where}"
     if dependent := [other for other in CATALOGUE if fix.id in with_required(other) - {other}]:
         rows["leave out"] += f"\n{'':11}also leaves out {', '.join(dependent)}: wrong without it"
@@ -137,3 +141,9 @@ def listing() -> Iterator[str]:
                 yield f"    requires {', '.join(fix.requires)}"
         yield ""
     yield "TE_GRAPH_FIXES=upstream applies those that are corrected in a later TransformerEngine, and what they require"
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """``list --json``: the same of each fix, by its id."""
+    names = ("group", "symptom", "users", "affected", "merged", "requires", "upstream")
+    return {fix.id: {name: getattr(fix, name) for name in names} for fix in CATALOGUE.values()}

@@ -1,41 +1,38 @@
 """Corrections on disk: what ``te-graph-fixes diff`` prints, ``bake`` puts in place, and ``bake --overlay`` lays beside.
 
-A bake in place is all or nothing. In the package folder of TransformerEngine (TE) stands
+A bake gathers, in a folder inside TransformerEngine's (TE's), a copy of each module that it changes and its new text.
+Then it exchanges them, and keeps the copies for ``bake --undo``, which exchanges them back:
 
-    .te-graph-fixes.open    while it goes on: the new modules, and links to those that they replace. Once its manifest
-                            is written, modules are exchanged; until the end TE cannot be imported and says why
-    .te-graph-fixes         when it is done: the old modules are kept for ``bake --undo``
+    .te-graph-fixes.part    is being gathered: no module of TE has changed
+    .te-graph-fixes.open    modules are being exchanged, one way or the other. Importing TE is an error that says so
+    .te-graph-fixes         the bake is done; the copies are here
 
-and the next call after one that was killed takes back what was done, and deletes the first. Once there is a manifest
-files are renamed and deleted, and nothing is written: a full disk does not stop it.
+The next command after one that was killed deletes the first, and takes back what is in the second. During an exchange
+files are renamed and deleted and none is written, so it needs no space on the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import py_compile
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from .. import __version__
 from ..decision import Decision
-from ..fix import NOT_APPLICABLE, NOT_NEEDED
 from ..patching.installation import patched
 from ..patching.source import TE, Source
-from ..stamp import MADE, MODULES, OPEN, PACKAGE, Stamp, above, of_tree
+from ..stamp import LEFT_OUT, MADE, NAME, OPEN, LeftoverError, Stamp, digest, digest_of, of_source, own_text
+from ..version import __version__
 
-KEPT = ".te-graph-fixes"
-MANIFEST, GUARD = "MANIFEST.json", "guard"
-ORIGINAL, RESULT = "original", "result"
-INIT = f"{TE}/pytorch/__init__.py"
-_CLOSED = b"""\
+PART, KEPT = ".te-graph-fixes.part", ".te-graph-fixes"
+BEFORE, AFTER, GUARD = "before", "after", "guard"
+_GUARD_TEXT = b"""\
 raise RuntimeError(
     "`te-graph-fixes bake` is changing this TransformerEngine, or was interrupted: if it does not run, start it again"
 )
@@ -43,14 +40,14 @@ raise RuntimeError(
 
 
 class BakeError(Exception):
-    """TE on disk cannot be changed, or not be changed back; it is as it was."""
+    """TE on disk cannot be changed, or not be changed back; it is as it was, unless the message says otherwise."""
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """A module of TE as text, ``before`` ("": there is none) and ``after``, below which is a stamp.
+    """A file of TE as text, ``before`` ("": there is none) and ``after``, with the line breaks of the file.
 
-    ``path`` is from the folder that holds TE; line breaks are those of the file.
+    ``path`` is from the folder that holds TE.
     """
 
     path: str
@@ -59,49 +56,38 @@ class Corrected:
 
 
 def corrected(decision: Decision) -> list[Corrected]:
-    """Every module that the fixes to be applied change or add, with its stamp, in the order of the paths."""
-    texts = patched(decision.source, decision.to_apply.values())
-    facts = {MADE: tuple(decision.to_apply)}
-    for word in (NOT_NEEDED, NOT_APPLICABLE):
-        facts[word] = tuple(fix_id for fix_id, each in decision.verdicts.items() if each.verdict == word)
-    facts[MODULES] = tuple(name.removeprefix(f"{PACKAGE}.") for name in sorted(texts))
-    stamp = Stamp(__version__, facts)
-    files = []
-    for name, (before, after) in texts.items():
-        here = tuple(fix_id for fix_id, verdict in decision.to_apply.items() if name in verdict.targets)
-        module = decision.source.find(name)
-        end = module.newline if module else "\n"
-        stamped = stamp.below(after, here).replace("\n", end)
-        files.append(Corrected(module_path(decision.source, name), before.replace("\n", end), stamped))
-    return sorted(files, key=lambda each: each.path)
+    """Every module that the fixes to be applied change or add, in the order of the paths, and then the stamp."""
+    source, files = decision.source, []
+    for name, texts in patched(source, decision.to_apply.values()).items():
+        module = source.find(name)
+        before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
+        files.append(Corrected(module_path(source, name), before, after))
+    if not files:
+        return []
+    files.sort(key=lambda file: file.path)
+    fixes = {fix_id: verdict.verdict for fix_id, verdict in decision.verdicts.items()}
+    fixes |= dict.fromkeys(decision.to_apply, MADE) | dict.fromkeys(decision.left_out, LEFT_OUT)
+    root = Path(source.location).parent
+    digests = {file.path: (digest_of(root / file.path), digest(file.after.encode())) for file in files}
+    stamp = Stamp(__version__, own_text(), decision.version, fixes, digests)
+    return [*files, Corrected(f"{TE}/{NAME}", "", stamp.as_json)]
 
 
 def module_path(source: Source, module: str) -> str:
     """The path of a module's file, from the folder that holds TE."""
-    found = source.find(module)
-    return os.path.relpath(found.path, os.path.dirname(source.location)) if found else f"{module.replace('.', '/')}.py"
+    file = source.find(module)
+    return os.path.relpath(file.path, os.path.dirname(source.location)) if file else f"{module.replace('.', '/')}.py"
 
 
 def require_complete(decision: Decision) -> None:
-    """Raise `BakeError` where a fix that TE needs cannot be applied, or another version has corrected TE on disk.
-
-    It is raised, too, where the settings leave out all that TE needs.
-    """
-    location, stamp = decision.source.location, of_tree(decision.source.location)
-    refused = [fix_id for ids in decision.refused.values() for fix_id in ids]
-    if stamp and (stamp.version != __version__ or refused):
-        lacks = f" without {', '.join(refused)}" if refused else ""
-        raise BakeError(
-            f"te-graph-fixes {stamp.version} has corrected {location} on disk{lacks}. "
-            "Take that back with `te-graph-fixes bake --undo` (a patch with `patch -p1 -R`), then bake again"
-        )
-    if refused:
+    """Raise `BakeError` where a fix that TE needs cannot be applied, or the settings leave out all that it needs."""
+    if decision.refused:
         reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
         why = decision.refusal or f"not every fix that is needed can be applied. {reasons}"
-        raise BakeError(f"nothing was changed, because {why}")
-    if decision.left_out and not (decision.to_apply or stamp):
+        raise BakeError(f"nothing was written, because {why}")
+    if decision.left_out and not decision.to_apply:
         by = decision.settings.chosen_by
-        raise BakeError(f"nothing was changed: {len(decision.left_out)} fixes are left out by {by}")
+        raise BakeError(f"nothing was written: {len(decision.left_out)} fixes are left out by {by}")
 
 
 @contextlib.contextmanager
@@ -115,177 +101,110 @@ def changing(location: Path) -> Iterator[bool]:
         os.close(folder)
 
 
-def in_place(decision: Decision) -> int:
-    """Write every corrected module into TE, or change nothing and raise `BakeError`; returns how many there are."""
-    location = Path(decision.source.location)
-    opened, kept = location / OPEN, location / KEPT
-    if not decision.to_apply:
-        return 0
-    if kept.exists():
-        raise BakeError(f"{kept} is left from an earlier bake: `te-graph-fixes bake --undo` first")
+def in_place(decision: Decision) -> list[Corrected]:
+    """Write every corrected module, and the stamp, into TE, or change nothing and raise `BakeError`; returns them."""
+    location, files = Path(decision.source.location), corrected(decision)
     try:
-        with _disk(location, "Nothing was changed; `te-graph-fixes bake --overlay DIR` writes elsewhere"):
-            _gather(decision, opened)
-            _exchange(opened, RESULT)
-            os.rename(opened, kept)
+        with _disk(location, "Nothing was written; `te-graph-fixes bake --overlay DIR` writes elsewhere"):
+            _gather(location, files)
+            os.rename(location / PART, location / OPEN)
+            _exchange(location, AFTER)
+            os.rename(location / OPEN, location / KEPT)
     finally:
         roll_back(location)
-    return len(_read(kept)["files"])
+    return files
 
 
-def undo(location: Path) -> int:
-    """Give every module that `in_place` changed its very bytes back, and delete those that it added; returns how many.
+def undo(source: Source) -> str:
+    """Give every module that was changed its very bytes back, and delete those that were added; returns what to say.
 
-    Raises `BakeError` where somebody has changed them since. Where TE was installed anew over them, what is deleted are
-    only the modules that were added.
+    Of a TE that was replaced since, only what is left of the bake is deleted. Raises `BakeError` where there is no
+    bake, and `ChangedStampError` where a module was edited after it.
     """
-    kept, root = location / KEPT, location.parent
-    if not kept.exists():
-        raise BakeError(
-            f"no bake to undo in {location}: what `te-graph-fixes diff | patch` has changed, `patch -R` changes back"
-        )
-    files = _read(kept)["files"]
-    here = {each["path"]: _sha256_of(root / each["path"]) for each in files}
-    ours = [each for each in files if here[each["path"]] == each[RESULT]]
-    others = [each["path"] for each in files if here[each["path"]] not in (each[ORIGINAL], each[RESULT])]
-    if INIT not in here and _sha256_of(root / INIT) != _sha256_of(kept / ORIGINAL / INIT):
-        others.append(INIT)
-    is_same_te = any(each[ORIGINAL] for each in ours) or any(_is_stamped(root / path) for path in others)
-    if others and is_same_te:
-        raise BakeError(
-            f"{', '.join(others)} in {location} was edited after the bake: take the edit back, or "
-            "install TransformerEngine anew, and undo again"
-        )
+    location = Path(source.location)
     with _disk(location, "Mend that, and undo again"):
-        if others:  # TE was installed anew: of what is ours only added modules are left
-            shutil.rmtree(kept / ORIGINAL, ignore_errors=True)
-        os.rename(kept, location / OPEN)
-    roll_back(location)  # an undo is a bake that is taken back
-    return len(ours)
-
-
-def _is_stamped(path: Path) -> bool:
-    text = path.read_text("utf-8", "replace") if path.exists() else ""
-    return above(text) != text
+        try:
+            stamp = of_source(source)
+        except LeftoverError as error:
+            left = [path for path, (before, _) in error.stamp.files.items() if before is None]
+            for path in (*left, f"{TE}/{NAME}"):
+                _delete(location.parent / path)
+            shutil.rmtree(location / KEPT, ignore_errors=True)
+            return f"{len(left)} modules that a bake had left in {location} are deleted"
+        if stamp is None or not (location / KEPT).exists():
+            raise BakeError(f"there is no bake in {location}. A patch is taken back with `patch -p1 -R`")
+        os.rename(location / KEPT, location / OPEN)
+        roll_back(location)  # an undo is a bake that is taken back
+    return f"{len(stamp.files)} modules of {location} are as they were before the bake"
 
 
 def roll_back(location: Path) -> bool:
     """Take back what an interrupted bake, or an interrupted undo, has left; whether there was any."""
-    opened = location / OPEN
-    found = opened.exists()
+    part, opened = location / PART, location / OPEN
+    is_interrupted = part.exists() or opened.exists()
     with _disk(location, "TransformerEngine may be half changed: mend that, and start this again"):
-        if (opened / MANIFEST).exists():
-            _exchange(opened, ORIGINAL)
-        if found:
-            shutil.rmtree(opened)
-    return found
+        if opened.exists():
+            _exchange(location, BEFORE)
+            os.rename(opened, part)
+        if part.exists():
+            shutil.rmtree(part)
+    return is_interrupted
 
 
-def _gather(decision: Decision, opened: Path) -> None:
-    """Fill the folder `OPEN`: the corrected modules with their bytecode, and links to, or copies of, what they replace.
-
-    The guard that closes TE is there twice: once for the bake, once to take it back.
-    """
-    root, new = Path(decision.source.location).parent, opened / RESULT
-    paths = _write_modules(decision, new)
-    if not (new / INIT).exists():  # it makes way for the guard
-        _link_or_copy(root / INIT, new / INIT)
-    for path in sorted({INIT, *paths}):
-        py_compile.compile(str(new / path), dfile=str(root / path), doraise=True)
-        for old in (root / path, *_bytecode(root / path)):
-            if old.exists():
-                _link_or_copy(old, opened / ORIGINAL / old.relative_to(root))
-    for side in (ORIGINAL, RESULT):
-        _write(opened / side / GUARD, _CLOSED, root / INIT)
-    _write_manifest(decision, paths, new)
-    os.rename(new / MANIFEST, opened / MANIFEST)
-
-
-def _exchange(opened: Path, which: str) -> None:
-    """Put the files of one side in place, as far as they are not there yet: first the guard, and last what opens TE."""
-    root, side, files = opened.parent.parent, opened / which, _read(opened)["files"]
-    if (side / GUARD).exists():
-        for path in (INIT, *(each["path"] for each in files)):
-            _delete(*_bytecode(root / path))
-        os.replace(side / GUARD, (root / INIT).resolve())
-    for each in files:
-        module = root / each["path"]
-        if each[which] is None and _sha256_of(module) in (None, each[RESULT]):
-            _delete(*_bytecode(module), module)
-    opens = [side / INIT, *_bytecode(side / INIT)]
-    for staged in sorted(side.rglob("*.py*"), key=lambda path: path in opens):
-        place = root / staged.relative_to(side)
-        place.parent.mkdir(exist_ok=True)
-        os.replace(staged, place.resolve())
-
-
-def _delete(*files: Path) -> None:
+def _gather(location: Path, files: Sequence[Corrected]) -> None:
+    """Fill the folder `PART`: of each module a copy and its new text, and two guards, for the way there and back."""
+    root, part = location.parent, location / PART
+    first = next(file.path for file in files if file.before)
     for file in files:
+        if file.before:
+            copy = part / BEFORE / file.path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / file.path, copy, follow_symlinks=False)
+        _write(part / AFTER / file.path, file.after.encode(), root / (file.path if file.before else first))
+    for side in (BEFORE, AFTER):
+        _write(part / side / GUARD, _GUARD_TEXT, root / first)
+    shutil.copy(part / AFTER / TE / NAME, part / NAME)
+
+
+def _exchange(location: Path, side: str) -> None:
+    """Put the files of one side in place, as far as they are not there yet.
+
+    Importing TE imports every module that is edited, so a guard in the place of the first one closes it meanwhile.
+    """
+    root, opened = location.parent, location / OPEN
+    digests = json.loads((opened / NAME).read_bytes())["files"]
+    first, *edited = [path for path, (before, _) in digests.items() if before]
+    added = [*(path for path, (before, _) in digests.items() if not before), f"{TE}/{NAME}"]
+    _move(opened / side / GUARD, root / first)
+    for path in (*edited, *added):
+        _move(opened / side / path, root / path)
+    for path in added if side == BEFORE else ():
+        _delete(root / path)
+    _move(opened / side / first, root / first)
+
+
+def _move(new: Path, path: Path) -> None:
+    """Put a new file in the place of another, whose bytecode Python may take without a look at the text."""
+    if os.path.lexists(new):
+        for file in _bytecode(path):
+            file.unlink()
+        os.replace(new, path)
+
+
+def _delete(path: Path) -> None:
+    for file in (*_bytecode(path), path):
         file.unlink(missing_ok=True)
 
 
 def _bytecode(module: Path) -> list[Path]:
-    """The compiled files of a module, of any interpreter."""
     return sorted(module.parent.glob(f"__pycache__/{module.stem}.*.pyc"))
 
 
-def _link_or_copy(path: Path, place: Path) -> None:
-    """Another link to a file, or a copy where that cannot be."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(path.resolve(), place)
-    except OSError:
-        _write(place, path.read_bytes(), path)
-        shutil.copystat(path, place)
-
-
 def _write(path: Path, data: bytes, like: Path) -> None:
-    """A new file with the permissions and the owner of another."""
+    """A new file with the permissions of another."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     shutil.copymode(like, path)
-    with contextlib.suppress(PermissionError):  # only root gives files away
-        os.chown(path, like.stat().st_uid, like.stat().st_gid)
-
-
-def _write_modules(decision: Decision, folder: Path) -> list[str]:
-    """Write the corrected modules into a folder; returns their paths."""
-    root, files = Path(decision.source.location).parent, corrected(decision)
-    for file in files:
-        like = root / (file.path if file.before else INIT)
-        _write(folder / file.path, file.after.encode(), like)
-    return [file.path for file in files]
-
-
-def _write_manifest(decision: Decision, paths: list[str], folder: Path) -> dict[str, Any]:
-    """Write down in a folder with corrected modules what they are: the versions, and the fixes with their verdicts.
-
-    The ``files`` have the SHA-256 before and after (None: there is none), ``unchanged`` that of the modules that were
-    read and are right as they are.
-    """
-    source = decision.source
-    root = Path(source.location).parent
-    read = {module_path(source, name) for name in source.read}
-    manifest = {
-        "te_graph_fixes_version": __version__,
-        "te_version": source.version,
-        "te_location": source.location,
-        "fixes": {fix_id: verdict.verdict for fix_id, verdict in decision.decisions.items()},
-        "files": [
-            {"path": path, ORIGINAL: _sha256_of(root / path), RESULT: _sha256_of(folder / path)} for path in paths
-        ],
-        "unchanged": {path: _sha256_of(root / path) for path in sorted(read.difference(paths))},
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    return manifest
-
-
-def _read(folder: Path) -> Any:
-    return json.loads((folder / MANIFEST).read_bytes())
-
-
-def _sha256_of(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
 @contextlib.contextmanager
@@ -297,54 +216,31 @@ def _disk(folder: Path, advice: str) -> Iterator[None]:
         raise BakeError(f"cannot change {error.filename or folder}: {error.strerror}. {advice}") from error
 
 
-def overlay(decision: Decision, folder: Path) -> dict[str, Any]:
-    """Lay the corrected modules into a folder, which is new, empty or an older overlay; returns its manifest."""
-    part = folder.with_name(f"{folder.name}.te-graph-fixes-part")
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        raise BakeError(f"{folder} is not empty, and no overlay of te-graph-fixes: name another folder")
-    with _disk(folder, "Nothing was changed: name another folder"):
-        shutil.rmtree(part, ignore_errors=True)
-        manifest = _write_manifest(decision, _write_modules(decision, part), part)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(part, folder)
-    return manifest
+def left_over(folder: str | None) -> Source | None:
+    """What is left of a bake in a TE that was uninstalled, in a folder or one of this interpreter; None for nothing."""
+    for parent in sys.path if folder is None else [folder]:
+        location = Path(parent, TE)
+        if (location / NAME).exists() and not (location / "__init__.py").exists():
+            return Source(str(location), None)
+    return None
 
 
-def require_mounted(source: Source, folder: Path) -> None:
-    """Raise `BakeError` unless TE is the one that an overlay was made of, with the overlay's files in place."""
-    try:
-        manifest = _read(folder)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise BakeError(f"no overlay in {folder}: {MANIFEST}: {why}") from error
-    root, files = Path(source.location).parent, manifest["files"]
-    wanted = {each["path"]: each[RESULT] for each in files} | manifest["unchanged"]
-    here = {path: _sha256_of(root / path) for path in wanted}
-    unmounted = [each["path"] for each in files if here[each["path"]] == each[ORIGINAL]]
-    others = [path for path, digest in here.items() if digest != wanted[path] and path not in unmounted]
-    if others:
-        raise BakeError(
-            f"{', '.join(others)} in {root}: neither the overlay's nor what it was made of, which is TransformerEngine "
-            f"{manifest['te_version']}: make the overlay again"
-        )
-    if unmounted:
-        where = f"{len(unmounted)} of {len(files)} files are not mounted, first {root / unmounted[0]}"
-        raise BakeError(f"{where}: mount what `te-graph-fixes bake --overlay` printed")
+def import_problem(paths: Iterable[str]) -> str:
+    """Why a new process cannot import the installed TE, and the modules with these paths in it; "" where it can."""
+    modules = [path[:-3].removesuffix("/__init__").replace("/", ".") for path in paths if path.endswith(".py")]
+    program = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
+    command = [sys.executable, "-c", program, f"{TE}.pytorch", *modules]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 
 
-def mounts(folder: Path, manifest: dict[str, Any]) -> str:
-    """How each container runtime puts the files of an overlay in the place of TE's."""
-    root, paths = Path(manifest["te_location"]).parent, [each["path"] for each in manifest["files"]]
-    binds = [f"{folder / path}:{root / path}" for path in paths]
-    read_only = ",".join(f"{bind}:ro" for bind in binds)
-    volume = [f"{{name: te-graph-fixes, mountPath: {root / path}, subPath: {path}, readOnly: true}}" for path in paths]
-    lines = {
-        "docker, podman": " ".join(f"-v {bind}:ro" for bind in binds),
-        "pyxis: srun": f"--container-mounts={read_only}",
-        "enroot start": " ".join(f"--mount {bind}" for bind in binds),
-        "apptainer exec": f"--bind {read_only}",
-        f"Kubernetes: a volume te-graph-fixes that holds {folder}, and in the container": "\n  - ".join(
-            ["volumeMounts:", *volume]
-        ),
-    }
-    return "\n".join(f"# {runtime}\n{options}" for runtime, options in lines.items())
+def overlay(decision: Decision, folder: Path) -> list[Corrected]:
+    """Write the corrected modules, and the stamp, into a folder that is new or empty; returns them."""
+    if folder.exists() and any(folder.iterdir()):
+        raise BakeError(f"{folder} is not empty: name another folder")
+    root, files = Path(decision.source.location).parent, corrected(decision)
+    with _disk(folder, f"{folder} is not complete: delete it, and name another folder"):
+        for file in files:
+            like = root / file.path if file.before else Path(decision.source.location, "__init__.py")
+            _write(folder / file.path, file.after.encode(), like)
+    return files

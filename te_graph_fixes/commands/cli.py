@@ -6,6 +6,7 @@ import argparse
 import difflib
 import hashlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -24,7 +25,7 @@ from ..patching.installation import EngineError
 from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import Settings, fix_ids
-from ..stamp import ChangedStampError, of_tree
+from ..stamp import ChangedStampError, LeftoverError, of_source
 from ..version import __version__
 from . import answers, bake
 from .bake import BakeError, Corrected, corrected, module_path
@@ -62,7 +63,7 @@ def _argument(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser
     return lambda parser: parser.add_argument(*names, **settings)
 
 
-SOURCE = _argument("--source", "--te", metavar="DIR", help="a site-packages folder or checkout that holds TE")
+SOURCE = _argument("--source", metavar="DIR", help="a site-packages folder or checkout that holds TE")
 JSON = _argument("--json", action="store_true", help="print JSON")
 
 
@@ -95,7 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = options.command.__name__[1:]
             raise ValueError(f"{name} does not take {unknown[0]}; see te-graph-fixes {name} -h")
         return int(options.command(options))
-    except (TENotFoundError, ValueError) as error:
+    except TENotFoundError as error:
+        is_left = bake.left_over(options.source) is not None
+        advice = f"; `te-graph-fixes bake --undo{options.where}` deletes what is left of a bake" if is_left else ""
+        return _say(f"{error}{advice}", NO_TE)
+    except ValueError as error:
         return _say(error, WRONG_USE)
     except (EngineError, BakeError, ChangedStampError) as error:
         return _say(error, 1)
@@ -108,18 +113,13 @@ def _say(message: object, status: int = 0) -> int:
 
 @_command(
     "say which known defects TE has, and whether they can be corrected",
-    "0 every defect can be corrected, or TE has none; 1 one cannot, or the overlay is not in place; 2 no TE",
+    "0 every defect is or can be corrected, or TE has none; 1 one cannot, or TE is to be baked again; 2 no TE",
     "--source /usr/lib/python3/dist-packages",
     SOURCE,
     JSON,
-    _argument("--overlay", metavar="DIR", help="whether the overlay of `bake` is mounted"),
     _argument("--all", action="store_true", help="also the defects that this TE does not have"),
 )
 def _status(options: argparse.Namespace) -> int:
-    if options.overlay:
-        bake.require_mounted(_source(options), Path(options.overlay))
-        print(f"the overlay {options.overlay} is in place")
-        return 0
     decision = _decision(options)
     if options.json:
         fixes = {
@@ -135,7 +135,7 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps({"te_graph_fixes_version": __version__, **about}, indent=2))
     else:
         print(*answers.status(decision, options.where, options.all), sep="\n")
-    return int(bool(decision.refused))
+    return int(bool(decision.refused or decision.is_outdated))
 
 
 @_command(
@@ -164,7 +164,7 @@ def _explain(options: argparse.Namespace) -> int:
     _argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)"),
 )
 def _diff(options: argparse.Namespace) -> int:
-    names = options.fixes
+    names = [name for word in options.fixes for name in word.split(",")]
     decision = _decision(options, Settings(fix_ids(names)) if names else None)
     for fix_id in names:
         verdict = decision.decisions[fix_id]
@@ -189,50 +189,85 @@ def _unified(file: Corrected) -> Iterator[str]:
 
 @_command(
     "write the changes into TE's files, all or none; for image builds",
-    "0 everything that this TE needs is in; 1 nothing was changed, and why; 2 no TE",
+    "0 everything that this TE needs is in; 1 nothing was changed, and why (--check: it is not in); 2 no TE",
     "",
     SOURCE,
+    _argument("--check", action="store_true", help="say whether all that this TE needs is in, and change nothing"),
     _argument("--undo", action="store_true", help="give TE's files their very bytes back"),
     _argument("--overlay", metavar="DIR", help="write the changed files into DIR, to be mounted, and leave TE alone"),
 )
 def _bake(options: argparse.Namespace) -> int:
-    if options.undo and options.overlay:
-        raise ValueError("bake takes --undo or --overlay, not both: an overlay is undone by not mounting it")
+    if sum(map(bool, (options.check, options.undo, options.overlay))) > 1:
+        raise ValueError("bake takes one of --check, --undo and --overlay")
+    if options.check:
+        decision = _decision(options)
+        print(answers.answer(decision, options.where))
+        lacks = any(verdict.verdict in (APPLICABLE, UNRECOGNIZED) for verdict in decision.verdicts.values())
+        return int(lacks or decision.is_outdated)
     if options.overlay:
         return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
-    location = Path(_source(options).location)
-    with bake.changing(location) as interrupted:
+    source = bake.left_over(options.source) if options.undo else None
+    source = source or _source(options)
+    with bake.changing(Path(source.location)) as interrupted:
         if interrupted:
             _say("took back what an interrupted command had left")
         if options.undo:
-            if not interrupted or (location / bake.KEPT).exists():
-                print(f"{bake.undo(location)} files of {location} are as they were before the bake")
+            if not interrupted or of_source(source):
+                print(bake.undo(source))
             return 0
-        decision = _decision(options)
-        bake.require_complete(decision)
-        files = bake.in_place(decision)
-    if files:
-        left = len(decision.left_out)
-        said = f" ({left} are left out by {decision.settings.chosen_by})" if left else ""
-        print(
-            f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in "
-            f"{location}: {files} files{said}. Undo: te-graph-fixes bake --undo{options.where}"
-        )
-    else:
-        print(answers.answer(decision, options.where))
+        return _bake_in_place(source, options.where)
+
+
+def _bake_in_place(source: Source, where: str) -> int:
+    """Bake, after an undo where the fixes of another te-graph-fixes are on disk, or what is left of them."""
+    settings = Settings.read()
+    decision = Decision(source, settings)
+    try:
+        stamp, is_to_be_undone = of_source(source), decision.is_outdated
+    except LeftoverError as error:
+        stamp, is_to_be_undone = error.stamp, True
+    if stamp and not is_to_be_undone and decision.disagreement:
+        raise BakeError(decision.disagreement)
+    if stamp and is_to_be_undone:
+        bake.undo(source)
+        print(f"the bake of {stamp.by} is undone")
+        decision = Decision(Source.at(source.location), settings)
+    bake.require_complete(decision)
+    if not decision.to_apply:
+        print(answers.answer(decision, where))
+        return int(bool(decision.refused))
+    files = bake.in_place(decision)
+    if not where:
+        _require_import(decision, files)
+    left = f" ({len(decision.left_out)} are left out by {settings.chosen_by})" if decision.left_out else ""
+    print(
+        f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in {source.location}: "
+        f"{len(files)} files{left}. Undo: te-graph-fixes bake --undo{where}"
+    )
     return 0
+
+
+def _require_import(decision: Decision, files: Sequence[Corrected]) -> None:
+    """Undo a bake, and raise `BakeError`, where TE can be imported without it and not with it."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    if not (problem := bake.import_problem(file.path for file in files)):
+        return
+    bake.undo(decision.source)
+    if not bake.import_problem([]):
+        raise BakeError(f"nothing was written, because TransformerEngine could not be imported with it: {problem}")
+    bake.in_place(decision)
+    _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {problem}")
 
 
 def _overlay(decision: Decision, folder: Path) -> int:
     bake.require_complete(decision)
     if not decision.to_apply:
         raise BakeError("there is nothing to correct, so there is no overlay to make")
-    manifest = bake.overlay(decision, folder)
-    print(bake.mounts(folder, manifest))
-    return _say(
-        f"{len(manifest['files'])} files with {len(decision.to_apply)} fixes are in {folder}. "
-        f"In the container: te-graph-fixes status --overlay {folder}"
-    )
+    files = bake.overlay(decision, folder)
+    root = os.path.dirname(decision.source.location)
+    print(*(f"{folder}/{file.path} {root}/{file.path}" for file in files), sep="\n")
+    return _say(f"mount each file over the second path of its line, read-only: {len(decision.to_apply)} fixes")
 
 
 @_command(
@@ -251,7 +286,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     Settings.read()
     cases = select(options.wanted, options.quick)
-    on_disk = of_tree(Source.installed().location) is not None
+    on_disk = of_source(Source.installed()) is not None
     if reason := no_gpu():
         return _say(f"verify needs a GPU: {reason}", NO_TE)
     return verify(cases, options.json, options.limit, on_disk)
@@ -291,9 +326,12 @@ def _installed(name: str) -> str:
         return "-"
 
 
-@_command("list all fixes: symptom, versions with the defect, upstream", "0", "")
-def _list(_: argparse.Namespace) -> int:
-    print(*answers.listing(), sep="\n")
+@_command("list all fixes: symptom, versions with the defect, upstream", "0", "", JSON)
+def _list(options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps(answers.records(), indent=2))
+    else:
+        print(*answers.listing(), sep="\n")
     return 0
 
 

@@ -12,30 +12,31 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
 
-from ..checking import VARIABLE, Options
+from ..checking import Options, require_comparable
 from ..launcher.te_graph_fixes_run import FILTER
-from ..settings import EXPECT, Settings, nearest
+from ..settings import CHECK, STRICT, Settings, nearest
 
 USAGE = """\
-usage: te-graph-fixes run [--required] [--check[=N[,layers=K]] | --check-strict[=N[,layers=K]]] [--] CMD [ARG ...]
+usage: te-graph-fixes run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
        te-graph-fixes run --print-env
 
-Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children.
-With --required, the job ends with the status 87 once a process of it, on this machine, has TransformerEngine without
-the fixes; a fix that cannot be applied is an error.
-With --check, compare graphs with eager in the first N steps (2), and print what differs. With K layers at a time it
-takes less memory. With --check-strict, a process that finds a mismatch ends with the status 86.
+Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children. A fix that is needed
+and cannot be applied ends the process that imports TransformerEngine with an error; with TE_GRAPH_FIXES_STRICT=0 it
+is a warning.
+With --check, compare graphs with eager in the first N steps (2), and print what differs. With layers=K it takes K
+layers at a time and less memory. With strict, a process that finds a mismatch ends with the status 86.
 With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
 
 exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong use, or a bad variable
-example: te-graph-fixes run --required torchrun --nproc-per-node 8 pretrain_gpt.py
+example: te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher")
-OPTIONS = ("--required", "--check", "--check-strict", "--print-env")
+OPTIONS = ("--check", "--print-env")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
@@ -55,10 +56,12 @@ def main(arguments: Sequence[str]) -> int:
 
             Decision.installed(settings)  # that a fix is named without one that it requires shows before the start
         if list(arguments) == ["--print-env"]:
-            print_environment()
+            print(*(f"export {name}={shlex.quote(value)}" for name, value in variables().items()), sep="\n")
             return 0
         for option in options:
             _obey(option)
+        if Options.parse(os.environ.get(CHECK, "")):
+            require_comparable(settings)
         _require_startable(command)
     except ValueError as error:
         if "--print-env" in arguments:
@@ -66,13 +69,8 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(BAD_USAGE, error)
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these at its start, and a program would inherit that
         signal.signal(name, signal.SIG_DFL)
-    environ = {**os.environ, **variables()}
     try:
-        if "--required" in options:
-            from .required import run
-
-            return run(command, environ)
-        os.execvpe(command[0], command, environ)
+        os.execvpe(command[0], command, {**os.environ, **variables()})
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         return _fail(NOT_FOUND if missing else NOT_EXECUTABLE, f"cannot start {command[0]}: {error.strerror}")
@@ -80,48 +78,31 @@ def main(arguments: Sequence[str]) -> int:
 
 def _obey(option: str) -> None:
     """Set the variable that asks for a check, if this option does; ValueError where it is not understood."""
-    name, equals, value = option.partition("=")
+    name, _, value = option.partition("=")
     if option == "--print-env":
         raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
-    if name in ("--check", "--check-strict"):
-        os.environ[VARIABLE] = (value if equals else "on") + (",strict" if name == "--check-strict" else "")
-        wanted = None
-        with contextlib.suppress(ValueError):
-            wanted = Options.parse(os.environ[VARIABLE])
-        if wanted is None:
-            raise ValueError(f"{option} is not understood; valid: {name}, {name}=N, {name}=N,layers=K")
-        if importlib.util.find_spec("transformer_engine") is None:
-            _fail(0, f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
-    elif option != "--required":
-        raise ValueError(f"unknown option {option}; {nearest([name, option], OPTIONS)}see te-graph-fixes run -h")
+    if name != "--check":
+        raise ValueError(f"unknown option {option}; {nearest([name], OPTIONS)}see te-graph-fixes run -h")
+    os.environ[CHECK] = value if "=" in option else "on"
+    asked = None
+    with contextlib.suppress(ValueError):
+        asked = Options.parse(os.environ[CHECK])
+    if asked is None:
+        raise ValueError(f"{option} is not understood; valid: --check, --check=N, --check=N,layers=K, --check=N,strict")
+    if importlib.util.find_spec("transformer_engine") is None:
+        _fail(0, f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
 
 
 def variables() -> dict[str, str]:
-    """PYTHONPATH with our folder at its front, and PYTHONWARNINGS with our module at its end."""
+    """PYTHONPATH with our folder at its front, PYTHONWARNINGS with our module at its end, and strict mode."""
     inherited = os.environ.get("PYTHONPATH")
     entries = inherited.split(os.pathsep) if inherited else []  # an empty entry is the current folder
     filters = [item for item in os.environ.get("PYTHONWARNINGS", "").split(",") if item and item != FILTER]
     return {
         "PYTHONPATH": os.pathsep.join([FOLDER, *(entry for entry in entries if entry != FOLDER)]),
         "PYTHONWARNINGS": ",".join([*filters, FILTER]),
+        STRICT: os.environ.get(STRICT) or "1",
     }
-
-
-def print_environment() -> None:
-    """Print how to set what activates the fixes, and that with which every process compares its TE with ours."""
-    import shlex
-
-    from ..decision import fingerprint, verdicts
-    from ..patching.source import Source, TENotFoundError
-
-    for name, value in variables().items():
-        print(f"export {name}={shlex.quote(value)}")
-    try:
-        source = Source.installed()
-    except TENotFoundError as error:
-        print(f"te-graph-fixes run: {EXPECT} is left out: {error}", file=sys.stderr)
-    else:
-        print(f"export {EXPECT}={shlex.quote(fingerprint(source.version, verdicts(source)))}")
 
 
 def _require_startable(command: Sequence[str]) -> None:

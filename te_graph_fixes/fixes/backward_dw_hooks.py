@@ -1,4 +1,4 @@
-"""``backward-dw-hooks``: after the replay of a delayed wgrad nobody is told that the gradient is ready.
+"""``backward-dw-hooks``: after the replay of a delayed wgrad no hook says that the gradient is ready.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2614 (TE 2.13), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/2999
@@ -13,16 +13,21 @@ from ..patching.patch import SemanticPatch
 PATCH = """
 @@ graph.py _make_graphed_callables.backward_dw
  if need_bwd_dw_graph.get(graph_idx, False):
-     bwd_dw_graphs[graph_idx].replay()
-+    # Tell whoever waits for the weight gradients.
-+    for module in graph_callables[graph_idx].modules():
-+        if (
-+            module in visited_te_modules.get(graph_idx, ())
-+            and isinstance(module, TransformerEngineBaseModule)
-+            and module.need_backward_dw()
-+        ):
-+            for wgrad_accumulation_and_reduce_hook in module.wgrad_accumulation_and_reduce_hooks:
-+                wgrad_accumulation_and_reduce_hook()
+     ...
+@@
+ bwd_dw_graphs[graph_idx].replay()
++# Tell whoever waits for the weight gradients.
++for module in graph_callables[graph_idx].modules():
++    if (
++        module in visited_te_modules.get(graph_idx, ())
++        and isinstance(module, TransformerEngineBaseModule)
++        and module.need_backward_dw()
++    ):
++        for wgrad_accumulation_and_reduce_hook in module.wgrad_accumulation_and_reduce_hooks:
++            wgrad_accumulation_and_reduce_hook()
+@@ (0 times)
+ for ANY_MODULE in ANY_MODULES:
+     ...
 @@ graph.py _make_graphed_callables (2 times)
  graph_callables[ANY] = func
 @@
@@ -35,15 +40,10 @@ PATCH = """
 
 UPSTREAM = """
 @@ graph.py _make_graphed_callables.backward_dw
- if need_bwd_dw_graph.get(graph_idx, False):
-     bwd_dw_graphs[graph_idx].replay()
-     ...
-     for module in te_modules:
-         if isinstance(module, TransformerEngineBaseModule) and module.need_backward_dw():
-             module._trigger_wgrad_accumulation_and_reduce_hooks()
+ bwd_dw_graphs[graph_idx].replay()
 @@ (or)
  bwd_dw_graph.replay()
- ...
+@@
  for module in te_modules:
      if isinstance(module, TransformerEngineBaseModule) and module.need_backward_dw():
          module._trigger_wgrad_accumulation_and_reduce_hooks()

@@ -1,4 +1,4 @@
-"""``capture-without-warmup``: with ``num_warmup_iters=0`` nobody knows which modules a graph runs.
+"""``capture-without-warmup``: with ``num_warmup_iters=0`` it is not known which modules a graph runs.
 
 Upstream: none yet, TE 2.10 to main
 

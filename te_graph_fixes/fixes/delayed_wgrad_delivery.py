@@ -17,7 +17,7 @@ from ..fix import Fix, Verdict
 from ..patching.patch import PYTORCH, SemanticPatch
 from ..patching.source import Source
 
-# `replay()` stands in the place of itself: what `backward-dw-hooks` inserts below it comes behind the delivery.
+# `replay()` replaces itself, so that lines which `backward-dw-hooks` inserts below it come after the delivery.
 PATCH = """
 @@ graph.py _make_graphed_callables
  need_bwd_dw_graph = {}
@@ -34,7 +34,7 @@ PATCH = """
 -        module.backward_dw()
 +        take_grads(module)
 @@ (2 times)
- with _graph_context_wrapper(bwd_dw_graph, ...):
+ with ..., _graph_context_wrapper(bwd_dw_graph, ...):
      for module in visited_te_modules[ANY_INDEX]:
          if hasattr(module, "need_backward_dw") and module.need_backward_dw():
 -            module.backward_dw()

@@ -39,8 +39,8 @@ PATCH = """
 +
  visited_te_modules = ANY_EMPTY
 @@
--with torch.cuda.stream(torch.cuda.Stream()):
-+with updates_left_out(), torch.cuda.stream(torch.cuda.Stream()):
+-with ..., torch.cuda.stream(ANY):
++with updates_left_out(), ..., torch.cuda.stream(ANY):
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):

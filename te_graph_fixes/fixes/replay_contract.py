@@ -7,9 +7,9 @@ capture has fixed: what was replayed since its input was written, where modules,
 which parameters are trained. It raises `RuntimeError` where its result would not be that of eager training
 (docs/maintainers/replay-contract.md). That depends on the program alone.
 
-Two things are made right instead: a tensor that is the sample of several inputs is copied for each of them, and
-copies of a module have no graph, which reads the original's parameters. Outputs and gradients are
-copied where a checkpoint may run a graph again before they are read (with ``leaf-grad-lifetime``).
+Some programs are made right instead. A tensor that is the sample of several inputs is copied for each of them. Copies
+of a module have no graph, which reads the original's parameters. Outputs and gradients are copied where a checkpoint
+may run a graph again before they are read (with ``leaf-grad-lifetime``).
 
 The shipped modules are `replay_contract`, which uses `replay_order` and `module_tensors`, and `own_copies`.
 """

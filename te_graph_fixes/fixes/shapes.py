@@ -1,4 +1,4 @@
-"""What more than one fix looks for in the graph code of TransformerEngine (TE)."""
+"""Patterns that more than one fix looks for in the graph code of TransformerEngine (TE)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def global_state(source: Source, field: str, earlier: str) -> str:
 
 
 def skip_flag_state(source: Source) -> str:
-    """What holds the skip flag while the program runs."""
+    """The object that holds the skip flag while the program runs."""
     flag = "skip_fp8_weight_update_tensor"
     return global_state(source, flag, flag).removesuffix(f".{flag}")
 
@@ -65,5 +65,14 @@ SHARE_DUMMIES = """
  static_grad_inputs = tuple(static_grad_inputs)
 +if is_training:
 +    static_grad_inputs = share_dummies(static_grad_inputs, static_input_surface, dummies)
+
+@@ module/layernorm_mlp.py _LayerNormMLP.backward (at its start)
++from .base import get_dummy_wgrad
+@@ module/layernorm_mlp.py _LayerNormMLP.backward (2 times)
+-torch.empty(ANY_SHAPE, dtype=ANY_DTYPE, device=torch.cuda.current_device(), requires_grad=False)
++get_dummy_wgrad(list(ANY_SHAPE), ANY_DTYPE)
 """
-"""The patch by which a graph returns the dummy of a wgrad that is in ``main_grad`` as TE's shared one."""
+"""The patch by which a graph returns the dummy of a wgrad that is in ``main_grad`` as TE's shared one.
+
+`LayerNormMLP` alone makes dummies of its own: in a graph they would take their memory beside the shared ones.
+"""

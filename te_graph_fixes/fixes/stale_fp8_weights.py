@@ -5,8 +5,8 @@ Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine
 It happens
 
 1. to modules that carry ``is_first_microbatch``, as Megatron-Core's do, where the capture does not cache weights
-   (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 where attention is not captured). Warmup leaves False
-   behind, and without a skip flag False means that weights are never quantized. Such a graph now has a flag of its own,
+   (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 where attention is not captured). Warmup leaves
+   False, and without a skip flag False means that weights are never quantized. Such a graph now has a flag of its own,
    which says before each replay what its modules say eagerly (`te_graph_fixes/shipped/first_microbatches.py`);
 2. to a capture that does not cache weights, after one that does: it reads the skip flag of the other;
 3. where another FP8 module runs before the graph in the same autocast: the graph does not set the skip flag, which
@@ -38,8 +38,8 @@ GRAPH = """
 +flags = iter(torch.zeros(len(flatten_sample_args) + 1, device="cuda").split(1))
  visited_te_modules = ANY_EMPTY
 @@
--with torch.cuda.stream(torch.cuda.Stream()):
-+with own_skip_flag(Marks(next(flags))), torch.cuda.stream(torch.cuda.Stream()):
+-with ..., torch.cuda.stream(ANY):
++with own_skip_flag(Marks(next(flags))), ..., torch.cuda.stream(ANY):
      ...
 @@ (2 times)
 +fwd_graph.marks = Marks(next(flags), func)
@@ -88,7 +88,7 @@ PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 FIX = Fix(
     symptom="FP8 without cached weights: graphs go on with the weights of their capture, outputs off by 1.0",
     group="FP8 state",
-    users="FP8 graphs without fp8_weight_caching, and graphs behind another FP8 module in one autocast",
+    users="FP8 graphs without fp8_weight_caching, and graphs after another FP8 module in one autocast",
     examine=SemanticPatch(
         PATCH,
         names={"STATE": skip_flag_state},

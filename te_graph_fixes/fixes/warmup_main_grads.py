@@ -4,7 +4,7 @@ Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads
 
 `make_graphed_callables` puts FP8 state and random numbers back after warmup, but not what the wgrads were added to.
 In warmup all parameters now share the memory of the largest ``main_grad``, which gets its content back afterwards, also
-where the warmup fails (`te_graph_fixes/shipped/main_grads.py`, shipped beside the patched module).
+where the warmup fails (`te_graph_fixes/shipped/main_grads.py`).
 """
 
 from ..fix import Fix
@@ -16,8 +16,8 @@ PATCH = """
 +
  visited_te_modules = ANY_EMPTY
 @@
--with torch.cuda.stream(ANY_STREAM):
-+with torch.cuda.stream(ANY_STREAM), main_grads_kept(callables if is_training else ()):
+-with ..., torch.cuda.stream(ANY):
++with ..., torch.cuda.stream(ANY), main_grads_kept(callables if is_training else ()):
      ...
 """
 

@@ -18,8 +18,8 @@ PATCH = """
 +
  def convert_to_torch_tensor(ANY): ...
 @@
--convert_to_torch_tensor(_WeakRefTensor(x.data_ptr(), x.dtype, x.shape)) if x.is_cuda else x
-+weak_reference(x) if x.is_cuda else x
+-convert_to_torch_tensor(_WeakRefTensor(x.data_ptr(), x.dtype, x.shape)) if ANY_ON_DEVICE else x
++weak_reference(x) if ANY_ON_DEVICE else x
 """
 
 FIX = Fix(

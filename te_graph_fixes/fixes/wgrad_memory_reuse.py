@@ -3,7 +3,7 @@
 Upstream: none yet, TE 2.10 to main
 
 The wgrad of each callable is captured right after its dgrad, and what it reads goes back to the pool, where the dgrad
-of the callable before it takes it. Autograd replays all dgrads before anybody can call ``backward_dw``. Wgrads are
+of the callable before it takes it. Autograd replays all dgrads before ``backward_dw`` can be called. Wgrads are
 captured after all dgrads now, in a pool of their own, so that they may be replayed in any order too.
 """
 
@@ -19,13 +19,15 @@ PATCH = """
          ...
 -        if need_bwd_dw_graph[bwd_idx]:
 +        def capture_wgrad(bwd_dw_graph=bwd_dw_graph, bwd_idx=bwd_idx, mempool=wgrad_pool):
-             with _graph_context_wrapper(bwd_dw_graph, pool=mempool):
-                 ...
+             ...
 +        if need_bwd_dw_graph[bwd_idx]: wgrad_captures.append(capture_wgrad)
      ...
 +# Autograd replays the dgrads of all callables before a wgrad: none may write what a wgrad reads.
 +for capture_wgrad in wgrad_captures:
 +    capture_wgrad()
+@@ (2 times)
+ with ..., _graph_context_wrapper(bwd_dw_graph, ..., pool=mempool):
+     ...
 """
 
 FIX = Fix(

@@ -9,27 +9,14 @@ categories of its warning filters before it looks for any ``sitecustomize``. If 
 PYTHONPATH was set anew, it says so on stderr: ``Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'``.
 """
 
-import os
 import sys
 
 PACKAGE = "transformer_engine.pytorch"
 FILTER = "ignore::te_graph_fixes_run.Started"
-NAME = "te_graph_fixes_active"
 
 
 class Started(Warning):
-    """Nobody warns with it."""
-
-
-def mark() -> object:
-    """Show, by memory called `NAME`, that the hook is in this process and its forks, while what is returned lives."""
-    import mmap
-
-    file = os.memfd_create(NAME)
-    os.ftruncate(file, mmap.PAGESIZE)
-    page = mmap.mmap(file, mmap.PAGESIZE)
-    os.close(file)
-    return page
+    """A category for `FILTER` to name; no warning has it."""
 
 
 class Activator:
@@ -57,6 +44,5 @@ class Activator:
         return importlib.util.find_spec(name)
 
 
-MARK = mark() if os.environ.get("TE_GRAPH_FIXES_REQUIRED") else None
-if __name__ == "te_graph_fixes_run":  # `te_graph_fixes` imports this module by another name, for the mark
+if __name__ == "te_graph_fixes_run":  # not where `te-graph-fixes run` imports `FILTER`
     sys.meta_path.insert(0, Activator())  # type: ignore[arg-type]

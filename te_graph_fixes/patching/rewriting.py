@@ -256,14 +256,15 @@ class _Comparison:
         """The changes of a statement that keeps a line."""
         branch = self.kept_branch(old, new)
         if branch is not old:
-            test = self.new.piece(*self.new.span(new.test))
-            head = Splice((located(old.test), START), (located(branch.test), END), test)
-            return [head, *self.blocks(branch.body, new.body), *self.blocks(branch.orelse, new.orelse)]
+            piece = self.new.piece(*self.new.span(new.test))
+            test = Splice((located(old.test), START), (located(branch.test), END), piece)
+            return [test, *self.blocks(branch.body, new.body), *self.blocks(branch.orelse, new.orelse)]
         changes = self.parts(old, new)
         if changes is not None:
             return changes
         is_plain = not any(getattr(old, block, None) for block in ("orelse", "finalbody", "handlers"))
-        if not (is_plain and getattr(old, "body", None) and getattr(new, "body", None)) or is_gap(old.body[0]):
+        bodies = [getattr(side, "body", None) for side in (old, new)]
+        if not (is_plain and all(bodies)) or is_gap(old.body[0]) != is_gap(new.body[0]):
             raise PatchError(f"line {self.new.number(new)}: neither whole statements nor an expression that changes")
         head = self.new.piece(self.new.span(new)[START], self.new.span(new.body[0])[START])
         return [

@@ -28,7 +28,10 @@ from .tree import Node, Slot, extent, first_line, first_name, slots_in
 
 TE = "transformer_engine"
 _NEVER = 1_000_000_007
-_DISTRIBUTIONS = (TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch")
+_DISTRIBUTIONS = (
+    *(TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch"),
+    *("transformer_engine_rocm7", "transformer_engine_rocm_torch"),
+)
 
 
 class TENotFoundError(Exception):
@@ -78,10 +81,10 @@ class Source:
         """The TE that ``import transformer_engine`` would find; raises `TENotFoundError`."""
         with contextlib.suppress(ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
-            for location in (spec and spec.submodule_search_locations) or ():
+            for location in (spec and spec.origin and spec.submodule_search_locations) or ():
                 return cls(location, _version(os.path.dirname(location)))
         found = f"in sys.modules is a stand-in ({type(sys.modules.get(TE)).__name__}) without files"
-        raise TENotFoundError(f"{TE} {found if TE in sys.modules else 'is not installed in this interpreter'}")
+        raise TENotFoundError(f"{TE} {found if TE in sys.modules else f'is not installed in {sys.executable}'}")
 
     @classmethod
     def at(cls, folder: str | Path) -> Source:

@@ -36,7 +36,7 @@ class UsedState:
 
 
 class Capture:
-    """What modules say between the warmup and the last graph of one capture of TE's own.
+    """The states that modules use between the warmup and the last graph of one capture of TE's own.
 
     It is noted as long as somebody has this object: others than TE set its sign of a capture too, as Megatron-Core.
     """

@@ -14,22 +14,22 @@ import torch
 
 
 class Marks:
-    """What the modules of one graph say of its next replay; ``flag`` is 1.0 where weights are kept."""
+    """The marks of one graph's modules for its next replay; ``flag`` is 1.0 where weights are kept."""
 
     of_capture: Marks | None = None
     """Those of the graph that is being captured, if it does not cache weights for its caller."""
 
     def __init__(self, flag: torch.Tensor, module: Any = None) -> None:
         modules: Iterable[Any] = getattr(module, "modules", tuple)()
-        self._modules = [each for each in modules if hasattr(each, "is_first_microbatch")]
+        self._modules = [marked for marked in modules if hasattr(marked, "is_first_microbatch")]
         self.flag = flag
         self.are_read = False
 
     def take(self) -> bool:
         """Whether the next replay keeps the weights that it finds. Where no module can say so, it does not."""
-        keep = bool(self._modules) and not any(each.is_first_microbatch for each in self._modules)
-        for each in self._modules:
-            each.is_first_microbatch = False
+        keep = bool(self._modules) and not any(module.is_first_microbatch for module in self._modules)
+        for module in self._modules:
+            module.is_first_microbatch = False
         self.flag.fill_(keep)
         return keep
 

@@ -1,7 +1,7 @@
 """The FP8 weights that a graph reads: it holds them, and they are brought up to date before its forward is replayed.
 
-A replay runs no Python. What modules do before they use a weight, to make a transpose that an update has left out or to
-look for the workspace of the last one, is done here, on the tensors whose addresses are in the graph.
+A replay runs no Python. Before modules use a weight, they make a transpose that an update has left out, or look for the
+workspace of the last one. That is done here, on the tensors whose addresses are in the graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
-"""What quantized tensors of the several formats hold for a dgrad, besides what the forward reads."""
+"""The parts of quantized tensors, of several formats, that a dgrad reads and the forward does not."""
 
 
 class PrimaryWeights:
@@ -21,8 +21,8 @@ class PrimaryWeights:
 
     def __init__(self, module: Any) -> None:
         parameters: Iterable[Any] = getattr(module, "parameters", tuple)()
-        found = [(parameter, _tensors(parameter, COLUMNWISE)) for parameter in parameters]
-        self._held = [(parameter, tensors) for parameter, tensors in found if tensors]
+        quantized = [(parameter, _tensors(parameter, COLUMNWISE)) for parameter in parameters]
+        self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
 
     def refresh(self) -> None:
         """Have the data that the graph reads be that of the parameters' present values."""
@@ -77,8 +77,8 @@ class CachedWeights:
 
 
 def _tensors(owner: object, names: Iterable[str]) -> dict[str, Tensor]:
-    found: dict[str, Any] = {name: getattr(owner, name, None) for name in names}
-    return {name: value for name, value in found.items() if hasattr(value, "data_ptr")}
+    values: dict[str, Any] = {name: getattr(owner, name, None) for name in names}
+    return {name: value for name, value in values.items() if hasattr(value, "data_ptr")}
 
 
 def _has(owner: object, tensors: dict[str, Tensor]) -> bool:

@@ -60,7 +60,7 @@ def _is_read(tensor: Tensor) -> bool:
 
 
 class ReturnedGrads:
-    """What a replayed backward returns for ``grads``, its static buffers: those that are ``copied`` as copies.
+    """The gradients that a replayed backward returns for ``grads``, its static buffers: copies of those ``copied``.
 
     Vectors (biases, norm weights) are copied together, by one kernel into memory that they share: those whose sizes are
     multiples of `ALIGNMENT` bytes, so that each begins as aligned as in memory of its own.
@@ -75,9 +75,9 @@ class ReturnedGrads:
             if copied[index] and grad is not None and grad.dim() == 1 and grad.nbytes % self.ALIGNMENT == 0:
                 vectors.setdefault(grad.dtype, {})[index] = grad
         self._together = [
-            (tuple(found), tuple(found.values()), [grad.numel() for grad in found.values()])
-            for found in vectors.values()
-            if len(found) > 1
+            (tuple(alike), tuple(alike.values()), [grad.numel() for grad in alike.values()])
+            for alike in vectors.values()
+            if len(alike) > 1
         ]
         joined = {index for indexes, _, _ in self._together for index in indexes}
         self._alone = [(index, grad) for index, grad in enumerate(grads) if copied[index] and index not in joined]

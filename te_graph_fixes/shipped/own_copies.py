@@ -44,7 +44,6 @@ def let_copies_be_eager(module: torch.nn.Module) -> None:
     `copy` and `pickle` ask the module itself how it is copied, and this is all that is set. A class that makes deep
     copies in a way of its own goes on to do so.
     """
-
     kind: Any = type(module)
 
     def reduce(protocol: int) -> Any:

@@ -17,17 +17,17 @@ def hooks_put_aside(owner: torch.nn.Module | Callable[..., Any] | Sequence[Any])
     node that accumulates, as data-parallel wrappers do. Nothing is unregistered: their handles stay valid.
     """
     tensors = owner.parameters() if isinstance(owner, torch.nn.Module) else () if callable(owner) else owner
-    hooks = [each for tensor in tensors if _has_hooks(tensor) for each in _hooks(tensor)]
-    held = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
+    registries = [hooks for tensor in tensors if _has_hooks(tensor) for hooks in _hooks(tensor)]
+    held = [dict(hooks) for hooks in registries]
+    for hooks in registries:
+        hooks.clear()
     try:
         yield
     finally:
-        for each, before in zip(hooks, held, strict=True):
-            added = dict(each)
-            each.clear()
-            each.update({**before, **added})
+        for hooks, before in zip(registries, held, strict=True):
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update({**before, **added})
 
 
 def _has_hooks(tensor: Any) -> bool:

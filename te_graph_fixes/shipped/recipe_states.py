@@ -1,7 +1,7 @@
 """The scales and amax histories that a graph reads and writes: it holds them, and its modules use them again.
 
 An evaluation without FP8 takes the recipe state from operations of ``te.ops``, one in another recipe does so from
-modules as well, and the next forward makes a new state. What a graph has in its place is that of its capture.
+modules as well, and the next forward makes a new state. The graph still has that of its capture.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class RecipeStates:
         self._held: dict[Any, list[_State]] = {}
         self._fusers: list[Any] = []
         for module in modules:
-            found = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
-            if found and vars(module).get("fp8", True):
-                self._held[module] = found
+            states = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
+            if states and vars(module).get("fp8", True):
+                self._held[module] = states
             groups = getattr(module, "_module_groups", None) or ()
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
 
@@ -43,7 +43,7 @@ class RecipeStates:
                 self.resume(module, manager)
 
     def resume(self, module: Any, manager: Any) -> None:
-        """Do to the FP8 state of ``module`` what a forward does, and keep it in the tensors that the graph uses.
+        """Do as a forward does with the FP8 state of ``module``, and keep it in the tensors that the graph uses.
 
         ``manager`` is TE's `FP8GlobalStateManager`. Raises RuntimeError if the recipe is not that of the capture.
         """
@@ -76,7 +76,7 @@ class _State:
         self.recipe: Any = meta["recipe"]
         self._quantizers = list(_quantizers(module, mode))
         parameters = module.parameters(recurse=False) if mode == "forward" else ()
-        self._of_parameters = [(each, each._quantizer) for each in parameters if hasattr(each, "update_quantizer")]
+        self._of_parameters = [(own, own._quantizer) for own in parameters if hasattr(own, "update_quantizer")]
         self._delayed = "amax_history" in vars(self._state)
         if self._delayed:
             self._scale, self._history = self._state.scale, self._state.amax_history
@@ -116,11 +116,11 @@ class _State:
         if self._mode == "forward" or "fp8_meta" not in self._attributes:
             meta.pop(INDEX, None)
         for key, scales in buffers.global_scale_buffer.items():
-            for place, scale in enumerate(scales):
+            for index, scale in enumerate(scales):
                 if scale is self._scale:
-                    buffers.global_amax_buffer[key][place] = self._history[0]
-                    buffers.global_amax_history_buffer[key][place] = self._history
-                    meta.setdefault(INDEX, []).extend((place, key))
+                    buffers.global_amax_buffer[key][index] = self._history[0]
+                    buffers.global_amax_history_buffer[key][index] = self._history
+                    meta.setdefault(INDEX, []).extend((index, key))
 
 
 def _meta(attributes: dict[str, Any], mode: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the arguments of a replay must have in common with the samples that its graph was captured for."""
+"""Refuses arguments of a replay that are not such as the samples which its graph was captured for."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ class SampleArguments:
             )
 
     def _compare(self, given: list[tuple[Any, ...]]) -> None:
-        shapes, sample_shapes = ([shape for shape, _, _ in found] for found in (given, self._samples))
+        shapes, sample_shapes = ([shape for shape, _, _ in leaves] for leaves in (given, self._samples))
         if shapes != sample_shapes:
             raise (ValueError if len(shapes) == len(sample_shapes) else TypeError)(
                 f"{self._graph} was captured for positional arguments, then keywords {self._keywords}, with tensors of "
                 f"shapes {[shape and tuple(shape) for shape in sample_shapes]}; it was given shapes "
                 f"{[shape and tuple(shape) for shape in shapes]}. Pass what its samples were, or capture again"
             )
-        grads, sample_grads = ([bool(grad) for _, grad, _ in found] for found in (given, self._samples))
+        grads, sample_grads = ([bool(grad) for _, grad, _ in leaves] for leaves in (given, self._samples))
         more = any(grad and not sample for grad, sample in zip(grads, sample_grads, strict=True))
         if more and self._is_training and torch.is_grad_enabled():
             raise ValueError(
                 f"{self._graph} was captured for samples whose requires_grad is {sample_grads}; it was given {grads}. "
                 "Capture again: an input gets its gradient from a graph only if its sample had requires_grad=True"
             )
-        dtypes, sample_dtypes = ([dtype for _, _, dtype in found] for found in (given, self._samples))
+        dtypes, sample_dtypes = ([dtype for _, _, dtype in leaves] for leaves in (given, self._samples))
         if dtypes != sample_dtypes:
             if torch.is_autocast_enabled():
                 return

@@ -53,9 +53,9 @@ class ReplayOrder:
         self.times[place] = self.now
 
     def require_untouched(self, what: str, first: int, since: int, end: int, before: str) -> None:
-        """RuntimeError unless all that was replayed ``since`` the graph at ``first`` was captured before ``end``.
+        """RuntimeError unless all that was replayed after ``since`` was captured between ``first`` and ``end``.
 
-        It says ``what`` was to be replayed, and what came ``before``.
+        The graph at ``first`` was replayed at ``since``. The error calls that ``before``, and says ``what`` reads it.
         """
         if since >= self.run_began and self.place < end:
             return  # Places have only gone up since then, and not as far as the end.

@@ -16,13 +16,13 @@ from transformer_engine.pytorch.distributed import (
 
 
 def graph_maker() -> Callable[[], Any]:
-    """What makes graphs that are to be captured now; plain ones where no RNG tracker has states."""
+    """The maker of graphs that are to be captured now; of plain ones where no RNG tracker has states."""
     plain: Callable[[], Any] = torch.cuda.CUDAGraph
     states = get_all_rng_states()
     if not states or not graph_safe_rng_available():
         return plain
-    trackers = (found for found in gc.get_objects() if issubclass(type(found), CudaRNGStatesTracker))
-    tracked = _Tracked(next((found for found in trackers if found.states_ is states), None))
+    trackers = (tracker for tracker in gc.get_objects() if issubclass(type(tracker), CudaRNGStatesTracker))
+    tracked = _Tracked(next((tracker for tracker in trackers if tracker.states_ is states), None))
 
     def make() -> _Graph:
         graph = _Graph()

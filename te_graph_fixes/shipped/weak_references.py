@@ -10,11 +10,11 @@ import torch
 def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the GPU as ``tensor`` is, at its place in memory, which it does not own."""
     memory = torch.as_tensor(_Bytes(tensor), device=tensor.device)
-    found = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    view = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     # These two are bits of a tensor: the memory holds the other sign.
     if tensor.is_conj():
-        found = found.conj()
-    return torch._neg_view(found) if tensor.is_neg() else found
+        view = view.conj()
+    return torch._neg_view(view) if tensor.is_neg() else view
 
 
 class _Bytes:

@@ -200,8 +200,7 @@ def measure(
     A TransformerEngine that is corrected on disk cannot be measured `WITHOUT`: it is left out of ``switches``.
     ``say`` gets a line of progress at the start and for each result; ``command`` starts a child.
     """
-    start, total = time.perf_counter(), len(switches) * len(cases)
-    running: list[str] = []
+    total = len(switches) * len(cases)
     results: dict[tuple[str, str], Outcome] = {}
     queues: dict[str, SimpleQueue[Case]] = {switch: SimpleQueue() for switch in switches}
     for switch in queues:
@@ -216,13 +215,9 @@ def measure(
                 case = queues[switch].get_nowait()
             except Empty:
                 return
-            about = f"{case.name}, {switch} the fixes"
-            running.append(about)
             outcome = child.measure(case, limit)
             results[switch, case.name] = outcome
-            running.remove(about)
-            left = (time.perf_counter() - start) / len(results) * (total - len(results))
-            say(f"[{len(results)}/{total}, about {left:.0f} s left] {about}: {outcome.text}{_now(running)}")
+            say(f"[{len(results)}/{total}] {case.name}, {switch} the fixes: {outcome.text}")
 
     say(
         f"{total} measurements of {len(cases)} cases in {len(children)} processes, which import TransformerEngine first"
@@ -239,10 +234,6 @@ def measure(
         for _, child in children:
             child.close()
     return [Row(case, results.get((WITHOUT, case.name)), results[WITH, case.name]) for case in cases]
-
-
-def _now(running: Sequence[str]) -> str:
-    return f" (running: {'; '.join(running)})" if running else ""
 
 
 def table(rows: Iterable[Row]) -> str:

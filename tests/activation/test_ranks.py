@@ -16,7 +16,6 @@ import pytest
 
 import te_graph_fixes
 from te_graph_fixes.patching.source import Source
-from tests.commands.test_run import variables
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gather_reports.py"
@@ -66,8 +65,7 @@ def other_te(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_ranks_that_agree(torchrun: list[str]) -> None:
-    expected = variables(start(*RUN, "--print-env").stdout)
-    found = start(*torchrun, TE_GRAPH_FIXES_EXPECT=expected["TE_GRAPH_FIXES_EXPECT"])
+    found = start(*torchrun)
     assert found.returncode == 0, found.stderr
     assert "2 ranks, 0 differ from rank 0" in found.stdout
     ours = [line for line in found.stderr.splitlines() if " te_graph_fixes " in line]
@@ -76,8 +74,7 @@ def test_ranks_that_agree(torchrun: list[str]) -> None:
 
 
 def test_a_rank_with_another_te(torchrun: list[str], other_te: Path) -> None:
-    expected = variables(start(*RUN, "--print-env").stdout)
-    found = start(*torchrun, OTHER_TE=str(other_te), TE_GRAPH_FIXES_EXPECT=expected["TE_GRAPH_FIXES_EXPECT"])
+    found = start(*torchrun, OTHER_TE=str(other_te), TE_GRAPH_FIXES_STRICT="0")
     assert found.returncode == 1
     assert "2 ranks, 1 differ from rank 0" in found.stdout
     assert ", unrecognized" in found.stdout
@@ -85,8 +82,8 @@ def test_a_rank_with_another_te(torchrun: list[str], other_te: Path) -> None:
     assert [line.split(" te_graph_fixes ")[0] for line in ours] == ["rank 0 INFO"]
     warned = [line for line in found.stderr.splitlines() if "TEGraphFixesWarning" in line]
     assert all(line.startswith("rank 1 WARNING py.warnings") for line in warned)
-    assert ["is not that of the other processes" in line for line in warned] == [True, False]
-    assert re.search(r"\d+ of \d+ fixes that are needed cannot be applied", warned[1])
+    assert len(warned) == 1
+    assert re.search(r"\d+ of \d+ fixes that are needed cannot be applied", warned[0])
 
 
 def test_reports_can_be_sent_and_compared() -> None:

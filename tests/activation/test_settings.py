@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.settings import CHECK, DISABLE, EXPECT, REQUIRED, STRICT, SWITCH, VERBOSE, Settings
+from te_graph_fixes.settings import DISABLE, STRICT, SWITCH, VERBOSE, Settings, unknown_variables
 
 
 @pytest.mark.parametrize("value", [None, "", " ", "on", "ON", "1", "true", "yes"])
@@ -72,13 +72,6 @@ def test_strict(value: str, strict: bool) -> None:
             {SWITCH: "of"},
             f"{SWITCH}: unknown fix of; did you mean off? valid: on, off, upstream, see te-graph-fixes list",
         ),
-        ({CHECK: "2,layer=4"}, f"'2,layer=4' is not understood by {CHECK}; valid: on, off, N, "),
-        ({EXPECT: "te"}, f"{EXPECT}='te' is not understood; it must be what `te-graph-fixes run"),
-        ({"TE_GRAPH_FIXES_DISBALE": "x"}, "TE_GRAPH_FIXES_DISBALE is no setting; did you mean "),
-        (
-            {REQUIRED: "1", SWITCH: "off"},
-            f"{SWITCH} is off below `te-graph-fixes run --required`; unset ",
-        ),
         ({STRICT: "2"}, f"{STRICT}='2' is not understood; valid: 1, true, yes, on, 0, false, no, off"),
     ],
 )
@@ -86,6 +79,33 @@ def test_what_is_not_understood_is_an_error_that_lists_what_is(environ: dict[str
     with pytest.raises(ValueError) as failure:  # noqa: PT011
         Settings.read(environ=environ)
     assert str(failure.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "intended"),
+    [
+        ("TE_GRAPH_FIX", SWITCH),
+        ("TE_GRAPH_FIXE", SWITCH),
+        ("TE_GRAHP_FIXES", SWITCH),
+        ("TE_GRAPHS_FIXES", SWITCH),
+        ("te_graph_fixes", SWITCH),
+        ("TE_GRAPH_FIXES_DISBALE", DISABLE),
+        ("TE_GRAPH_FIXES_DISABLED", DISABLE),
+        ("TE_GRAPH_FIX_DISABLE", DISABLE),
+        ("TE_GRAPH_FIXES_STRCIT", STRICT),
+        ("TE_GRAPH_FIXES_CHEK", "TE_GRAPH_FIXES_CHECK"),
+    ],
+)
+def test_a_mistyped_variable_is_an_error(name: str, intended: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} is not a setting; did you mean {intended}\?$"):
+        Settings.read(environ={name: "off"})
+
+
+@pytest.mark.parametrize("name", ["VERSION", "WHEEL", "COMMIT", "CHECKOUT", "DIR", "HOME", "REF", "SHA256", "EXPECT"])
+def test_another_variable_is_none_of_ours(name: str) -> None:
+    environ = {f"TE_GRAPH_FIXES_{name}": "1", "TE_VERSION": "2.14", "NVTE_FUSED_ATTN": "1"}
+    assert Settings.read(environ=environ) == Settings()
+    assert unknown_variables(environ) == [f"TE_GRAPH_FIXES_{name}"]
 
 
 @pytest.mark.parametrize(("value", "strict"), [(True, True), (1, True), ("on", True), ("off", False), (False, False)])

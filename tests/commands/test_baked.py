@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from te_graph_fixes.commands.cli import main
 from te_graph_fixes.patching.source import Source
-from tests.commands.test_cli import copy_of
 from tests.fixes.test_core_fixes import CASES
 from tests.support.child import on_simulator, simulate
-from tests.support.published import COVERED, source
+from tests.support.published import COVERED, copy_of, source
 
 
 @pytest.fixture(scope="module", params=["installed", *(pytest.param(each, marks=pytest.mark.slow) for each in COVERED)])
 def baked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = Path(Source.installed().location).parent if request.param == "installed" else source(request.param)
     tree = copy_of(root, tmp_path_factory.mktemp("baked"))
-    assert main(["bake", "--te", str(tree)]) == 0
+    assert main(["bake", "--source", str(tree)]) == 0
     return tree
 
 
@@ -33,15 +33,67 @@ def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, setting: 
     assert ("corrected on disk by te-graph-fixes" in done.stderr) == (setting == "on")
 
 
-def test_the_hook_does_nothing(baked: Path) -> None:
-    program = """
-import te_graph_fixes, transformer_engine.pytorch.graph as graph
-report = te_graph_fixes.report()
-assert {status.status for status in report.fixes.values()} <= {"not-needed", "not-applicable"}, report
+TOUR = """
+import sys, warnings
+warnings.simplefilter("always")
+said = []
+
+def note(message, category, *_):
+    if category.__name__ == "TEGraphFixesWarning":
+        said.append(str(message))
+
+warnings.showwarning = note
+import te_graph_fixes
+
+def on_disk():
+    return {fix for fix, status in te_graph_fixes.report().fixes.items() if status.reason.startswith("corrected on")}
+
+assert on_disk(), te_graph_fixes.report()
+import transformer_engine.pytorch.graph as graph
 assert graph.make_graphed_callables.__code__.co_filename == graph.__file__
+made = on_disk()
+assert {status.status for status in te_graph_fixes.report().fixes.values()} <= {"not-needed", "not-applicable"}
+print(*said, sep="\\n")
+said.clear()
+te_graph_fixes.deactivate()
+assert on_disk() == made
+print("after:", *said)
+try:
+    te_graph_fixes.activate(disable=[min(made)], strict=True)
+except te_graph_fixes.FixNotAppliedError as error:
+    print("strict:", error)
+assert on_disk() == made
 """
-    done = on_simulator("-c", program, path=baked)
+UNDO = "take the fixes out of TransformerEngine's files with `te-graph-fixes bake --undo`"
+
+
+@pytest.mark.parametrize(
+    ("variables", "warned"),
+    [
+        ({}, ""),
+        ({"TE_GRAPH_FIXES": "off"}, rf"{UNDO}: they hold \d+ fixes, which the settings leave out"),
+        (
+            {"TE_GRAPH_FIXES_DISABLE": "replay-arguments"},
+            f"{UNDO}: they hold replay-arguments, which the settings leave out",
+        ),
+    ],
+)
+def test_the_switches_and_the_report_tell_what_is_on_disk(baked: Path, variables: dict[str, str], warned: str) -> None:
+    done = on_simulator("-c", TOUR, path=baked, **variables)
     assert done.returncode == 0, done.stderr
+    first, after, strict = done.stdout.splitlines()
+    assert re.fullmatch(warned, first)
+    assert re.fullmatch(rf"after: {UNDO}: deactivate\(\) leaves all \d+ in", after)
+    assert strict.startswith(f"strict: {UNDO}: they hold ")
+    assert "left out" not in done.stderr
+
+
+def test_strict_mode_and_the_check_refuse_other_settings(baked: Path) -> None:
+    program = "import te_graph_fixes"
+    done = on_simulator("-c", program, path=baked, TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_STRICT="1")
+    assert (done.returncode, f"FixNotAppliedError: {UNDO}" in done.stderr) == (1, True)
+    done = on_simulator("-c", program, path=baked, TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_CHECK="2")
+    assert (done.returncode, f"ValueError: {UNDO}" in done.stderr) == (1, True)
 
 
 def test_a_check_on_it_finds_nothing(baked: Path) -> None:

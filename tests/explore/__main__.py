@@ -50,7 +50,9 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
     setting.use(program)
     if not program.ranks:
         return judge_rank(program, wanted)
-    setting.connect()
+    from .kinds import connect
+
+    connect()
     signal.alarm(Server.limit)  # which a fork does not have of itself
     rank, found = setting.dist.get_rank(), [{}, {}]
     setting.dist.all_gather_object(found, judge_rank(program, wanted and wanted.split()[rank]))
@@ -224,7 +226,9 @@ def activate(switch: str, disable: str, breakage: tuple[str, str, int] | None) -
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
         te_graph_fixes.activate()
-    from te_graph_fixes.verify.driver import comparison, events  # noqa: F401
+    from te_graph_fixes.verify.driver import comparison  # noqa: F401
+
+    from . import kinds  # noqa: F401
 
     for fix_id, fix in te_graph_fixes.report().fixes.items():
         if fix.status in ("failed", "unrecognized"):

@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from te_graph_fixes.verify.driver.comparison import differences
 from te_graph_fixes.verify.driver.events import train
-from te_graph_fixes.verify.driver.setting import connect, program
+from te_graph_fixes.verify.driver.setting import program
+
+from .kinds import connect
 
 if __name__ == "__main__":
     if program.ranks:

@@ -1,7 +1,6 @@
 """Programs: what they may say, what they may not, and how one is drawn and made smaller.
 
-Nothing here imports torch. To add a kind of module or an event: write it in the driver's `modules` or
-`events` (te_graph_fixes/verify/driver), name it here.
+Nothing here imports torch. To add a kind of module or an event: write it in `kinds`, name it here.
 """
 
 from __future__ import annotations

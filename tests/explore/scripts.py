@@ -16,6 +16,7 @@ PARTS = [
         Path(driver.__file__).with_name(f"{name}.py")
         for name in ("setting", "modules", "graphs", "training", "replays", "events", "comparison")
     ),
+    Path(__file__).with_name("kinds.py"),
     Path(difference.__file__),
 ]
 SET_HERE = ({"program"}, {"use"})

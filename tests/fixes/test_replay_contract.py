@@ -677,7 +677,7 @@ def examine(source, examine=CATALOGUE["replay-contract"].examine):
 
 texts, number = [], 0
 CATALOGUE["replay-contract"] = dataclasses.replace(CATALOGUE["replay-contract"], examine=examine)
-for steps in itertools.product((None, te_graph_fixes.deactivate, te_graph_fixes.activate), repeat=3):
+for steps in itertools.product((None, te_graph_fixes.deactivate, te_graph_fixes.activate), repeat=2):
     te_graph_fixes.activate()
     active, pool, modules, are_ours = True, te.graph.graph_pool_handle(), [], []
     for step in steps:
@@ -700,8 +700,8 @@ print(number, len({*texts}))
 def test_a_capture_keeps_its_contract_through_any_sequence_of_activations(changed: str) -> None:
     """Captures of several activations too, if the shipped text is another; those while deactivated are TE's own."""
     number, texts = map(int, simulate("-c", ACTIVATIONS.replace("CHANGED", changed)).split())
-    assert number == 27 + 18 + 15  # of all sequences of two steps: the first capture, the second, and the third
-    assert (texts > 20) == bool(changed)
+    assert number == 9 + 6  # the first capture of each sequence, and the second, unless it was deactivated before
+    assert (texts > 9) == bool(changed)
 
 
 COPIES = """

@@ -8,8 +8,7 @@ captured once: two captures of one setting differ by more than the fix takes. St
 fix's lines in the functions that a replay runs. The microseconds are what they add on the host to a replay,
 the ratio is the time of a step with it over that without, until the GPU is done; each is the median of the rounds, with
 its 95 % interval. A clock is set around the fix's calls, too: what they take in the median step, less what the clock
-takes around empty functions. Full looks, the first 64 and where a step takes more than 0.1 seconds, are mostly not
-among what is timed. Needs Python 3.11.
+takes around empty functions. Needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ AT_A_REPLAY = {
 """The functions of TE's ``graph.py`` that a replay runs."""
 FIX = "replay-contract"
 GRAPH, MODULE = "transformer_engine.pytorch.graph", "transformer_engine.pytorch._te_replay_contract"
-SMALL, LARGE = (1024, 512), (4096, 4096)
+TINY, SMALL, LARGE = (512, 512), (1024, 512), (4096, 4096)
 """Hidden size and tokens."""
 LAYERS = 4
 SECONDS = 14.0
@@ -106,13 +105,13 @@ def of_layers(in_order: bool, microbatches: int, hidden: int, tokens: int) -> St
     return step
 
 
-def of_megatron(example: dict[str, Any], microbatches: int, **changed: Any) -> Step:
-    """What runs one step of a new GPT of four layers, with hidden size 1024, in microbatches of 512 tokens."""
+def of_megatron(example: dict[str, Any], microbatches: int, hidden: int, tokens: int, **changed: Any) -> Step:
+    """What runs one step of a new GPT of four layers."""
     from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 
     reconfigure_num_microbatches_calculator(0, None, microbatches, 1, 1)
     names = example["build"].__globals__
-    names["LAYERS"], names["MICROBATCHES"], (names["HIDDEN"], names["TOKENS"]) = LAYERS, microbatches, SMALL
+    names["LAYERS"], names["MICROBATCHES"], names["HIDDEN"], names["TOKENS"] = LAYERS, microbatches, hidden, tokens
     gpt, model = example["build"]("bf16", True, **changed)
     data = [*example["batches"](0)]
 
@@ -140,25 +139,24 @@ def median(values: list[float]) -> str:
     return f"{statistics.median(found):.4f} [{least:.4f}, {most:.4f}]"
 
 
-def clocked(step: Step, contract: Any) -> float:
-    """Microseconds that a step spends in the fix's calls, methods of its class ``contract``."""
-    real = {name: getattr(contract, name) for name in ("look_forward", "before_backward")}
-    calls: list[list[int]] = []
+def clocked(step: Step, contract: Any) -> dict[str, float]:
+    """Microseconds that a step spends in the fix's calls, by the methods of its class ``contract``."""
+    real = {name: getattr(contract, name) for name in ("before_forward", "before_backward")}
+    times: dict[str, list[int]] = {name: [] for name in real}
+    spent: list[dict[str, float]] = []
     for functions in (real, dict.fromkeys(real, lambda *_: None)):
-        times: list[int] = []
         for name, function in functions.items():
-            setattr(contract, name, timed(function, times))
+            setattr(contract, name, timed(function, times[name]))
         steps = []
         for _ in range(STEPS_CLOCKED):
-            times.clear()
+            for each in times.values():
+                each.clear()
             step()
-            steps.append([*times])
-        calls.append(sorted(steps, key=sum)[STEPS_CLOCKED // 2])
+            steps.append({name: sum(each) / 1000 for name, each in times.items()})
+        spent.append({name: statistics.median(each[name] for each in steps) for name in real})
     for name, function in real.items():
         setattr(contract, name, function)
-    # With empty functions no forward is quick, so more of them are called.
-    of_clock = statistics.median(calls[1]) * len(calls[0])
-    return (sum(calls[0]) - of_clock) / 1000
+    return {name: spent[0][name] - spent[1][name] for name in real}
 
 
 def timed(function: Callable[..., None], times: list[int]) -> Callable[..., None]:
@@ -199,8 +197,6 @@ def codes(with_fix: bool) -> dict[str, CodeType]:
 def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
     """Times of steps with the fix and without it."""
     step = build()
-    module = sys.modules[MODULE]
-    module.LOOKS = 0  # quick ones from now on
     objects = [each for each in gc.get_objects() if type(each) is FunctionType]
     functions = [each for each in objects if each.__code__.co_qualname in AT_A_REPLAY]
     same = {name for name in AT_A_REPLAY if codes(True).get(name) == codes(False).get(name)}
@@ -224,16 +220,17 @@ def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
             times[there] = seconds(step)
         rounds.append(times)
     set_fix(True)
-    in_calls = clocked(step, module.Contract)
+    in_calls = clocked(step, sys.modules[MODULE].Contract)
     gc.enable()
     replays = 2 * LAYERS * microbatches
     added = median([1e6 * (each[True][0] - each[False][0]) / replays for each in rounds])
     ratio = median([each[True][1] / each[False][1] for each in rounds])
     step_ms = 1000 * statistics.median(each[False][1] for each in rounds)
-    calls = f"{in_calls / replays:.2f} microseconds a replay, {in_calls / step_ms / 10:.2f} % of the step"
+    calls = " and ".join(f"{2 * each / replays:.2f} {name}" for name, each in in_calls.items())
+    share = sum(in_calls.values()) / step_ms / 10
     return (
-        f"step {step_ms:.2f} ms; {len(rounds)} rounds, microseconds a replay {added}, ratio {ratio}; "
-        f"in the fix's calls {calls}"
+        f"step {step_ms:.2f} ms; in the fix's calls {share:.2f} % of it, microseconds {calls}; "
+        f"{len(rounds)} rounds, microseconds a replay {added}, ratio {ratio}"
     )
 
 
@@ -244,17 +241,18 @@ def main(limit: float) -> None:
     def show(what: str, microbatches: int, build: Callable[[], Step]) -> None:
         print(f"{what}, {microbatches} microbatches: {compare(build, microbatches, limit)}", flush=True)
 
-    for microbatches in (4, 8, 16):
-        show("small, in an order", microbatches, lambda n=microbatches: of_layers(True, n, *SMALL))
-    show("small, without one", 4, lambda: of_layers(False, 4, *SMALL))
-    show("large, in an order", 4, lambda: of_layers(True, 4, *LARGE))
-    if importlib.util.find_spec("megatron.core"):
+    for name, size in {"512": TINY, "1024": SMALL}.items():
+        show(f"hidden {name}, in an order", 4, lambda size=size: of_layers(True, 4, *size))
+        show(f"hidden {name}, without one", 4, lambda size=size: of_layers(False, 4, *size))
+    if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"):
         example = runpy.run_path(str(EXAMPLE))
         example["start"]()
         for name, changed in {"dense": DENSE, "MoE": {}}.items():
-            for microbatches in (4, 16):
-                build = lambda n=microbatches, c=changed: of_megatron(example, n, **c)  # noqa: E731
-                show(f"Megatron-Core, {name}", microbatches, build)
+            for hidden, tokens in (TINY, SMALL):
+                build = lambda h=hidden, t=tokens, c=changed: of_megatron(example, 8, h, t, **c)  # noqa: E731
+                show(f"Megatron-Core, {name}, hidden {hidden}", 8, build)
+    show("hidden 1024, in an order", 16, lambda: of_layers(True, 16, *SMALL))
+    show("hidden 4096, 4096 tokens, in an order", 4, lambda: of_layers(True, 4, *LARGE))
 
 
 if __name__ == "__main__":

@@ -60,17 +60,27 @@ def logs(module: ModuleSource) -> Insertions:
 
 def nvtx_ranges(module: ModuleSource) -> Insertions:
     """A range of a profiler around everything that is captured, and each replay."""
+    for node in captures_and_replays(module):
+        indent, end = " " * node.col_offset, (node.end_lineno or 0) + 1
+        yield module.starts[node.lineno], f"{indent}torch.cuda.nvtx.range_push('harmless line')\n"
+        yield module.starts[end], f"{indent}torch.cuda.nvtx.range_pop()  # harmless line\n"
+
+
+def nvtx_blocks(module: ModuleSource) -> Insertions:
+    """The same, as a block."""
+    for node in captures_and_replays(module):
+        indent, end = " " * node.col_offset, (node.end_lineno or 0) + 1
+        yield module.starts[node.lineno], f"{indent}with torch.cuda.nvtx.range('harmless'):\n"
+        yield from ((module.starts[line] + node.col_offset, "    ") for line in range(node.lineno, end))
+
+
+def captures_and_replays(module: ModuleSource) -> Iterator[ast.With | ast.Expr]:
     for body in bodies(module):
         for node in body:
             if isinstance(node, (ast.With, ast.Expr)) and re.search(
                 r"_graph_context_wrapper\(|replay\(\)$", head(node)
             ):
-                indent = " " * node.col_offset
-                yield module.starts[node.lineno], f"{indent}torch.cuda.nvtx.range_push('harmless line')\n"
-                yield (
-                    module.starts[(node.end_lineno or 0) + 1],
-                    f"{indent}torch.cuda.nvtx.range_pop()  # harmless line\n",
-                )
+                yield node
 
 
 def head(node: ast.With | ast.Expr) -> str:
@@ -145,6 +155,7 @@ WORDS = {
 INSERTIONS: dict[str, Callable[[ModuleSource], Insertions]] = {
     "log": logs,
     "nvtx": nvtx_ranges,
+    "nvtx block": nvtx_blocks,
     "comment": comments,
     "comment behind": at_line_ends,
     "parameter": parameters,
@@ -178,9 +189,8 @@ KINDS: dict[str, Kind] = {
     "reformatted": reformatted,
 }
 
-
-LOST = {"nvtx": {"backward-dw-hooks", "backward-dw-order", "delayed-wgrad-delivery", "wgrad-memory-reuse"}}
-"""Fixes that are ``unrecognized`` then: their patches have whole blocks with a capture or a replay in them."""
+LOST = {"nvtx block": {"parameter-hooks", "backward-dw-order"}}
+"""Fixes that may be ``unrecognized`` then: their patches tell captures by the blocks that they are in."""
 
 
 def edited(tree: Source, kind: Kind, names: set[str]) -> Source:

@@ -21,16 +21,16 @@ from te_graph_fixes.patching.source import (
 CODE = "transformer_engine.pytorch.code"
 
 
-def tree(folder: Path, version: str = "2.12.0+5671fd36") -> Path:
+def tree(folder: Path, version: str = "2.12.0+5671fd36", name: str = "transformer_engine") -> Path:
     """A source tree with one module and the metadata of a distribution."""
     package = folder / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
     (package / "code.py").write_text("def run(x):\n    return x\n")
-    metadata = folder / f"transformer_engine-{version}.dist-info"
+    metadata = folder / f"{name}-{version}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     return folder
 
 
@@ -47,6 +47,11 @@ def test_a_tree_is_named_by_its_parent_or_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["2.14.0+71bbefbf", "2.20.0.dev0+abc", "2.16.1"])
 def test_the_version_is_that_of_the_metadata(tmp_path: Path, version: str) -> None:
     assert Source.at(tree(tmp_path, version)).version == version
+
+
+@pytest.mark.parametrize("name", ["transformer_engine_rocm7", "transformer_engine_rocm_torch"])
+def test_the_version_of_rocms_te_is_known(tmp_path: Path, name: str) -> None:
+    assert Source.at(tree(tmp_path, "2.14.0+rocm7.2", name)).version == "2.14.0+rocm7.2"
 
 
 def test_the_version_of_a_checkout_is_in_its_version_file(tmp_path: Path) -> None:

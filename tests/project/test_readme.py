@@ -31,7 +31,7 @@ LINKED = [page for page in COMMANDED if page != ROOT / "CHANGELOG.md"]
 CHECKOUT = "PYTHONPATH=CHECKOUT python -m te_graph_fixes"
 NOT_RUN = "not run: "
 LONG = f"{NOT_RUN}it takes minutes; tests/explore/test_explore.py runs the same with fewer programs"
-GPU = f"{NOT_RUN}it needs a GPU; the program is a test of tests/gpu"
+GPU = f"{NOT_RUN}it needs a GPU; the program is in tests/gpu"
 SETS_UP = f"{NOT_RUN}it sets up a machine"
 ELSEWHERE = {
     "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
@@ -47,8 +47,6 @@ ELSEWHERE = {
     "python -m tools.newest; python -m tools.newest te": ".github/workflows/ci.yml",
     "te-graph-fixes bake --overlay /shared/te-fixes": "tests/commands/test_bake.py",
     "te-graph-fixes run torchrun --nproc-per-node 2 examples/gather_reports.py": "tests/activation/test_ranks.py",
-    "for sw in off on; do for r in bf16 fp8-delayed fp8-current; do": GPU,
-    "python tests/gpu/megatron_moe.py table lines": GPU,
     "python tests/gpu/megatron_configs.py router-shared-late fp8-delayed": GPU,
     "torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py overlap-delayed-shared fp8-delayed": GPU,
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/commands/test_run.py",

@@ -20,8 +20,7 @@ from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fix import NOT_APPLICABLE, NOT_NEEDED
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.version import NEXT
-from tests.commands.test_cli import copy_of
-from tests.support.published import COVERED, source
+from tests.support.published import COVERED, copy_of, source
 from tools import patches
 from tools.tables import urls
 

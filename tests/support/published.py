@@ -85,6 +85,33 @@ def needed(version: str) -> dict[str, Verdict]:
     return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.verdict == APPLICABLE}
 
 
+def copy_of(root: Path, folder: Path) -> Path:
+    """A folder with the Python files of the TE that another holds, but those for JAX, and its metadata."""
+    python = [path for path in (root / "transformer_engine").rglob("*.py") if "jax" not in path.parts]
+    for path in (*root.glob("transformer_engine-*.dist-info/METADATA"), *python):
+        place = folder / path.relative_to(root)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(path.read_bytes())
+    return folder
+
+
+def altered(folder: Path, version: str, old: str = "", new: str = "", module: str = "graph.py", says: str = "") -> Path:
+    """A copy of a TE with another text in a module, or whose metadata ``says`` another version."""
+    copy_of(source(version), folder)
+    metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
+    changes = [(folder / "transformer_engine" / "pytorch" / module, old, new)]
+    if says:
+        changes.append((metadata, f"\nVersion: {version}\n", f"\nVersion: {says}\n"))
+    for path, before, after in changes:
+        text = path.read_text()
+        assert before in text
+        path.write_text(text.replace(before, after))
+    return folder
+
+
+RENAMED = "def _make_graphed_callables(", "def _renamed("
+
+
 def _fetch(version: str, folder: Path) -> None:
     wanted = "transformer_engine" + ("" if version == "newest" else f"=={version}")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

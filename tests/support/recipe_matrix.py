@@ -86,11 +86,11 @@ def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
 
 def layer(dropout: float = 0.0) -> Any:
     """A layer with two sequences, whose attention is TE's own of plain torch operations."""
-    from te_graph_fixes.verify.driver import modules
     from te_graph_fixes.verify.driver.setting import hidden
+    from tests.explore.kinds import Layer, options_of_attention
 
-    size, options = hidden(), {**modules.options_of_attention(), "attention_dropout": dropout}
-    return modules.Layer(size, 2 * size, 2, hidden_dropout=dropout, **options)
+    size, options = hidden(), {**options_of_attention(), "attention_dropout": dropout}
+    return Layer(size, 2 * size, 2, hidden_dropout=dropout, **options)
 
 
 def recomputed() -> Any:

@@ -16,38 +16,20 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from . import outputs, replays, sends  # noqa: F401  # modules and events too
-from .graphs import delayed, fused
+from .graphs import delayed
 from .modules import MODULES, Block, torch_linear
 from .setting import SIMULATED, TOKENS, autocast, program, random, seed_tracker, tracker
 from .training import EVENTS, Training, event, fp8_state
 
 step = event(Training.run, "step")
-step_at_rate_0 = event(functools.partial(Training.run, rate=0.0), "step_at_rate_0")
-skipped_step = event(functools.partial(Training.run, skip=True), "skipped_step")
 eager_step = event(functools.partial(Training.run, eager=True), "eager_step")
-interrupted_step = event(functools.partial(Training.run, interrupted=True), "interrupted_step")
 evaluate = event(Training.evaluation, "evaluate")
 evaluate_in_bf16 = event(functools.partial(Training.evaluation, recipe="bf16"), "evaluate_in_bf16")
-evaluate_in_inference_mode = event(
-    functools.partial(Training.evaluation, mode=torch.inference_mode), "evaluate_in_inference_mode"
-)
 
 
 @event
 def evaluate_in_other(t: Training) -> None:
     t.evaluation(program.other)
-
-
-@event
-@torch.no_grad()
-def evaluate_average(t: Training) -> None:
-    """With other weights, those and back, as with an average of them."""
-    kept = [each.detach().clone() for each in t.parameters]
-    for each in t.parameters:
-        each.copy_(each.dequantize() / 2)
-    t.evaluation()
-    for each, weight in zip(t.parameters, kept, strict=True):
-        each.copy_(weight)
 
 
 @event
@@ -98,39 +80,9 @@ def recapture(t: Training) -> None:
 
 
 @event
-def switch_recipe(t: Training) -> None:
-    """To the other recipe, and back the next time."""
-    t.recipe = program.other if t.recipe == program.recipe else program.recipe
-    recapture(t)
-
-
-@event
-def freeze(t: Training) -> None:
-    t.layers[-1].requires_grad_(False)
-    t.weights -= {*t.layers[-1].parameters()}
-    recapture(t)
-
-
-@event
-def unfreeze(t: Training) -> None:
-    t.layers[-1].requires_grad_(True)
-    t.weights |= {*fused(t.layers[-1])}
-    recapture(t)
-
-
-@event
 def reset_fp8(t: Training) -> None:
     FP8GlobalStateManager.reset()
     t.other = torch.ones(1, device="cuda")  # may get the memory of the skip flag that graphs read
-
-
-@event
-def raise_in_autocast(t: Training) -> None:
-    """A forward whose backward never comes, and an exception inside an autocast."""
-    t.begin()
-    with contextlib.suppress(ZeroDivisionError), autocast(t.recipe):
-        t.forward(random(), t.chunk(0), 0)
-        raise ZeroDivisionError
 
 
 FAILURES = (

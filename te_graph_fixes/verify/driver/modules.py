@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import transformer_engine.pytorch as te
 
-from .setting import OPTIONS, TOKENS, autocast, everybody, hidden, program, the_tracker, tracker
+from .setting import OPTIONS, TOKENS, autocast, hidden, program, the_tracker, tracker
 
 MODULES: dict[str, Callable[[], Any]] = {}
 """What makes a module, by its name in programs."""
@@ -58,36 +58,6 @@ uneven_experts = made("uneven_experts", Uneven, 3)
 subclassed = made("subclassed", Special)
 
 
-class Sequences(torch.nn.Module):
-    """For attention the tokens are those of two sequences."""
-
-    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
-        return super().forward(x.reshape(-1, 2, hidden()), **marks).view(x.shape)
-
-
-class Attention(Sequences, te.MultiheadAttention):
-    """Self-attention with dropout."""
-
-
-class Layer(Sequences, te.TransformerLayer):
-    """Self-attention and an MLP, with dropout behind each."""
-
-
-@module
-def attention() -> Any:
-    return Attention(hidden(), 2, **options_of_attention())
-
-
-@module
-def transformer_layer() -> Any:
-    return Layer(hidden(), 2 * hidden(), 2, hidden_dropout=0.1, **options_of_attention())
-
-
-def options_of_attention() -> dict[str, Any]:
-    given = {name: value for name, value in OPTIONS.items() if name != "delay_wgrad_compute"}
-    return {"attention_dropout": 0.1, "fuse_qkv_params": True, "get_rng_state_tracker": the_tracker(), **given}
-
-
 @module
 def operation() -> Any:
     return te.ops.Linear(hidden(), hidden(), bias=program.bias, dtype=torch.bfloat16, device="cuda")
@@ -99,11 +69,6 @@ def one_operation() -> Any:
 
 
 @module
-def operations() -> Any:
-    return te.ops.Sequential(operation(), operation())
-
-
-@module
 def nested_operations() -> Any:
     return te.ops.Sequential(te.ops.Sequential(operation()), operation())
 
@@ -111,11 +76,6 @@ def nested_operations() -> Any:
 @module
 def torch_linear() -> Any:
     return torch.nn.Linear(hidden(), hidden(), bias=program.bias, dtype=torch.bfloat16, device="cuda")
-
-
-@module
-def dropout() -> Any:
-    return torch.nn.Dropout(0.25)
 
 
 @module
@@ -226,14 +186,6 @@ class SignsFirst(Signed):
 
 
 @module
-class Unused(Block):
-    """One projection is not used."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.second(x)
-
-
-@module
 class KeptInBf16(Block):
     """One projection without FP8."""
 
@@ -251,19 +203,6 @@ class OwnAutocast(Block):
         x = self.first(x)
         with autocast(program.other):
             return self.second(x)
-
-
-@module
-class Adapted(Block):
-    """Frozen projections with an adapter beside the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        self.adapter = torch_linear()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.second(self.first(x) + self.adapter(x))
 
 
 class AuxiliaryLoss(torch.autograd.Function):
@@ -287,11 +226,6 @@ class Routed(Block):
         least = scores.topk(hidden() // 2).values[..., -1:]
         gates = (scores * (scores >= least)).to(x.dtype)
         return AuxiliaryLoss.apply(self.second(x) * gates, scores.square().sum())
-
-
-@module
-def normed() -> Any:
-    return torch.nn.utils.parametrizations.weight_norm(linear())
 
 
 @module
@@ -387,33 +321,6 @@ class Dropped(Block):
         with fork():
             x = torch.nn.functional.dropout(x, 0.25, self.training)
         return self.second(DropGrads.apply(x))
-
-
-@module
-class CoreAttention(Block):
-    """Attention between the projections, whose heads are halves of a token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.core = te.DotProductAttention(2, hidden() // 2, attention_dropout=0.1, get_rng_state_tracker=the_tracker())
-
-    def forward(self, x: torch.Tensor) -> Any:
-        heads = self.first(x).view(-1, 2, 2, hidden() // 2)
-        return self.second(self.core(heads, heads, heads).view(x.shape))
-
-
-@module
-class Parallel(torch.nn.Module):
-    """Two projections that the ranks share, as tensor parallel with sequence parallel does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = {**OPTIONS, "tp_group": everybody(), "tp_size": 2, "sequence_parallel": True}
-        self.first = te.LayerNormLinear(hidden(), hidden(), parallel_mode="column", **shared)
-        self.second = te.Linear(hidden(), hidden(), parallel_mode="row", **shared)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.second(self.first(x))
 
 
 @module

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 
+from ..cases import DTYPES
 from .modules import MODULES
 from .program import Skipped
 from .setting import OPTIONS, TOKENS
 
-DTYPES = (
-    *("float64", "float16", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
-)
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda y: y,
     "transposed": lambda y: y.t(),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,17 +36,6 @@ tracker = CudaRNGStatesTracker()
 def use(chosen: Program) -> None:
     """Run this program from now on."""
     vars(program).update(vars(chosen))
-
-
-def connect() -> None:
-    """Become one of two ranks: those of torchrun, or, on the simulator, this process and a fork of it."""
-    if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["RANK"]))
-        dist.init_process_group("nccl")
-    else:
-        store = dist.FileStore(tempfile.mktemp(), 2)
-        rank = int(not os.fork())
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
 
 
 def everybody() -> Any:

@@ -1,0 +1,174 @@
+"""Modules, events and ranks of the explorer's programs, beside what `verify` has."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+
+from te_graph_fixes.verify.driver.events import recapture
+from te_graph_fixes.verify.driver.graphs import fused
+from te_graph_fixes.verify.driver.modules import Block, linear, module, operation, torch_linear
+from te_graph_fixes.verify.driver.setting import OPTIONS, autocast, everybody, hidden, program, random, the_tracker
+from te_graph_fixes.verify.driver.training import Training, event
+
+
+def connect() -> None:
+    """Become one of two ranks: those of torchrun, or, on the simulator, this process and a fork of it."""
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("nccl")
+    else:
+        store = dist.FileStore(tempfile.mktemp(), 2)
+        rank = int(not os.fork())
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+
+
+class Sequences(torch.nn.Module):
+    """For attention the tokens are those of two sequences."""
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return super().forward(x.reshape(-1, 2, hidden()), **marks).view(x.shape)
+
+
+class Attention(Sequences, te.MultiheadAttention):
+    """Self-attention with dropout."""
+
+
+class Layer(Sequences, te.TransformerLayer):
+    """Self-attention and an MLP, with dropout behind each."""
+
+
+@module
+def attention() -> Any:
+    return Attention(hidden(), 2, **options_of_attention())
+
+
+@module
+def transformer_layer() -> Any:
+    return Layer(hidden(), 2 * hidden(), 2, hidden_dropout=0.1, **options_of_attention())
+
+
+def options_of_attention() -> dict[str, Any]:
+    given = {name: value for name, value in OPTIONS.items() if name != "delay_wgrad_compute"}
+    return {"attention_dropout": 0.1, "fuse_qkv_params": True, "get_rng_state_tracker": the_tracker(), **given}
+
+
+@module
+def operations() -> Any:
+    return te.ops.Sequential(operation(), operation())
+
+
+@module
+def dropout() -> Any:
+    return torch.nn.Dropout(0.25)
+
+
+@module
+class Unused(Block):
+    """One projection is not used."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(x)
+
+
+@module
+class Adapted(Block):
+    """Frozen projections with an adapter beside the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapter = torch_linear()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x) + self.adapter(x))
+
+
+@module
+def normed() -> Any:
+    return torch.nn.utils.parametrizations.weight_norm(linear())
+
+
+@module
+class CoreAttention(Block):
+    """Attention between the projections, whose heads are halves of a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = te.DotProductAttention(2, hidden() // 2, attention_dropout=0.1, get_rng_state_tracker=the_tracker())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        heads = self.first(x).view(-1, 2, 2, hidden() // 2)
+        return self.second(self.core(heads, heads, heads).view(x.shape))
+
+
+@module
+class Parallel(torch.nn.Module):
+    """Two projections that the ranks share, as tensor parallel with sequence parallel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = {**OPTIONS, "tp_group": everybody(), "tp_size": 2, "sequence_parallel": True}
+        self.first = te.LayerNormLinear(hidden(), hidden(), parallel_mode="column", **shared)
+        self.second = te.Linear(hidden(), hidden(), parallel_mode="row", **shared)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x))
+
+
+step_at_rate_0 = event(functools.partial(Training.run, rate=0.0), "step_at_rate_0")
+skipped_step = event(functools.partial(Training.run, skip=True), "skipped_step")
+interrupted_step = event(functools.partial(Training.run, interrupted=True), "interrupted_step")
+evaluate_in_inference_mode = event(
+    functools.partial(Training.evaluation, mode=torch.inference_mode), "evaluate_in_inference_mode"
+)
+
+
+@event
+@torch.no_grad()
+def evaluate_average(t: Training) -> None:
+    """With other weights, those and back, as with an average of them."""
+    kept = [each.detach().clone() for each in t.parameters]
+    for each in t.parameters:
+        each.copy_(each.dequantize() / 2)
+    t.evaluation()
+    for each, weight in zip(t.parameters, kept, strict=True):
+        each.copy_(weight)
+
+
+@event
+def switch_recipe(t: Training) -> None:
+    """To the other recipe, and back the next time."""
+    t.recipe = program.other if t.recipe == program.recipe else program.recipe
+    recapture(t)
+
+
+@event
+def freeze(t: Training) -> None:
+    t.layers[-1].requires_grad_(False)
+    t.weights -= {*t.layers[-1].parameters()}
+    recapture(t)
+
+
+@event
+def unfreeze(t: Training) -> None:
+    t.layers[-1].requires_grad_(True)
+    t.weights |= {*fused(t.layers[-1])}
+    recapture(t)
+
+
+@event
+def raise_in_autocast(t: Training) -> None:
+    """A forward whose backward never comes, and an exception inside an autocast."""
+    t.begin()
+    with contextlib.suppress(ZeroDivisionError), autocast(t.recipe):
+        t.forward(random(), t.chunk(0), 0)
+        raise ZeroDivisionError
