@@ -38,7 +38,7 @@ from . import DIFFERENT, Options
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where two eager runs differ by more, as in memory that nothing has written, none is told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
-PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Place`
+PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Subject`
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 _numbers = itertools.count()  # the same on all ranks
 
@@ -48,7 +48,7 @@ def say(text: str, of_rank: bool = True) -> None:
     print(f"te-graph-fixes check: {f'rank {rank}, ' * of_rank}{text}", file=sys.stderr, flush=True)
 
 
-class Place(NamedTuple):
+class Subject(NamedTuple):
     """A tensor of a callable in a step. Of each kind, such as ``(Linear), forward: output 0``, one is reported."""
 
     step: int
@@ -68,7 +68,7 @@ class Check:
         self.numbers = itertools.count()  # of callables
         self.step, self.finished, self._options = 1, False, options
         self._called: dict[Any, Any] = {}  # twins, in this step: their parameters then; None after an optimizer's step
-        self._pending: list[tuple[torch.Tensor | float, Place, str]] = []
+        self._pending: list[tuple[torch.Tensor | float, Subject, str]] = []
         self._noise: dict[str, torch.Tensor] = {}  # by kind, the most that two eager runs have differed by
         self._said: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
@@ -97,14 +97,14 @@ class Check:
             self.finish()
         return bool(self.twins.index(twin) // layers == turn)
 
-    def compare(self, place: Place, found: Any, eager: Any, again: Any, text: str = "") -> None:
+    def compare(self, subject: Subject, found: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
         if found is not None and eager is not None:
             noise = off_by(again, eager)
-            self._noise[place.kind] = torch.maximum(noise, self._noise.get(place.kind, noise))
-            self._pending.append((off_by(found, eager), place, text))
+            self._noise[subject.kind] = torch.maximum(noise, self._noise.get(subject.kind, noise))
+            self._pending.append((off_by(found, eager), subject, text))
         elif found is not eager:
-            self._pending.append((1.0, place, "is missing" if found is None else "is not expected"))
+            self._pending.append((1.0, subject, "is missing" if found is None else "is not expected"))
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         self.totals["left out"] += self.new(("left out", index))
@@ -122,14 +122,16 @@ class Check:
         if torch.distributed.is_initialized():
             store = distributed_c10d._get_default_store()
             self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
-        groups: defaultdict[tuple[str, bool], list[tuple[float, Place, str]]] = defaultdict(list)
-        for error, place, text in self._pending:
-            error, noise = float(error), float(self._noise.get(place.kind, 0.0))
+        groups: defaultdict[tuple[str, bool], list[tuple[float, Subject, str]]] = defaultdict(list)
+        for error, subject, text in self._pending:
+            error, noise = float(error), float(self._noise.get(subject.kind, 0.0))
             different = error > NOISE * noise and noise < ANYTHING
-            self.totals += Counter(tensors=1, callables=self.new(place.callable), noisy=noise > 0, different=different)
+            self.totals += Counter(
+                tensors=1, callables=self.new(subject.callable), noisy=noise > 0, different=different
+            )
             self.totals["steps"] = self.step
-            if (different or noise) and self.new((place.kind, different)):
-                groups[PARAMETER.sub("", place.kind), different].append((error, place, text))
+            if (different or noise) and self.new((subject.kind, different)):
+                groups[PARAMETER.sub("", subject.kind), different].append((error, subject, text))
         self._pending = []
         for (_, different), alike in groups.items():
             self._tell(different, alike)
@@ -138,25 +140,24 @@ class Check:
             sys.stdout.flush()
             os._exit(DIFFERENT)
 
-    def _tell(self, different: bool, alike: list[tuple[float, Place, str]]) -> None:
-        """Say what is wrong with the worst of these tensors, whose places differ in the name of a parameter alone."""
-        error, place, text = max(alike, key=operator.itemgetter(0))
-        line = (
-            f"step {place.step}, callable {place.callable} {place.kind} {text or f'is off by {error:.3g} of its norm'}"
-        )
-        if noise := float(self._noise.get(place.kind, 0.0)):
+    def _tell(self, different: bool, alike: list[tuple[float, Subject, str]]) -> None:
+        """Say what is wrong with the worst of these tensors, which differ in the name of a parameter alone."""
+        error, subject, text = max(alike, key=operator.itemgetter(0))
+        difference = text or f"is off by {error:.3g} of its norm"
+        line = f"step {subject.step}, callable {subject.callable} {subject.kind} {difference}"
+        if noise := float(self._noise.get(subject.kind, 0.0)):
             line += f", but is not reproducible: two eager runs differ by {noise:.3g}"
-        others = [name for _, each, _ in alike if each is not place for name in PARAMETER.findall(each.kind)]
+        others = [name for _, each, _ in alike if each is not subject for name in PARAMETER.findall(each.kind)]
         if others:
             line += f" ({len(others)} more like it: {', '.join(others[:3])}{', ...' * (len(others) > 3)})"
         if different:
-            fixes = self._hinted(place)
+            fixes = self._hinted(subject)
             line += f"; looks like {' or '.join(fixes)}" if fixes else ""
             self.mismatches.append(line)
         say(line)
 
-    def _hinted(self, place: Place) -> list[str]:
-        words = {*re.findall(r"[\w.]+", place.kind.split(" is ")[-1]), *place.twin.kinds}
+    def _hinted(self, subject: Subject) -> list[str]:
+        words = {*re.findall(r"[\w.]+", subject.kind.split(" is ")[-1]), *subject.twin.kinds}
         return [fix.id for fix in self._open if any(words.issuperset(look.split()) for look in fix.check_hints)]
 
     @functools.cached_property
@@ -231,11 +232,11 @@ class Lifetimes:
 
     def __init__(self, check: Check) -> None:
         self._check = check
-        self.returned: dict[int, Place] = {}  # by address; the ``.grad`` of a parameter may lie there now
-        self._batch: list[tuple[Place, torch.Tensor]] = []  # sent without a handle: the end of the batch gives one
-        self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Place, torch.Tensor]]]] = WeakKeyDictionary()
+        self.returned: dict[int, Subject] = {}  # by address; the ``.grad`` of a parameter may lie there now
+        self._batch: list[tuple[Subject, torch.Tensor]] = []  # sent without a handle: the end of the batch gives one
+        self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Subject, torch.Tensor]]]] = WeakKeyDictionary()
         """By handle, the receiver and what is sent, in the order of the sends."""
-        self._sums: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
+        self._sums: list[tuple[Subject, torch.Tensor, torch.Tensor]] = []
         self.undo = ExitStack()
         for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
             self.undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
@@ -244,24 +245,24 @@ class Lifetimes:
     def before_replay(self) -> None:
         """What the program itself writes before this is no defect."""
         used = [each for _, sent in self._sends.values() for each in sent]
-        for address, place in self.returned.items():
-            parameter = place.twin.parameters.get("".join(PARAMETER.findall(place.kind)))
+        for address, subject in self.returned.items():
+            parameter = subject.twin.parameters.get("".join(PARAMETER.findall(subject.kind)))
             if (grad := getattr(parameter, "grad", None)) is not None and grad.data_ptr() == address:
-                used.append((place._replace(kind=f"{place.kind} is in use and overwritten"), grad))
-        self._sums = [(place, tensor, tensor.sum(dtype=torch.float64)) for place, tensor in used]
+                used.append((subject._replace(kind=f"{subject.kind} is in use and overwritten"), grad))
+        self._sums = [(subject, tensor, tensor.sum(dtype=torch.float64)) for subject, tensor in used]
 
     def after_replay(self, by: str) -> None:
-        for place, tensor, total in self._sums:
-            self._check.compare(place, tensor.sum(dtype=torch.float64), total, total, f"by {by}")
+        for subject, tensor, total in self._sums:
+            self._check.compare(subject, tensor.sum(dtype=torch.float64), total, total, f"by {by}")
         self._sums = []
 
     def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
         """Send tensors; or end a batch, all of which has one handle."""
         work = send(*args, **kwargs)
         for tensor in args[0] if isinstance(args[0], list) else ():
-            if place := self.returned.get(tensor.data_ptr()):
-                place = place._replace(kind=f"{place.kind} is being sent and overwritten")
-                self._batch.append((place, tensor.detach()))
+            if subject := self.returned.get(tensor.data_ptr()):
+                subject = subject._replace(kind=f"{subject.kind} is being sent and overwritten")
+                self._batch.append((subject, tensor.detach()))
         if work is not None:
             self._sends[work], self._batch = ((group, args[1:2]), self._batch), []
         return work

@@ -26,7 +26,7 @@ from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_ac
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
 from . import Options
-from .findings import Check, Place, say
+from .findings import Check, Subject, say
 
 FIRST = "is_first_microbatch"
 DELAYED_HOOKS = "wgrad_accumulation_and_reduce_hooks"
@@ -131,7 +131,7 @@ class Checked:
                 stack.callback(hooks.remove, compare)
             self._replay_wgrads()
         if run.eager and followed:
-            self._check.compare(self._place("wgrad", "call of the hooks that follow"), None, True, True)
+            self._check.compare(self._subject("wgrad", "call of the hooks that follow"), None, True, True)
         compare()
 
     def _after_forward(self, run: Microbatch, tensors: list[Any], stream: Any) -> None:
@@ -164,7 +164,7 @@ class Checked:
         if stream is not None:  # compare what the graph has computed, not what it is about to
             torch.cuda.current_stream().wait_stream(stream)
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
-        kept = {each.data_ptr(): self._place(when, name) for name, each in returned.items() if each is not None}
+        kept = {each.data_ptr(): self._subject(when, name) for name, each in returned.items() if each is not None}
         self._check.lifetimes.returned |= kept
         if not run.eager:  # it has been compared
             return
@@ -176,7 +176,7 @@ class Checked:
         (eager, again), run.eager = run.eager, []  # somebody may keep the output, and with it this
         for name, wanted in eager.items():
             if name in found:
-                self._check.compare(self._place(when, name), found[name], wanted, again[name])
+                self._check.compare(self._subject(when, name), found[name], wanted, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
         """Do something of the check's own, which may not end the job."""
@@ -189,8 +189,8 @@ class Checked:
                 self._twin.refusal = f"it raised in its eager run: {type(error).__name__}: {error}"
         return self._check.leave_out(self._index, self._twin.name, self._twin.refusal)
 
-    def _place(self, when: str, tensor: str) -> Place:
-        return Place(self._check.step, self._index, f"({self._twin.name}), {when}: {tensor}", self._twin)
+    def _subject(self, when: str, tensor: str) -> Subject:
+        return Subject(self._check.step, self._index, f"({self._twin.name}), {when}: {tensor}", self._twin)
 
 
 class Microbatch:

@@ -205,18 +205,21 @@ def _bake(options: argparse.Namespace) -> int:
         print(answers.answer(decision, options.where))
         lacks = any(verdict.verdict in (APPLICABLE, UNRECOGNIZED) for verdict in decision.verdicts.values())
         return int(lacks or decision.is_outdated)
-    if options.overlay:
-        return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
-    source = bake.left_over(options.source) if options.undo else None
-    source = source or _source(options)
-    with bake.changing(Path(source.location)) as interrupted:
-        if interrupted:
-            _say("took back what an interrupted command had left")
-        if options.undo:
+    try:
+        if options.overlay:
+            return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
+        source = (options.undo and bake.left_over(options.source)) or _source(options)
+        with bake.changing(Path(source.location)) as interrupted:
+            if interrupted:
+                _say("took back what an interrupted command had left")
+            if not options.undo:
+                return _bake_in_place(source, options.where)
             if not interrupted or of_source(source):
                 print(bake.undo(source))
             return 0
-        return _bake_in_place(source, options.where)
+    except OSError as error:
+        what = f"cannot write {error.filename or 'the files'}: {error.strerror}"
+        raise BakeError(f"{what}. `status` says how TE is now; `bake --overlay DIR` writes elsewhere") from error
 
 
 def _bake_in_place(source: Source, where: str) -> int:

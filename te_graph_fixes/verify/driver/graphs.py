@@ -122,9 +122,9 @@ class Captured:
         if not program.late_hooks:
             self.hook_parameters(number, layer)
         if program.wgrad_hooks and self.graphed:
-            for place, module in enumerate(delayed(layer)):
+            for index, module in enumerate(delayed(layer)):
                 module.register_wgrad_accumulation_and_reduce_hooks(
-                    lambda place=place: self.called.append(f"wgrad {number} {place}")
+                    lambda index=index: self.called.append(f"wgrad {number} {index}")
                 )
 
     def hook_parameters(self, number: int, layer: Any) -> None:

@@ -46,9 +46,9 @@ def forward_without_grad(t: Training, graph: int = 0) -> None:
 
 
 @event
-def backward(t: Training, place: int = 0) -> None:
-    """The backward of a microbatch, which is the ``place``-th of those that are under way."""
-    x, out = t.under_way.pop(place)
+def backward(t: Training, number: int = 0) -> None:
+    """The backward of a microbatch, which is the ``number``-th of those that are under way."""
+    x, out = t.under_way.pop(number)
     out.backward(random())
     t.see("dgrads", x.grad)
 

@@ -184,11 +184,11 @@ class Training(Captured):
             if hasattr(call, "backward_dw"):
                 call.backward_dw()
             return
-        for place, module in enumerate(delayed(self.layers[number])):
+        for index, module in enumerate(delayed(self.layers[number])):
             if self.graphed:
                 type(module).backward_dw(module)
             elif program.wgrad_hooks:
-                self.called.append(f"wgrad {number} {place}")
+                self.called.append(f"wgrad {number} {index}")
 
     def update(self, rate: float, skip: bool = False) -> None:
         """Change every parameter by its gradient."""
