@@ -58,14 +58,14 @@ class Corrected:
 def corrected(decision: Decision) -> list[Corrected]:
     """Every module that the fixes to be applied change or add, in the order of the paths, and then the stamp."""
     source, files = decision.source, []
-    for name, texts in patched(source, decision.to_apply.values()).items():
+    for name, texts in patched(source, decision.to_apply).items():
         module = source.find(name)
         before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
         files.append(Corrected(module_path(source, name), before, after))
     if not files:
         return []
     files.sort(key=lambda file: file.path)
-    fixes = {fix_id: verdict.verdict for fix_id, verdict in decision.verdicts.items()}
+    fixes = {fix_id: str(verdict.state) for fix_id, verdict in decision.verdicts.items()}
     fixes |= dict.fromkeys(decision.to_apply, MADE) | dict.fromkeys(decision.left_out, LEFT_OUT)
     root = Path(source.location).parent
     digests = {file.path: (digest_of(root / file.path), digest(file.after.encode())) for file in files}
@@ -105,11 +105,10 @@ def in_place(decision: Decision) -> list[Corrected]:
     """Write every corrected module, and the stamp, into TE, or change nothing and raise `BakeError`; returns them."""
     location, files = Path(decision.source.location), corrected(decision)
     try:
-        with _disk(location, "Nothing was written; `te-graph-fixes bake --overlay DIR` writes elsewhere"):
-            _gather(location, files)
-            os.rename(location / PART, location / OPEN)
-            _exchange(location, AFTER)
-            os.rename(location / OPEN, location / KEPT)
+        _gather(location, files)
+        os.rename(location / PART, location / OPEN)
+        _exchange(location, AFTER)
+        os.rename(location / OPEN, location / KEPT)
     finally:
         roll_back(location)
     return files
@@ -122,19 +121,18 @@ def undo(source: Source) -> str:
     bake, and `ChangedStampError` where a module was edited after it.
     """
     location = Path(source.location)
-    with _disk(location, "Mend that, and undo again"):
-        try:
-            stamp = of_source(source)
-        except LeftoverError as error:
-            left = [path for path, (before, _) in error.stamp.files.items() if before is None]
-            for path in (*left, f"{TE}/{NAME}"):
-                _delete(location.parent / path)
-            shutil.rmtree(location / KEPT, ignore_errors=True)
-            return f"{len(left)} modules that a bake had left in {location} are deleted"
-        if stamp is None or not (location / KEPT).exists():
-            raise BakeError(f"there is no bake in {location}. A patch is taken back with `patch -p1 -R`")
-        os.rename(location / KEPT, location / OPEN)
-        roll_back(location)  # an undo is a bake that is taken back
+    try:
+        stamp = of_source(source)
+    except LeftoverError as error:
+        left = [path for path, (before, _) in error.stamp.files.items() if before is None]
+        shutil.rmtree(location / KEPT, ignore_errors=True)
+        for path in (*left, f"{TE}/{NAME}"):
+            (location.parent / path).unlink(missing_ok=True)
+        return f"{len(left)} modules that a bake had left in {location} are deleted"
+    if stamp is None or not (location / KEPT).exists():
+        raise BakeError(f"there is no bake in {location}. A patch is taken back with `patch -p1 -R`")
+    os.rename(location / KEPT, location / OPEN)
+    roll_back(location)  # an undo is a bake that is taken back
     return f"{len(stamp.files)} modules of {location} are as they were before the bake"
 
 
@@ -142,12 +140,11 @@ def roll_back(location: Path) -> bool:
     """Take back what an interrupted bake, or an interrupted undo, has left; whether there was any."""
     part, opened = location / PART, location / OPEN
     is_interrupted = part.exists() or opened.exists()
-    with _disk(location, "TransformerEngine may be half changed: mend that, and start this again"):
-        if opened.exists():
-            _exchange(location, BEFORE)
-            os.rename(opened, part)
-        if part.exists():
-            shutil.rmtree(part)
+    if opened.exists():
+        _exchange(location, BEFORE)
+        os.rename(opened, part)
+    if part.exists():
+        shutil.rmtree(part)
     return is_interrupted
 
 
@@ -179,25 +176,16 @@ def _exchange(location: Path, side: str) -> None:
     for path in (*edited, *added):
         _move(opened / side / path, root / path)
     for path in added if side == BEFORE else ():
-        _delete(root / path)
+        (root / path).unlink(missing_ok=True)
     _move(opened / side / first, root / first)
 
 
 def _move(new: Path, path: Path) -> None:
     """Put a new file in the place of another, whose bytecode Python may take without a look at the text."""
     if os.path.lexists(new):
-        for file in _bytecode(path):
-            file.unlink()
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+            compiled.unlink()
         os.replace(new, path)
-
-
-def _delete(path: Path) -> None:
-    for file in (*_bytecode(path), path):
-        file.unlink(missing_ok=True)
-
-
-def _bytecode(module: Path) -> list[Path]:
-    return sorted(module.parent.glob(f"__pycache__/{module.stem}.*.pyc"))
 
 
 def _write(path: Path, data: bytes, like: Path) -> None:
@@ -205,15 +193,6 @@ def _write(path: Path, data: bytes, like: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     shutil.copymode(like, path)
-
-
-@contextlib.contextmanager
-def _disk(folder: Path, advice: str) -> Iterator[None]:
-    """Turn an error of the disk into one that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise BakeError(f"cannot change {error.filename or folder}: {error.strerror}. {advice}") from error
 
 
 def left_over(folder: str | None) -> Source | None:
@@ -239,8 +218,7 @@ def overlay(decision: Decision, folder: Path) -> list[Corrected]:
     if folder.exists() and any(folder.iterdir()):
         raise BakeError(f"{folder} is not empty: name another folder")
     root, files = Path(decision.source.location).parent, corrected(decision)
-    with _disk(folder, f"{folder} is not complete: delete it, and name another folder"):
-        for file in files:
-            like = root / file.path if file.before else Path(decision.source.location, "__init__.py")
-            _write(folder / file.path, file.after.encode(), like)
+    for file in files:
+        like = root / file.path if file.before else Path(decision.source.location, "__init__.py")
+        _write(folder / file.path, file.after.encode(), like)
     return files

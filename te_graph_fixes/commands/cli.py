@@ -21,11 +21,12 @@ from ..decision import Decision, expected
 from ..fix import APPLICABLE, UNRECOGNIZED
 from ..fixes import CATALOGUE
 from ..messages import issues
-from ..patching.installation import EngineError
+from ..patching.installation import InstallationError
 from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import Settings, fix_ids
 from ..stamp import ChangedStampError, LeftoverError, of_source
+from ..state import State
 from ..version import __version__
 from . import answers, bake
 from .bake import BakeError, Corrected, corrected, module_path
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(f"{error}{advice}", NO_TE)
     except ValueError as error:
         return _say(error, WRONG_USE)
-    except (EngineError, BakeError, ChangedStampError) as error:
+    except (InstallationError, BakeError, ChangedStampError) as error:
         return _say(error, 1)
 
 
@@ -204,18 +205,21 @@ def _bake(options: argparse.Namespace) -> int:
         print(answers.answer(decision, options.where))
         lacks = any(verdict.verdict in (APPLICABLE, UNRECOGNIZED) for verdict in decision.verdicts.values())
         return int(lacks or decision.is_outdated)
-    if options.overlay:
-        return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
-    source = bake.left_over(options.source) if options.undo else None
-    source = source or _source(options)
-    with bake.changing(Path(source.location)) as interrupted:
-        if interrupted:
-            _say("took back what an interrupted command had left")
-        if options.undo:
+    try:
+        if options.overlay:
+            return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
+        source = (options.undo and bake.left_over(options.source)) or _source(options)
+        with bake.changing(Path(source.location)) as interrupted:
+            if interrupted:
+                _say("took back what an interrupted command had left")
+            if not options.undo:
+                return _bake_in_place(source, options.where)
             if not interrupted or of_source(source):
                 print(bake.undo(source))
             return 0
-        return _bake_in_place(source, options.where)
+    except OSError as error:
+        what = f"cannot write {error.filename or 'the files'}: {error.strerror}"
+        raise BakeError(f"{what}. `status` says how TE is now; `bake --overlay DIR` writes elsewhere") from error
 
 
 def _bake_in_place(source: Source, where: str) -> int:
@@ -311,8 +315,8 @@ def _issue(options: argparse.Namespace) -> int:
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
     for fix_id, verdict in decision.decisions.items():
         print(f"{fix_id}: {verdict.verdict} (expected: {expected(CATALOGUE[fix_id], source.version)})")
-        if verdict.verdict == UNRECOGNIZED:
-            print("    " + verdict.reason.replace(source.location, TE))
+        if verdict.state in (State.UNRECOGNIZED, State.FAILED):
+            print("    " + verdict.explanation.replace(source.location, TE).replace("\n", "\n    "))
     print()
     for name in source.read:
         print(f"{hashlib.sha256(source.module(name).text.encode()).hexdigest()[:16]}  {module_path(source, name)}")

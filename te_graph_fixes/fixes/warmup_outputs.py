@@ -4,11 +4,11 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 
 From TE 2.19 on warmup runs the forwards and backwards of all callables in their order. It keeps the outputs of each
 forward, and what autograd has saved for them, until the iteration is over, though the backward that needs them has run;
-for an evaluation too, where none does. They are now kept until that backward, and without training not at all.
+for an evaluation too, where none does. They are now kept until that backward, and without training not at all: the
+peak of a capture is at 0.79 of what it is without the fix.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -77,7 +77,6 @@ FIX = Fix(
     group="speed",
     users="pipelines: an _order with many microbatches and model chunks",
     affected=">=2.19,<2.20",
-    cost="none: the peak of a capture is at 0.79 of what it is without",
     examine=SemanticPatch(
         PATCH,
         corrected=[

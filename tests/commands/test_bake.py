@@ -267,7 +267,7 @@ def test_a_site_packages_that_cannot_be_written(tmp_path: Path, capfd: pytest.Ca
 
     assert in_child(as_somebody_else) == 1
     err = capfd.readouterr().err
-    assert "Permission denied. Nothing was written; `te-graph-fixes bake --overlay DIR` writes elsewhere" in err
+    assert "Permission denied. `status` says how TE is now; `bake --overlay DIR` writes elsewhere" in err
     assert content(tree) == before
     for path in (tree, *tree.rglob("*")):
         path.chmod(0o755)

@@ -30,6 +30,7 @@ def test_the_record(fix: Fix) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", fix.id)
     assert 0 < len(fix.summary) <= 120
     assert fix.symptom
+    assert not fix.cost.startswith("none"), "leave it out"
     assert fix.group in GROUPS
     assert not fix.summary.endswith(".")
     assert fix.upstream or "\n\nUpstream: none yet" in str(module(fix).__doc__), "no link in the second paragraph"

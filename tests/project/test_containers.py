@@ -23,7 +23,8 @@ def as_made(page: str) -> str:
     for version in CONTAINERS:
         count = f"{len(needed(version))} of {len(CATALOGUE)}"
         page = re.sub(rf"(\| {re.escape(version)}\+[^|]* \|) [^|]* \|", rf"\1 {count} |", page)
-    page = re.sub(r"\d+ of \d+ known defects; all \d+", f"{fixes} of {len(CATALOGUE)} known defects; all {fixes}", page)
+    answer = f"of {len(CATALOGUE)} known defects, {fixes} can be corrected"
+    page = re.sub(r"of \d+ known defects, \d+ can be corrected", answer, page)
     page = re.sub(r"\d+ fixes(?= are now in| are in |,\n *corrected on disk)", f"{fixes} fixes", page)
     return re.sub(r"\b\d+ files", f"{files} files", page)
 
