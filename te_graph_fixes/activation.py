@@ -17,10 +17,11 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .finder import PACKAGE, Finder, loaded
+from .finder import PACKAGE, Finder, loaded, runs_unchecked_bytecode
 from .messages import announce, problem_summary, rank, warn
 from .report import FixNotAppliedError, FixStatus, Report, copies_of_graphs
 from .settings import Settings, unknown_variables
+from .state import State
 
 if TYPE_CHECKING:
     from .decision import Decision
@@ -50,6 +51,7 @@ class _Activation:
         self._failure = ""  # why nothing of the decision was put in place
         self._reverted: frozenset[str] = frozenset()
         self._earlier_graphs: int | None = None  # of TE, captured before any fix was in place
+        self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graphs, as TE was imported
 
     def activate(
         self, only: Iterable[str] | None = None, disable: Iterable[str] | None = None, strict: bool | None = None
@@ -85,7 +87,7 @@ class _Activation:
         self._finder.wait()
         if PACKAGE in sys.modules:
             self.before(PACKAGE)
-            self.after(PACKAGE if loaded(PACKAGE) else "")  # not yet loaded: it is TE that is importing us
+            self.after(PACKAGE if loaded(PACKAGE) else "", late=True)  # not yet loaded: it is TE that imports us
 
     def deactivate(self) -> None:
         """Take every fix back and stop watching for TransformerEngine. What others have wrapped or replaced stays."""
@@ -121,18 +123,21 @@ class _Activation:
         if settings.strict and not loaded(PACKAGE):
             self._report_problems(self.report(), settings)
 
-    def after(self, name: str) -> None:
-        """``name`` has been executed: install what is chosen, if all that it changes has been."""
+    def after(self, name: str, late: bool = False) -> None:
+        """``name`` has been executed: install what is chosen, if all that it changes has been.
+
+        What is loaded ``late``, before TE's files were read, may be older than these.
+        """
         with self._lock:
             decision = self._decision
             if decision is None or decision.installation.is_in_place or self._failure or self._waits(decision, name):
                 return
             try:
-                decision.require_live()
                 if self._earlier_graphs is None:
                     self._earlier_graphs = _captured_graphs()
-                decision.installation.install()
-            except Exception as error:
+                self._copies = copies_of_graphs(f"{PACKAGE}.graph")
+                self._decision = decision.install(compare=late or runs_unchecked_bytecode(PACKAGE))
+            except Exception as error:  # one of ours must not reach the import of TE
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
         report = self.report()
@@ -157,12 +162,7 @@ class _Activation:
 
     def _report_problems(self, report: Report, settings: Settings) -> None:
         """Warn, or raise in strict mode, where a graph is without a fix that it needs."""
-        advice = "; see te_graph_fixes.report()"
-        if settings.strict:
-            advice = ". To go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
-        with self._lock:
-            text = problem_summary(report, self._earlier_graphs or 0 if self._applied else 0)
-        self._warn_or_raise(text and text + advice, settings)
+        self._warn_or_raise(problem_summary(report, settings.strict), settings)
 
     def _warn_or_raise(self, text: str, settings: Settings) -> None:
         """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""
@@ -192,39 +192,42 @@ class _Activation:
             for fix in CATALOGUE.values():
                 decided = decisions.get(fix.id)
                 if decided and decided.stamped:
-                    status = decided.verdict, decided.reason
+                    state, reason = decided.state, decided.reason
                 else:
-                    status = self._status(fix.id, absent)
-                fixes[fix.id] = FixStatus(*status, fix.upstream, decided.targets if decided else ())
-            return Report(version, fixes, copies=copies_of_graphs(f"{PACKAGE}.graph"))
+                    state, reason = self._status(fix.id, absent)
+                targets = decided.targets if decided else ()
+                graphs = self._earlier_graphs or 0 if state == State.APPLIED else 0
+                fixes[fix.id] = FixStatus(state, reason, fix.upstream, targets, graphs)
+            return Report(version, fixes, copies=self._copies)
 
-    def _status(self, fix_id: str, absent: str) -> tuple[str, str]:
-        """Status of a fix, and the reason; ``absent`` says why there is no TE."""
+    def _status(self, fix_id: str, absent: str) -> tuple[State, str]:
+        """The state of a fix, and the reason; ``absent`` says why there is no TE."""
         decision = self._decision
         if self._settings is None:
-            taken_back = "reverted", "deactivate() took it back"
-            return taken_back if fix_id in self._reverted else ("disabled", "te_graph_fixes is not active")
+            if fix_id in self._reverted:
+                return State.REVERTED, "deactivate() took it back"
+            return State.DISABLED, "te_graph_fixes is not active"
         if decision:
-            word, reason = decision.decisions[fix_id].verdict, decision.reason(fix_id)
+            state, reason = decision.decisions[fix_id].state, decision.reason(fix_id)
+        elif self._settings.wants(fix_id):
+            state, reason = State.APPLICABLE, ""
         else:
-            word = "applicable" if self._settings.wants(fix_id) else "disabled"
-            reason = "left out by the settings"
-        is_in_place = decision is not None and decision.installation.is_in_place
-        if word in ("disabled", "unrecognized") or (word != "applicable" and not is_in_place):
-            return word, reason
-        if decision is None or not is_in_place:
-            if self._failure:
-                return "failed", self._failure
-            if loaded(PACKAGE):
-                return "failed", f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
-            return "pending", absent or "TransformerEngine is not imported yet"
-        if not decision.installation.is_live(fix_id):
-            if word == "applicable":
-                return "failed", "another package has replaced a corrected function"
-            return "unrecognized", "another package has replaced a function that is right in its source"
-        if word != "applicable":
-            return word, reason
-        return "applied", f"corrected: {reason}"
+            state, reason = State.DISABLED, "left out by the settings"
+        if state in (State.DISABLED, State.UNRECOGNIZED, State.FAILED):
+            return state, reason
+        if decision and decision.installation.is_in_place:
+            if state != State.APPLICABLE:
+                return state, reason
+            if decision.installation.is_live(fix_id):
+                return State.APPLIED, f"corrected: {reason}"
+            return State.FAILED, "another package has replaced a corrected function"
+        if self._failure:
+            return State.FAILED, self._failure
+        if decision and state != State.APPLICABLE:
+            return state, reason
+        if loaded(PACKAGE):
+            return State.FAILED, f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
+        return State.PENDING, absent or "TransformerEngine is not imported yet"
 
     def _waits(self, decision: Decision, executed: str) -> bool:
         """Whether a module that changes is yet to be executed."""

@@ -9,17 +9,18 @@ from functools import cached_property
 
 from packaging.version import InvalidVersion, Version
 
-from .fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, OLDEST, UNRECOGNIZED, Fix, Verdict
+from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
-from .patching.installation import EngineError, Installation, compile_patches
+from .patching.installation import REPLACED, Installation, InstallationError, not_as_in_file
 from .patching.source import Source, TENotFoundError, without_collections
 from .settings import Settings
 from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
+from .state import State
 
-DISABLED = "disabled"
 ON_DISK = "corrected on disk by"
 _NAMED = 5
 """As many fixes are named in a message, more are counted."""
+_WELL = (State.APPLICABLE, State.NOT_NEEDED, State.NOT_APPLICABLE)
 
 
 @without_collections()
@@ -30,7 +31,9 @@ def verdicts(source: Source) -> dict[str, Verdict]:
     though the version should have it: the feature may have moved.
     """
     if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
-        nothing = Verdict(NOT_APPLICABLE, "this TransformerEngine is without PyTorch: there is nothing to correct")
+        nothing = Verdict(
+            State.NOT_APPLICABLE, "this TransformerEngine is without PyTorch: there is nothing to correct"
+        )
         return dict.fromkeys(CATALOGUE, nothing)
     if stamped := on_disk(source):
         return stamped
@@ -38,12 +41,12 @@ def verdicts(source: Source) -> dict[str, Verdict]:
     if version and version.release < Version(OLDEST).release:
         advice = "upgrade it, or switch graphs off"
         reason = f"version {source.version} is older than {OLDEST}, the oldest that is tested: {advice}"
-        return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, reason))
-    found = {fix.id: fix.verdict(source) for fix in CATALOGUE.values()}
+        return dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, reason))
+    found = {fix.id: fix.verdict_on(source) for fix in CATALOGUE.values()}
     for fix_id, verdict in found.items():
-        if verdict.verdict == NOT_APPLICABLE and version and _must_have_defect(version, CATALOGUE[fix_id]):
+        if verdict.state == State.NOT_APPLICABLE and version and _must_have_defect(version, CATALOGUE[fix_id]):
             reason = f"TransformerEngine {source.version} should have this defect, but its feature was not found"
-            found[fix_id] = Verdict(UNRECOGNIZED, f"{reason}: {verdict.reason}")
+            found[fix_id] = Verdict(State.UNRECOGNIZED, f"{reason}: {verdict.reason}")
     return found
 
 
@@ -52,21 +55,24 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     try:
         stamp = of_source(source)
     except ChangedStampError as error:
-        return dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error)))
+        return dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error)))
     if stamp is None:
         return None
     when = f"when {stamp.by} corrected the rest on disk"
     known = {
-        MADE: (NOT_NEEDED, f"{ON_DISK} {stamp.by}"),
-        LEFT_OUT: (DISABLED, f"left out {when}: to have it, `te-graph-fixes bake --undo`, then bake with it"),
-        NOT_NEEDED: (NOT_NEEDED, f"not needed, as was found {when}"),
-        NOT_APPLICABLE: (NOT_APPLICABLE, f"not applicable, as was found {when}"),
+        MADE: (State.NOT_NEEDED, f"{ON_DISK} {stamp.by}"),
+        LEFT_OUT: (State.DISABLED, f"left out {when}: to have it, `te-graph-fixes bake --undo`, then bake with it"),
+        State.NOT_NEEDED: (State.NOT_NEEDED, f"not needed, as was found {when}"),
+        State.NOT_APPLICABLE: (State.NOT_APPLICABLE, f"not applicable, as was found {when}"),
     }
     undo = "take that back with `te-graph-fixes bake --undo`, or `patch -p1 -R`"
     advice = "bake again with `te-graph-fixes bake`" if stamp.is_outdated else undo
-    unknown = UNRECOGNIZED, f"{advice}: it was not corrected {when}"
+    unknown = State.UNRECOGNIZED, f"{advice}: it was not corrected {when}"
     reasons = {fix_id: known.get(stamp.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
-    return {fix_id: Verdict(word, reason, stamped=True) for fix_id, (word, reason) in reasons.items()}
+    modules = tuple((path.removesuffix(".py").replace("/", "."), "") for path in stamp.files)
+    return {
+        fix_id: Verdict(state, reason, rests_on=modules, stamped=True) for fix_id, (state, reason) in reasons.items()
+    }
 
 
 def disagreement(settings: Settings, stamp: Stamp | None) -> str:
@@ -98,7 +104,7 @@ def expected(fix: Fix, version: str | None) -> str | None:
     """``applicable`` or ``not-needed``, by the version alone; None for a version that is unknown or not readable."""
     if (parsed := _parsed(version)) is None:
         return None
-    return APPLICABLE if fix.affects(parsed) else NOT_NEEDED
+    return State.APPLICABLE if fix.affects(parsed) else State.NOT_NEEDED
 
 
 def _parsed(version: str | None) -> Version | None:
@@ -115,21 +121,27 @@ def _must_have_defect(version: Version, fix: Fix) -> bool:
 
 
 class Decision:
-    """What to do with one TransformerEngine (TE), which was read once: of each fix the verdict, and the decision.
+    """What to do with one TransformerEngine (TE), which is read once: of each fix the verdict, and the decision.
 
     ``verdicts`` are those of the source, ``decisions`` the same as they are acted upon, ``installation`` acts upon
-    them. What the settings leave out is ``disabled``, what cannot be applied ``unrecognized``. A fix whose requirement
-    is left out is left out too; ValueError, with the names of both, if it was asked for by name and the requirement
-    was not.
+    them. What the settings leave out is ``disabled``, what cannot be put together with the rest ``failed``, as are the
+    ``failures``, fixes with reasons. A fix goes without what it requires neither way; ValueError, with the names of
+    both, if it was asked for by name and the requirement was not.
     """
 
     @without_collections()
-    def __init__(self, source: Source, settings: Settings, known: Mapping[str, Verdict] | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        settings: Settings,
+        verdicts_: Mapping[str, Verdict] | None = None,
+        failures: Mapping[str, str] | None = None,
+    ) -> None:
         self.source, self.version, self.settings = source, source.version, settings
-        self.verdicts = verdicts(source) if known is None else known
+        self.verdicts = verdicts(source) if verdicts_ is None else verdicts_
         self.targets = {name for verdict in self.verdicts.values() for name in verdict.targets}
-        self._failures: dict[str, str] = {}
-        self._build()
+        self.failures = dict(failures or {})
+        self.decisions, self.installation = self._build()
         source.forget_trees()
 
     @classmethod
@@ -138,25 +150,52 @@ class Decision:
         try:
             source = Source.installed()
         except TENotFoundError as error:
-            return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(UNRECOGNIZED, str(error))))
+            return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error))))
         return early if early and early.source == source else cls(source, settings)
 
-    def _build(self) -> None:
-        """Choose, and compile what is chosen: anew without the fixes by which that fails."""
+    def _build(self) -> tuple[dict[str, Verdict], Installation]:
+        """The decisions, and what puts them in place: without the fixes that cannot be compiled together."""
         wanted = self._wanted()
-        self.decisions = {fix_id: self._decide(fix_id, wanted) for fix_id in self.verdicts}
-        good = {i: verdict for i, verdict in self.decisions.items() if verdict.verdict not in (DISABLED, UNRECOGNIZED)}
-        try:
-            self.installation = Installation(self.source, good)
-        except Exception as error:  # one of ours must not reach the import of TE
-            self._failures |= self._unbuildable(error)
-            self._build()
+        while True:
+            decisions = {fix_id: self._decide(fix_id, wanted) for fix_id in self.verdicts}
+            try:
+                return decisions, Installation(self.source, _applicable(decisions))
+            except InstallationError as error:
+                self.failures |= error.reasons
+            except Exception as error:  # one of ours must not reach the import of TE
+                self.failures |= self._failing_alone(decisions) or dict.fromkeys(_applicable(decisions), repr(error))
 
-    def require_live(self) -> None:
-        """Choose anew without the fixes whose functions, to be changed or to be left alone, are not what is loaded."""
-        while refused := self.installation.not_as_in_file():
-            self._failures |= refused
-            self._build()
+    def _failing_alone(self, decisions: Mapping[str, Verdict]) -> dict[str, str]:
+        """The fixes that cannot be compiled by themselves, with reasons."""
+        failures = {}
+        for fix_id, verdict in _applicable(decisions).items():
+            try:
+                Installation(self.source, {fix_id: verdict})
+            except Exception as error:
+                failures[fix_id] = repr(error)
+        return failures
+
+    def install(self, compare: bool) -> Decision:
+        """Put in place what can be; the decision as it is then.
+
+        With ``compare``, what is not needed by TE's files has to be loaded as they say.
+        """
+        failures = self._not_as_in_file() if compare else {}
+        try:
+            if not failures:
+                self.installation.install()
+                return self
+        except InstallationError as error:
+            failures = error.reasons
+        return Decision(self.source, self.settings, self.verdicts, self.failures | failures).install(False)
+
+    def _not_as_in_file(self) -> dict[str, str]:
+        """The fixes that are not needed by TE's files, while something else is loaded; with reasons."""
+        failures = {}
+        for fix_id, verdict in self.decisions.items():
+            if verdict.state == State.NOT_NEEDED and (names := not_as_in_file(self.source, verdict.rests_on)):
+                failures[fix_id] = f"{names[0]} {REPLACED}"
+        return failures
 
     def _wanted(self) -> set[str]:
         """The fixes that the settings ask for, some of them by what others require."""
@@ -168,20 +207,21 @@ class Decision:
     def _decide(self, fix_id: str, wanted: Collection[str]) -> Verdict:
         """The verdict on a fix, unless it is left out, has failed, or goes without what it requires."""
         verdict = self.verdicts[fix_id]
-        if verdict.stamped and fix_id not in self._failures:
+        if verdict.stamped and fix_id not in self.failures:
             return verdict
         if fix_id not in wanted:
-            reason = f"left out by the settings ({verdict.verdict} without them)"
-            return replace(verdict, verdict=DISABLED, reason=reason)
-        if fix_id in self._failures:
-            return replace(verdict, verdict=UNRECOGNIZED, reason=self._failures[fix_id])
-        for required in CATALOGUE[fix_id].requires if verdict.verdict == APPLICABLE else ():
-            word = self._decide(required, wanted).verdict
-            if word != APPLICABLE and self.verdicts[required].verdict not in (NOT_NEEDED, NOT_APPLICABLE):
-                if word == DISABLED:
-                    self._require_chosen(fix_id, required)
-                reason = f"it requires {required}, which is {word}: one without the other is wrong"
-                return replace(verdict, verdict=word, reason=reason)
+            reason = f"left out by the settings ({verdict.state} without them)"
+            return replace(verdict, state=State.DISABLED, reason=reason)
+        if fix_id in self.failures:
+            return replace(verdict, state=State.FAILED, reason=self.failures[fix_id])
+        for required in CATALOGUE[fix_id].requires if verdict.state == State.APPLICABLE else ():
+            state, by_source = self._decide(required, wanted).state, self.verdicts[required].state
+            if state in _WELL or (state == State.DISABLED and by_source in _WELL[1:]):
+                continue
+            if state == State.DISABLED:
+                self._require_chosen(fix_id, required)
+            reason = f"it requires {required}, which is {state}: one without the other is wrong"
+            return replace(verdict, state=state, reason=reason)
         return verdict
 
     def _require_chosen(self, fix_id: str, required: str) -> None:
@@ -191,17 +231,6 @@ class Decision:
             whole = ",".join(sorted(set().union(*map(with_required, settings.only))))
             advice = f"leave {required} enabled" if required in settings.disable else f"write {whole}"
             raise ValueError(f"{fix_id} requires {required}: one without the other is wrong; {advice}")
-
-    def _unbuildable(self, error: Exception) -> dict[str, str]:
-        """The fixes by which compiling all ended in ``error``, with reasons: those that fail alone, or else all."""
-        errors = {}
-        for fix_id, verdict in self.to_apply.items():
-            try:
-                compile_patches(self.source, {fix_id: verdict})
-            except Exception as own:
-                errors[fix_id] = own
-        errors = errors or dict.fromkeys(self.to_apply or self.decisions, error)
-        return {fix_id: str(each) if isinstance(each, EngineError) else repr(each) for fix_id, each in errors.items()}
 
     @cached_property
     def stamp(self) -> Stamp | None:
@@ -222,17 +251,17 @@ class Decision:
     @property
     def left_out(self) -> list[str]:
         """The fixes that the settings leave out though this TE may need them."""
-        needed = [fix_id for fix_id, found in self.verdicts.items() if found.verdict in (APPLICABLE, UNRECOGNIZED)]
-        return [fix_id for fix_id in needed if self.decisions[fix_id].verdict == DISABLED]
+        needed = [fix_id for fix_id, verdict in self.verdicts.items() if verdict.state not in _WELL[1:]]
+        return [fix_id for fix_id in needed if self.decisions[fix_id].state == State.DISABLED]
 
     @property
     def refused(self) -> dict[str, list[str]]:
         """The fixes that cannot be applied, by reason."""
-        found: dict[str, list[str]] = {}
+        by_reason: dict[str, list[str]] = {}
         for fix_id, verdict in self.decisions.items():
-            if verdict.verdict == UNRECOGNIZED:
-                found.setdefault(verdict.reason, []).append(fix_id)
-        return found
+            if verdict.state in (State.UNRECOGNIZED, State.FAILED):
+                by_reason.setdefault(verdict.reason, []).append(fix_id)
+        return by_reason
 
     @property
     def refusal(self) -> str:
@@ -251,14 +280,12 @@ class Decision:
         Of a TE that is ``unloaded``, and stays so, a negative verdict is by the shape of the source alone.
         """
         verdict, version = self.decisions[fix_id], _parsed(self.version)
-        reason, is_defective = verdict.reason, verdict.verdict == APPLICABLE
-        if verdict.stamped:
+        reason, is_defective = verdict.reason, verdict.state == State.APPLICABLE
+        if verdict.stamped or verdict.state not in _WELL:
             return reason
-        if unloaded and verdict.verdict in (NOT_NEEDED, NOT_APPLICABLE):
+        if unloaded and not is_defective:
             reason = f"by shape: {reason}"
-        if version is None or verdict.verdict in (UNRECOGNIZED, DISABLED):
-            return reason
-        if is_defective == CATALOGUE[fix_id].affects(version):
+        if version is None or is_defective == CATALOGUE[fix_id].affects(version):
             return reason
         published = "does not have" if is_defective else "has"
         return f"{reason} (the published {version.base_version} {published} this defect)"
@@ -270,4 +297,4 @@ def with_required(fix_id: str) -> set[str]:
 
 
 def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
-    return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.verdict == APPLICABLE}
+    return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.state == State.APPLICABLE}

@@ -8,6 +8,7 @@ import importlib.machinery
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 
 TE = "transformer_engine"
@@ -62,3 +63,13 @@ def loaded(name: str) -> bool:
     """Whether a module is imported, to its end."""
     module = sys.modules.get(name)
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def runs_unchecked_bytecode(package: str) -> bool:
+    """Whether a module of this package was imported from bytecode that Python does not compare with its source."""
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__cached__", None) if name.startswith(f"{package}.") else None
+        with contextlib.suppress(OSError):
+            if path and Path(path).read_bytes()[4:8] == b"\1\0\0\0":  # PEP 552
+                return True
+    return False

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TypeAlias
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .patching.source import Edit, Source, UnrecognizedError
+from .patching.definition import UnrecognizedError
+from .patching.patch import edits, functions, read
+from .patching.source import Edit, Source
+from .shipped import new_module
+from .state import State
 
-APPLICABLE = "applicable"
-NOT_NEEDED = "not-needed"
-NOT_APPLICABLE = "not-applicable"
-UNRECOGNIZED = "unrecognized"
+APPLICABLE = State.APPLICABLE
+NOT_NEEDED = State.NOT_NEEDED
+NOT_APPLICABLE = State.NOT_APPLICABLE
+UNRECOGNIZED = State.UNRECOGNIZED
 
 GROUPS = (
     "gradients",
@@ -33,19 +38,29 @@ OLDEST = "2.10"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a source says of one fix: a ``verdict`` word, the ``reason``, and the change where it is applicable.
+    """What a source says of one fix: its ``state``, the ``reason``, and the change where it is applicable.
 
     ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
-    ``fix`` is the fix's id: where several insert at one place, the text of the first id comes first.
-    ``stamped`` verdicts come from our stamp, all others from the shape of the source.
+    ``rests_on`` are the functions, as modules and qualified names, that show that the fix is not needed.
+    ``details`` say at length why a source is not recognized. ``stamped``: by our stamp, not by the source's shape.
     """
 
-    verdict: str
+    state: State
     reason: str
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=dict)
-    fix: str = ""
+    rests_on: tuple[tuple[str, str], ...] = ()
+    details: str = ""
     stamped: bool = False
+
+    @property
+    def verdict(self) -> State:
+        return self.state
+
+    @property
+    def explanation(self) -> str:
+        """The reason, and all that is known beside it, in lines."""
+        return "\n".join(filter(None, [self.reason, self.details]))
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -55,17 +70,73 @@ class Verdict:
 
 def applicable(reason: str, edits: Sequence[Edit], new_modules: Mapping[str, str] | None = None) -> Verdict:
     """The defect is there and these edits correct it."""
-    return Verdict(APPLICABLE, reason, tuple(edits), dict(new_modules or {}))
+    return Verdict(State.APPLICABLE, reason, tuple(edits), dict(new_modules or {}))
 
 
 def not_needed(reason: str) -> Verdict:
     """This TE holds the corrected shape."""
-    return Verdict(NOT_NEEDED, reason)
+    return Verdict(State.NOT_NEEDED, reason)
 
 
 def not_applicable(reason: str) -> Verdict:
     """This TE lacks the feature that has the defect."""
-    return Verdict(NOT_APPLICABLE, reason)
+    return Verdict(State.NOT_APPLICABLE, reason)
+
+
+Absent: TypeAlias = "tuple[Callable[[Source], bool], str]"
+"""Whether a feature is absent, and the reason to give then."""
+
+
+@dataclass(frozen=True)
+class SemanticPatch:
+    """The ``examine`` of a `Fix` that is a ``patch`` (`te_graph_fixes.patching.patch`).
+
+    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
+    that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
+    stand for text which depends on the source, here and in ``corrected``; ``provides`` modules of
+    `te_graph_fixes.shipped`.
+    """
+
+    patch: str
+    _: KW_ONLY
+    absent: Sequence[Absent] = ()
+    corrected: Sequence[tuple[str, str]] = ()
+    names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
+    provides: tuple[str, ...] = ()
+    settled: Callable[[Source], str] | None = None
+
+    def check(self) -> None:
+        """Compile all its patches; raises `PatchError`."""
+        for text in (self.patch, *(text for text, _ in self.corrected)):
+            read(text)
+
+    def __call__(self, source: Source) -> Verdict:
+        for is_absent, reason in self.absent:
+            if is_absent(source):
+                return not_applicable(reason)
+        misfits, corrections = [], []
+        for text, reason in self.corrected:
+            try:
+                self._edits(source, text)
+                corrections.append(replace(not_needed(reason), rests_on=functions(source, text)))
+            except UnrecognizedError as error:
+                misfits.append((f"for the correction {reason!r}", error))
+        try:
+            changes = self._edits(source, self.patch)
+        except UnrecognizedError as error:
+            if len(corrections) == 1:
+                return corrections[0]
+            if self.settled and not corrections:
+                return replace(not_needed(self.settled(source)), rests_on=functions(source, self.patch))
+            lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the defect", error), *misfits)]
+            raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
+        if corrections:
+            raise UnrecognizedError("looked for a defect or one correction, found several of them")
+        modules = {name: text for module in self.provides for name, text in new_module(module).items()}
+        return applicable("", changes, modules)
+
+    def _edits(self, source: Source, text: str) -> list[Edit]:
+        return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})
 
 
 @dataclass(frozen=True)
@@ -127,15 +198,15 @@ class Fix:
         """The first release that holds upstream's correction; None where upstream is open."""
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
-    def verdict(self, source: Source) -> Verdict:
-        """`examine`, with an unknown shape, and any error of ours on it, turned into the verdict ``unrecognized``.
+    def verdict_on(self, source: Source) -> Verdict:
+        """What `examine` returns; an unknown shape is ``unrecognized``, an error of ours ``failed``.
 
         The reason why a fix is applicable is its summary, unless `examine` has a better one.
         """
         try:
-            found = self.examine(source)
-            return replace(found, fix=self.id, reason=found.reason or self.summary)
+            verdict = self.examine(source)
+            return replace(verdict, reason=verdict.reason or self.summary)
         except UnrecognizedError as error:
-            return Verdict(UNRECOGNIZED, str(error))
+            return Verdict(State.UNRECOGNIZED, error.closest().text, details=error.details)
         except Exception as error:
-            return Verdict(UNRECOGNIZED, f"reading the source failed: {type(error).__name__}: {error}")
+            return Verdict(State.FAILED, f"reading the source failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What the package says unasked: a warning that points at the user's line, and one line about what was applied."""
+"""What the package says unasked: a warning, and one line about what was applied."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import logging
 import os
 import sys
 import warnings
-from types import FrameType
 
 from .report import Report, TEGraphFixesWarning, te_name
+from .state import State
 
 PLACEHOLDER = "https://example.invalid/"
 """An address in the metadata that is none yet."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_NOT_THE_USERS = ("te_graph_fixes", "importlib", "_frozen_importlib", "transformer_engine", "sitecustomize")
-_BAD = ("unrecognized", "failed")
+_BAD = (State.UNRECOGNIZED, State.FAILED)
 _NAMED = 5
 """As many fixes are named in a message, more are counted."""
+_SAID_BY = "_TE_GRAPH_FIXES_SAID_BY"
+"""The process that has said what was applied: workers that it spawns do not say it again."""
 _logger = logging.getLogger("te_graph_fixes")
 _said: set[str] = set()
 
@@ -26,25 +27,25 @@ def rank() -> str | None:
     return next((os.environ[name] for name in _RANKS if os.environ.get(name)), None)
 
 
-def problem_summary(report: Report, early: int) -> str:
-    """What is wrong, in one sentence or two, fixes with one reason together; "" if nothing is.
-
-    ``early`` is the number of graphs that were captured before.
-    """
-    bad = report.having(*_BAD)
-    if len(bad) > _NAMED:
-        said = [f"{len(bad)} of {len(report.having(*_BAD, 'applied'))} fixes that are needed cannot be applied"]
-    else:
-        said = [f"{fixes} cannot be applied: {reason}" for reason, fixes in _groups(bad).items()]
+def problem_summary(report: Report, strict: bool) -> str:
+    """What is wrong: first what to do, then a line for each reason with the fixes that have it; "" if nothing is."""
+    bad, te = report.having(*_BAD), te_name(report.te_version)
+    early = max((fix.earlier_graphs for fix in report.fixes.values()), default=0)
+    advice = "to go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
+    advice = advice if strict else "te_graph_fixes.report() has all of it"
+    lines = []
+    if bad:
+        lines = [
+            f"{te}: {_count(len(bad), 'fix')} that it needs cannot be applied, so its graphs may give wrong gradients. "
+            f"Stop the job or switch graphs off; {how_to_report()}; {advice}"
+        ]
+        lines += [f"{_names(fixes)}: {reason}" for reason, fixes in _by_value(bad).items()]
     if early:
-        said.append(
-            f"{early} graph{'s' * (early > 1)} captured before the fixes were in place will stay without them: import "
-            "te_graph_fixes before graphs are captured"
+        lines.append(
+            f"{te}: {_count(early, 'graph')} captured before the fixes were in place will stay without them and may "
+            f"give wrong gradients: import te_graph_fixes before graphs are captured{'' if bad else '; ' + advice}"
         )
-    if not said:
-        return ""
-    text = f"{te_name(report.te_version)}: {'; '.join(said)}. Its graphs may give wrong gradients"
-    return f"{text}: stop the job or switch graphs off; {how_to_report()}" if bad else text
+    return "\n  ".join(lines)
 
 
 def issues() -> str:
@@ -67,16 +68,14 @@ def how_to_report() -> str:
 
 
 def warn(text: str) -> None:
-    """Warn, once a process for each text, at the line outside of this package, TE and the import system."""
+    """Warn, once a process for each text; from Python 3.12 on the line that is shown is not this package's."""
     if text in _said:
         return
-    frame: FrameType = sys._getframe()
-    while frame.f_back and (
-        _module(frame).partition(".")[0] in _NOT_THE_USERS or "exec_module" in frame.f_code.co_name  # a tool's loader
-    ):
-        frame = frame.f_back
-    warnings.warn_explicit(text, TEGraphFixesWarning, frame.f_code.co_filename, frame.f_lineno, _module(frame))
     _said.add(text)
+    if sys.version_info >= (3, 12):
+        warnings.warn(text, TEGraphFixesWarning, skip_file_prefixes=(os.path.dirname(__file__),))
+    else:
+        warnings.warn(text, TEGraphFixesWarning, stacklevel=2)
 
 
 def announce(report: Report, verbose: bool | None) -> None:
@@ -84,10 +83,12 @@ def announce(report: Report, verbose: bool | None) -> None:
     text = _in_short(report, bool(verbose))
     wanted = verbose
     if verbose is None:
-        wanted = rank() in (None, "0") and len(report.having("disabled")) < len(report.fixes)
+        is_first = rank() in (None, "0") and not _is_worker()
+        wanted = is_first and len(report.having(State.DISABLED)) < len(report.fixes)
     if text in _said or not wanted:
         return
     _said.add(text)
+    os.environ[_SAID_BY] = str(os.getpid())
     if verbose is None and _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers():
         _logger.info("%s", text)
     else:
@@ -95,31 +96,43 @@ def announce(report: Report, verbose: bool | None) -> None:
         print(f"te-graph-fixes {report.version}{where}: {text}", file=sys.stderr, flush=True)
 
 
+def _is_worker() -> bool:
+    """Whether `multiprocessing` has started this process, from one that has said what was applied."""
+    multiprocessing = sys.modules.get("multiprocessing")  # where it is not imported, it has started nothing
+    parent = multiprocessing.parent_process() if multiprocessing else None
+    return parent is not None and os.environ.get(_SAID_BY) == str(parent.pid)
+
+
 def _in_short(report: Report, everything: bool) -> str:
     """How many fixes are applied, or why none is, and which are missing; on demand ``everything`` by its status."""
-    te, count = te_name(report.te_version), len(report.having("applied"))
-    on_disk = [reason for reason in report.having("not-needed").values() if reason.startswith("corrected on disk")]
+    te, count = te_name(report.te_version), len(report.having(State.APPLIED))
+    on_disk = [reason for reason in report.having(State.NOT_NEEDED).values() if reason.startswith("corrected on disk")]
     if count:
-        text = f"{count} fix{'es' * (count > 1)} applied to {te}"
+        text = f"{_count(count, 'fix')} applied to {te}"
     elif on_disk:
         text = f"{te} has {len(on_disk)} fixes, {on_disk[0]}"
     else:
         text = f"no fix applied to {te}"
-    for word, names in (("missing", report.having(*_BAD)), ("left out", report.having("disabled"))):
-        text += f"; {word}: {', '.join(names) if len(names) <= _NAMED else len(names)}" if names else ""
+    for word, fixes in (("missing", report.having(*_BAD)), ("left out", report.having(State.DISABLED))):
+        text += f"; {word}: {_names(list(fixes))}" if fixes else ""
     if everything:
-        words = _groups({fix_id: status.status for fix_id, status in report.fixes.items()})
-        text += f" ({'; '.join(f'{word}: {ids}' for word, ids in sorted(words.items()))})"
+        words = _by_value({fix_id: str(status.status) for fix_id, status in report.fixes.items()})
+        text += " (" + "; ".join(f"{word}: {', '.join(ids)}" for word, ids in sorted(words.items())) + ")"
     return "; ".join([text, *report.said_of_copies()])
 
 
-def _groups(items: dict[str, str]) -> dict[str, str]:
-    """Each value with a list of all its keys."""
-    found: dict[str, list[str]] = {}
+def _count(number: int, what: str) -> str:
+    plural = {"fix": "fixes"}.get(what, f"{what}s")
+    return f"{number} {what if number == 1 else plural}"
+
+
+def _names(fixes: list[str]) -> str:
+    return ", ".join(fixes) if len(fixes) <= _NAMED else _count(len(fixes), "fix")
+
+
+def _by_value(items: dict[str, str]) -> dict[str, list[str]]:
+    """Each value with all its keys."""
+    keys: dict[str, list[str]] = {}
     for key, value in items.items():
-        found.setdefault(value, []).append(key)
-    return {value: ", ".join(keys) for value, keys in found.items()}
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+        keys.setdefault(value, []).append(key)
+    return keys

@@ -1,4 +1,4 @@
-"""What the user is told: the status of every fix, read from the live objects."""
+"""The status of every fix, read from the live objects."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
+from .state import State
 from .version import __version__
 
 COPIED = "_make_graphed_callables"
@@ -20,13 +21,13 @@ def te_name(version: str | None) -> str:
 
 def copies_of_graphs(original: str) -> tuple[str, ...]:
     """The imported modules, except the one called ``original``, that define `COPIED`."""
-    found = []
+    copies = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)
         own = object.__getattribute__(module, "__dict__") if is_module else {}  # loads nothing
         if name != original and getattr(own.get(COPIED), "__module__", None) == name:
-            found.append(name)
-    return tuple(sorted(found))
+            copies.append(name)
+    return tuple(sorted(copies))
 
 
 class FixNotAppliedError(RuntimeError):
@@ -41,23 +42,23 @@ class TEGraphFixesWarning(UserWarning):
 class FixStatus:
     """The ``status`` of one fix, why, its upstream links, and the modules that it changes.
 
-    Statuses: ``pending`` (TransformerEngine not imported yet), ``applied``, ``not-needed`` (upstream or the vendor has
-    it), ``not-applicable`` (this TransformerEngine lacks the feature), ``unrecognized`` (its source is neither the
-    defect nor the correction), ``disabled``, ``failed``, ``reverted``.
+    ``status`` is a `te_graph_fixes.state.State` other than ``applicable``, which is a string. ``earlier_graphs`` is the
+    number of graphs without an applied fix: they were captured before it was in place.
     """
 
-    status: str
+    status: State
     reason: str
     upstream: tuple[str, ...]
     targets: tuple[str, ...]
+    earlier_graphs: int = 0
 
 
 @dataclass(frozen=True)
 class Report:
     """The version of TransformerEngine (None: not found, or without metadata) and a `FixStatus` for each fix.
 
-    ``version`` is that of te-graph-fixes. ``copies`` are imported modules that hold a copy of TransformerEngine's
-    graph.py under another name: no fix reaches them. As a string it is a table.
+    ``version`` is that of te-graph-fixes. ``copies`` are modules that hold a copy of TransformerEngine's graph.py under
+    another name, as TransformerEngine was imported: no fix reaches them. As a string it is a table.
     """
 
     te_version: str | None
@@ -68,7 +69,10 @@ class Report:
     def __str__(self) -> str:
         width = max(map(len, self.fixes), default=0)
         lines = [f"te-graph-fixes {self.version}, {te_name(self.te_version)}"]
-        lines += [f"  {fix:{width}}  {status.status:14}  {status.reason}" for fix, status in self.fixes.items()]
+        for fix, status in self.fixes.items():
+            number = status.earlier_graphs
+            graphs = f" (not in {number} graph{'s' * (number > 1)} captured before)" if number else ""
+            lines.append(f"  {fix:{width}}  {status.status:14}  {status.reason}{graphs}")
         return "\n".join([*lines, *(f"  {text}" for text in self.said_of_copies())])
 
     def said_of_copies(self) -> list[str]:
@@ -77,7 +81,7 @@ class Report:
 
     def having(self, *statuses: str) -> dict[str, str]:
         """The fixes with one of these statuses, each with its reason."""
-        return {fix_id: each.reason for fix_id, each in self.fixes.items() if each.status in statuses}
+        return {fix_id: fix.reason for fix_id, fix in self.fixes.items() if fix.status in statuses}
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain dicts and lists, ready for JSON."""

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import fixes
-from ..decision import DISABLED, Decision, with_required
+from ..decision import Decision, with_required
 from ..fix import APPLICABLE, GROUPS, Fix
 from ..fixes import CATALOGUE
 from ..report import te_name
 from ..settings import DISABLE
+from ..state import State
 from ..version import __version__
 
 
@@ -43,6 +44,8 @@ def status(decision: Decision, where: str, everything: bool) -> Iterator[str]:
         for fix_id in ids:
             yield f"  {fix_id:{width}}  {CATALOGUE[fix_id].symptom}"
             yield f"  {'':{width}}  who: {CATALOGUE[fix_id].users}"
+            if everything and fix_id in refused:
+                yield from (f"  {'':{width}}  {line}" for line in decision.decisions[fix_id].explanation.split("\n"))
     if everything:
         yield "\nnot affected"
         for fix_id in sorted(CATALOGUE.keys() - named):
@@ -77,7 +80,9 @@ def _next(decision: Decision, where: str) -> str:
 
 
 def _left_out_on_disk(decision: Decision) -> list[str]:
-    return [fix_id for fix_id, verdict in decision.verdicts.items() if verdict.stamped and verdict.verdict == DISABLED]
+    return [
+        fix_id for fix_id, verdict in decision.verdicts.items() if verdict.stamped and verdict.verdict == State.DISABLED
+    ]
 
 
 def explain(fix: Fix, decision: Decision | None = None, where: str = "") -> Iterator[str]:

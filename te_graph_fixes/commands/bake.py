@@ -58,14 +58,14 @@ class Corrected:
 def corrected(decision: Decision) -> list[Corrected]:
     """Every module that the fixes to be applied change or add, in the order of the paths, and then the stamp."""
     source, files = decision.source, []
-    for name, texts in patched(source, decision.to_apply.values()).items():
+    for name, texts in patched(source, decision.to_apply).items():
         module = source.find(name)
         before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
         files.append(Corrected(module_path(source, name), before, after))
     if not files:
         return []
     files.sort(key=lambda file: file.path)
-    fixes = {fix_id: verdict.verdict for fix_id, verdict in decision.verdicts.items()}
+    fixes = {fix_id: str(verdict.state) for fix_id, verdict in decision.verdicts.items()}
     fixes |= dict.fromkeys(decision.to_apply, MADE) | dict.fromkeys(decision.left_out, LEFT_OUT)
     root = Path(source.location).parent
     digests = {file.path: (digest_of(root / file.path), digest(file.after.encode())) for file in files}

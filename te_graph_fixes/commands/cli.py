@@ -21,11 +21,12 @@ from ..decision import Decision, expected
 from ..fix import APPLICABLE, UNRECOGNIZED
 from ..fixes import CATALOGUE
 from ..messages import issues
-from ..patching.installation import EngineError
+from ..patching.installation import InstallationError
 from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import Settings, fix_ids
 from ..stamp import ChangedStampError, LeftoverError, of_source
+from ..state import State
 from ..version import __version__
 from . import answers, bake
 from .bake import BakeError, Corrected, corrected, module_path
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(f"{error}{advice}", NO_TE)
     except ValueError as error:
         return _say(error, WRONG_USE)
-    except (EngineError, BakeError, ChangedStampError) as error:
+    except (InstallationError, BakeError, ChangedStampError) as error:
         return _say(error, 1)
 
 
@@ -314,8 +315,8 @@ def _issue(options: argparse.Namespace) -> int:
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
     for fix_id, verdict in decision.decisions.items():
         print(f"{fix_id}: {verdict.verdict} (expected: {expected(CATALOGUE[fix_id], source.version)})")
-        if verdict.verdict == UNRECOGNIZED:
-            print("    " + verdict.reason.replace(source.location, TE))
+        if verdict.state in (State.UNRECOGNIZED, State.FAILED):
+            print("    " + verdict.explanation.replace(source.location, TE).replace("\n", "\n    "))
     print()
     for name in source.read:
         print(f"{hashlib.sha256(source.module(name).text.encode()).hexdigest()[:16]}  {module_path(source, name)}")

@@ -9,8 +9,7 @@ module where no output needs a gradient, and where the graph holds no FP8 module
 says if weights are new is decided before that, as it was.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from ..patching.source import Source
 from .shapes import global_state
 

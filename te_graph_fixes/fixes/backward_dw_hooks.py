@@ -7,8 +7,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/2999
 callable only replays. It now runs the hooks of its modules after the replay, in the order of its modules.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables.backward_dw

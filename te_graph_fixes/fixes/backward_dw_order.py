@@ -10,8 +10,7 @@ refuses illegal orders (docs/maintainers/orders.md). Delayed wgrads that an orde
 their dgrad, as in TE 2.10, which knows no other place.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PLAN = """
 +from ._te_graph_order import make_plan

@@ -9,8 +9,7 @@ takes over what its modules have instead, or gives these the update that it make
 (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)

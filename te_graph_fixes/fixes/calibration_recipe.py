@@ -6,8 +6,7 @@ Upstream: none yet
 whatever ``recipe.amax_history_len`` is. It is now kept where ``calibrating`` is set.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

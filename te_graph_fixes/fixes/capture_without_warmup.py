@@ -9,8 +9,7 @@ get gradients. Without a warmup nothing is known, and taken to be none. At least
 change (0.69 on the simulator), and delayed wgrads would never be delivered (1.0).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

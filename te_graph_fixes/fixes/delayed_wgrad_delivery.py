@@ -13,8 +13,8 @@ In FP8 the dgrad computes the bias gradients. Without `param-grad-lifetime`, whi
 would become a wrong number without a sign (measured on TE 2.15.0: 1.02), so the two go together.
 """
 
-from ..fix import Fix, Verdict
-from ..patching.patch import PYTORCH, SemanticPatch
+from ..fix import Fix, SemanticPatch, Verdict
+from ..patching.patch import PYTORCH
 from ..patching.source import Source
 
 # `replay()` replaces itself, so that lines which `backward-dw-hooks` inserts below it come after the delivery.

@@ -11,8 +11,7 @@ capture encountered unexpectedly". All of that is now put back in ``finally`` or
 exception is raised again.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _graph_context_wrapper

@@ -18,8 +18,7 @@ are taken back. Operations that run without FP8 in a capture get no state there,
 TE ends with.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule.prepare_forward

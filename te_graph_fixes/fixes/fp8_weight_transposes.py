@@ -13,8 +13,7 @@ The graph now holds the transposes that it reads, and before its replay those ar
 elsewhere (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)

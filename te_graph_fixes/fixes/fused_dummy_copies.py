@@ -10,8 +10,7 @@ graph's backward has set ``grad_added_to_main_grad``; a mark that another graph 
 0.81 to 0.95 of its time without the fix. `param-grad-lifetime` does the same for TE before 2.19.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from ..patching.source import Source
 from .shapes import SHARE_DUMMIES, graph_interface, lacks_parameter
 

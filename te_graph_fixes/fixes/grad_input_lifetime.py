@@ -10,8 +10,7 @@ of norm 13 becomes 6e6. The gradients of the caller's inputs are released where 
 those of parameters stay with TE's rule.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 LOOP = """
 @@ graph.py _make_graphed_callables{or_}

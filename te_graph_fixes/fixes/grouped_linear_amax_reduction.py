@@ -8,8 +8,7 @@ besides what its end does; with several ranks the graph holds a collective. Othe
 captured, since the replay does. GroupedLinear does not either now.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.backward

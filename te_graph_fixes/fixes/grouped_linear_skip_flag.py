@@ -11,8 +11,7 @@ and ``is_first_microbatch=False`` is forced; but not in captures by `torch.cuda.
 The slot differs by version (16, 18 or 19), so it is found by its name.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from ..patching.source import Source
 from .shapes import skip_flag_state
 

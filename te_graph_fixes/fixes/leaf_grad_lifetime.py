@@ -7,8 +7,7 @@ that is a leaf accumulates the last microbatch's gradient over and over. It is n
 inputs are read at once, and stay the buffers.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

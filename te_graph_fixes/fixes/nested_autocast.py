@@ -9,8 +9,7 @@ captured next to a layer that holds one, the inner modules run in bf16 (outputs 
 now run in the autocast that they are called in.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

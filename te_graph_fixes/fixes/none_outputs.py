@@ -6,8 +6,7 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2657 (TE 2.13)
 and put back into what a replay returns.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -9,8 +9,7 @@ marks with ``grad_added_to_main_grad`` is returned as TE's shared dummy, which i
 (`te_graph_fixes/shipped/fused_wgrads.py`).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from .shapes import SHARE_DUMMIES
 
 PATCH = """

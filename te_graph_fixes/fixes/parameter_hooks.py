@@ -9,8 +9,7 @@ warmup and capture (`te_graph_fixes/shipped/parameter_hooks.py`). `torch.autogra
 leaves out only the hooks of accumulation, and `te.checkpoint` within a graph refuses it.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

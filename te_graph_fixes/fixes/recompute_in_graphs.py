@@ -11,8 +11,7 @@ another graph's first microbatch in between would have weights quantized again. 
 of `torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from .shapes import skip_flag_state
 
 PATCH = """

@@ -12,8 +12,7 @@ gives other numbers in bf16 (0.002). Keywords that were not among the samples ar
 ``is_first_microbatch``.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -14,8 +14,7 @@ may run a graph again before they are read (with ``leaf-grad-lifetime``).
 The shipped modules are `replay_contract`, which uses `replay_order` and `module_tensors`, and `own_copies`.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _graph_context_wrapper (at its start)

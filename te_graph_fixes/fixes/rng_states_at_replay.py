@@ -7,8 +7,7 @@ Graphs are registered with the generators themselves, so TE cannot follow a trac
 states are lent to those of the capture (`te_graph_fixes/shipped/rng_states.py`).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

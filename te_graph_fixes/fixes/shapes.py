@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from typing import cast
 
-from ..patching.source import Definition, Source, unrecognized
+from ..patching.definition import Definition, unrecognized
+from ..patching.source import Source
 
 MODULES = {
     "linear": "Linear",

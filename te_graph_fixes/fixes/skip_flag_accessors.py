@@ -7,8 +7,7 @@ TE 2.15 moved the skip tensor from the class into ``quantization_state`` and dro
 again, reading and writing the tensor where it lives now. Graphs that TE makes for Megatron-Core do without.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager

@@ -8,8 +8,7 @@ learn whether their weights are new. They keep the flag now, and set it where it
 after the ``reset()`` that do not cache weights do not see it.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from .shapes import skip_flag_state
 
 PATCH = """

@@ -13,8 +13,7 @@ It happens
    still has the value of another graph or microbatch. Every graph that caches weights sets it now.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 from .shapes import MODULES, skip_flag_state
 
 GRAPH = """

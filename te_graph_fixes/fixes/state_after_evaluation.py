@@ -9,8 +9,7 @@ among those that are updated: after another recipe its scales stayed at 1.0 for 
 by ``sub.forward(x)``, which TE's hooks do not see, are covered where the recipe is that of the capture.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -9,8 +9,7 @@ same. Buffers of grad outputs are put where this layer has outputs with gradient
 with as many has them. (Inputs of wgrads: `te_graph_fixes/shipped/graph_order.py`.)
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

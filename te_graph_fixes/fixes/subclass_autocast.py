@@ -9,8 +9,7 @@ that were not captured lose FP8. A class that inherits a replaced ``__call__`` i
 modules apart, not classes.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py make_graphed_callables

@@ -6,8 +6,7 @@ Where buffers are reused, TE asserts that ``sample_args`` is a list, or assigns 
 ``sample_kwargs``. Tuples are now made into lists.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -7,8 +7,7 @@ In warmup all parameters now share the memory of the largest ``main_grad``, whic
 where the warmup fails (`te_graph_fixes/shipped/main_grads.py`).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -8,8 +8,7 @@ for an evaluation too, where none does. They are now kept until that backward, a
 peak of a capture is at 0.79 of what it is without the fix.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -12,9 +12,9 @@ follows from them no better.
 
 import re
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
-from ..patching.source import Source, unrecognized
+from ..fix import Fix, SemanticPatch
+from ..patching.definition import unrecognized
+from ..patching.source import Source
 from .shapes import graph_capture
 
 PATCH = """

@@ -9,8 +9,7 @@ some kinds of float8, and int16 up to 2.17 stop the capture. They are now made o
 its dtype and strides (`te_graph_fixes/shipped/weak_references.py`).
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ utils.py make_weak_ref

@@ -8,8 +8,7 @@ ready in one ``backward_dw``, as with weights larger than a bucket, ranks start 
 are kept in a ``dict`` now, in the order of their forwards.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

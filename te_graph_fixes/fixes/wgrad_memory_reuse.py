@@ -7,8 +7,7 @@ of the callable before it takes it. Autograd replays all dgrads before ``backwar
 captured after all dgrads now, in a pool of their own, so that they may be replayed in any order too.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -8,8 +8,7 @@ gradient, or, in front of other layers, its wgrad graph is replayed without its 
 instead where the callable's outputs need a gradient.
 """
 
-from ..fix import Fix
-from ..patching.patch import SemanticPatch
+from ..fix import Fix, SemanticPatch
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -1,8 +1,10 @@
-"""From edits to running code: compose the edits of all fixes, compile what changed, put it in place, take it back.
+"""From edits to running code: compose the edits of all changes, compile them, put them in place, take them back.
 
 A function is corrected by giving TransformerEngine's own function object the corrected code. Its identity, globals,
 defaults, decorators, closure cells and every reference that somebody holds or has wrapped stay what they were, and a
 wrapper that another tool has put around it, before or after us, is left alone.
+
+A change that cannot be put in place is named in an `InstallationError`, with its reason: go on without it.
 """
 
 from __future__ import annotations
@@ -11,70 +13,91 @@ import ast
 import builtins
 import contextlib
 import dis
+import importlib.machinery
+import importlib.util
 import inspect
 import io
-import itertools
 import linecache
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
-from operator import attrgetter
+from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
-from ..fix import Verdict
-from .source import Edit, ModuleSource, Source
-from .tree import first_line
+from .source import Edit, ModuleSource, Source, first_line
 
 _PATH = "<te_graph_fixes: {}>"
 """The name under which tracebacks and `inspect` show the corrected text of a module."""
 
 
-class EngineError(Exception):
-    """The edits of the fixes cannot be put together, or what they give cannot be put in place."""
+class Change(Protocol):
+    """Edits that belong together, and the modules that they import: full names, and texts."""
+
+    @property
+    def edits(self) -> tuple[Edit, ...]: ...
+    @property
+    def new_modules(self) -> Mapping[str, str]: ...
 
 
-def patched(source: Source, verdicts: Collection[Verdict]) -> dict[str, tuple[str, str]]:
-    """The text (before, after) of every module that the applicable ``verdicts`` change or add ("" before)."""
-    texts = {name: ("", text) for verdict in verdicts for name, text in verdict.new_modules.items()}
-    for name in texts:
-        if source.find(name) is not None:
-            raise EngineError(f"module {name} is to be added, but {source.location} has it")
-    for name, edits in _edits(verdicts).items():
-        before, after, end = source.module(name).text, "", 0
-        for edit in edits:
-            if edit.start < end:
-                raise EngineError(f"two fixes edit the same text of {name} at character {edit.start}")
-            after += before[end : edit.start] + edit.text
+Changes = Mapping[str, Change]
+
+
+class InstallationError(Exception):
+    """Changes that cannot be put together, or in place; ``reasons`` says why, by their names."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        super().__init__("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+
+
+def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
+    """The text (before, after) of every module that is changed or added ("" before); raises `InstallationError`.
+
+    Of edits that insert at one place, that of the first name comes first.
+    """
+    texts = {name: ("", text) for change in changes.values() for name, text in change.new_modules.items()}
+    for owner, change in changes.items():
+        if taken := [name for name in change.new_modules if source.find(name)]:
+            raise InstallationError({owner: f"module {taken[0]} is to be added, but {source.location} has it"})
+    for name, edits in _edits_by_module(changes).items():
+        module = source.module(name)
+        for (edit, owner), (following, other) in pairwise(edits):
+            if following.start < edit.end:
+                where = f"{module.path}:{module.line_number(following.start)}"
+                what = "its own edits overlap" if owner == other else f"{owner} and {other} edit the same text"
+                raise InstallationError(dict.fromkeys((owner, other), f"{what} at {where}"))
+        after, end = "", 0
+        for edit, _ in edits:
+            after += module.text[end : edit.start] + edit.text
             end = edit.end
-        texts[name] = before, after + before[end:]
+        texts[name] = module.text, after + module.text[end:]
     return texts
 
 
-def _edits(verdicts: Iterable[Verdict]) -> dict[str, list[Edit]]:
-    """The edits by module, in order; of those that insert at one place, that of the first fix id comes first."""
-    edits = [edit for verdict in sorted(verdicts, key=attrgetter("fix")) for edit in verdict.edits]
-    edits.sort(key=attrgetter("module", "start", "end"))
-    return {name: list(found) for name, found in itertools.groupby(edits, attrgetter("module"))}
+def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
+    """The edits of each module in their order, with the names of their changes."""
+    edits = [(edit, name) for name, change in sorted(changes.items()) for edit in change.edits]
+    by_module = defaultdict[str, list[tuple[Edit, str]]](list)
+    for edit, name in sorted(edits, key=lambda pair: pair[0][:3]):
+        by_module[edit.module].append((edit, name))
+    return by_module
 
 
 class FunctionPatch(NamedTuple):
-    """One function of TransformerEngine, as its source has it and as it becomes.
+    """One function of TransformerEngine, as its source has it and as it becomes by the ``changes`` of these names.
 
-    A method that is added has no code ``before``; ``maker`` is the code that defines it.
+    A method that is added has no code ``before``; ``maker`` defines a class of the same name with it.
     """
 
     module: str
     qualname: str
     before: CodeType | None
     after: CodeType
-    edits: Collection[Edit]
+    changes: frozenset[str]
     maker: CodeType | None = None
-
-    def concerns(self, verdict: Verdict) -> bool:
-        """Whether the verdict changes the function."""
-        return not set(self.edits).isdisjoint(verdict.edits)
 
     @property
     def scope(self) -> Any:
@@ -83,66 +106,93 @@ class FunctionPatch(NamedTuple):
 
     @property
     def live(self) -> Any:
-        """What the name of the function stands for now; None if for nothing.
-
-        Wrappers that have `__wrapped__` are followed down to TE's own function, or to the innermost if that is not
-        there.
-        """
-        found, own = None, (self.after, self.before)
-        with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a circle
-            found = vars(self.scope).get(self.qualname.rpartition(".")[2])
-            found = inspect.unwrap(found, stop=lambda each: type(each) is FunctionType and each.__code__ in own)
-        return found
+        """The loaded function: see `loaded_function`."""
+        return loaded_function(self.module, self.qualname, (self.after, self.before))
 
     def runs(self, code: CodeType | None) -> bool:
         """Whether what runs is ``code``, or nothing where that is None."""
-        found = self.live
-        return found is None if code is None else type(found) is FunctionType and found.__code__ == code
+        function = self.live
+        return function is None if code is None else type(function) is FunctionType and function.__code__ == code
 
 
-def compile_patches(source: Source, verdicts: Mapping[str, Verdict]) -> list[FunctionPatch]:
-    """Compile the functions that the ``verdicts``, by fix, change, as in their modules.
+def loaded_function(module: str, qualname: str, codes: tuple[CodeType | None, ...]) -> Any:
+    """What a function's name stands for now; None if for nothing.
 
-    Raises `EngineError` unless every edit lies in the body of a function, or adds methods to a class, and the names
-    that the edited functions read are set.
+    Wrappers that have `__wrapped__` are followed down to a function with one of these codes, or to the innermost.
     """
-    texts = patched(source, verdicts.values())
+    *outer, name = qualname.split(".")
+    with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a circle
+        scope = reduce(getattr, outer, cast(Any, sys.modules[module]))
+        return inspect.unwrap(
+            vars(scope).get(name), stop=lambda inner: type(inner) is FunctionType and inner.__code__ in codes
+        )
+    return None
+
+
+def not_as_in_file(source: Source, functions: Iterable[tuple[str, str]]) -> list[str]:
+    """Those of the ``functions``, of modules and qualified names, that are not loaded as their files say.
+
+    Without a name they are those of the module that come from its file.
+    """
+    codes: dict[str, dict[str, CodeType]] = {}
+    different = []
+    for name, qualname in functions:
+        if name not in codes:
+            codes[name] = _functions(_compiled(name, source.module(name).text))
+        for each in [qualname] if qualname else codes[name].keys() & source.module(name).definitions.keys():
+            function = loaded_function(name, each, (codes[name][each],))
+            is_one = type(function) is FunctionType
+            if qualname or (is_one and function.__code__.co_filename == sys.modules[name].__file__):
+                different += [f"{each} of {name}"] * (not is_one or function.__code__ != codes[name][each])
+    return sorted(different)
+
+
+def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
+    """Compile the functions that the ``changes`` edit or add.
+
+    Raises `InstallationError` unless every edit lies in the body of a function, or adds methods to a class, and the
+    names that the edited functions read are set.
+    """
+    texts = patched(source, changes)
     return [
         patch
-        for name, edits in _edits(verdicts.values()).items()
+        for name, edits in _edits_by_module(changes).items()
         for patch in _patches(source.module(name), texts[name][1], edits)
     ]
 
 
-def _patches(module: ModuleSource, text: str, edits: list[Edit]) -> list[FunctionPatch]:
+def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> Iterator[FunctionPatch]:
     """The functions of a module that the edits, which lead to ``text``, change or add."""
-    functions = {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
-    inside = {name: [edit for edit in edits if _is_inside(module, node, edit)] for name, node in functions.items()}
-    edited = {name.partition(".")[0] for name, own in inside.items() if own}
-    old, new = (_compiled(module, tree, edited) for tree in (module.tree, ast.parse(text)))
-    before, after = _functions(old), _functions(new)
-    patches = [FunctionPatch(module.name, name, before[name], after[name], own) for name, own in inside.items() if own]
-    for edit in set(edits).difference(*inside.values()):
-        patches += _added_methods(module, edit, text.count("\n", 0, text.index(edit.text)))
-    known = {*vars(builtins), *old.co_names, *(getattr(node, "name", "") for node in module.tree.body)}
-    for patch in patches:
-        _require_fit(patch, known, module.path)
-    return patches
+    before, after = _compiled(module.name, module.text), _compiled(module.name, text)
+    old, new = _functions(before), _functions(after)
+    known = {*vars(builtins), *before.co_names, *(getattr(node, "name", "") for node in module.tree.body)}
+    outside = list(edits)
+    for name, node in module.definitions.items():
+        inside = [pair for pair in edits if isinstance(node, ast.FunctionDef) and _is_inside(module, node, pair[0])]
+        if inside:
+            outside = [pair for pair in outside if pair not in inside]
+            patch = FunctionPatch(module.name, name, old[name], new[name], frozenset(owner for _, owner in inside))
+            _require_fit(patch, known, module.path)
+            yield patch
+    for edit, owner in outside:
+        maker, names = _class_with_added_methods(module, ast.parse(text), edit, owner)
+        for name in names:
+            patch = FunctionPatch(module.name, name, None, new[name], frozenset({owner}), maker)
+            _require_fit(patch, known, module.path)
+            yield patch
 
 
-def _compiled(module: ModuleSource, tree: ast.Module, names: Collection[str] = ()) -> CodeType:
-    """The code of a module less all functions and classes but those of these names, which saves a third of the time."""
-    kept = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name in names]
-    return compile(ast.Module(kept, []), _PATH.format(module.name), "exec", dont_inherit=True)
+def _compiled(name: str, text: str | ast.Module) -> CodeType:
+    return compile(text, _PATH.format(name), "exec", dont_inherit=True)
 
 
 def _functions(block: CodeType, owner: str = "") -> dict[str, CodeType]:
     """The functions of a module and of its classes, by qualified name."""
-    found: dict[str, CodeType] = {}
+    functions: dict[str, CodeType] = {}
     for code in _inner_codes(block):
         is_class = not code.co_flags & inspect.CO_OPTIMIZED
-        found |= _functions(code, f"{code.co_name}.") if is_class else {owner + code.co_name: code}
-    return found
+        functions |= _functions(code, f"{code.co_name}.") if is_class else {owner + code.co_name: code}
+    return functions
 
 
 def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
@@ -152,33 +202,39 @@ def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)
 
 
-def _added_methods(module: ModuleSource, edit: Edit, line: int) -> Iterator[FunctionPatch]:
-    """The methods that an edit adds to the class that it is in; ``line`` is the number of lines above them."""
-    owners = [
-        name
-        for name, node in module.definitions.items()
+def _class_with_added_methods(
+    module: ModuleSource, tree: ast.Module, edit: Edit, owner: str
+) -> tuple[CodeType, list[str]]:
+    """What defines a class with the methods alone that an edit, which leads to ``tree``, adds; and their names."""
+    classes = [
+        node.name
+        for node in module.tree.body
         if isinstance(node, ast.ClassDef)
         and module.starts[node.lineno] < edit.start <= module.starts[cast(int, node.end_lineno) + 1]
     ]
-    tree = ast.increment_lineno(ast.parse(textwrap.dedent(edit.text)), line)
-    if not owners or edit.start < edit.end or {type(node) for node in tree.body} != {ast.FunctionDef}:
-        raise EngineError(f"an edit of {module.path} is not in a function, and does more than add methods to a class")
-    for node in tree.body:
-        maker = _compiled(module, ast.Module([node], []), [cast(ast.FunctionDef, node).name])
-        for name, code in _functions(maker).items():
-            yield FunctionPatch(module.name, f"{owners[-1]}.{name}", None, code, [edit], maker)
+    added = ast.parse(textwrap.dedent(edit.text)).body
+    if not classes or edit.start < edit.end or {type(node) for node in added} != {ast.FunctionDef}:
+        reason = f"an edit of {module.path} is not in a function, and does more than add methods to a class"
+        raise InstallationError({owner: reason})
+    names = [cast(ast.FunctionDef, node).name for node in added]
+    own = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == classes[0])
+    own.bases, own.keywords, own.decorator_list = [], [], []
+    own.body = [node for node in own.body if getattr(node, "name", "") in names]
+    return _compiled(module.name, ast.Module([own], [])), [f"{own.name}.{name}" for name in names]
 
 
 def _require_fit(patch: FunctionPatch, known: set[str], path: str) -> None:
-    """Raise `EngineError` where code needs another closure than that before, or reads a name that nobody sets."""
+    """Raise `InstallationError` where code needs another closure than before, or reads a name that nobody sets."""
     if patch.before and patch.before.co_freevars != patch.after.co_freevars:
-        raise EngineError(f"the edits change the free variables of {patch.qualname} in {path}")
+        reason = f"the edits change the free variables of {patch.qualname} in {path}"
+        raise InstallationError(dict.fromkeys(patch.changes, reason))
     known = known.union(*(part.co_names for part in code_parts(patch.before)))
     for part in code_parts(patch.after):
         if new := set(part.co_names) - known:  # attributes, too
             read = {step.argval for step in dis.get_instructions(part) if step.opname == "LOAD_GLOBAL"}
             if unset := new & read:
-                raise EngineError(f"the edits read {min(unset)} in {patch.qualname} of {path}, where nothing sets it")
+                reason = f"the edits read {min(unset)} in {patch.qualname} of {path}, where nothing sets it"
+                raise InstallationError(dict.fromkeys(patch.changes, reason))
 
 
 def code_parts(code: CodeType | None) -> list[CodeType]:
@@ -198,83 +254,103 @@ A module is used again, as it holds what belongs to captures: their graphs outli
 
 
 class Installation:
-    """What has been put in place for the ``verdicts``, by fix, and the means to take it back."""
+    """The means to put ``changes`` in place, and to take them back; raises `InstallationError` if they do not fit."""
 
     is_in_place = False
 
-    def __init__(self, source: Source, verdicts: Mapping[str, Verdict]) -> None:
-        self._verdicts = verdicts
-        self._patches = compile_patches(source, verdicts)
-        self._texts = patched(source, verdicts.values())
+    def __init__(self, source: Source, changes: Changes) -> None:
+        self._changes = changes
+        self._texts = patched(source, changes)
+        self._patches = compile_patches(source, changes)
         self._set: list[tuple[Any, str, Any, Any]] = []  # attributes: what each was (None: it is new), and became
 
     def install(self) -> None:
-        """Put every change in place, or none: on any error what was done is taken back and the error is raised."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.revert)
+        """Put all in place, or nothing: then `InstallationError` names the changes by which that failed."""
+        reasons: dict[str, str] = {}
+
+        def attempt(changes: Iterable[str], step: Callable[..., None], *arguments: Any) -> None:
+            try:
+                step(*arguments)
+            except Exception as error:
+                reason = str(error) if isinstance(error, ReplacedError) else f"{type(error).__name__}: {error}"
+                reasons.update(dict.fromkeys(changes, reason))
+
+        try:
             for name, (before, text) in self._texts.items():
                 path = _PATH.format(name)
                 linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
                 if not before:
-                    parent, _, child = name.rpartition(".")
-                    package, module, executed = _provided.get(name, (None, None, ""))
-                    if module is None or package is not sys.modules[parent]:
-                        package, module, executed = sys.modules[parent], ModuleType(name), ""
-                        module.__package__ = parent
-                    self._put(package, child, module)
-                    sys.modules[name] = module
-                    if text != executed:
-                        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-                        _provided[name] = package, module, text
+                    owners = [owner for owner, change in self._changes.items() if name in change.new_modules]
+                    attempt(owners, self._provide, name, text)
             for patch in self._patches:
-                self._install(patch)
-            stack.pop_all()
+                attempt(patch.changes, self._install, patch)
+            if reasons:
+                raise InstallationError(reasons)
+        except BaseException:
+            self.revert()
+            raise
         self.is_in_place = True
+
+    def _provide(self, name: str, text: str) -> None:
+        """Add a module: the one that was there before, with its state, if its package is still the same."""
+        parent, _, child = name.rpartition(".")
+        package, module, executed = _provided.get(name, (None, None, ""))
+        if module is None or package is not sys.modules[parent]:
+            spec = importlib.machinery.ModuleSpec(name, None, origin=_PATH.format(name))
+            package, module, executed = sys.modules[parent], importlib.util.module_from_spec(spec), ""
+        self._put(package, child, module)
+        sys.modules[name] = module
+        if text != executed:
+            exec(_compiled(name, text), vars(module))
+            _provided[name] = package, module, text
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
         self._set.append((owner, name, _attribute(owner, name), value))
         setattr(owner, name, value)
 
     def _install(self, patch: FunctionPatch) -> None:
-        if patch.maker:
-            made: dict[str, Any] = {}
-            exec(patch.maker, vars(sys.modules[patch.module]), made)
-            for name, method in made.items():
-                self._put(patch.scope, name, method)
-        else:
+        if not patch.runs(patch.before):
+            raise ReplacedError(f"{patch.qualname} of {patch.module} {REPLACED}")
+        if patch.maker is None:
             self._put(patch.live, "__code__", patch.after)
+            return
+        made: dict[str, Any] = {}
+        exec(patch.maker, vars(sys.modules[patch.module]), made)
+        (with_added,) = made.values()
+        name = patch.qualname.rpartition(".")[2]
+        method = vars(with_added)[name]
+        function = getattr(method, "__func__", method)
+        function.__code__ = patch.after
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if variable == "__class__":  # that of super()
+                cell.cell_contents = patch.scope
+        self._put(patch.scope, name, method)
 
-    def not_as_in_file(self) -> dict[str, str]:
-        """The fixes whose functions are not loaded as the source has them, each with what was found."""
-        found = "another package has replaced it, or the file has changed since the import"
-        return {
-            fix: f"{patch.qualname} of {patch.module} is not what its file says: "
-            + (found if patch.module in sys.modules else "the module is not imported")
-            for patch in self._patches
-            if not patch.runs(patch.before)
-            for fix, verdict in self._verdicts.items()
-            if patch.concerns(verdict)
-        }
-
-    def is_live(self, fix: str) -> bool:
-        """Whether what was put in place for a fix is what runs."""
-        verdict = self._verdicts[fix]
+    def is_live(self, name: str) -> bool:
+        """Whether what was put in place for a change is what runs."""
         added = [value for *_, value in self._set if isinstance(value, ModuleType)]
-        return all(sys.modules.get(name) in added for name in verdict.new_modules) and all(
-            patch.runs(patch.after) for patch in self._patches if patch.concerns(verdict)
+        return all(sys.modules.get(module) in added for module in self._changes[name].new_modules) and all(
+            patch.runs(patch.after) for patch in self._patches if name in patch.changes
         )
 
     def revert(self) -> None:
         """Take back what is still ours, each function the very objects that it had."""
         for owner, name, had, value in self._set:
-            found = _attribute(owner, name)
-            if found is value and had is None:
+            now = _attribute(owner, name)
+            if now is value and had is None:
                 delattr(owner, name)
-            elif found is value:
+            elif now is value:
                 setattr(owner, name, had)
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]
         self.is_in_place = False
+
+
+REPLACED = "is not what its file says: another package has replaced it, or the file has changed since the import"
+
+
+class ReplacedError(Exception):
+    """A function is not loaded as its file says."""
 
 
 def _attribute(owner: Any, name: str) -> Any:

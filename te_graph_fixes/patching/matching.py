@@ -15,20 +15,21 @@ that fits in two ways is found twice.
 from __future__ import annotations
 
 import ast
+import copy
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
-from keyword import kwlist
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from .tree import BLOCKS, Node, extent, first_name
-
+Node: TypeAlias = "ast.expr | ast.stmt"
+Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
+BLOCKS = {"body", "orelse", "finalbody"}
+_ALL_BLOCKS = ("body", "handlers", "orelse", "finalbody")
+
 START, END = 0, 1
-WORD = re.compile(r"[^\W\d]\w*")
-_STRING_OR_COMMENT = re.compile(r""""[^"\n]*"|'[^'\n]*'|#.*""")
 NO_SYNTAX = {"ctx", "kind", "type_comment"}
 
 
@@ -53,22 +54,18 @@ class Match(dict[Any, Any]):
 
 
 class Pattern:
-    """A pattern, parsed when it is first needed."""
+    """What is looked for: statements, or an expression that stands alone. Matches say where ``located`` nodes are."""
 
-    def __init__(self, text: str, parse: Callable[[], Sequence[ast.stmt]]) -> None:
-        self._text, self._parse = text, parse
+    def __init__(self, text: str, body: Sequence[ast.stmt], located: frozenset[Any] = frozenset()) -> None:
+        self._text, self._located = " ".join(text.split()), located
+        is_expression = len(body) == 1 and isinstance(body[0], ast.Expr)
+        self.nodes: list[Any] = [body[0].value] if is_expression else [*body]  # type: ignore[attr-defined]
 
     @classmethod
     @cache
     def of(cls, text: str) -> Pattern:
         text = textwrap.dedent(text)
-        return cls(text, lambda: ast.parse(as_python(text)).body)
-
-    @cached_property
-    def nodes(self) -> list[Any]:
-        """The statements, or an expression that stands alone."""
-        nodes = self._parse()
-        return [nodes[0].value] if len(nodes) == 1 and isinstance(nodes[0], ast.Expr) else [*nodes]
+        return cls(text, ast.parse(as_python(text)).body)
 
     @property
     def kinds(self) -> tuple[type[ast.AST], ...]:
@@ -83,7 +80,23 @@ class Pattern:
         return "" if name.startswith("ANY") else name
 
     def __str__(self) -> str:
-        return " ".join(self._text.split())
+        return self._text
+
+    def beginning(self, heads: Sequence[Any]) -> tuple[int, Any, Any]:
+        """How much of the pattern's beginning these heads of statements match: how many, and the two that differ."""
+        matched = reached = 0
+        is_adjacent = True
+        wanted = [*heads_of(self.nodes)]
+        for head in wanted:
+            if is_gap(head) or is_named_gap(head):
+                is_adjacent = False
+                continue
+            candidates = range(reached, len(heads))[: 1 if is_adjacent else None]
+            following = next((i for i in candidates if self._match(_bare(head), _bare(heads[i]), {})), None)
+            if following is None:
+                return matched, head, heads[reached] if reached < len(heads) else None
+            matched, reached, is_adjacent = matched + 1, following + 1, True
+        return matched, None, heads[reached] if reached < len(heads) else None
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
         """Each way in which the pattern fits where a node stands."""
@@ -104,7 +117,7 @@ class Pattern:
         first, *rest = wanted
         if is_gap(first):
             for length in range(len(found) + 1):
-                yield from self._match_sequence(rest, found[length:], _bind_gap(first, found, length, bindings))
+                yield from self._match_sequence(rest, found[length:], self._bind_gap(first, found, length, bindings))
         elif is_named_gap(first):
             for length in range(1, len(found) + 1):
                 bound = {**bindings, first.target.id: StatementRun(found[:length])}
@@ -127,7 +140,7 @@ class Pattern:
             ways = self._match_parts(wanted, found, bindings)
         else:
             return [bindings] if wanted == found else []
-        if hasattr(wanted, "is_located"):
+        if wanted in self._located:
             return [{**bound, (wanted, START): found, (wanted, END): found} for bound in ways]
         return ways
 
@@ -149,7 +162,7 @@ class Pattern:
         given = {keyword.arg: keyword for keyword in found.keywords}
         ways = [bindings]
         if wanted.args and is_gap(wanted.args[-1]):
-            ways = [_bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
+            ways = [self._bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
         elif len(given) != len(wanted.keywords):
             return []
         for keyword in wanted.keywords:
@@ -162,17 +175,51 @@ class Pattern:
         ours.pop("ANY", None)
         everything = [*found.args, *filter(None, theirs.values())]
         return [
-            _bind_end(wanted.args[-1], everything, bound)
+            self._bind_end(wanted.args[-1], everything, bound)
             for known, rest in self._match_sequence(wanted.args, found.args + found.kwonlyargs, bindings)
             if not rest
             for bound in self._match([*ours.values()], [theirs.get(name) for name in ours], known)
         ]
 
+    def _bind_gap(self, gap: Any, found: list[Any], length: int, bindings: Bindings) -> Bindings:
+        """What is bound where a gap stands for the first ``length`` of these nodes: where the gap starts, and ends.
 
-def words(text: str) -> set[str]:
-    """The words that stand in whatever a pattern matches."""
-    code = _STRING_OR_COMMENT.sub(" ", text)
-    return {word for word in WORD.findall(code) if not word.startswith("ANY")}.difference(kwlist)
+        It starts with the first node, which is the next one where there is nothing in the gap.
+        """
+        gap = first_of(gap)
+        if gap not in self._located:
+            return bindings
+        starts = {(gap, START): first_of(found[0])} if found else {}
+        ends = {(gap, END): last_of(found[length - 1])} if length else {}
+        return {**bindings, **starts, **ends}
+
+    def _bind_end(self, gap: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
+        """What is bound where a list ends in a located gap: what is added after ``...`` comes after all."""
+        if not (nodes and is_gap(gap) and gap in self._located):
+            return bindings
+        return {**bindings, (gap, END): max(nodes, key=extent)}
+
+
+def heads_of(body: Sequence[Any]) -> Iterator[Any]:
+    """Statements and those in their blocks, in order."""
+    for node in body:
+        yield node
+        for block in _ALL_BLOCKS:
+            yield from heads_of(getattr(node, block, None) or ())
+
+
+def _bare(statement: Any) -> Any:
+    """A statement without its blocks."""
+    bare = copy.copy(statement)
+    for block in _ALL_BLOCKS:
+        if hasattr(bare, block):
+            setattr(bare, block, [])
+    return bare
+
+
+def in_short(head: Any) -> str:
+    """The first line of a statement, or an expression."""
+    return ast.unparse(_bare(head)).partition("\n")[0]
 
 
 def as_python(text: str) -> str:
@@ -186,12 +233,6 @@ def _name_parameters(head: re.Match[str]) -> str:
     for text in others:
         before += ("ANY=0" if "=" in before else "ANY") + text
     return before
-
-
-def located(node: Any) -> Any:
-    """Let matches say what a node of a pattern has matched."""
-    node.is_located = True
-    return node
 
 
 def is_gap(node: Any) -> bool:
@@ -219,19 +260,6 @@ def first_of(node: Any) -> Any:
 def last_of(node: Any) -> Any:
     """The node itself; of a part of a ``with``, what its text ends with."""
     return getattr(node, "optional_vars", None) or first_of(node)
-
-
-def _bind_gap(gap: Any, found: list[Any], length: int, bindings: Bindings) -> Bindings:
-    """What is bound where a gap stands for the first ``length`` of these nodes: where the gap starts, and ends.
-
-    It starts with the first node, which is the next one where there is nothing in the gap.
-    """
-    gap = first_of(gap)
-    if not hasattr(gap, "is_located"):
-        return bindings
-    starts = {(gap, START): first_of(found[0])} if found else {}
-    ends = {(gap, END): last_of(found[length - 1])} if length else {}
-    return {**bindings, **starts, **ends}
 
 
 def _match_any(name: str, found: Any, bindings: Bindings) -> list[Bindings]:
@@ -269,14 +297,46 @@ def _ignored_parts(wanted: Any) -> Sequence[str]:
     return ("annotation",) if isinstance(wanted, ast.arg) and wanted.annotation is None else ()
 
 
-def _bind_end(gap: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
-    """What is bound where a list ends in a located gap: what is added behind ``...`` comes behind all these nodes."""
-    if not (nodes and is_gap(gap) and hasattr(gap, "is_located")):
-        return bindings
-    return {**bindings, (gap, END): max(nodes, key=extent)}
-
-
 def _defaults(arguments: ast.arguments) -> dict[str, ast.expr | None]:
     by_place = zip(reversed(arguments.args), reversed(arguments.defaults), strict=False)
     by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {parameter.arg: default for parameter, default in (*by_place, *by_name)}
+
+
+def extent(node: Any) -> tuple[Position, Position]:
+    """Where a node starts and ends: lines, and columns in bytes."""
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+class Slot(NamedTuple):
+    """A node as the list that it is in, and its number there."""
+
+    siblings: list[Any]
+    number: int
+
+    @property
+    def node(self) -> Any:
+        return self.siblings[self.number]
+
+
+def slots_in(root: ast.AST) -> list[Slot]:
+    """A node and all that is in it."""
+    found = [Slot([root], 0)]
+    for slot in found:
+        for _, value in ast.iter_fields(slot.node):
+            siblings = value if isinstance(value, list) else [value]
+            is_part = [isinstance(each, ast.AST) and bool(each._fields) for each in siblings]
+            found += [Slot(siblings, number) for number, is_one in enumerate(is_part) if is_one]
+    return found
+
+
+def first_name(node: ast.AST) -> str:
+    """The name of a definition, or the variable with which a node begins; "" where it begins with something else."""
+    while not isinstance(node, ast.Name):
+        if isinstance(name := getattr(node, "name", None), str):
+            return name
+        child = next(ast.iter_child_nodes(node), None)
+        if child is None:
+            return ""
+        node = child
+    return node.id

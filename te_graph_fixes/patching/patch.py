@@ -30,94 +30,48 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from functools import cache, cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from ..fix import Verdict, applicable, not_applicable, not_needed
-from ..shipped import new_module
+from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Match, Pattern, StatementRun
-from .rewriting import Change, Insertion, Line, PatchError, Side, compare
-from .source import Definition, Edit, Source, UnrecognizedError, unrecognized
+from .rewriting import Change, Insertion, Line, PatchError, Side, compare, insert_before, spots
+from .source import Edit, Source
 
 PYTORCH = "transformer_engine.pytorch"
 _HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py(?: (?P<place>[\w.]+))?)?(?: +\((?P<notes>[^()]*)\))?")
 _NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
-
-Found = TypeVar("Found")
-Absent = tuple[Callable[[Source], bool], str]
-"""Whether a feature is absent, and the reason to give then."""
-
-
-@dataclass(frozen=True)
-class SemanticPatch:
-    """The ``examine`` of a `te_graph_fixes.fix.Fix` that is a ``patch``.
-
-    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
-    that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
-    stand for text which depends on the source, here and in ``corrected``; ``provides`` modules of
-    `te_graph_fixes.shipped`.
-    """
-
-    patch: str
-    _: KW_ONLY
-    absent: Sequence[Absent] = ()
-    corrected: Sequence[tuple[str, str]] = ()
-    names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
-    provides: tuple[str, ...] = ()
-    settled: Callable[[Source], str] | None = None
-
-    def check(self) -> None:
-        """Compile all its patches; raises `PatchError`."""
-        for text in (self.patch, *(text for text, _ in self.corrected)):
-            for hunk in (hunk for ways in read(text) for hunk in ways):
-                hunk.check()
-
-    def __call__(self, source: Source) -> Verdict:
-        for is_absent, reason in self.absent:
-            if is_absent(source):
-                return not_applicable(reason)
-        found, misfit = _attempt(source, self._edits, self.patch)
-        tried = [(reason, _attempt(source, self._edits, text)[1]) for text, reason in self.corrected]
-        upstream = [reason for reason, error in tried if error is None]
-        if len(upstream) > 1 or (upstream and misfit is None):
-            raise UnrecognizedError("looked for a defect or one correction, found several of them")
-        if upstream:
-            return not_needed(upstream[0])
-        if misfit is None:
-            modules = {name: text for each in self.provides for name, text in new_module(each).items()}
-            return applicable("", found or [], modules)
-        if self.settled:
-            return not_needed(self.settled(source))
-        raise UnrecognizedError("; nor is it corrected: ".join(map(str, [misfit, *(error for _, error in tried)])))
-
-    def _edits(self, source: Source, text: str) -> list[Edit]:
-        return edits(source, text, {name: find(source) for name, find in self.names.items()})
-
-
-def _attempt(
-    source: Source, find: Callable[..., Found], *arguments: str
-) -> tuple[Found | None, UnrecognizedError | None]:
-    """What ``find`` returns, or the error that it raised."""
-    try:
-        return find(source, *arguments), None
-    except UnrecognizedError as error:
-        return None, error
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
     """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit, or two edit the same text."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
-    found = [(edit, ways[0].number) for ways in read(text) for edit in _fit(source, ways)]
-    for (edit, line), (following, other) in pairwise(sorted(found)):
+    pairs = [(edit, ways[0].number) for ways in read(text) for edit in _fit(source, ways)]
+    for (edit, line), (following, other) in pairwise(sorted(pairs)):
         if edit.module == following.module and edit.end > following.start:
-            place = source.module(edit.module).text.count("\n", 0, following.start) + 1
-            hunks = f"the hunks at lines {line} and {other} of the patch"
-            raise UnrecognizedError(f"{hunks} edit the same text, at line {place} of {edit.module}")
-    return [edit for edit, _ in found]
+            module = source.module(edit.module)
+            where = f"{module.path}:{module.line_number(following.start)}"
+            raise UnrecognizedError(
+                f"the hunks at lines {line} and {other} of the patch edit the same text, at {where}"
+            )
+    return [edit for edit, _ in pairs]
+
+
+def functions(source: Source, text: str) -> tuple[tuple[str, str], ...]:
+    """The outermost functions that a patch is about, as modules and qualified names, as far as they are there."""
+    names = set()
+    for hunk in (hunk for ways in read(text) for hunk in ways):
+        name = f"{PYTORCH}.{hunk.file.replace('/', '.')}"
+        outer = ".".join(hunk.place.split(".")[:2])
+        definitions = module.definitions if (module := source.find(name)) else {}
+        for qualname in (outer, outer.partition(".")[0]):
+            if isinstance(definitions.get(qualname), ast.FunctionDef):
+                names.add((name, qualname))
+    return tuple(sorted(names))
 
 
 def _fit(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
@@ -127,33 +81,32 @@ def _fit(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
         try:
             fits.append(hunk.fit(source))
         except UnrecognizedError as error:
-            errors.append(f"{error} (line {hunk.number} of the patch, `@@ {hunk.file}.py {hunk.place}`)")
+            errors.append((error, f"{error} (line {hunk.number} of the patch, `@@ {hunk.file}.py {hunk.place}`)"))
     if len(fits) > 1:
         raise UnrecognizedError(f"looked for one of {len(ways)} shapes in {ways[0].place}, found {len(fits)}")
     if not fits:
-        raise UnrecognizedError("; or ".join(errors))
+        text = "; or ".join(text for _, text in errors)
+        raise UnrecognizedError(text, lambda: max(error.closest() for error, _ in errors))
     return fits[0]
 
 
 @cache
 def read(text: str) -> list[list[Hunk]]:
-    """The hunks of a patch, each with its alternatives; raises `PatchError` for a header or line that is none."""
+    """The hunks of a patch, each with its alternatives; raises `PatchError` for a line that is not understood."""
     hunks: list[list[Hunk]] = []
     file = place = ""
     for header, lines in _sections(text):
-        found = _HEADER.fullmatch(header.text)
-        if not found or not (found["file"] or hunks):
+        parts = _HEADER.fullmatch(header.text)
+        if not parts or not (parts["file"] or hunks):
             raise PatchError(f"line {header.number}: expected `@@ FILE.py PLACE (NOTES)`, found {header.text!r}")
-        if found["file"]:
-            file, place = found["file"], found["place"] or ""
-        notes = [note.strip() for note in (found["notes"] or "").split(",") if note]
+        if parts["file"]:
+            file, place = parts["file"], parts["place"] or ""
+        notes = [note.strip() for note in (parts["notes"] or "").split(",") if note]
         if wrong := [note for note in notes if not _NOTE.fullmatch(note)]:
             raise PatchError(f"line {header.number}: {wrong[0]!r} is no note of a hunk")
         if not lines:
             raise PatchError(f"line {header.number}: a hunk without lines")
-        if ("at its start" in notes) != all(line.mark == "+" for line in lines):
-            raise PatchError(f"line {header.number}: `+` lines alone stand `at its start`, and nothing else does")
-        hunk = Hunk(header.number, file, place, notes, lines)
+        hunk = _hunk(header.number, file, place, notes, lines)
         if "or" not in notes:
             hunks.append([hunk])
         elif hunks:
@@ -177,82 +130,58 @@ def _sections(text: str) -> list[tuple[Line, list[Line]]]:
     return sections
 
 
+def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> Hunk:
+    """Compile a hunk; raises `PatchError`."""
+    is_start = "at its start" in notes
+    if is_start != all(line.mark == "+" for line in lines):
+        raise PatchError(f"line {number}: `+` lines alone stand `at its start`, and nothing else does")
+    old = Side(lines, " -", "what the hunk looks for")
+    new = Side(lines, " +", "what the hunk makes")
+    whole = Pattern(new.text, new.body)
+    if is_start:
+        text = textwrap.dedent("\n".join(line.text for line in lines))
+        return Hunk(number, file, place, notes, None, (), (whole,), f"\n{text}\n")
+    if not old.body:
+        raise PatchError(f"line {number}: a hunk that looks for nothing")
+    changes = compare(old, new, lines) if any(line.mark != " " for line in lines) else []
+    insertions = [change for change in changes if isinstance(change, Insertion)]
+    signs = [Pattern.of(insertion.text) for insertion in insertions]
+    if len(insertions) < len(changes):
+        signs = [whole] if any(line.mark == "+" for line in lines) else []
+    return Hunk(number, file, place, notes, Pattern(old.text, old.body, spots(changes)), tuple(changes), tuple(signs))
+
+
 @dataclass(frozen=True)
 class Hunk:
-    """One hunk, compiled when it is first used; its attributes raise `PatchError`."""
+    """One hunk: the ``pattern`` that it looks for (None: at the start of a function), and the ``changes`` of a match.
+
+    ``signs`` show that it was applied already: its whole new side where it replaces text, each insertion alone where it
+    only inserts, nothing where it only deletes. ``start_text`` are the lines that go to a function's start.
+    """
 
     number: int
     file: str
     place: str
     notes: list[str]
-    lines: list[Line]
-
-    def check(self) -> None:
-        """Compile it."""
-        if not self.start_text:
-            self.pattern.nodes  # noqa: B018
-
-    @cached_property
-    def old(self) -> Side:
-        """What the hunk looks for."""
-        side = Side(self.lines, " -", "what the hunk looks for")
-        if not side.body:
-            raise PatchError(f"line {self.number}: a hunk that looks for nothing")
-        return side
-
-    @cached_property
-    def new(self) -> Side:
-        return Side(self.lines, " +", "what the hunk makes")
-
-    @cached_property
-    def pattern(self) -> Pattern:
-        text = "\n".join(line.text for line in self.lines if line.mark in " -")
-        return Pattern(text, self._parse)
-
-    def _parse(self) -> Sequence[ast.stmt]:
-        """What the pattern looks for, in which the changes have marked what they need to know the place of."""
-        self.changes  # noqa: B018
-        return self.old.body
-
-    @cached_property
-    def changes(self) -> Sequence[Change]:
-        return compare(self.old, self.new) if any(line.mark != " " for line in self.lines) else []
-
-    @property
-    def start_text(self) -> str:
-        """The ``+`` lines of a hunk ``(at its start)``; empty for any other."""
-        return self.new.added(self.new.body) if "at its start" in self.notes else ""
-
-    @cached_property
-    def signs_of_the_result(self) -> list[Pattern]:
-        """What shows that the hunk was applied already.
-
-        That is its whole new side where it replaces text, each insertion alone where it only inserts, and nothing where
-        it only deletes.
-        """
-        whole = Pattern("\n".join(line.text for line in self.lines if line.mark in " +"), lambda: self.new.body)
-        if "at its start" in self.notes:
-            return [whole]
-        insertions = [change for change in self.changes if isinstance(change, Insertion)]
-        if len(insertions) < len(self.changes) and any(line.mark == "+" for line in self.lines):
-            return [whole]
-        return [Pattern.of(insertion.text) for insertion in insertions]
+    pattern: Pattern | None
+    changes: tuple[Change, ...]
+    signs: tuple[Pattern, ...]
+    start_text: str = ""
 
     def fit(self, source: Source) -> list[Edit]:
         """The edits where it fits, none if its place is missing and may be; else raises `UnrecognizedError`."""
-        place = self._find(source)
-        if place is None:
+        definition = self.find(source)
+        if definition is None:
             return []
-        is_start = "at its start" in self.notes
-        matches = [] if is_start else self._matches(place)
-        for pattern in self.signs_of_the_result:
-            if place.has(pattern):
-                raise unrecognized(f"no `{str(pattern)[:80]}`", place, "it already")
-        if is_start:
-            return [place.insert_before(_first_statement(place), self.start_text)]
-        return [edit for match in matches for change in self.changes for edit in change.edits(place, match)]
+        matches = self._matches(definition, self.pattern) if self.pattern else []
+        for sign in self.signs:
+            if definition.has(sign):
+                raise unrecognized(f"no `{str(sign)[:80]}`", definition, "it already")
+        if not self.pattern:
+            return [insert_before(definition, _first_statement(definition), self.start_text)]
+        return [edit for match in matches for change in self.changes for edit in change.edits(definition, match)]
 
-    def _find(self, source: Source) -> Definition | None:
+    def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
         name = f"{PYTORCH}.{self.file.replace('/', '.')}"
         if "if there" in self.notes and source.find(name) is None:
@@ -273,14 +202,14 @@ class Hunk:
             raise
         return found
 
-    def _matches(self, place: Definition) -> list[Match]:
+    def _matches(self, definition: Definition, pattern: Pattern) -> list[Match]:
         """As many matches as the notes say: at least one, or an exact number."""
-        found = place.matches(self.pattern) if "at least once" in self.notes else []
+        matches = definition.matches(pattern) if "at least once" in self.notes else []
         counts = [int(note.split()[0]) for note in self.notes if note.endswith("times")]
-        return found or place.exactly(counts[0] if counts else 1, self.pattern)
+        return matches or definition.exactly(counts[0] if counts else 1, pattern)
 
 
 def _first_statement(place: Definition) -> ast.stmt:
-    """What a function begins with behind its docstring."""
+    """What a function begins with after its docstring."""
     body = place.node.body
     return body[1] if len(body) > 1 and ast.get_docstring(place.node) is not None else body[0]

@@ -1,30 +1,36 @@
-"""From the two sides of a hunk to edits: the syntax of both is compared, and only what differs is changed.
+"""From the two sides of a hunk to edits: what they do not have in common is put into the text that was matched.
 
-Statements are told apart by lines: of a statement that keeps a line, the parts are compared; others are inserted,
-deleted or replaced with their lines, comments included. A statement of one line that is replaced by another without a
-comment is compared as well. Of an expression, the smallest part that differs is replaced; what is put around it, or
-into a list, is inserted.
+The lines with ``-`` and ``+`` are taken run by run. Where a run is whole statements, whole lines of the source are
+inserted, deleted or replaced. Else, and where one statement becomes another of its kind, its tokens are compared: what
+stands between their common beginning and their common end is replaced. Each end of that is a place where a node of the
+pattern begins or ends; the node that it has matched says where that is in the source.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import itertools
 import keyword
 import re
 import textwrap
+import tokenize
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from .matching import END, START, Match, as_python, first_of, is_gap, is_named_gap, last_of, located
-from .source import Definition, Edit, ModuleSource, unrecognized
-from .tree import BLOCKS, first_line
+from .definition import Definition, unrecognized
+from .matching import END, START, Match, as_python, is_gap, is_named_gap
+from .source import Edit, ModuleSource, first_line
 
-_IGNORED = {"ctx", "kind", "type_comment"}
 _NEAR = 200
 """How many characters are looked through for a parenthesis."""
-_BINDING = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Attribute, ast.Subscript)
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
+_BINDING = re.compile(r"[-+*/%@<>=!|&^.(\[]+|and|or|not|in|is")
+"""Tokens that could take a part of an expression beside them."""
+_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
+
+Spot: TypeAlias = "tuple[Any, int]"
+"""A node of a pattern, and which end of it."""
 
 
 class PatchError(ValueError):
@@ -39,53 +45,85 @@ class Line(NamedTuple):
     number: int
 
 
+class Token(NamedTuple):
+    """A token of a side, and the characters at which it starts and ends; ``line`` counts the lines of the side."""
+
+    text: str
+    start: int
+    end: int
+    line: int
+
+
 class Side:
-    """The pattern, or what becomes of it: the text and syntax of the lines with one of the ``marks``."""
+    """The pattern, or what becomes of it: text, tokens and syntax of the lines with one of the ``marks``."""
 
     def __init__(self, lines: Sequence[Line], marks: str, what: str) -> None:
-        self.origin = [line for line in lines if line.mark in marks]
-        self.source = ModuleSource(what, what, as_python("\n".join(line.text for line in self.origin)))
-        self.lines = self.source.text.split("\n")
+        self.lines = [line for line in lines if line.mark in marks]
+        self.module = ModuleSource(what, what, as_python("\n".join(line.text for line in self.lines)))
+        self.text = self.module.text
         try:
-            self.body = ast.parse(self.source.text).body
+            self.body = ast.parse(self.text).body
         except SyntaxError as error:
-            number = self.origin[min(error.lineno or 1, len(self.origin)) - 1].number
+            number = self.lines[min(error.lineno or 1, len(self.lines)) - 1].number
             raise PatchError(f"line {number}: {what} is no Python: {error.msg}") from error
+        self.statements = [node for root in self.body for node in ast.walk(root) if isinstance(node, ast.stmt)]
+        self.tokens = [
+            Token(token.string, self._offset(token.start), self._offset(token.end), token.start[0])
+            for token in tokenize.generate_tokens(io.StringIO(self.text).readline)
+            if token.type not in _LAYOUT
+        ]
+        first = {token.start: number for number, token in enumerate(self.tokens)}
+        self.beginning = {first[self.module.span(node)[START]]: node for node in reversed(self.statements)}
+        self.nodes = self._nodes()
 
-    def number(self, node: Any) -> int:
-        """The line of the patch in which a node begins."""
-        return self.origin[int(node.lineno) - 1].number
+    def number(self, line: int) -> int:
+        """The line of the patch that a line of this side is."""
+        return self.lines[line - 1].number
 
-    def kept(self, node: Any) -> set[int]:
-        """The lines of a statement that both sides have, as numbers of the patch."""
-        lines = self.origin[first_line(node) - 1 : node.end_lineno]
-        return {line.number for line in lines if line.mark == " "}
+    def _offset(self, position: tuple[int, int]) -> int:
+        return self.module.starts[position[0]] + position[1]
 
-    def added(self, made: Sequence[ast.stmt]) -> str:
-        """The ``+`` lines of these statements, with the comments and blank lines above, and below where they end."""
-        first, last = first_line(made[0]), made[-1].end_lineno or 0
-        while first > 1 and self._is_comment(first - 1):
-            first -= 1
-        end = last
-        while end < len(self.lines) and self._is_comment(end + 1):
-            end += 1
-        if end == len(self.lines) or self.origin[end].mark != "+":
-            last = end
-        lines = [self.lines[place] for place in range(first - 1, last) if self.origin[place].mark == "+"]
-        return "\n" + textwrap.dedent("\n".join(lines)) + "\n"
+    def _nodes(self) -> dict[tuple[int, int], Any]:
+        """The parts of statements by their first token and the one after their last, parentheses around them too."""
+        first = {token.start: number for number, token in enumerate(self.tokens)}
+        last = {token.end: number + 1 for number, token in enumerate(self.tokens)}
+        nodes: dict[tuple[int, int], Any] = {}
+        gaps = [cast(ast.Expr, statement).value for statement in self.statements if is_gap(statement)]
+        for node in (node for root in self.body for node in ast.walk(root)):
+            if isinstance(node, (ast.expr, ast.keyword, ast.arg)) and node not in gaps:
+                start, end = with_parentheses(self.text, *self.module.span(node))
+                if start in first and end in last:  # a part of an f-string is neither
+                    nodes.setdefault((first[start], last[end]), node)
+        return nodes
 
-    def _is_comment(self, number: int) -> bool:
-        """Whether a line is a ``+`` line with nothing but a comment, or blank."""
-        return self.origin[number - 1].mark == "+" and self.lines[number - 1].strip()[:1] in ("", "#")
+    def whole_statements(self, lines: range) -> list[ast.stmt] | None:
+        """The statements that these lines consist of, but for comments and blank lines; None if they do not."""
+        inside = [node for node in self.statements if first_line(node) in lines and node.end_lineno in lines]
+        outermost: list[Any] = []
+        for node in sorted(inside, key=lambda node: (first_line(node), node.col_offset)):
+            if not outermost or first_line(node) > outermost[-1].end_lineno:
+                outermost.append(node)
+        covered = {number for node in outermost for number in range(first_line(node), node.end_lineno + 1)}
+        return outermost if covered.issuperset(token.line for token in self.tokens if token.line in lines) else None
 
-    def span(self, node: Any) -> tuple[int, int]:
-        """The characters at which a node starts and ends, with the parentheses around it."""
-        return with_parentheses(self.source.text, *self.source.span(node))
+    def end_of_whole_statements(self, lines: range) -> int:
+        """Where the statements end that these lines begin with, before a head whose blocks go on below the lines."""
+        heads = [
+            first_line(node) for node in self.statements if first_line(node) in lines and node.end_lineno not in lines
+        ]
+        stop = min(heads, default=lines.start)
+        return lines.start if self.whole_statements(range(lines.start, stop)) is None else stop
 
-    def piece(self, start: int, end: int) -> Piece:
-        """The text between two characters."""
-        first = self.source.text[:start].rpartition("\n")[2] + self.source.text[start:].partition("\n")[0]
-        return Piece(self.source.text[start:end].split("\n"), len(first) - len(first.lstrip()))
+    def heads(self, lines: range) -> list[tuple[type[ast.stmt], int]]:
+        """The types of the statements that begin in these lines, with their first tokens."""
+        heads = [(type(node), first) for first, node in self.beginning.items() if node.lineno in lines]
+        return sorted(heads, key=lambda head: head[1])
+
+    def within(self, lines: range) -> range:
+        """The tokens in these lines."""
+        numbers = [number for number, token in enumerate(self.tokens) if token.line < lines.start]
+        inside = [token for token in self.tokens if token.line in lines]
+        return range(len(numbers), len(numbers) + len(inside))
 
 
 def with_parentheses(text: str, start: int, end: int) -> tuple[int, int]:
@@ -100,47 +138,33 @@ def with_parentheses(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _is_called(before: str) -> bool:
-    """Whether a parenthesis behind this text is that of a call."""
+    """Whether a parenthesis after this text is that of a call."""
     callee = re.search(r"(\w+|[)\]]) *\Z", before[-_NEAR:])
     return callee is not None and not keyword.iskeyword(callee[1])
-
-
-class Piece(NamedTuple):
-    """Text of a patch, which begins in a line with this indent."""
-
-    lines: list[str]
-    indent: int
-
-    def indented(self, indent: int) -> str:
-        """The text where the line that it begins in has another indent."""
-        more = indent - self.indent
-        moved = [" " * max(len(line) - len(line.lstrip()) + more, 0) + line.lstrip() for line in self.lines[1:]]
-        return "\n".join([self.lines[0], *moved])
-
-
-Spot: TypeAlias = "tuple[Any, int]"
-"""A located node of a pattern, and which end of it."""
 
 
 class Splice(NamedTuple):
     """Replace what stands between two spots by text, or insert it where both are one spot.
 
-    Parentheses around the nodes belong to them.
+    Parentheses around the nodes belong to them. ``indent`` is that of the line in which the text begins.
     """
 
     start: Spot
     end: Spot
-    piece: Piece
+    text: str
+    indent: int
 
-    def edits(self, place: Definition, match: Match) -> list[Edit]:
-        module, nodes = place.module, [_at(place, match, spot) for spot in (self.start, self.end)]
+    def edits(self, definition: Definition, match: Match) -> list[Edit]:
+        module, nodes = definition.module, [_at(definition, match, spot) for spot in (self.start, self.end)]
         spans = [with_parentheses(module.text, *module.span(node)) for node in nodes]
         start, end = spans[0][self.start[1]], spans[1][self.end[1]]
-        line = module.text[:start].rpartition("\n")[2] + module.text[start:].partition("\n")[0]
-        indent = len(line) - len(line.lstrip())
-        if self.start[1] == START and not self.piece.lines[-1].strip():  # what follows keeps its column
+        lines = self.text.split("\n")
+        indent = _indent_at(module.text, start)
+        if self.start[1] == START and not lines[-1].strip():  # what follows keeps its column
             indent = len(module.text[:start].rpartition("\n")[2])
-        return [Edit(module.name, start, end, _filled(place, match, self.piece.indented(indent)))]
+        more = indent - self.indent
+        moved = [" " * max(len(line) - len(line.lstrip()) + more, 0) + line.lstrip() for line in lines[1:]]
+        return [Edit(module.name, start, end, _filled(definition, match, "\n".join([lines[0], *moved])))]
 
 
 class Insertion(NamedTuple):
@@ -149,9 +173,9 @@ class Insertion(NamedTuple):
     beside: Spot
     text: str
 
-    def edits(self, place: Definition, match: Match) -> list[Edit]:
-        insert = place.insert_before if self.beside[1] == START else place.insert_after
-        return [insert(_at(place, match, self.beside), _filled(place, match, self.text))]
+    def edits(self, definition: Definition, match: Match) -> list[Edit]:
+        insert = insert_before if self.beside[1] == START else insert_after
+        return [insert(definition, _at(definition, match, self.beside), _filled(definition, match, self.text))]
 
 
 class Replacement(NamedTuple):
@@ -160,26 +184,31 @@ class Replacement(NamedTuple):
     nodes: list[Any]
     text: str
 
-    def edits(self, place: Definition, match: Match) -> list[Edit]:
-        nodes = [_at(place, match, (node, START)) for node in self.nodes]
+    def edits(self, definition: Definition, match: Match) -> list[Edit]:
+        nodes = [_at(definition, match, (node, START)) for node in self.nodes]
         if not self.text:
-            return [place.delete(node) for node in nodes]
-        edit = place.replace(nodes[0], _filled(place, match, self.text))
-        place.whole_lines(nodes[-1])  # raises where something else stands on the last line
-        return [Edit(edit.module, edit.start, place.module.span(nodes[-1])[END], edit.text)]
+            return [delete(definition, node) for node in nodes]
+        edit = replace(definition, nodes[0], _filled(definition, match, self.text))
+        _whole_lines(definition, nodes[-1])  # raises where something else stands on the last line
+        return [edit._replace(end=definition.module.span(nodes[-1])[END])]
 
 
 Change: TypeAlias = "Splice | Insertion | Replacement"
-Changes: TypeAlias = "list[Change]"
 
 
-def _at(place: Definition, match: Match, spot: Spot) -> Any:
+def _at(definition: Definition, match: Match, spot: Spot) -> Any:
     if spot not in match:
-        raise unrecognized("something to stand beside in what `...` is", place)
+        raise unrecognized("something to stand beside in what `...` is", definition)
     return match[spot]
 
 
-def _filled(place: Definition, match: Match, text: str) -> str:
+def _indent_at(text: str, offset: int) -> int:
+    """The indent of the line at a character."""
+    line = text[:offset].rpartition("\n")[2] + text[offset:].partition("\n")[0]
+    return len(line) - len(line.lstrip())
+
+
+def _filled(definition: Definition, match: Match, text: str) -> str:
     """The text with what ``ANY_NAME`` stands for, in parentheses where something beside it could take a part of it."""
 
     def fill(name: re.Match[str]) -> str:
@@ -187,208 +216,239 @@ def _filled(place: Definition, match: Match, text: str) -> str:
         is_begun = re.search(r"([(\[{,:]|(?<![=!<>])=|\A)\s*\Z", text[: name.start()])
         is_alone = is_begun and re.match(r"\s*([)\]},:]|\Z)", text[name.end() :])
         is_whole = is_alone or not isinstance(node, _COMPOUND)
-        return place.text(node) if is_whole else f"({place.text(node)})"
+        return definition.text(node) if is_whole else f"({definition.text(node)})"
 
     return re.sub(r"\bANY_\w+", fill, text)
 
 
-def compare(old: Side, new: Side) -> Changes:
-    """The changes that make ``new`` of ``old``; raises `PatchError`."""
-    return _Comparison(old, new).blocks(old.body, new.body)
-
-
-class _Comparison:
-    def __init__(self, old: Side, new: Side) -> None:
-        self.old, self.new = old, new
-
-    def blocks(self, olds: list[ast.stmt], news: list[ast.stmt]) -> Changes:
-        """The changes of a block of statements."""
-        changes: Changes = []
-        at, to = 0, 0
-        for i, j in [*self.pairs(olds, news), (len(olds), len(news))]:
-            changes += self.changed_run(olds, news, range(at, i), range(to, j))
-            if i < len(olds):
-                changes += self.statement(olds[i], news[j])
-            at, to = i + 1, j + 1
-        return changes
-
-    def pairs(self, olds: list[ast.stmt], news: list[ast.stmt]) -> list[tuple[int, int]]:
-        """The statements of two blocks that have a line in common, as places."""
-        kept = [list(map(side.kept, block)) for side, block in ((self.old, olds), (self.new, news))]
-        pairs = [(i, j) for i, ours in enumerate(kept[0]) for j, theirs in enumerate(kept[1]) if ours & theirs]
-        for (i, j), (k, m) in itertools.pairwise(pairs):
-            if i >= k or j >= m:
-                raise PatchError(f"line {self.old.number(olds[i])}: lines of one statement become several")
-        return pairs
-
-    def changed_run(self, olds: list[ast.stmt], news: list[ast.stmt], gone: range, made: range) -> Changes:
-        """The changes where these statements of a block, of which no line stays, become others."""
-        if not made:
-            return [self.replacement(olds[gone.start : gone.stop], "")] if gone else []
-        first = news[made[0]]
-        text = self.new.added(news[made.start : made.stop])
-        if not gone:
-            return [Insertion(self.beside(olds, gone.start, first), text)]
-        before = olds[gone.start : gone.stop]
-        if len(gone) == len(made) == 1 and type(before[0]) is type(first) and "#" not in text:
-            changes = self.parts(before[0], first)
-            if changes is not None:
-                return changes
-        return [self.replacement(before, text)]
-
-    def replacement(self, statements: list[ast.stmt], text: str) -> Replacement:
-        return Replacement([self.locate(statement) for statement in statements], text)
-
-    def beside(self, olds: list[ast.stmt], place: int, made: ast.stmt) -> Spot:
-        """The statement that an insertion at a place of a block stands below, or else above."""
-        above, below = olds[:place][-1:], olds[place:][:1]
-        for block, side in ((above, END), (below, START)):
-            if block and not is_gap(block[0]) and not is_named_gap(block[0]):
-                return self.locate(block[0]), side
-        raise PatchError(f"line {self.new.number(made)}: no statement of the same block above or below")
-
-    def locate(self, node: Any) -> Any:
-        """Have matches say what a node has matched; a pattern of one expression does not match a statement."""
-        is_alone = len(self.old.body) == 1 and node is self.old.body[0] and isinstance(node, ast.Expr)
-        return located(node.value if is_alone else node)
-
-    def statement(self, old: Any, new: Any) -> Changes:
-        """The changes of a statement that keeps a line."""
-        branch = self.kept_branch(old, new)
-        if branch is not old:
-            piece = self.new.piece(*self.new.span(new.test))
-            test = Splice((located(old.test), START), (located(branch.test), END), piece)
-            return [test, *self.blocks(branch.body, new.body), *self.blocks(branch.orelse, new.orelse)]
-        changes = self.parts(old, new)
-        if changes is not None:
-            return changes
-        is_plain = not any(getattr(old, block, None) for block in ("orelse", "finalbody", "handlers"))
-        bodies = [getattr(side, "body", None) for side in (old, new)]
-        if not (is_plain and all(bodies)) or is_gap(old.body[0]) != is_gap(new.body[0]):
-            raise PatchError(f"line {self.new.number(new)}: neither whole statements nor an expression that changes")
-        head = self.new.piece(self.new.span(new)[START], self.new.span(new.body[0])[START])
-        return [
-            Splice((located(old), START), (located(old.body[0]), START), head),
-            *self.blocks(old.body, new.body),
-        ]
-
-    def kept_branch(self, old: Any, new: Any) -> Any:
-        """Of an ``if`` whose first branches go, the ``elif`` that ``new`` is made of; else ``old`` itself."""
-        while (
-            isinstance(old, ast.If)
-            and isinstance(new, ast.If)
-            and any(map(self.new.kept, new.body))
-            and not any(map(self.old.kept, old.body))
-            and [*map(type, old.orelse)] == [ast.If]
-        ):
-            old = old.orelse[0]
-        return old
-
-    def parts(self, old: Any, new: Any) -> Changes | None:
-        """The changes inside of a node; None if it has to be replaced as a whole by what it is in."""
-        if _is_same(old, new):
-            return []
-        whole = self.whole(old, new)  # marks ``old`` as located, too
-        wrapped = self.wrapped(old, new)
-        is_other = type(old) is not type(new) or isinstance(old, (ast.Dict, ast.JoinedStr))
-        if wrapped or is_other:
-            return wrapped or whole
-        changes: Changes = []
-        for part, ours, theirs in _parts(old, new):
-            if part in BLOCKS and isinstance(ours, list):
-                found: Changes | None = self.blocks(ours, theirs)
-            elif isinstance(ours, list):
-                found = self.items(ours, theirs)
-            elif isinstance(ours, ast.AST) and isinstance(theirs, ast.AST):
-                found = self.parts(ours, theirs)
-            else:
-                found = [] if ours == theirs else None
-            if found is None:
-                return whole
-            changes += found
-        return changes
-
-    def whole(self, old: Any, new: Any) -> Changes | None:
-        """The replacement of an expression."""
-        if not (isinstance(old, ast.expr) and isinstance(new, ast.expr)):
-            return None
-        return [Splice((located(old), START), (located(old), END), self.new.piece(*self.new.span(new)))]
-
-    def wrapped(self, old: Any, new: Any) -> Changes:
-        """What is put around an expression, if the new one holds it as it was."""
-        if not (isinstance(old, ast.expr) and isinstance(new, ast.expr)):
-            return []
-        outer, inner = next(
-            ((outer, node) for outer in ast.walk(new) for node in ast.iter_child_nodes(outer) if _is_same(old, node)),
-            (None, None),
-        )
-        if inner is None or (isinstance(outer, _BINDING) and isinstance(old, ast.Name) and old.id.startswith("ANY")):
-            return []
-        (start, end), (first, last) = self.new.span(new), self.new.span(inner)
-        pieces = [((located(old), START), start, first), ((located(old), END), last, end)]
-        return [Splice(spot, spot, self.new.piece(a, b)) for spot, a, b in pieces if a != b]
-
-    def items(self, olds: list[Any], news: list[Any]) -> Changes | None:
-        """The changes of a list of expressions or the like; None if there is more to do than to insert or replace."""
-        start = _common(olds, news)
-        stay = _common(olds[start:][::-1], news[start:][::-1])
-        gone, made = olds[start : len(olds) - stay], news[start : len(news) - stay]
-        if not gone:
-            return self.inserted(olds, news, start, len(made))
-        if len(gone) != len(made):
-            return None
-        found = [self.parts(old, new) for old, new in zip(gone, made, strict=True)]
-        return None if None in found else [change for changes in found for change in changes or ()]
-
-    def inserted(self, olds: list[Any], news: list[Any], place: int, count: int) -> Changes | None:
-        """The insertion of ``count`` items in front of one of a list, or behind the last."""
-        made = news[place : place + count]
-        if not made or not all(hasattr(first_of(item), "lineno") for item in made):
-            return None if made else []
-        if place < len(olds):
-            spot = located(first_of(olds[place])), START
-            start, end = (self.new.span(first_of(item))[START] for item in (made[0], news[place + count]))
-        elif place and (not isinstance(made[0], ast.arg) or is_gap(olds[-1])):
-            spot = located(last_of(olds[-1])), END
-            start, end = (self.new.span(last_of(item))[END] for item in (news[place - 1], made[-1]))
+def spots(changes: Sequence[Change]) -> frozenset[Any]:
+    """The nodes of the pattern that matches have to say the places of."""
+    nodes: list[Any] = []
+    for change in changes:
+        if isinstance(change, Splice):
+            nodes += [change.start[0], change.end[0]]
         else:
-            return None
-        return [Splice(spot, spot, self.new.piece(start, end))]
+            nodes += change.nodes if isinstance(change, Replacement) else [change.beside[0]]
+    return frozenset(nodes)
 
 
-def _parts(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The parts of two nodes of one type, by name; what is one list in the text is one here."""
-    if isinstance(old, ast.Call):
-        yield "func", old.func, new.func
-        yield "args", [*old.args, *old.keywords], [*new.args, *new.keywords]
-    elif isinstance(old, ast.arguments) and len(old.args + old.kwonlyargs) != len(new.args + new.kwonlyargs):
-        yield "args", _parameters(old), _parameters(new)
+def compare(old: Side, new: Side, lines: Sequence[Line]) -> list[Change]:
+    """The changes that make ``new`` of ``old``, the two sides of these lines; raises `PatchError`."""
+    return [change for gone, made in _runs(lines) for change in _changes(old, new, gone, made)]
+
+
+def _runs(lines: Sequence[Line]) -> Iterator[tuple[range, range]]:
+    """The runs of ``-`` lines with the ``+`` lines after them, as line numbers of the old and of the new side."""
+    old = new = 1
+    gone = made = 0
+    for line in [*lines, Line(" ", "", 0)]:
+        if (gone or made) and (line.mark == " " or (line.mark == "-" and made)):
+            yield range(old, old + gone), range(new, new + made)
+            old, new, gone, made = old + gone, new + made, 0, 0
+        if line.mark == " ":
+            old, new = old + 1, new + 1
+        elif line.mark == "-":
+            gone += 1
+        else:
+            made += 1
+
+
+def _changes(old: Side, new: Side, gone: range, made: range) -> Iterator[Change]:
+    """The changes by which some lines become others."""
+    olds, news = old.whole_statements(gone), new.whole_statements(made)
+    if olds is None or news is None:
+        stop, new_stop = old.end_of_whole_statements(gone), new.end_of_whole_statements(made)
+        if stop > gone.start or new_stop > made.start:
+            yield from _changes(old, new, range(gone.start, stop), range(made.start, new_stop))
+        yield from _splices(old, new, range(stop, gone.stop), range(new_stop, made.stop))
+        return
+    columns = sorted({node.col_offset for node in [*olds, *news]}, reverse=True)
+    if len(columns) > 1:  # the end of a block, and what follows it
+        for part, new_part in zip(_parts(olds, gone, columns), _parts(news, made, columns), strict=True):
+            yield from _changes(old, new, part, new_part)
+        return
+    nodes = [_matched(old, node) for node in olds]
+    text = "\n" + textwrap.dedent("\n".join(new.text.split("\n")[made.start - 1 : made.stop - 1])) + "\n"
+    kinds = [[kind for kind, _ in side.heads(lines)] for side, lines in ((old, gone), (new, made))]
+    if not news:
+        yield from [Replacement(nodes, "")] if nodes else []
+    elif not olds:
+        yield Insertion(_beside(old, new, gone.start, news[0]), text)
+    elif len(olds) == len(news) == 1 and kinds[0] == kinds[1] and "#" not in text:
+        yield from _splices(old, new, gone, made)
     else:
-        for part in old._fields:
-            if part not in _IGNORED:
-                yield part, getattr(old, part, None), getattr(new, part, None)
+        yield Replacement(nodes, text)
 
 
-def _parameters(arguments: ast.arguments) -> list[ast.arg]:
-    """Parameters whose text ends with their defaults."""
-    by_place = zip(reversed(arguments.args), reversed(arguments.defaults), strict=False)
-    for parameter, default in (*by_place, *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)):
-        if default:
-            parameter.end_lineno, parameter.end_col_offset = default.end_lineno, default.end_col_offset
-    return arguments.args + arguments.kwonlyargs
+def _parts(statements: Sequence[ast.stmt], lines: range, columns: Sequence[int]) -> Iterator[range]:
+    """The lines by the blocks that their statements are in."""
+    start = lines.start
+    for column in columns:
+        ends = [cast(int, node.end_lineno) + 1 for node in statements if node.col_offset == column]
+        stop = lines.stop if column == columns[-1] else max(ends, default=start)
+        yield range(start, stop)
+        start = stop
 
 
-def _common(olds: list[Any], news: list[Any]) -> int:
-    """With how many that are the same two lists begin."""
-    pairs = enumerate(zip(olds, news, strict=False))
-    return next((place for place, (old, new) in pairs if not _is_same(old, new)), min(len(olds), len(news)))
+def _matched(old: Side, node: ast.stmt) -> Any:
+    """The node that is matched for a statement; a pattern of one expression does not match a statement."""
+    return node.value if isinstance(node, ast.Expr) and old.body == [node] else node
 
 
-def _is_same(old: Any, new: Any) -> bool:
-    """Whether two pieces of syntax are the same."""
-    if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(map(_is_same, old, new))
-    if not isinstance(old, ast.AST) or type(old) is not type(new):
-        return type(old) is type(new) and bool(old == new)
-    parts = [part for part in old._fields if part not in _IGNORED]
-    return all(_is_same(getattr(old, part, None), getattr(new, part, None)) for part in parts)
+def _beside(old: Side, new: Side, line: int, made: ast.stmt) -> Spot:
+    """The statement that an insertion above a line of the old side stands below, or else above."""
+    before = [token.line for token in old.tokens if token.line < line][-1:]
+    after = [token.line for token in old.tokens if token.line >= line][:1]
+    for node in old.statements:
+        is_neighbour = node.col_offset == made.col_offset and not is_gap(node) and not is_named_gap(node)
+        if is_neighbour and [node.end_lineno] == before:
+            return _matched(old, node), END
+    for node in old.statements:
+        is_neighbour = node.col_offset == made.col_offset and not is_gap(node) and not is_named_gap(node)
+        if is_neighbour and [first_line(node)] == after:
+            return _matched(old, node), START
+    raise PatchError(f"line {new.number(made.lineno)}: no statement of the same block above or below")
+
+
+def _splices(old: Side, new: Side, gone: range, made: range) -> Iterator[Change]:
+    """The changes of tokens, statement by statement where both sides have the same kinds of them."""
+    heads, new_heads = old.heads(gone), new.heads(made)
+    is_same = [kind for kind, _ in heads] == [kind for kind, _ in new_heads]
+    tokens, new_tokens = old.within(gone), new.within(made)
+    starts = [tokens.start, *(first for _, first in heads if is_same), tokens.stop]
+    new_starts = [new_tokens.start, *(first for _, first in new_heads if is_same), new_tokens.stop]
+    for (a, b), (c, d) in zip(itertools.pairwise(starts), itertools.pairwise(new_starts), strict=True):
+        yield from _splice(old, new, Difference(a, b, c, d))
+
+
+class Difference(NamedTuple):
+    """Tokens ``a`` to ``b`` of the old side become ``c`` to ``d`` of the new one; the others are the same around it."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+
+
+def _splice(old: Side, new: Side, run: Difference) -> Iterator[Splice]:
+    """What replaces tokens by others; the difference is moved and widened until it begins and ends at nodes."""
+    a, b, c, d = run
+    while a < b and c < d and old.tokens[a].text == new.tokens[c].text:
+        a, c = a + 1, c + 1
+    while a < b and c < d and old.tokens[b - 1].text == new.tokens[d - 1].text:
+        b, d = b - 1, d - 1
+    if (a, c) == (b, d):
+        return
+    for difference in _moved_and_widened(old, new, Difference(a, b, c, d)):
+        for start, end, first, last in _ends(old, new, difference):
+            text = new.text[first:last]
+            if re.search(r"\.\.\.|\bANY\b", text):
+                continue
+            yield Splice(start, end, text, _indent_at(new.text, first))
+            return
+    line = new.tokens[min(run.c, len(new.tokens) - 1)].line
+    raise PatchError(f"line {new.number(line)}: neither whole statements nor a part of an expression")
+
+
+def _moved_and_widened(old: Side, new: Side, difference: Difference) -> Iterator[Difference]:
+    """The same difference, seen further to the left where that comes to the same; then with more and more around it."""
+    a, b, c, d = difference
+    yield difference
+    while c < d and a == b and a > 0 and new.tokens[c - 1].text == new.tokens[d - 1].text:
+        a, b, c, d = a - 1, b - 1, c - 1, d - 1
+        yield Difference(a, b, c, d)
+    a, b, c, d = difference
+    most = len(old.tokens)
+    left = next((i for i in range(min(a, c)) if old.tokens[a - i - 1].text != new.tokens[c - i - 1].text), min(a, c))
+    room = min(most - b, len(new.tokens) - d)
+    right = next((i for i in range(room) if old.tokens[b + i].text != new.tokens[d + i].text), room)
+    for more in range(1, left + right + 1):
+        for before in range(max(more - right, 0), min(more, left) + 1):
+            yield Difference(a - before, b + more - before, c - before, d + more - before)
+
+
+def _ends(old: Side, new: Side, difference: Difference) -> Iterator[tuple[Spot, Spot, int, int]]:
+    """The nodes between which text is replaced, and where that text starts and ends in the new side."""
+    a, b, c, d = difference
+    before = _common(old, new, [(start, a) for start in range(a)], c - a)
+    after = _common(old, new, [(b, end) for end in range(len(old.tokens), b, -1)], d - b)
+    if a == b:
+        for node in after:
+            if not _binds(node, new.tokens[d - 1].text):
+                yield (node, START), (node, START), new.tokens[c].start, new.tokens[d].start
+        for node in before:
+            if not _binds(node, new.tokens[c].text):
+                yield (node, END), (node, END), new.tokens[c - 1].end, new.tokens[d - 1].end
+        return
+    first_nodes = [old.nodes[a, end] for end in range(b, a, -1) if (a, end) in old.nodes]
+    first_nodes += [old.beginning[a]] if a in old.beginning else []
+    last_nodes = [old.nodes[start, b] for start in range(a, b) if (start, b) in old.nodes]
+    starts = [((node, START), new.tokens[c].start) for node in first_nodes]
+    starts += [((node, END), new.tokens[c - 1].end) for node in before]
+    ends = [((node, END), new.tokens[d - 1].end) for node in last_nodes]
+    ends += [((node, START), new.tokens[d].start) for node in after]
+    depth = list(itertools.accumulate((t.text in "([{") - (t.text in ")]}") for t in old.tokens[a:b]))
+    if starts and ends and min(depth) >= 0 and depth[-1] == 0:
+        (start, first), (end, last) = starts[0], ends[0]
+        yield start, end, first, last
+
+
+def _common(old: Side, new: Side, spans: Sequence[tuple[int, int]], shift: int) -> list[Any]:
+    """The nodes with these spans that the new side has too, some tokens further."""
+    return [old.nodes[a, b] for a, b in spans if (a, b) in old.nodes and (a + shift, b + shift) in new.nodes]
+
+
+def _binds(node: Any, token: str) -> bool:
+    """Whether a token beside what ``ANY_NAME`` stands for could take a part of it."""
+    return isinstance(node, ast.Name) and node.id.startswith("ANY") and _BINDING.fullmatch(token) is not None
+
+
+def replace(definition: Definition, node: Any, text: str) -> Edit:
+    """Put ``text`` in the place of ``node``.
+
+    Here and below the text is dedented, and indented as the node is; a line break at either end of it does not count.
+    """
+    if isinstance(node, ast.stmt):
+        _whole_lines(definition, node)
+    return Edit(definition.module.name, *definition.module.span(node), _indented(definition, node, text).lstrip())
+
+
+def insert_before(definition: Definition, node: Any, text: str) -> Edit:
+    """Put the statements ``text`` on lines of their own before the statement ``node``."""
+    start, _ = _whole_lines(definition, node)
+    return Edit(definition.module.name, start, start, _indented(definition, node, text) + "\n")
+
+
+def insert_after(definition: Definition, node: Any, text: str) -> Edit:
+    """Put the statements ``text`` on lines of their own after the statement ``node``."""
+    _, end = _whole_lines(definition, node)
+    return Edit(definition.module.name, end, end, _indented(definition, node, text) + "\n")
+
+
+def delete(definition: Definition, node: Any) -> Edit:
+    """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
+    module, (_, end) = definition.module, _whole_lines(definition, node)
+    first = first_line(node)
+    while module.line(first - 1).strip().startswith("#"):
+        first -= 1
+    return Edit(module.name, module.starts[first], end, "")
+
+
+def _whole_lines(definition: Definition, node: Any) -> tuple[int, int]:
+    """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
+    module = definition.module
+    start, end = module.span(node)
+    if getattr(node, "decorator_list", None):
+        start = module.starts[first_line(node)]
+    first, last = module.starts[first_line(node)], module.starts[cast(int, node.end_lineno) + 1]
+    if module.text[first:start].strip() or module.text[end:last].partition("#")[0].strip():
+        raise unrecognized("a statement on lines of its own", definition, f"`{module.text[first:last].strip()}`")
+    return first, last
+
+
+def _indented(definition: Definition, node: Any, text: str) -> str:
+    line = definition.module.line(node.lineno)
+    indent = line[: len(line) - len(line.lstrip(" \t"))]
+    text = text.removeprefix("\n").removesuffix("\n")
+    lines = (textwrap.dedent(text) if text[:1].isspace() else text).split("\n")
+    return "\n".join(indent + line if line.strip() else "" for line in lines)

@@ -1,6 +1,6 @@
-"""TransformerEngine as source text: find it, parse it, match shapes in it, edit it.
+"""TransformerEngine (TE) as source text: find it, read it, parse it.
 
-Nothing here imports torch or TransformerEngine (TE). The same classes serve an installed TE and a source tree.
+Nothing here imports torch or TE. The same classes serve an installed TE and a source tree.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import importlib.util
 import io
 import os
 import sys
-import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from .matching import Match, Pattern
-from .tree import Node, Slot, extent, first_line, first_name, slots_in
+from .definition import Definition, UnrecognizedError, unrecognized
+from .matching import extent
 
 TE = "transformer_engine"
 _NEVER = 1_000_000_007
@@ -36,15 +35,6 @@ _DISTRIBUTIONS = (
 
 class TENotFoundError(Exception):
     """There is no TransformerEngine where it was looked for."""
-
-
-class UnrecognizedError(Exception):
-    """A fix did not find the shape that it looks for, so it must not touch this source."""
-
-
-def unrecognized(wanted: str, place: object, found: str = "none") -> UnrecognizedError:
-    """The error to raise where ``wanted`` is not in ``place``: a `Definition`, or a path."""
-    return UnrecognizedError(f"looked for {wanted} in {place}, found {found}")
 
 
 @contextlib.contextmanager
@@ -172,6 +162,10 @@ class ModuleSource:
         """The character offset at which each line starts, by its number, and last that of the text's end."""
         return [0, 0, *accumulate(map(len, io.StringIO(self.text)))]
 
+    def line_number(self, offset: int) -> int:
+        """The line of a character offset."""
+        return self.text.count("\n", 0, offset) + 1
+
     def line(self, number: int) -> str:
         """A line, with its line break, as Python counts them."""
         return self.text[self.starts[number] : self.starts[number + 1]]
@@ -208,120 +202,7 @@ class ModuleSource:
         return self.starts[first] + len(start.decode()), self.starts[last] + len(end.decode())
 
 
-@dataclass(frozen=True)
-class Definition:
-    """One function or class, with the means to look for shapes in it and to edit them.
-
-    What is looked for is a `matching.Pattern`, or its text. The methods that return an `Edit` dedent
-    their ``text`` and indent it as the node that it stands for; one line break at either end of it does not count.
-    """
-
-    module: ModuleSource
-    qualname: str
-    node: ast.FunctionDef | ast.ClassDef
-    _inner: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
-
-    @cached_property
-    def slots(self) -> Mapping[tuple[type, str], list[Slot]]:
-        """All nodes in it, itself included, by their type and `first_name`, and by their type and ""."""
-        found = defaultdict[tuple[type, str], list[Slot]](list)
-        for slot in slots_in(self.node):
-            for name in {"", first_name(slot.node)}:
-                found[type(slot.node), name].append(slot)
-        return found
-
-    def matches(self, pattern: str | Pattern) -> list[Match]:
-        """Every statement, run of statements or expression here that matches, in order."""
-        pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
-        found: dict[object, Match] = {}
-        for slot in (slot for kind in pattern.kinds for slot in self.slots[kind, pattern.first_name]):
-            for match in pattern.match(slot.siblings, slot.number):
-                found[tuple(map(extent, (match.node, *match.values())))] = match
-        return sorted(found.values(), key=lambda match: extent(match.node))
-
-    def all(self, pattern: str) -> list[Node]:
-        """The nodes of the `matches`."""
-        return [match.node for match in self.matches(pattern)]
-
-    def has(self, pattern: str | Pattern) -> bool:
-        """Whether the pattern matches at least once."""
-        return bool(self.matches(pattern))
-
-    def one(self, pattern: str) -> Node:
-        """The node of the only match; raises `UnrecognizedError` if there is none, or more."""
-        return self.exactly(1, pattern)[0].node
-
-    def exactly(self, count: int, pattern: str | Pattern) -> list[Match]:
-        """The matches; raises `UnrecognizedError` unless there are as many as ``count``."""
-        found = self.matches(pattern)
-        if len(found) != count:
-            times = "once" if count == 1 else f"{count} times"
-            lines = f" (lines {', '.join(str(match.node.lineno) for match in found)})" if found else ""
-            raise unrecognized(
-                f"`{' '.join(str(pattern).split())}` exactly {times}", self, f"it {len(found)} times{lines}"
-            )
-        return found
-
-    @property
-    def parameters(self) -> set[str]:
-        """The names of this function's parameters."""
-        arguments = cast(ast.FunctionDef, self.node).args
-        return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
-
-    def inner(self, name: str) -> Definition:
-        """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
-        if name not in self._inner:
-            nodes = [slot.node for slot in (*self.slots[ast.FunctionDef, name], *self.slots[ast.ClassDef, name])]
-            found = [node for node in nodes if node is not self.node]
-            if len(found) != 1:
-                raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
-            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", found[0])
-        return self._inner[name]
-
-    def text(self, node: Node) -> str:
-        """The source text of ``node``."""
-        return self.module.text[slice(*self.module.span(node))]
-
-    def replace(self, node: Node, text: str) -> Edit:
-        """Put ``text`` in the place of ``node``."""
-        if isinstance(node, ast.stmt):
-            self.whole_lines(node)
-        return Edit(self.module.name, *self.module.span(node), self._indented(node, text).lstrip())
-
-    def insert_before(self, node: Node, text: str) -> Edit:
-        """Put the statements ``text`` on lines of their own before the statement ``node``."""
-        start, _ = self.whole_lines(node)
-        return Edit(self.module.name, start, start, self._indented(node, text) + "\n")
-
-    def insert_after(self, node: Node, text: str) -> Edit:
-        """Put the statements ``text`` on lines of their own after the statement ``node``."""
-        _, end = self.whole_lines(node)
-        return Edit(self.module.name, end, end, self._indented(node, text) + "\n")
-
-    def delete(self, node: Node) -> Edit:
-        """Remove the whole lines of the statement ``node`` and the comment lines directly above it."""
-        _, end = self.whole_lines(node)
-        first = first_line(node)
-        while self.module.line(first - 1).strip().startswith("#"):
-            first -= 1
-        return Edit(self.module.name, self.module.starts[first], end, "")
-
-    def whole_lines(self, node: Node) -> tuple[int, int]:
-        """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
-        text, (start, end) = self.module.text, self.module.span(node)
-        if getattr(node, "decorator_list", None):
-            start = self.module.starts[first_line(node)]
-        first, last = self.module.starts[first_line(node)], self.module.starts[cast(int, node.end_lineno) + 1]
-        if text[first:start].strip() or text[end:last].partition("#")[0].strip():
-            raise unrecognized("a statement on lines of its own", self, f"`{text[first:last].strip()}`")
-        return first, last
-
-    def _indented(self, node: Node, text: str) -> str:
-        line = self.module.line(node.lineno)
-        indent = line[: len(line) - len(line.lstrip(" \t"))]
-        text = text.removeprefix("\n").removesuffix("\n")
-        lines = (textwrap.dedent(text) if text[:1].isspace() else text).split("\n")
-        return "\n".join(indent + line if line.strip() else "" for line in lines)
+def first_line(node: Any) -> int:
+    """The first line of a statement, decorators included."""
+    decorators = getattr(node, "decorator_list", None)
+    return int(min(decorators[0].lineno, node.lineno) if decorators else node.lineno)

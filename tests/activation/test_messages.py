@@ -18,6 +18,7 @@ from te_graph_fixes.messages import PLACEHOLDER, announce, how_to_report, proble
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.report import FixStatus, Report
 from te_graph_fixes.settings import Settings
+from te_graph_fixes.state import State
 from tests.support.child import ROOT
 from tests.support.published import VERSIONS, examined
 
@@ -101,33 +102,32 @@ def test_an_error_says_what_was_given_and_what_to_do(given: str, monkeypatch: py
     assert len(text) <= 300 or text.count(",") >= len(CATALOGUE) - 1, text  # all ids
 
 
-def test_a_warning_names_what_is_wrong_and_what_to_do() -> None:
+def test_a_warning_names_what_to_do_and_what_is_wrong() -> None:
     fixes = {
-        "warmup-reset": FixStatus("unrecognized", "looked for a loop, found none", (), ()),
-        "none-outputs": FixStatus("applied", "corrected: every output is taken for a tensor", (), ()),
+        "warmup-reset": FixStatus(State.UNRECOGNIZED, "looked for a loop, found none", (), ()),
+        "none-outputs": FixStatus(State.APPLIED, "corrected: every output is taken for a tensor", (), (), 1),
     }
-    text = problem_summary(Report("2.12.0", fixes), early=1)
-    assert text.startswith(
-        "TransformerEngine 2.12.0: warmup-reset cannot be applied: looked for a loop, found none; 1 "
+    first, reason, graphs = problem_summary(Report("2.12.0", fixes), strict=False).split("\n  ")
+    assert first.startswith(
+        "TransformerEngine 2.12.0: 1 fix that it needs cannot be applied, so its graphs may give wr"
     )
-    assert "import te_graph_fixes before graphs are captured" in text
-    assert "`te-graph-fixes issue` prints what " in text
-    assert "none-outputs" not in text
-    assert not STIFF.search(text)
-    assert problem_summary(Report("2.12.0", {"none-outputs": fixes["none-outputs"]}), early=0) == ""
+    assert "Stop the job or switch graphs off; `te-graph-fixes issue` prints what " in first
+    assert reason == "warmup-reset: looked for a loop, found none"
+    assert "1 graph captured before the fixes were in place" in graphs
+    assert graphs.endswith("import te_graph_fixes before graphs are captured")
+    assert not STIFF.search(first + graphs)
+    right = FixStatus(State.APPLIED, "corrected", (), ())
+    assert problem_summary(Report("2.12.0", {"none-outputs": right}), strict=True) == ""
 
 
-def test_where_nothing_can_be_applied_fixes_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(
-        "2.99.0", {fix: FixStatus("unrecognized", f"looked for {fix}, found none", (), ()) for fix in CATALOGUE}
-    )
-    text = problem_summary(report, early=0)
-    count = len(CATALOGUE)
-    assert f"2.99.0: {count} of {count} fixes that are needed cannot be applied. Its graphs may give wrong" in text
-    assert "stop the job or switch graphs off" in text
-    assert len(text) < 300
+def test_reasons_are_counted_and_not_fixes(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = FixStatus(State.FAILED, "AttributeError: no attribute '_cuda'", (), ())
+    report = Report("2.99.0", dict.fromkeys(CATALOGUE, shared))
+    _, *lines = problem_summary(report, strict=True).split("\n  ")
+    assert lines == [f"{len(CATALOGUE)} fixes: {shared.reason}"]
     announce(report, verbose=None)
-    assert capsys.readouterr().err.endswith(f": no fix applied to TransformerEngine 2.99.0; missing: {count}\n")
+    said = capsys.readouterr().err
+    assert said.endswith(f": no fix applied to TransformerEngine 2.99.0; missing: {len(CATALOGUE)} fixes\n")
 
 
 def test_a_report_goes_where_the_metadata_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

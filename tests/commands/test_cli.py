@@ -51,7 +51,9 @@ def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
     """What `diff` makes of each file that it changes or adds."""
     te = Source.at(tree)
     verdict_of = verdicts(te)
-    for name, (_, after) in patched(te, [each for each in verdict_of.values() if each.verdict == APPLICABLE]).items():
+    for name, (_, after) in patched(
+        te, {fix: each for fix, each in verdict_of.items() if each.verdict == APPLICABLE}
+    ).items():
         found = te.find(name)
         yield Path(found.path) if found else tree.joinpath(*name.split(".")).with_suffix(".py"), after.encode()
 

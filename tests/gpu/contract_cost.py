@@ -188,7 +188,7 @@ class WithoutContract(ast.NodeTransformer):
 def codes(with_fix: bool) -> dict[str, CodeType]:
     """The code of the functions that a replay runs, by name."""
     decision = Decision(Source.installed(), Settings())
-    _, text = patched(decision.source, decision.to_apply.values())[GRAPH]
+    _, text = patched(decision.source, decision.to_apply)[GRAPH]
     tree = ast.parse(text)
     compiled = compile(tree if with_fix else WithoutContract().visit(tree), "graph.py", "exec", dont_inherit=True)
     return {code.co_qualname: code for code in code_parts(compiled) if code.co_qualname in AT_A_REPLAY}

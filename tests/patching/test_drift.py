@@ -101,7 +101,7 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
     subprocess.run(patch, input=capsys.readouterr().out.encode(), cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
 
     copy = Source.at(tmp_path)
-    for name, (_, after) in patched(tree, chosen.values()).items():
+    for name, (_, after) in patched(tree, chosen).items():
         assert copy.module(name).text == after
     for change in compile_patches(tree, chosen):
         for code, where in ((change.before, tree), (change.after, copy)):
@@ -118,7 +118,7 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
 def test_only_the_functions_that_are_named_differ(version: str) -> None:
     tree, chosen = examined(version)[0], needed(version)
     touched = {(change.module, change.qualname) for change in compile_patches(tree, chosen)}
-    for name, (before, after) in patched(tree, chosen.values()).items():
+    for name, (before, after) in patched(tree, chosen).items():
         if before:
             names = {qualname for module, qualname in touched if module == name}
             assert without(before, names) == without(after, names)
@@ -142,7 +142,7 @@ def test_a_reading_lets_the_syntax_trees_go_without_a_collection() -> None:
 @pytest.mark.parametrize("version", COVERED)
 def test_the_patched_text_reads_no_name_that_nobody_sets(version: str) -> None:
     tree, verdict_of = examined(version)
-    for name, (before, after) in patched(tree, Decision(tree, Settings(), verdict_of).to_apply.values()).items():
+    for name, (before, after) in patched(tree, Decision(tree, Settings(), verdict_of).to_apply).items():
         assert unset_names(after) <= (unset_names(before) if before else set()), name
 
 
@@ -151,8 +151,7 @@ def test_all_fixes_but_one_fit_together(version: str) -> None:
     tree, chosen = examined(version)[0], needed(version)
     for left_out in chosen:
         others = {fix: verdict for fix, verdict in chosen.items() if fix != left_out}
-        backwards = [others[fix] for fix in reversed(others)]
-        assert patched(tree, others.values()) == patched(tree, backwards)
+        assert patched(tree, others) == patched(tree, dict(reversed(others.items())))
         if version in WITHOUT_ONE:
             assert compile_patches(tree, others)
 

@@ -18,12 +18,13 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Verdict
+from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, SemanticPatch, Verdict
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.definition import UnrecognizedError
 from te_graph_fixes.patching.installation import patched
-from te_graph_fixes.patching.patch import SemanticPatch, edits, read
-from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError
-from te_graph_fixes.patching.tree import extent, first_line
+from te_graph_fixes.patching.matching import extent
+from te_graph_fixes.patching.patch import edits, read
+from te_graph_fixes.patching.source import Edit, ModuleSource, Source, first_line
 from tests.support.published import examined, needed, unset_names
 
 VERSIONS = [
@@ -217,7 +218,7 @@ def require_not_negative(fix_id: str, tree: Source, where: str = "") -> Verdict:
     found = CATALOGUE[fix_id].verdict(tree)
     assert found.verdict in (APPLICABLE, UNRECOGNIZED), f"{fix_id}: {found.verdict}: {found.reason} {where}"
     if found.verdict == APPLICABLE:
-        for before, after in patched(tree, [found]).values():
+        for before, after in patched(tree, {"": found}).values():
             assert unset_names(after) <= (unset_names(before) if before else set()), fix_id
     return found
 
@@ -237,7 +238,11 @@ def parts(version: str) -> Iterator[tuple[str, Edit, Source]]:
     for fix_id, verdict in needed(version).items():
         for left_out in verdict.edits if len(verdict.edits) > 1 else ():
             rest = replace(verdict, edits=tuple(edit for edit in verdict.edits if edit is not left_out))
-            yield fix_id, left_out, with_texts(tree, {name: text for name, (_, text) in patched(tree, [rest]).items()})
+            yield (
+                fix_id,
+                left_out,
+                with_texts(tree, {name: text for name, (_, text) in patched(tree, {"": rest}).items()}),
+            )
 
 
 @pytest.mark.slow

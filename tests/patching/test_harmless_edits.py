@@ -207,7 +207,7 @@ def edited(tree: Source, kind: Kind, names: set[str]) -> Source:
 
 def made(decision: Decision) -> dict[str, list[str]]:
     """The statements of the corrected modules, less what is harmless, in the order of the alphabet."""
-    texts = patched(decision.source, decision.to_apply.values())
+    texts = patched(decision.source, decision.to_apply)
     return {name: sorted(map(ast.unparse, ast.parse(HARMLESS.sub("", text)).body)) for name, (_, text) in texts.items()}
 
 

@@ -13,7 +13,6 @@ import textwrap
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,14 @@ import pytest
 import wrapt
 
 from te_graph_fixes.fix import Verdict, applicable
-from te_graph_fixes.patching.installation import EngineError, Installation, compile_patches, patched
+from te_graph_fixes.patching import rewriting
+from te_graph_fixes.patching.installation import (
+    Installation,
+    InstallationError,
+    compile_patches,
+    not_as_in_file,
+    patched,
+)
 from te_graph_fixes.patching.source import Source
 
 CODE = "standin.code"
@@ -38,20 +44,28 @@ class StandIn:
     def edit(self, qualname: str, pattern: str, text: str, how: str = "replace") -> Verdict:
         """A verdict that edits the one match of ``pattern``."""
         found = self.source.module(CODE).definition(qualname)
-        return applicable("a test", [getattr(found, how)(found.one(pattern), text)])
+        return applicable("a test", [getattr(rewriting, how)(found, found.one(pattern), text)])
 
     def add(self, after: str, text: str) -> Verdict:
         """A verdict that adds a definition after the definition ``after``."""
         found = self.source.module(CODE).definition(after)
-        return applicable("a test", [found.insert_after(found.node, "\n" + text)])
+        return applicable("a test", [rewriting.insert_after(found, found.node, "\n" + text)])
 
     def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
         fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
         installation = Installation(self.source, fixes)
-        assert installation.not_as_in_file() == {}
         installation.install()
         assert all(map(installation.is_live, fixes))
         return installation
+
+
+def refusal(package: StandIn, **verdicts: Verdict) -> dict[str, str]:
+    """The reasons for which nothing is put in place."""
+    installation = Installation(package.source, verdicts)
+    with pytest.raises(InstallationError) as error:
+        installation.install()
+    assert not installation.is_in_place
+    return error.value.reasons
 
 
 @pytest.fixture
@@ -297,8 +311,9 @@ def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[.
 def test_a_decorator_that_does_not_say_what_it_wraps_is_reported(standin: Callable[..., StandIn]) -> None:
     text = "def hide(function):\n    return lambda *args: function(*args)\n\n@hide\ndef run(x):\n    return x\n"
     package = standin(text)
-    installation = Installation(package.source, {"fix": package.edit("run", "return x", "return -x")})
-    assert "another package has replaced it" in installation.not_as_in_file()["fix"]
+    assert (
+        "another package has replaced it" in refusal(package, fix=package.edit("run", "return x", "return -x"))["fix"]
+    )
 
 
 def test_a_function_that_has_run_often_is_recognised(standin: Callable[..., StandIn]) -> None:
@@ -356,7 +371,7 @@ def signature(package: StandIn, text: str, new: str) -> Verdict:
 
 def test_an_edit_that_needs_another_closure_is_refused(standin: Callable[..., StandIn]) -> None:
     package = standin("class A:\n    def run(self):\n        x = 1\n        return x\n")
-    with pytest.raises(EngineError, match=r"change the free variables of A\.run"):
+    with pytest.raises(InstallationError, match=r"change the free variables of A\.run"):
         compile_patches(package.source, {"fix": package.edit("A.run", "x = 1", "x = super().__hash__()")})
 
 
@@ -370,7 +385,7 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
     package = standin(text)
     start = text.index(pattern)
     verdict = applicable("a test", [Edit(CODE, start, start + len(pattern), new)])
-    with pytest.raises(EngineError, match="not in a function"):
+    with pytest.raises(InstallationError, match="not in a function"):
         compile_patches(package.source, {"fix": verdict})
 
 
@@ -378,23 +393,23 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
 def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
     package = standin("class A:\n    def run(self):\n        return 1\n")
     run = package.source.module(CODE).definition("A.run")
-    with pytest.raises(EngineError, match="does more than add methods to a class"):
-        compile_patches(package.source, {"fix": applicable("a test", [run.insert_after(run.node, text)])})
+    with pytest.raises(InstallationError, match="does more than add methods to a class"):
+        compile_patches(package.source, {"fix": applicable("a test", [rewriting.insert_after(run, run.node, text)])})
 
 
 def test_no_function_is_added_to_a_module(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     run = package.source.module(CODE).definition("run")
-    with pytest.raises(EngineError, match="does more than add methods to a class"):
+    with pytest.raises(InstallationError, match="does more than add methods to a class"):
         compile_patches(
-            package.source, {"fix": applicable("a test", [run.insert_after(run.node, "def added(): pass")])}
+            package.source, {"fix": applicable("a test", [rewriting.insert_after(run, run.node, "def added(): pass")])}
         )
 
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    x.append(1)\n    x.append(2)\n")
     run = package.source.module(CODE).definition("run")
-    package.install(applicable("a test", [run.delete(run.one("x.append(2)"))]))
+    package.install(applicable("a test", [rewriting.delete(run, run.one("x.append(2)"))]))
     package.module.run(found := [])
     assert found == [1]
 
@@ -405,12 +420,17 @@ def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]
         ("def added(self, x, y=3):\n    return self.run() + 1 + x + y", lambda m: m.A().added(1)),
         ("@classmethod\ndef added(cls, x=2):\n    return cls().run() + x + 3", lambda m: m.A.added()),
         ("@staticmethod\ndef added(*, x=6):\n    return x", lambda m: m.A.added()),
+        ("def added(self):\n    return super().six + self.__y() - 2", lambda m: m.A().added()),
+        ("def added(self): pass", lambda m: 6 * (m.A.added.__qualname__ == "A.added")),
     ],
 )
 def test_functions_are_added_and_removed(
     standin: Callable[..., StandIn], text: str, call: Callable[[Any], Any]
 ) -> None:
-    package = standin("class A:\n    def __y(self):\n        return 2\n    def run(self):\n        return 1\n")
+    package = standin(
+        "class B:\n    six = 6\n\nclass A(B):\n    def __y(self):\n        return 2\n"
+        "    def run(self):\n        return 1\n"
+    )
     names = set(vars(package.module.A))
     installation = package.install(package.add("A.run", text))
     assert call(package.module) == 6
@@ -421,8 +441,7 @@ def test_functions_are_added_and_removed(
 def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin: Callable[..., StandIn]) -> None:
     package = standin("class A:\n    def run(self):\n        return 1\n")
     package.module.A.added = theirs = lambda self: "theirs"
-    installation = Installation(package.source, {"fix": package.add("A.run", "def added(self): return 'ours'")})
-    assert set(installation.not_as_in_file()) == {"fix"}
+    assert set(refusal(package, fix=package.add("A.run", "def added(self): return 'ours'"))) == {"fix"}
     assert vars(package.module.A)["added"] is theirs
 
 
@@ -439,9 +458,9 @@ def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callab
     package = standin(text)
     first, second = package.edit("run", "a = 1", "a = 10"), package.edit("run", "b = 2", "c = 3", "insert_before")
     third = package.edit("run", "b = 2", "b = c")
-    assert patched(package.source, [first, second, third])[CODE][1] == text.replace("a = 1", "a = 10").replace(
-        "b = 2", "c = 3\n    b = c"
-    )
+    assert patched(package.source, {"a": first, "b": second, "c": third})[CODE][1] == text.replace(
+        "a = 1", "a = 10"
+    ).replace("b = 2", "c = 3\n    b = c")
     installation = package.install(first, second, third)
     assert package.module.run(0) == (10, 3, 0)
     installation.revert()
@@ -450,10 +469,10 @@ def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callab
 
 def test_insertions_at_one_place_come_in_the_order_of_the_fixes(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    return x\n")
-    first = replace(package.edit("run", "return x", "x.append('z')\nx.append('a')", "insert_before"), fix="fix-a")
-    second = replace(package.edit("run", "return x", "x.append(1)", "insert_before"), fix="fix-b")
+    first = package.edit("run", "return x", "x.append('z')\nx.append('a')", "insert_before")
+    second = package.edit("run", "return x", "x.append(1)", "insert_before")
     text = "def run(x):\n    x.append('z')\n    x.append('a')\n    x.append(1)\n    return x\n"
-    for verdicts in ([first, second], [second, first]):
+    for verdicts in ({"fix-a": first, "fix-b": second}, {"fix-b": second, "fix-a": first}):
         assert patched(package.source, verdicts)[CODE][1] == text
     package.install(**{"fix-b": second, "fix-a": first})
     assert package.module.run([]) == ["z", "a", 1]
@@ -461,8 +480,10 @@ def test_insertions_at_one_place_come_in_the_order_of_the_fixes(standin: Callabl
 
 def test_edits_of_the_same_text_are_refused(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    a = 1\n    return a\n")
-    with pytest.raises(EngineError, match=r"edit the same text of standin\.code at character"):
-        patched(package.source, [package.edit("run", "a = 1", "a = 2"), package.edit("run", "1", "3")])
+    with pytest.raises(InstallationError) as error:
+        patched(package.source, {"a": package.edit("run", "a = 1", "a = 2"), "b": package.edit("run", "1", "3")})
+    path = package.module.__file__
+    assert error.value.reasons == dict.fromkeys("ab", f"a and b edit the same text at {path}:2")
 
 
 @pytest.mark.parametrize("what", ["function", "code", "class", "module attribute missing"])
@@ -480,16 +501,18 @@ def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callabl
         package.module.A = type("A", (), {"run": lambda self: 5})
     else:
         del package.module.A.run
-    found = Installation(package.source, verdicts).not_as_in_file()
-    assert set(found) == {"first"}
-    assert "A.run of standin.code is not what its file says" in found["first"]
+    reasons = refusal(package, **verdicts)
+    assert set(reasons) == {"first"}
+    assert "A.run of standin.code is not what its file says" in reasons["first"]
+    assert package.module.other() == 1
 
 
 def test_a_file_that_has_changed_since_the_import_is_reported(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     Path(str(package.module.__file__)).write_text("def run():\n    x = 7\n    return 1\n")
-    installation = Installation(package.source, {"fix": package.edit("run", "return 1", "return 2")})
-    assert set(installation.not_as_in_file()) == {"fix"}
+    assert not_as_in_file(package.source, [(CODE, "run")]) == not_as_in_file(package.source, [(CODE, "")])
+    assert not_as_in_file(package.source, [(CODE, "run")]) == ["run of standin.code"]
+    assert set(refusal(package, fix=package.edit("run", "return 1", "return 2"))) == {"fix"}
 
 
 NEW_MODULE = """
@@ -547,9 +570,8 @@ def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[...,
 
 def test_a_module_that_raises_leaves_nothing(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
-    installation = Installation(package.source, {"fix": with_module(package, NEW_MODULE, "raise ValueError('x')")})
-    with pytest.raises(ValueError, match="x"):
-        installation.install()
+    fixes = {"fix": with_module(package, NEW_MODULE, "raise ValueError('x')")}
+    assert refusal(package, **fixes) == {"fix": "ValueError: x"}
     assert {name for name in sys.modules if name.startswith("standin.")} == {CODE}
     assert set(vars(sys.modules["standin"])) & {"_plan", "_other"} == set()
     assert package.module.run() == 1
@@ -558,8 +580,8 @@ def test_a_module_that_raises_leaves_nothing(standin: Callable[..., StandIn]) ->
 def test_a_module_that_is_there_already_is_not_added(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     Path(package.source.location, "_plan.py").write_text("")
-    with pytest.raises(EngineError, match=r"standin\._plan is to be added, but .* has it"):
-        patched(package.source, [with_module(package, NEW_MODULE)])
+    with pytest.raises(InstallationError, match=r"standin\._plan is to be added, but .* has it"):
+        patched(package.source, {"fix": with_module(package, NEW_MODULE)})
 
 
 @pytest.mark.parametrize("failing", range(3))

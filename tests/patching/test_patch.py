@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, Verdict, applicable
+from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, SemanticPatch, Verdict, applicable
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.installation import EngineError, compile_patches, patched
-from te_graph_fixes.patching.patch import PYTORCH, SemanticPatch, edits, read
+from te_graph_fixes.patching.definition import UnrecognizedError
+from te_graph_fixes.patching.installation import InstallationError, compile_patches, patched
+from te_graph_fixes.patching.patch import PYTORCH, edits, read
 from te_graph_fixes.patching.rewriting import PatchError
-from te_graph_fixes.patching.source import ModuleSource, Source, UnrecognizedError
+from te_graph_fixes.patching.source import ModuleSource, Source
 
 CODE = f"{PYTORCH}.code"
 
@@ -35,8 +36,8 @@ def function(body: str) -> str:
 def applied(text: str, *patches: str) -> str:
     """The text with the edits of patches that know nothing of each other."""
     source = source_of(text)
-    verdicts = [applicable("", edits(source, patch)) for patch in patches]
-    return patched(source, verdicts)[CODE][1]
+    changes = {str(number): applicable("", edits(source, patch)) for number, patch in enumerate(patches)}
+    return patched(source, changes)[CODE][1]
 
 
 def hunk(change: str, notes: str = "") -> str:
@@ -98,7 +99,7 @@ def written(lines: list[Marked], marks: str, comments: bool = False) -> str:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
     lines = data.draw(blocks(iter(range(1000))))
@@ -146,10 +147,7 @@ def test_a_malformed_line_is_named(data: st.DataObject) -> None:
         ("@@ code.py run\n a = 1\n+b = = 1\n", "line 3: what the hunk makes is no Python"),
         ("@@ code.py run\n # nothing\n", "line 1: a hunk that looks for nothing"),
         ("@@ code.py run\n ...\n+b = 1\n ...\n c = 1\n", "line 3: no statement of the same block"),
-        (
-            "@@ code.py run\n if a:\n-    b = 1\n+    b = 2\n-    c = 1\n     d = 1\n+else:\n+    c = 1\n",
-            "line 8: no statement",
-        ),
+        ("@@ code.py run\n-a = f(...)\n+a = f(*..., 1)\n", "line 3: neither whole statements"),
     ],
 )
 def test_errors_of_a_patch_name_its_line(patch: str, error: str) -> None:
@@ -181,7 +179,7 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
         ("x = f(\n    a,\n    b,\n)", " f(\n     ...,\n+    c,\n     b,\n )", "x = f(\n    a,\n    c,\n    b,\n)"),
         ("x = f(\n    a,\n    k=b,\n)", " f(\n     ...,\n+    j=c,\n )", "x = f(\n    a,\n    k=b,\n    j=c,\n)"),
         ("x = not a", "-not a\n+not (a or b)", "x = not (a or b)"),
-        ("x = not (a)", "-not a\n+not (a or b)", "x = not ((a) or b)"),
+        ("x = not (a)", "-not a\n+not (a or b)", "x = not (a or b)"),
         ("x = a and b", "-a and b\n+a and b and c", "x = a and b and c"),
         ("x = a and (b or c)", "-a and (b or c)\n+a and (b or c) and a", "x = a and (b or c) and a"),
         ("x = a and (b)", "-a and b\n+a and b and c", "x = a and (b) and c"),
@@ -214,6 +212,7 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
             "if c:\n    x = 2  # why\nelse:\n    x = 3",
         ),
         ("# why\nx = a\ny = b", "-x = a\n y = b", "y = b"),
+        ("if a:\n    x = 1", " if a:\n     x = 1\n+else:\n+    y = 1", "if a:\n    x = 1\nelse:\n    y = 1"),
         ("x = a or b", "-x = ANY_X\n+x = -ANY_X", "x = -(a or b)"),
         ("x = a or b", "-x = ANY_X\n+x = ANY_X.c", "x = (a or b).c"),
         ("x = a or b", "-x = ANY_X\n+x = c == ANY_X", "x = c == (a or b)"),
@@ -221,6 +220,9 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
         ("x = f(a)", "-x = ANY_X\n+x = -ANY_X", "x = -f(a)"),
         ("x = f(y for y in a)", "-(y for y in a)\n+f(a)", "x = f(f(a))"),
         ("x = f(a)", "-x = f(a)\n+x = f(y for y in a)", "x = f(y for y in a)"),
+        ("x = (a + b) * c", "-a + b\n+a + b * c", "x = (a + b * c) * c"),
+        ("x = (a)", "-x = a\n+x = a + b", "x = (a) + b"),
+        ("x = (a + b)", "-x = a + b\n+x = a + b * c", "x = (a + b * c)"),
     ],
 )
 def test_only_what_differs_is_edited(before: str, change: str, after: str) -> None:
@@ -258,7 +260,10 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
         (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch, `@@ code.py run`.; or .*line 3 of the patch"),
         (hunk(" x = a") + "@@ code.py other\n x = c", "one definition of other .*line 3 of the patch"),
         (hunk(" x = a").replace("code", "other"), "module .*other .*line 1 of the patch"),
-        (hunk("-x = a\n+x = b") + "@@\n-a\n+c", "the hunks at lines 1 and 4 of the patch edit the same text, at line"),
+        (
+            hunk("-x = a\n+x = b") + "@@\n-a\n+c",
+            "lines 1 and 4 of the patch edit the same text, at code.py:2",
+        ),
     ],
 )
 def test_a_patch_that_does_not_fit_says_which_hunk(patch: str, error: str) -> None:
@@ -278,7 +283,9 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
         if is_set:
             compile_patches(source, {"fix": verdict})
         else:
-            with pytest.raises(EngineError, match=r"the edits read missing in run of code\.py, where nothing sets it"):
+            with pytest.raises(
+                InstallationError, match=r"the edits read missing in run of code\.py, where nothing sets it"
+            ):
                 compile_patches(source, {"fix": verdict})
 
 
@@ -286,7 +293,7 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
     ("patch", "count"),
     [
         (hunk("-run(x)\n+run(x, b)"), 1),
-        (hunk("-x = ANY_X\n+x = [ANY_X]", " (2 times)"), 4),
+        (hunk("-x = ANY_X\n+x = [ANY_X]", " (2 times)"), 2),
         (hunk("-x = ANY_X\n+x = -ANY_X", " (at least once)"), 2),
         ("@@ code.py other (if there)\n+y = 1\n x = 1", 0),
         (hunk(" x = c\n+y = c") + "@@ (or)\n x = a\n+y = a", 1),
@@ -315,7 +322,7 @@ def test_places_are_nested() -> None:
 
 
 def verdict(text: str, patch: SemanticPatch) -> Verdict:
-    return Fix("", patch).verdict(source_of(text))
+    return Fix("", patch).verdict_on(source_of(text))
 
 
 def test_a_fix_is_a_patch_or_upstreams() -> None:

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.patching.source import (
-    Definition,
-    ModuleSource,
-    Source,
-    TENotFoundError,
-    UnrecognizedError,
-    without_collections,
-)
+from te_graph_fixes.patching.definition import Definition, UnrecognizedError
+from te_graph_fixes.patching.rewriting import delete, insert_after, insert_before, replace
+from te_graph_fixes.patching.source import ModuleSource, Source, TENotFoundError, without_collections
 
 CODE = "transformer_engine.pytorch.code"
 
@@ -242,7 +237,7 @@ def test_a_match_gives_what_stands_in_the_place_of_a_name() -> None:
         "ANY_INDEX": "i",
     }
     assert match.node is run.one("if ANY: ...")
-    edit = run.delete(match["ANY_BODY"])
+    edit = delete(run, match["ANY_BODY"])
     assert run.module.text[edit.start : edit.end] == "        b = 2\n        c = 3\n"
 
 
@@ -250,10 +245,10 @@ def apply(text: str, change: str) -> str:
     run = definition(text)
     node = run.one("a = 1")
     edit = {
-        "replace": lambda: run.replace(node, "\na = 2\nb = 3\n"),
-        "before": lambda: run.insert_before(node, "\nb = 3\nc = 4\n"),
-        "after": lambda: run.insert_after(node, "b = 3"),
-        "delete": lambda: run.delete(node),
+        "replace": lambda: replace(run, node, "\na = 2\nb = 3\n"),
+        "before": lambda: insert_before(run, node, "\nb = 3\nc = 4\n"),
+        "after": lambda: insert_after(run, node, "b = 3"),
+        "delete": lambda: delete(run, node),
     }[change]()
     return text[: edit.start] + edit.text + text[edit.end :]
 
@@ -278,7 +273,7 @@ def test_edits_keep_the_rest_of_the_text(start: str, indent: str, change: str, b
 def test_an_edit_of_an_expression_stays_in_its_line() -> None:
     text = "def run(x):\n    return ('ä', None, x)  # ö\n"
     run = definition(text)
-    edit = run.replace(run.one("None"), "x")
+    edit = replace(run, run.one("None"), "x")
     assert text[: edit.start] + edit.text + text[edit.end :] == "def run(x):\n    return ('ä', x, x)  # ö\n"
     assert run.text(run.one("('ä', None, x)")) == "('ä', None, x)"
 

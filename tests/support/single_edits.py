@@ -47,7 +47,7 @@ def leave_out(fix_id: str, number: int) -> None:
 def conditions(source: Source, verdict: Verdict) -> list[tuple[Edit | str, int, int]]:
     """The conditions, and operands of ``and`` and ``or``, that a fix brings: edit or new module, start, end."""
     found: list[tuple[Edit | str, int, int]] = []
-    for name, (before, text) in patched(source, [verdict]).items():
+    for name, (before, text) in patched(source, {"": verdict}).items():
         module, shift = ModuleSource(name, name, text), 0
         places = sorted({module.span(node) for node in _conditions(module.tree)})
         found += [(name, start, end) for start, end in places if not before]
