@@ -121,7 +121,7 @@ class Captured:
                 parameter.taken = torch.zeros_like(parameter)
         if not program.late_hooks:
             self.hook_parameters(number, layer)
-        if program.wgrad_hooks and self.graphed:
+        if program.wgrad_hooks and self.graphed and number >= 0:  # `wgrad` notes those of an eager run
             for index, module in enumerate(delayed(layer)):
                 module.register_wgrad_accumulation_and_reduce_hooks(
                     lambda index=index: self.called.append(f"wgrad {number} {index}")
