@@ -16,12 +16,13 @@ import te_graph_fixes
 from te_graph_fixes.commands import answers
 from te_graph_fixes.commands.cli import COMMANDS, main
 from te_graph_fixes.decision import verdicts, with_required
-from te_graph_fixes.fix import APPLICABLE, GROUPS
+from te_graph_fixes.fix import GROUPS
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH
 from te_graph_fixes.stamp import MADE, of_source
+from te_graph_fixes.state import State
 from tests.support.child import ROOT, Cli, python
 from tests.support.published import COVERED, RENAMED, altered, needed, source
 from tools import newest
@@ -52,7 +53,7 @@ def written(tree: Path) -> Iterator[tuple[Path, bytes]]:
     te = Source.at(tree)
     verdict_of = verdicts(te)
     for name, (_, after) in patched(
-        te, {fix: each for fix, each in verdict_of.items() if each.verdict == APPLICABLE}
+        te, {fix: each for fix, each in verdict_of.items() if each.state == State.APPLICABLE}
     ).items():
         found = te.find(name)
         yield Path(found.path) if found else tree.joinpath(*name.split(".")).with_suffix(".py"), after.encode()
