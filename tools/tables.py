@@ -55,8 +55,8 @@ def size() -> str:
     needed = [fix for fix in status["fixes"].values() if fix["verdict"] == State.APPLICABLE]
     return (
         f"TE {SHOWN} has {len(needed)} of the {len(CATALOGUE)} defects: some {round(added, -1)} lines are added and "
-        f"{round(removed, -1)} removed in {len(changed)} of its modules, and {len(new)} new modules of {round(own, -2):,} "
-        "lines are added to it."
+        f"{round(removed, -1)} removed in {len(changed)} of its modules, and {len(new)} new modules "
+        f"of {round(own, -2):,} lines are added to it."
     )
 
 
