@@ -156,11 +156,10 @@ class Pattern:
     def _match_keywords(self, wanted: ast.Call, found: ast.Call, bindings: Bindings) -> list[Bindings]:
         """Each way in which the keywords match, in any order; of a call that has ``...``, those that are named."""
         given = {keyword.arg: keyword for keyword in found.keywords}
-        ways = [bindings]
-        if wanted.args and is_gap(wanted.args[-1]):
-            ways = [self._bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
-        elif len(given) != len(wanted.keywords):
+        is_open = bool(wanted.args) and is_gap(wanted.args[-1])
+        if not is_open and len(given) != len(wanted.keywords):
             return []
+        ways = [bindings]
         for keyword in wanted.keywords:
             ways = [bound for known in ways for bound in self._match(keyword, given.get(keyword.arg), known)]
         return ways
@@ -169,9 +168,8 @@ class Pattern:
         """Each way in which parameters match that have ``...``, with the defaults of those that are named."""
         ours, theirs = _defaults(wanted), _defaults(found)
         ours.pop("ANY", None)
-        everything = [*found.args, *filter(None, theirs.values())]
         return [
-            self._bind_end(wanted.args[-1], everything, bound)
+            bound
             for known, rest in self._match_sequence(wanted.args, found.args + found.kwonlyargs, bindings)
             if not rest
             for bound in self._match([*ours.values()], [theirs.get(name) for name in ours], known)
@@ -188,12 +186,6 @@ class Pattern:
         starts = {(gap, START): first_of(found[0])} if found else {}
         ends = {(gap, END): last_of(found[length - 1])} if length else {}
         return {**bindings, **starts, **ends}
-
-    def _bind_end(self, gap: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
-        """What is bound where a list ends in a located gap: what is added after ``...`` comes after all."""
-        if not (nodes and is_gap(gap) and gap in self._located):
-            return bindings
-        return {**bindings, (gap, END): max(nodes, key=extent)}
 
 
 def heads_of(body: Sequence[Any]) -> Iterator[Any]:
