@@ -100,11 +100,6 @@ class FunctionPatch(NamedTuple):
     maker: CodeType | None = None
 
     @property
-    def scope(self) -> Any:
-        """The module, or the class, that holds the function."""
-        return reduce(getattr, self.qualname.split(".")[:-1], cast(Any, sys.modules[self.module]))
-
-    @property
     def live(self) -> Any:
         """The loaded function: see `loaded_function`."""
         return loaded_function(self.module, self.qualname, (self.after, self.before))
@@ -271,9 +266,10 @@ class Installation:
         def attempt(changes: Iterable[str], step: Callable[..., None], *arguments: Any) -> None:
             try:
                 step(*arguments)
+            except InstallationError as error:
+                reasons.update(error.reasons)
             except Exception as error:
-                reason = str(error) if isinstance(error, ReplacedError) else f"{type(error).__name__}: {error}"
-                reasons.update(dict.fromkeys(changes, reason))
+                reasons.update(dict.fromkeys(changes, f"{type(error).__name__}: {error}"))
 
         try:
             for name, (before, text) in self._texts.items():
@@ -310,21 +306,18 @@ class Installation:
 
     def _install(self, patch: FunctionPatch) -> None:
         if not patch.runs(patch.before):
-            raise ReplacedError(f"{patch.qualname} of {patch.module} {REPLACED}")
+            reason = f"{patch.qualname} of {patch.module} {REPLACED}"
+            raise InstallationError(dict.fromkeys(patch.changes, reason))
         if patch.maker is None:
             self._put(patch.live, "__code__", patch.after)
             return
         made: dict[str, Any] = {}
         exec(patch.maker, vars(sys.modules[patch.module]), made)
         (with_added,) = made.values()
-        name = patch.qualname.rpartition(".")[2]
+        owner, name = patch.qualname.split(".")
         method = vars(with_added)[name]
-        function = getattr(method, "__func__", method)
-        function.__code__ = patch.after
-        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if variable == "__class__":  # that of super()
-                cell.cell_contents = patch.scope
-        self._put(patch.scope, name, method)
+        getattr(method, "__func__", method).__code__ = patch.after
+        self._put(getattr(sys.modules[patch.module], owner), name, method)
 
     def is_live(self, name: str) -> bool:
         """Whether what was put in place for a change is what runs."""
@@ -347,10 +340,6 @@ class Installation:
 
 
 REPLACED = "is not what its file says: another package has replaced it, or the file has changed since the import"
-
-
-class ReplacedError(Exception):
-    """A function is not loaded as its file says."""
 
 
 def _attribute(owner: Any, name: str) -> Any:
