@@ -26,8 +26,7 @@ Node: TypeAlias = "ast.expr | ast.stmt"
 Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
-BLOCKS = {"body", "orelse", "finalbody"}
-_ALL_BLOCKS = ("body", "handlers", "orelse", "finalbody")
+_BLOCKS = ("body", "handlers", "orelse", "finalbody")
 
 START, END = 0, 1
 NO_SYNTAX = {"ctx", "kind", "type_comment"}
@@ -143,7 +142,7 @@ class Pattern:
     def _match_parts(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
         ignored = _ignored_parts(wanted)
         ways = [bindings]
-        for part in _in_order(wanted._fields):
+        for part in wanted._fields:
             if ways and part not in NO_SYNTAX and part not in ignored:
                 ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
                 ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
@@ -192,14 +191,14 @@ def heads_of(body: Sequence[Any]) -> Iterator[Any]:
     """Statements and those in their blocks, in order."""
     for node in body:
         yield node
-        for block in _ALL_BLOCKS:
+        for block in _BLOCKS:
             yield from heads_of(getattr(node, block, None) or ())
 
 
 def _bare(statement: Any) -> Any:
     """A statement without its blocks."""
     bare = copy.copy(statement)
-    for block in _ALL_BLOCKS:
+    for block in _BLOCKS:
         if hasattr(bare, block):
             setattr(bare, block, [])
     return bare
@@ -260,13 +259,6 @@ def without_annotation(node: Any) -> Any:
     if isinstance(node, ast.AnnAssign) and node.value:
         return ast.copy_location(ast.Assign([node.target], node.value), node)
     return node
-
-
-@cache
-def _in_order(parts: tuple[str, ...]) -> list[str]:
-    """The parts of a node as they are compared: what is most often the same comes late, and blocks come last."""
-    backwards = parts[::-1]
-    return sorted(backwards, key=BLOCKS.__contains__)
 
 
 def _ignored_parts(wanted: Any) -> Sequence[str]:
