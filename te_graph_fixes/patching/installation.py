@@ -170,14 +170,14 @@ def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> 
             _require_fit(patch, known, module.path)
             yield patch
     for edit, owner in outside:
-        maker, names = _class_with_added_methods(module, ast.parse(text), edit, owner)
+        maker, names = _class_with_added_methods(module, edit, owner)
         for name in names:
             patch = FunctionPatch(module.name, name, None, new[name], frozenset({owner}), maker)
             _require_fit(patch, known, module.path)
             yield patch
 
 
-def _compiled(name: str, text: str | ast.Module) -> CodeType:
+def _compiled(name: str, text: str) -> CodeType:
     return compile(text, _PATH.format(name), "exec", dont_inherit=True)
 
 
@@ -197,25 +197,21 @@ def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)
 
 
-def _class_with_added_methods(
-    module: ModuleSource, tree: ast.Module, edit: Edit, owner: str
-) -> tuple[CodeType, list[str]]:
-    """What defines a class with the methods alone that an edit, which leads to ``tree``, adds; and their names."""
+def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> tuple[CodeType, list[str]]:
+    """What defines a class with the methods alone that an edit adds; and their names."""
     classes = [
         node.name
         for node in module.tree.body
         if isinstance(node, ast.ClassDef)
         and module.starts[node.lineno] < edit.start <= module.starts[cast(int, node.end_lineno) + 1]
     ]
-    added = ast.parse(textwrap.dedent(edit.text)).body
+    text = textwrap.dedent(edit.text)
+    added = ast.parse(text).body
     if not classes or edit.start < edit.end or {type(node) for node in added} != {ast.FunctionDef}:
         reason = f"an edit of {module.path} is not in a function, and does more than add methods to a class"
         raise InstallationError({owner: reason})
-    names = [cast(ast.FunctionDef, node).name for node in added]
-    own = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == classes[0])
-    own.bases, own.keywords, own.decorator_list = [], [], []
-    own.body = [node for node in own.body if getattr(node, "name", "") in names]
-    return _compiled(module.name, ast.Module([own], [])), [f"{own.name}.{name}" for name in names]
+    maker = _compiled(module.name, f"class {classes[0]}:\n{textwrap.indent(text, ' ')}")
+    return maker, [f"{classes[0]}.{cast(ast.FunctionDef, node).name}" for node in added]
 
 
 def _require_fit(patch: FunctionPatch, known: set[str], path: str) -> None:

@@ -182,7 +182,7 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
     ],
 )
 def test_patterns_match_by_syntax(pattern: str, text: str, matches: int) -> None:
-    assert len(definition(f"def run(x):\n    {text}\n").all(pattern)) == matches
+    assert len(definition(f"def run(x):\n    {text}\n").matches(pattern)) == matches
 
 
 def test_collections_are_put_off_and_go_on_as_they_were() -> None:
