@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import itertools
 import os
-import re
 import shlex
 import signal
 import sys
@@ -106,32 +105,11 @@ def variables() -> dict[str, str]:
 
 
 def _require_startable(command: Sequence[str]) -> None:
-    """Raise ValueError where there is no command, or a Python that does not run our ``sitecustomize``."""
+    """Raise ValueError where there is no command."""
     if not command or not command[0]:
         raise ValueError("no command; write for example: te-graph-fixes run python train.py")
     if command[0].isdecimal():
         raise ValueError(f"no program is called {command[0]}; write --check={command[0]} for the steps")
-    if option := _out_of_reach(command):
-        raise ValueError(
-            f"cannot reach {command[0]} {option}: drop {option}, or `import te_graph_fixes` in the program"
-        )
-
-
-def _out_of_reach(command: Sequence[str]) -> str:
-    """The option that keeps a Python from our ``sitecustomize``; "" if there is none."""
-    words = iter(command[1:] if re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])) else ())
-    for word in words:
-        options = re.fullmatch(r"-([a-zA-Z]*?)(?:([cmWX])(.*))?", word)
-        if word == "-" or options is None:
-            break
-        flags, last, value = options.groups()
-        if found := re.search("[EIS]", flags):
-            return f"-{found[0]}"
-        if last in ("c", "m"):
-            break
-        if last and not value:
-            next(words, None)
-    return ""
 
 
 def _fail(status: int, message: object) -> int:

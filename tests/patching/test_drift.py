@@ -6,7 +6,6 @@ Nothing is imported from TE. What is fetched, and where it is kept, is in `tests
 from __future__ import annotations
 
 import ast
-import gc
 import os
 import shutil
 import subprocess
@@ -123,21 +122,6 @@ def test_only_the_functions_that_are_named_differ(version: str) -> None:
         if before:
             names = {qualname for module, qualname in touched if module == name}
             assert without(before, names) == without(after, names)
-
-
-def test_a_reading_lets_the_syntax_trees_go_without_a_collection() -> None:
-    def trees() -> int:
-        return sum(isinstance(found, (ast.Module, ast.FunctionDef)) for found in gc.get_objects())
-
-    Decision(Source.at(source("2.12.0")), Settings())  # compiles the patches, which stay
-    gc.disable()
-    try:
-        before = trees()
-        decision = Decision(Source.at(source("2.12.0")), Settings())
-        assert trees() == before
-        assert decision.source.module("transformer_engine.pytorch.graph").tree
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("version", COVERED)
