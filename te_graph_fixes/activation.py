@@ -92,7 +92,8 @@ class _Activation:
     def deactivate(self) -> None:
         """Take every fix back and stop watching for TransformerEngine. What others have wrapped or replaced stays."""
         with self._lock:
-            self._reverted |= self._applied
+            if self._decision and self._decision.installation.is_in_place:
+                self._reverted |= frozenset(self._decision.to_apply)
             self._stop()
         from .stamp import installed
 
@@ -121,7 +122,7 @@ class _Activation:
                 self._decision, self._early = decision, None
         self._warn_or_raise(decision.disagreement, settings)
         if settings.strict and not loaded(PACKAGE):
-            self._report_problems(self.report(), settings)
+            self._warn_or_raise(problem_summary(self.report(), strict=True), settings)
 
     def after(self, name: str, late: bool = False) -> None:
         """``name`` has been executed: install what is chosen, if all that it changes has been.
@@ -141,13 +142,8 @@ class _Activation:
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
         report = self.report()
-        self._report_problems(report, decision.settings)
+        self._warn_or_raise(problem_summary(report, decision.settings.strict), decision.settings)
         announce(report, decision.settings.verbose)
-
-    @property
-    def _applied(self) -> frozenset[str]:
-        """The fixes that are in place."""
-        return frozenset(self._decision.to_apply if self._decision and self._decision.installation.is_in_place else ())
 
     def _take_back(self) -> None:
         if self._decision:
@@ -159,10 +155,6 @@ class _Activation:
             sys.meta_path.remove(self._finder)
         self._take_back()
         self._settings = self._early = self._decision = None
-
-    def _report_problems(self, report: Report, settings: Settings) -> None:
-        """Warn, or raise in strict mode, where a graph is without a fix that it needs."""
-        self._warn_or_raise(problem_summary(report, settings.strict), settings)
 
     def _warn_or_raise(self, text: str, settings: Settings) -> None:
         """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""

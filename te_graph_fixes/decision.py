@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
+from .messages import named
 from .patching.installation import REPLACED, Installation, InstallationError, not_as_in_file
 from .patching.source import Source, TENotFoundError, without_collections
 from .settings import Settings
@@ -18,8 +19,6 @@ from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
 from .state import State
 
 ON_DISK = "corrected on disk by"
-_NAMED = 5
-"""As many fixes are named in a message, more are counted."""
 _WELL = (State.APPLICABLE, State.NOT_NEEDED, State.NOT_APPLICABLE)
 
 
@@ -89,15 +88,11 @@ def disagreement(settings: Settings, stamp: Stamp | None) -> str:
         wanted = wanted.union(*map(with_required, wanted & CATALOGUE.keys())) & decided - settings.disable
     said = []
     if extra := sorted(made - wanted):
-        said.append(f"hold {_some(extra)}, which the settings leave out")
+        said.append(f"hold {named(extra)}, which the settings leave out")
     if missing := sorted(wanted - made):
-        said.append(f"lack {_some(missing)}, which the settings ask for")
+        said.append(f"lack {named(missing)}, which the settings ask for")
     advice = "take the fixes out of TransformerEngine's files with `te-graph-fixes bake --undo`"
     return f"{advice}: they {' and '.join(said)}" if said else ""
-
-
-def _some(fixes: Sequence[str]) -> str:
-    return ", ".join(fixes) if len(fixes) <= _NAMED else f"{len(fixes)} fixes"
 
 
 def expected(fix: Fix, version: str | None) -> str | None:

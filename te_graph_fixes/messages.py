@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 
 from .report import Report, TEGraphFixesWarning, te_name
 from .state import State
@@ -39,7 +40,7 @@ def problem_summary(report: Report, strict: bool) -> str:
             f"{te}: {_count(len(bad), 'fix')} that it needs cannot be applied, so its graphs may give wrong gradients. "
             f"Stop the job or switch graphs off; {how_to_report()}; {advice}"
         ]
-        lines += [f"{_names(fixes)}: {reason}" for reason, fixes in _by_value(bad).items()]
+        lines += [f"{named(fixes)}: {reason}" for reason, fixes in _by_value(bad).items()]
     if early:
         lines.append(
             f"{te}: {_count(early, 'graph')} captured before the fixes were in place will stay without them and may "
@@ -114,7 +115,7 @@ def _in_short(report: Report, everything: bool) -> str:
     else:
         text = f"no fix applied to {te}"
     for word, fixes in (("missing", report.having(*_BAD)), ("left out", report.having(State.DISABLED))):
-        text += f"; {word}: {_names(list(fixes))}" if fixes else ""
+        text += f"; {word}: {named(list(fixes))}" if fixes else ""
     if everything:
         words = _by_value({fix_id: str(status.status) for fix_id, status in report.fixes.items()})
         text += " (" + "; ".join(f"{word}: {', '.join(ids)}" for word, ids in sorted(words.items())) + ")"
@@ -126,7 +127,8 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what if number == 1 else plural}"
 
 
-def _names(fixes: list[str]) -> str:
+def named(fixes: Sequence[str]) -> str:
+    """The fixes by their names if they are few, or else their number."""
     return ", ".join(fixes) if len(fixes) <= _NAMED else _count(len(fixes), "fix")
 
 

@@ -75,10 +75,6 @@ class Definition:
                 found[tuple(map(extent, (match.node, *match.values())))] = match
         return sorted(found.values(), key=lambda match: extent(match.node))
 
-    def all(self, pattern: str) -> list[Node]:
-        """The nodes of the `matches`."""
-        return [match.node for match in self.matches(pattern)]
-
     def has(self, pattern: str | Pattern) -> bool:
         """Whether the pattern matches at least once."""
         return bool(self.matches(pattern))

@@ -100,11 +100,6 @@ class FunctionPatch(NamedTuple):
     maker: CodeType | None = None
 
     @property
-    def scope(self) -> Any:
-        """The module, or the class, that holds the function."""
-        return reduce(getattr, self.qualname.split(".")[:-1], cast(Any, sys.modules[self.module]))
-
-    @property
     def live(self) -> Any:
         """The loaded function: see `loaded_function`."""
         return loaded_function(self.module, self.qualname, (self.after, self.before))
@@ -175,14 +170,14 @@ def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> 
             _require_fit(patch, known, module.path)
             yield patch
     for edit, owner in outside:
-        maker, names = _class_with_added_methods(module, ast.parse(text), edit, owner)
+        maker, names = _class_with_added_methods(module, edit, owner)
         for name in names:
             patch = FunctionPatch(module.name, name, None, new[name], frozenset({owner}), maker)
             _require_fit(patch, known, module.path)
             yield patch
 
 
-def _compiled(name: str, text: str | ast.Module) -> CodeType:
+def _compiled(name: str, text: str) -> CodeType:
     return compile(text, _PATH.format(name), "exec", dont_inherit=True)
 
 
@@ -202,25 +197,21 @@ def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)
 
 
-def _class_with_added_methods(
-    module: ModuleSource, tree: ast.Module, edit: Edit, owner: str
-) -> tuple[CodeType, list[str]]:
-    """What defines a class with the methods alone that an edit, which leads to ``tree``, adds; and their names."""
+def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> tuple[CodeType, list[str]]:
+    """What defines a class with the methods alone that an edit adds; and their names."""
     classes = [
         node.name
         for node in module.tree.body
         if isinstance(node, ast.ClassDef)
         and module.starts[node.lineno] < edit.start <= module.starts[cast(int, node.end_lineno) + 1]
     ]
-    added = ast.parse(textwrap.dedent(edit.text)).body
+    text = textwrap.dedent(edit.text)
+    added = ast.parse(text).body
     if not classes or edit.start < edit.end or {type(node) for node in added} != {ast.FunctionDef}:
         reason = f"an edit of {module.path} is not in a function, and does more than add methods to a class"
         raise InstallationError({owner: reason})
-    names = [cast(ast.FunctionDef, node).name for node in added]
-    own = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == classes[0])
-    own.bases, own.keywords, own.decorator_list = [], [], []
-    own.body = [node for node in own.body if getattr(node, "name", "") in names]
-    return _compiled(module.name, ast.Module([own], [])), [f"{own.name}.{name}" for name in names]
+    maker = _compiled(module.name, f"class {classes[0]}:\n{textwrap.indent(text, ' ')}")
+    return maker, [f"{classes[0]}.{cast(ast.FunctionDef, node).name}" for node in added]
 
 
 def _require_fit(patch: FunctionPatch, known: set[str], path: str) -> None:
@@ -271,9 +262,10 @@ class Installation:
         def attempt(changes: Iterable[str], step: Callable[..., None], *arguments: Any) -> None:
             try:
                 step(*arguments)
+            except InstallationError as error:
+                reasons.update(error.reasons)
             except Exception as error:
-                reason = str(error) if isinstance(error, ReplacedError) else f"{type(error).__name__}: {error}"
-                reasons.update(dict.fromkeys(changes, reason))
+                reasons.update(dict.fromkeys(changes, f"{type(error).__name__}: {error}"))
 
         try:
             for name, (before, text) in self._texts.items():
@@ -310,21 +302,18 @@ class Installation:
 
     def _install(self, patch: FunctionPatch) -> None:
         if not patch.runs(patch.before):
-            raise ReplacedError(f"{patch.qualname} of {patch.module} {REPLACED}")
+            reason = f"{patch.qualname} of {patch.module} {REPLACED}"
+            raise InstallationError(dict.fromkeys(patch.changes, reason))
         if patch.maker is None:
             self._put(patch.live, "__code__", patch.after)
             return
         made: dict[str, Any] = {}
         exec(patch.maker, vars(sys.modules[patch.module]), made)
         (with_added,) = made.values()
-        name = patch.qualname.rpartition(".")[2]
+        owner, name = patch.qualname.split(".")
         method = vars(with_added)[name]
-        function = getattr(method, "__func__", method)
-        function.__code__ = patch.after
-        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if variable == "__class__":  # that of super()
-                cell.cell_contents = patch.scope
-        self._put(patch.scope, name, method)
+        getattr(method, "__func__", method).__code__ = patch.after
+        self._put(getattr(sys.modules[patch.module], owner), name, method)
 
     def is_live(self, name: str) -> bool:
         """Whether what was put in place for a change is what runs."""
@@ -347,10 +336,6 @@ class Installation:
 
 
 REPLACED = "is not what its file says: another package has replaced it, or the file has changed since the import"
-
-
-class ReplacedError(Exception):
-    """A function is not loaded as its file says."""
 
 
 def _attribute(owner: Any, name: str) -> Any:

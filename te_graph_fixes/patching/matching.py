@@ -26,8 +26,7 @@ Node: TypeAlias = "ast.expr | ast.stmt"
 Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
-BLOCKS = {"body", "orelse", "finalbody"}
-_ALL_BLOCKS = ("body", "handlers", "orelse", "finalbody")
+_BLOCKS = ("body", "handlers", "orelse", "finalbody")
 
 START, END = 0, 1
 NO_SYNTAX = {"ctx", "kind", "type_comment"}
@@ -143,7 +142,7 @@ class Pattern:
     def _match_parts(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
         ignored = _ignored_parts(wanted)
         ways = [bindings]
-        for part in _in_order(wanted._fields):
+        for part in wanted._fields:
             if ways and part not in NO_SYNTAX and part not in ignored:
                 ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
                 ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
@@ -156,11 +155,10 @@ class Pattern:
     def _match_keywords(self, wanted: ast.Call, found: ast.Call, bindings: Bindings) -> list[Bindings]:
         """Each way in which the keywords match, in any order; of a call that has ``...``, those that are named."""
         given = {keyword.arg: keyword for keyword in found.keywords}
-        ways = [bindings]
-        if wanted.args and is_gap(wanted.args[-1]):
-            ways = [self._bind_end(wanted.args[-1], [*found.args, *found.keywords], bindings)]
-        elif len(given) != len(wanted.keywords):
+        is_open = bool(wanted.args) and is_gap(wanted.args[-1])
+        if not is_open and len(given) != len(wanted.keywords):
             return []
+        ways = [bindings]
         for keyword in wanted.keywords:
             ways = [bound for known in ways for bound in self._match(keyword, given.get(keyword.arg), known)]
         return ways
@@ -169,9 +167,8 @@ class Pattern:
         """Each way in which parameters match that have ``...``, with the defaults of those that are named."""
         ours, theirs = _defaults(wanted), _defaults(found)
         ours.pop("ANY", None)
-        everything = [*found.args, *filter(None, theirs.values())]
         return [
-            self._bind_end(wanted.args[-1], everything, bound)
+            bound
             for known, rest in self._match_sequence(wanted.args, found.args + found.kwonlyargs, bindings)
             if not rest
             for bound in self._match([*ours.values()], [theirs.get(name) for name in ours], known)
@@ -189,25 +186,19 @@ class Pattern:
         ends = {(gap, END): last_of(found[length - 1])} if length else {}
         return {**bindings, **starts, **ends}
 
-    def _bind_end(self, gap: Any, nodes: list[Any], bindings: Bindings) -> Bindings:
-        """What is bound where a list ends in a located gap: what is added after ``...`` comes after all."""
-        if not (nodes and is_gap(gap) and gap in self._located):
-            return bindings
-        return {**bindings, (gap, END): max(nodes, key=extent)}
-
 
 def heads_of(body: Sequence[Any]) -> Iterator[Any]:
     """Statements and those in their blocks, in order."""
     for node in body:
         yield node
-        for block in _ALL_BLOCKS:
+        for block in _BLOCKS:
             yield from heads_of(getattr(node, block, None) or ())
 
 
 def _bare(statement: Any) -> Any:
     """A statement without its blocks."""
     bare = copy.copy(statement)
-    for block in _ALL_BLOCKS:
+    for block in _BLOCKS:
         if hasattr(bare, block):
             setattr(bare, block, [])
     return bare
@@ -268,13 +259,6 @@ def without_annotation(node: Any) -> Any:
     if isinstance(node, ast.AnnAssign) and node.value:
         return ast.copy_location(ast.Assign([node.target], node.value), node)
     return node
-
-
-@cache
-def _in_order(parts: tuple[str, ...]) -> list[str]:
-    """The parts of a node as they are compared: what is most often the same comes late, and blocks come last."""
-    backwards = parts[::-1]
-    return sorted(backwards, key=BLOCKS.__contains__)
 
 
 def _ignored_parts(wanted: Any) -> Sequence[str]:

@@ -330,7 +330,7 @@ class Difference(NamedTuple):
 
 
 def _splice(old: Side, new: Side, run: Difference) -> Iterator[Splice]:
-    """What replaces tokens by others; the difference is moved and widened until it begins and ends at nodes."""
+    """What replaces tokens by others; the difference is widened until it begins and ends at nodes."""
     a, b, c, d = run
     while a < b and c < d and old.tokens[a].text == new.tokens[c].text:
         a, c = a + 1, c + 1
@@ -338,7 +338,7 @@ def _splice(old: Side, new: Side, run: Difference) -> Iterator[Splice]:
         b, d = b - 1, d - 1
     if (a, c) == (b, d):
         return
-    for difference in _moved_and_widened(old, new, Difference(a, b, c, d)):
+    for difference in _widened(old, new, Difference(a, b, c, d)):
         for start, end, first, last in _ends(old, new, difference):
             text = new.text[first:last]
             if re.search(r"\.\.\.|\bANY\b", text):
@@ -349,14 +349,10 @@ def _splice(old: Side, new: Side, run: Difference) -> Iterator[Splice]:
     raise PatchError(f"line {new.number(line)}: neither whole statements nor a part of an expression")
 
 
-def _moved_and_widened(old: Side, new: Side, difference: Difference) -> Iterator[Difference]:
-    """The same difference, seen further to the left where that comes to the same; then with more and more around it."""
+def _widened(old: Side, new: Side, difference: Difference) -> Iterator[Difference]:
+    """The same difference, then with more and more around it."""
     a, b, c, d = difference
     yield difference
-    while c < d and a == b and a > 0 and new.tokens[c - 1].text == new.tokens[d - 1].text:
-        a, b, c, d = a - 1, b - 1, c - 1, d - 1
-        yield Difference(a, b, c, d)
-    a, b, c, d = difference
     most = len(old.tokens)
     left = next((i for i in range(min(a, c)) if old.tokens[a - i - 1].text != new.tokens[c - i - 1].text), min(a, c))
     room = min(most - b, len(new.tokens) - d)

@@ -26,7 +26,6 @@ from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import extent
 
 TE = "transformer_engine"
-_NEVER = 1_000_000_007
 _DISTRIBUTIONS = (
     *(TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch"),
     *("transformer_engine_rocm7", "transformer_engine_rocm_torch"),
@@ -39,14 +38,14 @@ class TENotFoundError(Exception):
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Put off the collection of garbage, slow next to torch's objects; what another thread sets meanwhile stays."""
-    before = gc.get_threshold()
-    gc.set_threshold(_NEVER, *before[1:])
+    """Put off the collection of garbage, which is slow next to torch's objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        if gc.get_threshold()[0] == _NEVER:
-            gc.set_threshold(*before)
+        if was_enabled:
+            gc.enable()
 
 
 class Edit(NamedTuple):

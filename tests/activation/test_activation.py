@@ -816,16 +816,6 @@ def test_fixes_with_one_reason_are_named_together(own_world: World) -> None:
     assert out.count("\n  graph: it requires linear, which is failed") == out.count("TEGraphFixesWarning") == 1
 
 
-def test_garbage_collection_is_left_alone(world: World) -> None:
-    world.run("""
-import gc
-def fail(): raise AssertionError("the whole process has one garbage collector")
-gc.disable = gc.enable = gc.freeze = fail
-import te_graph_fixes
-assert results() == RIGHT and statuses() == APPLIED
-""")
-
-
 RIGHT_ON_DISK = """
 for name in ("graph", "linear"):
     path = f"transformer_engine/pytorch/{name}.py"

@@ -182,39 +182,31 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
     ],
 )
 def test_patterns_match_by_syntax(pattern: str, text: str, matches: int) -> None:
-    assert len(definition(f"def run(x):\n    {text}\n").all(pattern)) == matches
+    assert len(definition(f"def run(x):\n    {text}\n").matches(pattern)) == matches
 
 
-def test_collections_are_put_off_and_nothing_else_changes() -> None:
-    before = gc.get_threshold()
+def test_collections_are_put_off_and_go_on_as_they_were() -> None:
     with without_collections():
-        assert gc.get_threshold()[1:] == before[1:]
-        assert gc.isenabled()
         with without_collections():
             pass
-        count = [generation["collections"] for generation in gc.get_stats()]
-        kept = [[i] for i in range(300_000)]
-        assert [generation["collections"] for generation in gc.get_stats()] == count
-        del kept
-    assert gc.get_threshold() == before
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()  # as a job does that collects by itself
     try:
         with without_collections():
-            gc.disable()
-            gc.set_threshold(5, 6, 7)  # as another thread may
-        assert (gc.isenabled(), gc.get_threshold()) == (False, (5, 6, 7))
+            pass
+        assert not gc.isenabled()
     finally:
         gc.enable()
-        gc.set_threshold(*before)
 
 
 def test_two_threads_that_put_collections_off_leave_none_off() -> None:
-    before = gc.get_threshold()
     first, second = without_collections(), without_collections()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
-    assert gc.get_threshold() == before
+    assert gc.isenabled()
 
 
 def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
