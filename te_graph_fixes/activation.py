@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .finder import PACKAGE, Finder, loaded, runs_unchecked_bytecode
+from .importing import PACKAGE, Finder, loaded, runs_unchecked_bytecode
 from .messages import announce, problem_summary, rank, warn
 from .report import FixNotAppliedError, FixStatus, Report, copies_of_graphs
 from .settings import Settings, unknown_variables

@@ -251,9 +251,8 @@ class Decision:
     @property
     def left_out(self) -> list[str]:
         """The fixes that the settings leave out though this TE may need them."""
-        needed = [
-            fix_id for fix_id, verdict in self.verdicts.items() if verdict.state not in (*_WELL[1:], State.DISABLED)
-        ]
+        by_source = {fix_id: verdict for fix_id, verdict in self.verdicts.items() if not verdict.stamped}
+        needed = [fix_id for fix_id, verdict in by_source.items() if verdict.state not in _WELL[1:]]
         return [fix_id for fix_id in needed if self.decisions[fix_id].state == State.DISABLED]
 
     @property

@@ -17,8 +17,6 @@ from .shipped import new_module
 from .state import State
 
 APPLICABLE = State.APPLICABLE
-NOT_NEEDED = State.NOT_NEEDED
-NOT_APPLICABLE = State.NOT_APPLICABLE
 UNRECOGNIZED = State.UNRECOGNIZED
 
 GROUPS = (

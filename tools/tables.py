@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 
-from te_graph_fixes.fix import APPLICABLE, GROUPS, Fix
+from te_graph_fixes.fix import GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.messages import PLACEHOLDER
 from te_graph_fixes.stamp import NAME as STAMP
+from te_graph_fixes.state import State
 from tests.support.child import ROOT, python
 from tests.support.published import source
 
@@ -51,7 +52,7 @@ def size() -> str:
     changed = [text for text in files if text not in new]
     added, removed, own = _lines(changed, "+"), _lines(changed, "-"), _lines(new, "+")
     status = json.loads(python("-m", "te_graph_fixes", "status", "--source", path, "--json").stdout)
-    needed = [fix for fix in status["fixes"].values() if fix["verdict"] == APPLICABLE]
+    needed = [fix for fix in status["fixes"].values() if fix["verdict"] == State.APPLICABLE]
     return (
         f"TE {SHOWN} has {len(needed)} of the {len(CATALOGUE)} defects: some {round(added, -1)} lines are added and "
         f"{round(removed, -1)} removed in {len(changed)} of its modules, and {len(new)} modules of {round(own, -2):,} "

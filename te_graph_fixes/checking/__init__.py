@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..finder import PACKAGE
+from ..importing import PACKAGE
 from ..settings import CHECK, Settings
 
 DIFFERENT = 86  # the exit status of a process that a strict check has ended

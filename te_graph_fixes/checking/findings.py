@@ -30,9 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..activation import report
 from ..decision import verdicts
 from ..difference import off_by
-from ..fix import APPLICABLE, Fix
+from ..fix import Fix
 from ..fixes import CATALOGUE
 from ..patching.source import Source
+from ..state import State
 from . import DIFFERENT, Options
 
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
@@ -163,7 +164,7 @@ class Check:
     @functools.cached_property
     def _open(self) -> list[Fix]:
         """The fixes that this TransformerEngine needs, and that are not applied."""
-        needed = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE]
+        needed = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.state == State.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
 
     def finish(self) -> Check:

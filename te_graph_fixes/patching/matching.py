@@ -4,7 +4,7 @@ In a pattern
 
 - ``ANY`` is any expression, ``ANY_NAME`` too; where the same name comes again it is the same text;
 - ``...`` is any number of statements, arguments, parameters, or items of a tuple or a ``with`` (``*ANY`` where Python
-  wants a target); ``ANY_NAME: ...`` is at least one statement;
+  wants a target);
 - the keywords of a call are in any order; where ``...`` is last there are any others, as for parameters of a ``def``;
 - a ``def`` without decorators, result or annotations has any of them.
 
@@ -88,7 +88,7 @@ class Pattern:
         is_adjacent = True
         wanted = [*heads_of(self.nodes)]
         for head in wanted:
-            if is_gap(head) or is_named_gap(head):
+            if is_gap(head):
                 is_adjacent = False
                 continue
             candidates = range(reached, len(heads))[: 1 if is_adjacent else None]
@@ -118,10 +118,6 @@ class Pattern:
         if is_gap(first):
             for length in range(len(found) + 1):
                 yield from self._match_sequence(rest, found[length:], self._bind_gap(first, found, length, bindings))
-        elif is_named_gap(first):
-            for length in range(1, len(found) + 1):
-                bound = {**bindings, first.target.id: StatementRun(found[:length])}
-                yield from self._match_sequence(rest, found[length:], bound)
         elif found:
             for bound in self._match(first, found[0], bindings):
                 yield from self._match_sequence(rest, found[1:], bound)
@@ -245,11 +241,6 @@ def is_gap(node: Any) -> bool:
         case ast.Starred(value=ast.Name(id="ANY")) | ast.arg(arg="ANY"):
             return True
     return False
-
-
-def is_named_gap(node: Any) -> bool:
-    """Whether a part of a pattern is ``ANY_NAME: ...``."""
-    return isinstance(node, ast.AnnAssign) and is_gap(node.annotation)
 
 
 def first_of(node: Any) -> Any:

@@ -10,7 +10,7 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
     +range(max(num_warmup_iters, 1))
 
 ``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, or one that is defined in it:
-``function.Class.method``; without a place it is the module, without file and place that of the hunk before. Notes are
+``function.Class.method``; without file and place it is that of the hunk before. Notes are
 
 - ``N times``, ``at least once``: how often the pattern matches; a pattern that must not match stands ``0 times``;
 - ``if there``: the place, or what it is in, up to the file, may be missing;
@@ -34,15 +34,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, cast
 
 from .definition import Definition, UnrecognizedError, unrecognized
-from .matching import Match, Pattern, StatementRun
+from .matching import Match, Pattern
 from .rewriting import Change, Insertion, Line, PatchError, Side, compare, insert_before, spots
 from .source import Edit, Source
 
 PYTORCH = "transformer_engine.pytorch"
-_HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py(?: (?P<place>[\w.]+))?)?(?: +\((?P<notes>[^()]*)\))?")
+_HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py (?P<place>[\w.]+))?(?: +\((?P<notes>[^()]*)\))?")
 _NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
 
 
@@ -100,7 +99,7 @@ def read(text: str) -> list[list[Hunk]]:
         if not parts or not (parts["file"] or hunks):
             raise PatchError(f"line {header.number}: expected `@@ FILE.py PLACE (NOTES)`, found {header.text!r}")
         if parts["file"]:
-            file, place = parts["file"], parts["place"] or ""
+            file, place = parts["file"], parts["place"]
         notes = [note.strip() for note in (parts["notes"] or "").split(",") if note]
         if wrong := [note for note in notes if not _NOTE.fullmatch(note)]:
             raise PatchError(f"line {header.number}: {wrong[0]!r} is no note of a hunk")
@@ -187,8 +186,6 @@ class Hunk:
         if "if there" in self.notes and source.find(name) is None:
             return None
         module = source.module(name)
-        if not self.place:
-            return Definition(module, "the module", cast(Any, StatementRun(module.tree.body)))
         outer, *inner = self.place.split(".")
         if inner and (f"\nclass {outer}(" in module.text or f"\nclass {outer}:" in module.text):
             outer = f"{outer}.{inner.pop(0)}"  # a class is looked up with its method

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from .definition import Definition, unrecognized
-from .matching import END, START, Match, as_python, is_gap, is_named_gap
+from .matching import END, START, Match, as_python, is_gap
 from .source import Edit, ModuleSource, first_line
 
 _NEAR = 200
@@ -299,13 +299,12 @@ def _beside(old: Side, new: Side, line: int, made: ast.stmt) -> Spot:
     """The statement that an insertion above a line of the old side stands below, or else above."""
     before = [token.line for token in old.tokens if token.line < line][-1:]
     after = [token.line for token in old.tokens if token.line >= line][:1]
-    for node in old.statements:
-        is_neighbour = node.col_offset == made.col_offset and not is_gap(node) and not is_named_gap(node)
-        if is_neighbour and [node.end_lineno] == before:
+    neighbours = [node for node in old.statements if node.col_offset == made.col_offset and not is_gap(node)]
+    for node in neighbours:
+        if [node.end_lineno] == before:
             return _matched(old, node), END
-    for node in old.statements:
-        is_neighbour = node.col_offset == made.col_offset and not is_gap(node) and not is_named_gap(node)
-        if is_neighbour and [first_line(node)] == after:
+    for node in neighbours:
+        if [first_line(node)] == after:
             return _matched(old, node), START
     raise PatchError(f"line {new.number(made.lineno)}: no statement of the same block above or below")
 

@@ -28,6 +28,7 @@ from operator import gt
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id  # where a torch lacks it, this fix fails, and no other
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -134,7 +135,7 @@ class Contract:
                     f"{self.name}: parameters that needed no gradient when this graph was captured need one now, and "
                     "would get none. Capture again"
                 )
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = _current_graph_task_id() != -1
         saves_by_hooks = _saved_tensors_hooks(True) is not None
         if in_backward:
             self._require_recomputable({each.untyped_storage()._cdata for each in _tensors(inputs)})

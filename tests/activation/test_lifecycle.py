@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.decision import verdicts
-from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.patching.source import Source
+from te_graph_fixes.state import State
 from tests.support.child import on_simulator, python, simulate
 
-VERDICTS = {fix: verdict.verdict for fix, verdict in verdicts(Source.installed()).items()}
-NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == APPLICABLE)
+VERDICTS = {fix: verdict.state for fix, verdict in verdicts(Source.installed()).items()}
+NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == State.APPLICABLE)
 
 PRELUDE = """
 import importlib, inspect, os, sys, threading
@@ -26,7 +26,7 @@ def check(active=True):
     from te_graph_fixes.patching.source import Source
     from te_graph_fixes.decision import verdicts
     source = Source.installed()
-    found = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.verdict == "applicable"}
+    found = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.state == "applicable"}
     if active:
         statuses = {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
         assert {fix for fix, status in statuses.items() if status == "applied"} == set(found), statuses
@@ -117,7 +117,7 @@ from te_graph_fixes.decision import verdicts
 import torch
 
 source = Source.installed()
-chosen = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.verdict == "applicable"}
+chosen = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.state == "applicable"}
 found = compile_patches(source, chosen)
 texts = {name: text for name, (_, text) in patched(source, chosen).items()}
 for change in found:

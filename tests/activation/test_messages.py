@@ -12,7 +12,6 @@ import pytest
 import te_graph_fixes
 from te_graph_fixes.checking import Options
 from te_graph_fixes.decision import verdicts
-from te_graph_fixes.fix import UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.messages import PLACEHOLDER, announce, how_to_report, problem_summary
 from te_graph_fixes.patching.source import Source
@@ -73,7 +72,9 @@ def test_a_reason_of_what_is_not_recognized(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     for path in (package.parent / "__init__.py", package / "__init__.py", package / "graph.py"):
         path.write_text("")
-    reasons = {verdict.reason for verdict in verdicts(Source.at(tmp_path)).values() if verdict.verdict == UNRECOGNIZED}
+    reasons = {
+        verdict.reason for verdict in verdicts(Source.at(tmp_path)).values() if verdict.state == State.UNRECOGNIZED
+    }
     assert reasons
     for reason in reasons:
         assert not STIFF.search(reason)

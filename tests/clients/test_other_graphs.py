@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from te_graph_fixes.decision import verdicts
-from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.patching.source import Source
+from te_graph_fixes.state import State
 from tests.support.child import simulate
 
 PROGRAM = "tests/gpu/other_graphs.py"
@@ -20,7 +20,7 @@ AS_WITHOUT = (
 )
 CORRECTED = ["after-te-was-reset/Linear/fp8-current", "te-after-te-was-reset/Linear/fp8-current"]
 """Without this package TE's own graphs in them are wrong."""
-if verdicts(Source.installed())["grouped-linear-skip-flag"].verdict == APPLICABLE:
+if verdicts(Source.installed())["grouped-linear-skip-flag"].state == State.APPLICABLE:
     CORRECTED.append("after-te/GroupedLinear/fp8-delayed/alone")  # upstream's correction is wrong there
 
 

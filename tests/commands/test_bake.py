@@ -24,10 +24,10 @@ from te_graph_fixes import __version__, decision, stamp
 from te_graph_fixes.commands import bake
 from te_graph_fixes.commands.cli import main
 from te_graph_fixes.decision import Decision, verdicts
-from te_graph_fixes.fix import NOT_NEEDED, UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
+from te_graph_fixes.state import State
 from tests.support.child import ROOT, Cli
 from tests.support.published import COVERED, RENAMED, altered, copy_of, needed, source
 
@@ -75,7 +75,7 @@ def test_a_bake_and_its_undo(version: str, tmp_path: Path, cli: Cli) -> None:
     assert {name for name, digest in modules(tree).items() if was.get(name) != digest} == expected
 
     found = verdicts(Source.at(tree))
-    assert not [fix for fix, verdict in found.items() if verdict.verdict == UNRECOGNIZED]
+    assert not [fix for fix, verdict in found.items() if verdict.state == State.UNRECOGNIZED]
     assert {fix for fix, verdict in found.items() if "corrected on disk by" in verdict.reason} == set(needed(version))
     assert cli("status", "--source", tree)[0] == cli("bake", "--check", "--source", tree)[0] == 0
     assert not list((tree / GRAPH).parent.glob("__pycache__/graph.*.pyc"))
@@ -376,7 +376,7 @@ def test_fixes_that_were_left_out_on_purpose_are_known(
             assert (status, ", 1 left out on disk. Next: nothing to do" in out) == (0, True)
     assert "\nleft out on disk\n  replay-arguments " in cli("status", "--source", tree)[1]
     verdict = verdicts(Source.at(tree))["replay-arguments"]
-    assert (verdict.verdict, verdict.reason.split(":")[0]) == (
+    assert (verdict.state, verdict.reason.split(":")[0]) == (
         "disabled",
         f"left out when te-graph-fixes {__version__} corrected the rest on disk",
     )
@@ -478,7 +478,7 @@ def test_a_later_edit_is_said(kind: str, baked: Path, tmp_path: Path, cli: Cli) 
     else:
         (tree / name).unlink()
     found = verdicts(Source.at(tree))
-    assert {verdict.verdict for verdict in found.values()} == {UNRECOGNIZED}
+    assert {verdict.state for verdict in found.values()} == {State.UNRECOGNIZED}
     before = content(tree)
     status, out, _ = cli("status", "--source", tree)
     assert (status, len(out.splitlines())) == (1, 2)
@@ -574,7 +574,7 @@ def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
         assert Path(file).relative_to(folder) == Path(path).relative_to(tree)
         shutil.copy(file, path)
     assert cli("bake", "--check", "--source", tree)[0] == 0
-    assert {verdict.verdict for verdict in verdicts(Source.at(tree)).values()} <= {NOT_NEEDED, "not-applicable"}
+    assert {verdict.state for verdict in verdicts(Source.at(tree)).values()} <= {State.NOT_NEEDED, "not-applicable"}
     assert "is not empty" in cli("bake", "--source", source("2.12.0"), "--overlay", folder)[2]
 
 

@@ -352,7 +352,7 @@ def search(options: argparse.Namespace) -> int:
 
     source = Source.installed()
     needed = {
-        fix_id: each for fix_id, fix in CATALOGUE.items() if (each := fix.verdict_on(source)).verdict == "applicable"
+        fix_id: each for fix_id, fix in CATALOGUE.items() if (each := fix.verdict_on(source)).state == "applicable"
     }
     first, *lines = noted(options.equal)
     if first != options.where:

@@ -18,7 +18,7 @@ from tests.support.child import simulate
 from tests.support.published import source
 
 FIX = CATALOGUE["backward-dw-hooks"]
-NEEDED = FIX.verdict_on(Source.installed()).verdict == "applicable"
+NEEDED = FIX.verdict_on(Source.installed()).state == "applicable"
 REVERSED_HOOKS = (
     "for wgrad_accumulation_and_reduce_hook in self.wgrad_accumulation_and_reduce_hooks:",
     "for wgrad_accumulation_and_reduce_hook in reversed(self.wgrad_accumulation_and_reduce_hooks):",
@@ -49,7 +49,7 @@ def test_another_shape_is_unrecognized(version: str, name: str, tmp_path: Path) 
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     verdict = FIX.verdict_on(Source.at(tmp_path))
-    assert (verdict.verdict, verdict.edits) == ("unrecognized", ())
+    assert (verdict.state, verdict.edits) == ("unrecognized", ())
 
 
 def replay(setting: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def test_another_shape_is_unrecognized(version: str, name: str, old: str, new: s
     text = graph.read_text()
     assert old in text
     graph.write_text(text.replace(old, new))
-    assert FIX.verdict_on(Source.at(tmp_path)).verdict == "unrecognized"
+    assert FIX.verdict_on(Source.at(tmp_path)).state == "unrecognized"
 
 
 @pytest.mark.parametrize("module", ["layernorm_linear", "grouped_linear"])

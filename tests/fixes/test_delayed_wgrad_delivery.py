@@ -76,7 +76,7 @@ def test_another_shape_is_unrecognized(version: str, name: str, tmp_path: Path) 
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     verdict = FIX.verdict_on(Source.at(tmp_path))
-    assert (verdict.verdict, verdict.edits) == ("unrecognized", ())
+    assert (verdict.state, verdict.edits) == ("unrecognized", ())
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:

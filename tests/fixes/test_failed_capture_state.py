@@ -10,7 +10,7 @@ from te_graph_fixes.verify.cases import Case
 from tests.support.child import outcome
 
 FIX = CATALOGUE["failed-capture-state"]
-NEEDED = FIX.verdict_on(Source.installed()).verdict == "applicable"
+NEEDED = FIX.verdict_on(Source.installed()).state == "applicable"
 SPOILED = Case(
     "spoiled", (FIX.id,), "programs:compare", {"recipe": "delayed", "events": ("failed_capture 5 6", "step")}
 )

@@ -16,7 +16,7 @@ from te_graph_fixes.patching.source import Source
 from tests.support.child import simulate
 
 FIX = CATALOGUE["param-grad-lifetime"]
-NEEDED = FIX.verdict_on(Source.installed()).verdict == "applicable"
+NEEDED = FIX.verdict_on(Source.installed()).state == "applicable"
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}
 VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
 """Biases and norm weights, which one kernel copies."""

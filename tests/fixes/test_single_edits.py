@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.decision import verdicts
-from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.patching.source import Edit, Source
+from te_graph_fixes.state import State
 from te_graph_fixes.verify.cases import EXPERTS, PRESWIZZLE
 from tests.support.child import on_simulator
 from tests.support.single_edits import is_done_before
@@ -30,7 +30,7 @@ def marks(fix_id: str, edit: Edit) -> list[pytest.MarkDecorator]:
 EDITS = [
     pytest.param(fix_id, number, id=f"{fix_id}-{number}", marks=marks(fix_id, edit))
     for fix_id, verdict in verdicts(SOURCE).items()
-    if verdict.verdict == APPLICABLE
+    if verdict.state == State.APPLICABLE
     for number, edit in enumerate(verdict.edits)
 ]
 

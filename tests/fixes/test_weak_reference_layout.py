@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.fix import APPLICABLE, UNRECOGNIZED
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import ModuleSource, Source
+from te_graph_fixes.state import State
 from tests.support.child import on_simulator, simulate
 
 FIX = "weak-reference-layout"
@@ -91,8 +91,8 @@ def test_a_weak_reference_is_the_tensor_itself() -> None:
 )
 def test_another_way_to_make_them_is_not_recognized(old: str, new: str) -> None:
     tree = Source.installed()
-    assert CATALOGUE[FIX].verdict_on(tree).verdict == APPLICABLE
+    assert CATALOGUE[FIX].verdict_on(tree).state == State.APPLICABLE
     module = tree.module(UTILS)
     assert module.text.count(old) == 1
     tree._modules[UTILS] = ModuleSource(UTILS, module.path, module.text.replace(old, new))
-    assert CATALOGUE[FIX].verdict_on(tree).verdict == UNRECOGNIZED
+    assert CATALOGUE[FIX].verdict_on(tree).state == State.UNRECOGNIZED

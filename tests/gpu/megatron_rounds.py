@@ -81,6 +81,7 @@ def train(setting: str, recipe: str) -> dict[str, Any]:
                 moe.update(gpt)
             if setting == RECIPE:
                 helper.delete_cuda_graphs()
+                torch._C._cuda_clearCublasWorkspaces()  # those of the streams of this capture
             on_host = give_away(gpt, model)
             theirs = generate()
             bring_back(gpt, model, on_host)

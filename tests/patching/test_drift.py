@@ -6,7 +6,6 @@ Nothing is imported from TE. What is fetched, and where it is kept, is in `tests
 from __future__ import annotations
 
 import ast
-import gc
 import os
 import shutil
 import subprocess
@@ -20,11 +19,12 @@ from packaging.version import Version
 
 from te_graph_fixes.commands.cli import main
 from te_graph_fixes.decision import Decision, expected, verdicts
-from te_graph_fixes.fix import APPLICABLE, NOT_APPLICABLE, NOT_NEEDED, OLDEST, UNRECOGNIZED, Fix, Verdict
+from te_graph_fixes.fix import OLDEST, Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import compile_patches, patched
 from te_graph_fixes.patching.source import ModuleSource, Source
 from te_graph_fixes.settings import Settings
+from te_graph_fixes.state import State
 from tests.support.published import COVERED, VERSIONS, examined, needed, source, unset_names
 
 LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.12"}
@@ -37,22 +37,22 @@ WITHOUT_ONE = ("2.12.0", VERSIONS[-1])
 def wanted(fix: Fix, version: str) -> str:
     """What the record of a fix leads one to expect."""
     if Version(version) < Version(OLDEST):
-        return UNRECOGNIZED
+        return State.UNRECOGNIZED
     lacks = Version(version) < Version(LACKS.get(fix.id, OLDEST))
-    return NOT_APPLICABLE if lacks else str(expected(fix, version))
+    return State.NOT_APPLICABLE if lacks else str(expected(fix, version))
 
 
 def words(found: Mapping[str, Verdict]) -> dict[str, str]:
-    return {fix: verdict.verdict for fix, verdict in found.items()}
+    return {fix: verdict.state for fix, verdict in found.items()}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_verdicts(version: str) -> None:
     assert examined(version)[0].version == version
     others = [
-        f"{fix.id} is {verdict.verdict}, not {wanted(fix, version)}: {verdict.reason}"
+        f"{fix.id} is {verdict.state}, not {wanted(fix, version)}: {verdict.reason}"
         for fix, verdict in zip(CATALOGUE.values(), examined(version)[1].values(), strict=True)
-        if verdict.verdict != wanted(fix, version)
+        if verdict.state != wanted(fix, version)
     ]
     assert not others, "\n".join(others)
 
@@ -76,7 +76,7 @@ def test_where_the_version_is_unknown_the_source_decides(version: str | None) ->
 def test_a_negative_verdict_on_a_folder_says_that_it_is_by_shape(capsys: pytest.CaptureFixture[str]) -> None:
     tree, known = examined(VERSIONS[-1])
     assert main(["status", "--all", "--source", tree.location]) == 0
-    negative = [verdict for verdict in known.values() if verdict.verdict in (NOT_NEEDED, NOT_APPLICABLE)]
+    negative = [verdict for verdict in known.values() if verdict.state in (State.NOT_NEEDED, State.NOT_APPLICABLE)]
     assert capsys.readouterr().out.count("by shape: ") == len(negative) > 0
 
 
@@ -85,9 +85,9 @@ def test_the_newest_te_is_recognized(origin: str) -> None:
     if origin == "TE_SOURCE" and not os.environ.get("TE_SOURCE"):
         pytest.skip("TE_SOURCE names no checkout")
     tree = Source.at(source("newest") if origin == "newest" else os.environ["TE_SOURCE"])
-    unknown = {fix: verdict.reason for fix, verdict in verdicts(tree).items() if verdict.verdict == UNRECOGNIZED}
+    unknown = {fix: verdict.reason for fix, verdict in verdicts(tree).items() if verdict.state == State.UNRECOGNIZED}
     assert not unknown
-    chosen = {fix: verdict for fix, verdict in verdicts(tree).items() if verdict.verdict == APPLICABLE}
+    chosen = {fix: verdict for fix, verdict in verdicts(tree).items() if verdict.state == State.APPLICABLE}
     assert compile_patches(tree, chosen)
 
 
@@ -109,7 +109,7 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
             assert code == on_disk or (code and on_disk and shape(code) == shape(on_disk) and where is copy)
     again = verdicts(copy)
     assert words(again) == {
-        fix: NOT_NEEDED if fix in chosen else verdict.verdict for fix, verdict in verdict_of.items()
+        fix: State.NOT_NEEDED if fix in chosen else verdict.state for fix, verdict in verdict_of.items()
     }
     assert {fix for fix, verdict in again.items() if verdict.reason.startswith("corrected on disk by")} == set(chosen)
 
@@ -122,21 +122,6 @@ def test_only_the_functions_that_are_named_differ(version: str) -> None:
         if before:
             names = {qualname for module, qualname in touched if module == name}
             assert without(before, names) == without(after, names)
-
-
-def test_a_reading_lets_the_syntax_trees_go_without_a_collection() -> None:
-    def trees() -> int:
-        return sum(isinstance(found, (ast.Module, ast.FunctionDef)) for found in gc.get_objects())
-
-    Decision(Source.at(source("2.12.0")), Settings())  # compiles the patches, which stay
-    gc.disable()
-    try:
-        before = trees()
-        decision = Decision(Source.at(source("2.12.0")), Settings())
-        assert trees() == before
-        assert decision.source.module("transformer_engine.pytorch.graph").tree
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("version", COVERED)

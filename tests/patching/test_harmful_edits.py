@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, SemanticPatch, Verdict
+from te_graph_fixes.fix import SemanticPatch, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.definition import Definition, UnrecognizedError
 from te_graph_fixes.patching.installation import patched
@@ -59,8 +59,8 @@ def with_texts(tree: Source, texts: dict[str, str]) -> Source:
 
 def require_not_negative(fix_id: str, tree: Source, where: str = "") -> Verdict:
     found = CATALOGUE[fix_id].verdict_on(tree)
-    assert found.verdict in (APPLICABLE, UNRECOGNIZED), f"{fix_id}: {found.verdict}: {found.reason} {where}"
-    if found.verdict == APPLICABLE:
+    assert found.state in (State.APPLICABLE, State.UNRECOGNIZED), f"{fix_id}: {found.state}: {found.reason} {where}"
+    if found.state == State.APPLICABLE:
         for before, after in patched(tree, {"": found}).values():
             assert unset_names(after) <= (unset_names(before) if before else set()), fix_id
     return found
@@ -165,7 +165,7 @@ def test_upstreams_correction_in_part_is_not_said_to_be_whole(
     fix_id: str, version: str, module: str, pattern: str, text: str
 ) -> None:
     tree, verdicts = examined(version)
-    assert verdicts[fix_id].verdict == NOT_NEEDED
+    assert verdicts[fix_id].state == State.NOT_NEEDED
     after, count = re.subn(pattern, text, tree.module(module).text)
     assert count
     require_not_negative(fix_id, with_texts(tree, {module: after}))

@@ -229,9 +229,9 @@ def test_a_harmless_edit_costs_no_correction(kind: str, version: str) -> None:
     names = {name for verdict in known.values() for name in verdict.targets}
     decision = Decision(edited(tree, KINDS[kind], names), Settings())
     lost = {
-        fix: f"{verdict.verdict}: {verdict.reason}"
+        fix: f"{verdict.state}: {verdict.reason}"
         for fix, verdict in decision.decisions.items()
-        if verdict.verdict != known[fix].verdict
+        if verdict.state != known[fix].state
     }
     for fix in LOST.get(kind, ()):
         lost.pop(fix, None)

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.fix import APPLICABLE, NOT_NEEDED, UNRECOGNIZED, Fix, SemanticPatch, Verdict, applicable
+from te_graph_fixes.fix import Fix, SemanticPatch, Verdict, applicable
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.definition import UnrecognizedError
 from te_graph_fixes.patching.installation import InstallationError, compile_patches, patched
 from te_graph_fixes.patching.patch import PYTORCH, edits, read
 from te_graph_fixes.patching.rewriting import PatchError
 from te_graph_fixes.patching.source import ModuleSource, Source
+from te_graph_fixes.state import State
 
 CODE = f"{PYTORCH}.code"
 
@@ -328,8 +329,8 @@ def verdict(text: str, patch: SemanticPatch) -> Verdict:
 def test_a_fix_is_a_patch_or_upstreams() -> None:
     defect, upstream = hunk("-x = a\n+x = b"), hunk(" x = c")
     patch = SemanticPatch(defect, corrected=[(upstream, "c is right")])
-    assert verdict(function("x = a\n"), patch).verdict == APPLICABLE
-    assert verdict(function("x = c\n"), patch).verdict == NOT_NEEDED
-    assert verdict(function("x = b\n"), patch).verdict == UNRECOGNIZED
+    assert verdict(function("x = a\n"), patch).state == State.APPLICABLE
+    assert verdict(function("x = c\n"), patch).state == State.NOT_NEEDED
+    assert verdict(function("x = b\n"), patch).state == State.UNRECOGNIZED
     both = verdict(function("x = a\nx = c\n"), patch)
-    assert (both.verdict, "found several" in both.reason) == (UNRECOGNIZED, True)
+    assert (both.state, "found several" in both.reason) == (State.UNRECOGNIZED, True)

@@ -135,7 +135,9 @@ def install() -> None:
     replace(torch.cuda, **_REPLACEMENTS)
     for module in (torch.cuda.graphs, torch.cuda.streams, torch.cuda.random, torch.cuda.memory):
         replace(module, **{name: _REPLACEMENTS[name] for name in vars(module).keys() & _REPLACEMENTS.keys()})
-    replace(torch._C, _graph_pool_handle=memory.new_pool_id, _host_emptyCache=_ignore)
+    replace(
+        torch._C, _graph_pool_handle=memory.new_pool_id, _host_emptyCache=_ignore, _cuda_clearCublasWorkspaces=_ignore
+    )
     replace(torch.version, cuda="13.0")
     replace(torch, compile=_compile)
     replace(ctypes, CDLL=Library)

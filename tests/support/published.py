@@ -22,8 +22,9 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.decision import verdicts
-from te_graph_fixes.fix import APPLICABLE, Verdict
+from te_graph_fixes.fix import Verdict
 from te_graph_fixes.patching.source import Source
+from te_graph_fixes.state import State
 
 VERSIONS = (
     *("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
@@ -57,7 +58,7 @@ def te(version: str) -> TE:
     """A published version, or the one that is ``installed``."""
     path = "" if version == "installed" else str(source(version))
     found = Source.at(path) if path else Source.installed()
-    fixes = {fix for fix, verdict in verdicts(found).items() if verdict.verdict == APPLICABLE}
+    fixes = {fix for fix, verdict in verdicts(found).items() if verdict.state == State.APPLICABLE}
     return TE(found.version or version, path, frozenset(fixes))
 
 
@@ -82,7 +83,7 @@ def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
 
 def needed(version: str) -> dict[str, Verdict]:
     """The verdicts of the fixes that apply to one version."""
-    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.verdict == APPLICABLE}
+    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.state == State.APPLICABLE}
 
 
 def copy_of(root: Path, folder: Path) -> Path:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.decision import verdicts
-from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
+from te_graph_fixes.state import State
 from te_graph_fixes.verify.cases import Case
 from tests.support import published
 from tests.support.child import measured, simulate
@@ -32,7 +32,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "reuse": True,
     },
 }
-NEEDED = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE]
+NEEDED = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.state == State.APPLICABLE]
 
 
 def peaks(setting: str) -> dict[str, int]:

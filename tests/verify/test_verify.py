@@ -13,9 +13,9 @@ import pytest
 
 from te_graph_fixes.commands import cli
 from te_graph_fixes.decision import verdicts
-from te_graph_fixes.fix import APPLICABLE
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
+from te_graph_fixes.state import State
 from te_graph_fixes.verify import runner
 from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
@@ -50,7 +50,9 @@ SIMULATED = [
         else "hopper"
     ]
 ]
-APPLICABLE_FIXES = {fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.verdict == APPLICABLE}
+APPLICABLE_FIXES = {
+    fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.state == State.APPLICABLE
+}
 
 RIGHT, WRONG = Outcome("measured", 0.0), Outcome("measured", 1.0)
 CRASH, SKIP = Outcome("failed", detail="KeyError: -1"), Outcome("skipped", detail="no FP8")

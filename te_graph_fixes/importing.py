@@ -1,4 +1,4 @@
-"""The finder at the front of `sys.meta_path` that sees TransformerEngine (TE) being imported."""
+"""The finder at the front of `sys.meta_path` that sees TransformerEngine (TE) being imported, and its loader."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 TE = "transformer_engine"
 PACKAGE = f"{TE}.pytorch"
 
 
 class Finder:
-    """Finds the modules that it ``watches`` as the other finders do, and puts a `Loader` around their loader.
+    """Finds the modules that it ``watches`` as the other finders do, and puts one around their loader.
 
     ``before`` and ``after`` are called with the name of a module around its execution.
     """
@@ -34,8 +35,6 @@ class Finder:
             raise ModuleNotFoundError(f"no other thread imports {name}", name=name)
         if not self._watches(name) or getattr(self._local, "busy", False):
             return None
-        from .loader import Loader
-
         self._local.busy = True
         try:
             finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
@@ -43,7 +42,7 @@ class Finder:
         finally:
             self._local.busy = False
         if spec and hasattr(spec.loader, "exec_module"):
-            spec.loader = Loader(spec.loader, self._before, self._after)  # type: ignore[assignment]
+            spec.loader = _watched(spec.loader, self._before, self._after)
         return spec
 
     def wait(self) -> None:
@@ -57,6 +56,27 @@ class Finder:
                 importlib.import_module(PACKAGE)
         finally:
             self._local.waiting = False
+
+
+def _watched(loader: Any, before: Callable[[str], None], after: Callable[[str], None]) -> Any:
+    """The same loader, which in addition calls ``before`` and ``after`` around the execution of a module."""
+    import wrapt  # slow to import
+
+    version: str = wrapt.__version__  # type: ignore[attr-defined]
+    if tuple(map(int, version.split(".")[:2])) < (1, 16):
+        # Not an ImportError: TE takes one to mean that there is no torch, and goes on without its layers.
+        raise RuntimeError(f"te_graph_fixes needs wrapt 1.16 or later, found {version}: pip install 'wrapt>=1.16,<3'")
+
+    class Loader(wrapt.ObjectProxy):  # type: ignore[type-arg]
+        def exec_module(self, module: ModuleType) -> None:
+            module.__loader__ = loader
+            if module.__spec__ is not None:
+                module.__spec__.loader = loader
+            before(module.__name__)
+            loader.exec_module(module)
+            after(module.__name__)
+
+    return Loader(loader)
 
 
 def loaded(name: str) -> bool:
