@@ -241,7 +241,7 @@ def _bake_in_place(source: Source, where: str) -> int:
     files = bake.in_place(decision)
     if unable:
         _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {unable}")
-    elif not where and (problem := bake.import_problem(files)):
+    elif not where and (problem := bake.import_problem()):
         bake.undo(source)
         raise BakeError(f"nothing was written, because TransformerEngine could not be imported with it: {problem}")
     left = f" ({len(decision.left_out)} are left out by {settings.chosen_by})" if decision.left_out else ""

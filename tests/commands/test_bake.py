@@ -581,11 +581,10 @@ def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
 def test_a_bake_with_which_te_cannot_be_imported_is_undone(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TE is a stand-in here that imports one module which the bake changes; torch is another."""
+    """TE is a stand-in here that imports no module of its own, and fails where it is corrected."""
     tree = copy(tmp_path)
     for name in ("transformer_engine", "transformer_engine/pytorch", "transformer_engine/pytorch/module"):
         (tree / name / "__init__.py").write_text("")
-    (tree / "torch.py").write_text("")
     before = content(tree)
     monkeypatch.syspath_prepend(tree)
     monkeypatch.setenv("PYTHONPATH", f"{tree}{os.pathsep}{ROOT}")
@@ -594,9 +593,10 @@ def test_a_bake_with_which_te_cannot_be_imported_is_undone(
     assert status == 0
     assert "with the fixes or without, so that was not tried: ModuleNotFoundError: No module named" in err
     assert cli("bake", "--undo")[0] == 0
-    (tree / "transformer_engine" / "pytorch" / "__init__.py").write_text("")
+    refuses = f"import pathlib\nassert not pathlib.Path({str(tree / STAMP)!r}).exists(), 'corrected'\n"
+    (tree / "transformer_engine" / "pytorch" / "__init__.py").write_text(refuses)
     before = content(tree)
     status, out, err = cli("bake")
     assert (status, out) == (1, "")
-    assert "nothing was written, because TransformerEngine could not be imported with it: " in err
+    assert "because TransformerEngine could not be imported with it: AssertionError: corrected" in err
     assert content(tree) == before
