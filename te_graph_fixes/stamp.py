@@ -7,7 +7,6 @@ names is as it was written, it is believed and no shape is looked at.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from .patching.source import Source, TENotFoundError
+from .patching.source import TE, Source, TENotFoundError
 from .version import __version__
 
 NAME = "te-graph-fixes.json"
@@ -25,31 +24,35 @@ OPEN = ".te-graph-fixes.open"
 """The folder in TE's that stands while `te_graph_fixes.commands.bake` changes files, or changes them back."""
 
 
-@functools.cache
-def own_text() -> str:
-    """A digest of the fixes that this package has, and of the modules that it ships."""
-    here = Path(__file__).parent
-    sources = sorted([*here.glob("fixes/*.py"), *here.glob("shipped/*.py")])
-    return digest(b"".join(path.read_bytes() for path in sources))
-
-
 @dataclass(frozen=True)
 class Stamp:
-    """What te-graph-fixes of a ``version``, with the fixes of which ``text`` is the digest, has made of a TE.
+    """What te-graph-fixes of a ``version`` has made of a TE.
 
     ``fixes`` has a word for each: `MADE`, `LEFT_OUT` by the user, or the negative verdict at that time. ``files`` has
     the digests of each module before (None: it was added) and after, by its path from the folder that holds TE.
     """
 
     version: str
-    text: str
     te_version: str | None
     fixes: Mapping[str, str]
     files: Mapping[str, tuple[str | None, str]]
 
+    @classmethod
+    def read(cls, folder: Path) -> Stamp:
+        return cls(**json.loads((folder / NAME).read_bytes()))
+
     @property
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
+
+    @property
+    def edited(self) -> list[str]:
+        return [path for path, (before, _) in self.files.items() if before]
+
+    @property
+    def added(self) -> list[str]:
+        """The files that TE did not have, the stamp included."""
+        return [*(path for path, (before, _) in self.files.items() if not before), f"{TE}/{NAME}"]
 
     @property
     def made(self) -> list[str]:
@@ -57,30 +60,23 @@ class Stamp:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether other fixes than those of this package were put on disk, by no later release."""
+        """Whether another te-graph-fixes made it, which was no later release."""
         theirs, ours = (Version(Version(version).public) for version in (self.version, __version__))  # without commits
-        return self.text != own_text() and theirs <= ours
+        return self.version != __version__ and theirs <= ours
 
     @property
     def by(self) -> str:
         """Who made it, in words."""
-        is_other = self.text != own_text() and self.version == __version__
-        return f"{'another build of ' if is_other else ''}te-graph-fixes {self.version}"
+        return f"te-graph-fixes {self.version}"
 
 
 class ChangedStampError(Exception):
-    """A TE that this package has corrected on disk is no longer as it was written."""
+    """A TE that this package has corrected on disk is no longer as it was written.
 
+    ``leftover`` is the stamp where TE was installed anew since: of the bake only the modules that it added are left.
+    """
 
-class LeftoverError(ChangedStampError):
-    """TE was installed anew over a bake, or uninstalled: the modules that were added are left, and their ``stamp``."""
-
-    def __init__(self, stamp: Stamp) -> None:
-        super().__init__(
-            f"delete with `te-graph-fixes bake --undo` what {stamp.by} has left: the TransformerEngine that it "
-            "corrected on disk was replaced since"
-        )
-        self.stamp = stamp
+    leftover: Stamp | None = None
 
 
 def of_source(source: Source) -> Stamp | None:
@@ -93,22 +89,26 @@ def of_source(source: Source) -> Stamp | None:
         again = "start `te-graph-fixes bake` or `te-graph-fixes bake --undo` again"
         raise ChangedStampError(f"{again}: one of them was interrupted")
     try:
-        stamp = Stamp(**json.loads((location / NAME).read_bytes()))
+        stamp = Stamp.read(location)
     except OSError:
         return None
     except (ValueError, TypeError) as error:
         raise ChangedStampError(f"take the edit of {location / NAME} back: it cannot be read ({error})") from error
     here = {path: digest_of(location.parent / path) for path in stamp.files}
     changed = [path for path, (_, after) in stamp.files.items() if here[path] != after]
-    if changed:
-        edited = {path: before for path, (before, _) in stamp.files.items() if before is not None}
-        if stamp.te_version != source.version or all(here[path] in (before, None) for path, before in edited.items()):
-            raise LeftoverError(stamp)
-        raise ChangedStampError(
-            "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`: "
-            f"{', '.join(changed)} is not as {stamp.by} has written it"
+    if not changed:
+        return stamp
+    if stamp.te_version != source.version or all(here[path] in (stamp.files[path][0], None) for path in stamp.edited):
+        replaced = ChangedStampError(
+            f"delete with `te-graph-fixes bake --undo` what {stamp.by} has left: the TransformerEngine that it "
+            "corrected on disk was replaced since"
         )
-    return stamp
+        replaced.leftover = stamp
+        raise replaced
+    raise ChangedStampError(
+        "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`: "
+        f"{', '.join(changed)} is not as {stamp.by} has written it"
+    )
 
 
 def installed() -> Stamp | None:

@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..decision import Decision
 from ..patching.installation import patched
 from ..patching.source import TE, Source
-from ..stamp import LEFT_OUT, MADE, NAME, OPEN, LeftoverError, Stamp, digest, digest_of, of_source, own_text
+from ..stamp import LEFT_OUT, MADE, NAME, OPEN, ChangedStampError, Stamp, digest, digest_of, of_source
 from ..version import __version__
 
 PART, KEPT = ".te-graph-fixes.part", ".te-graph-fixes"
 BEFORE, AFTER, GUARD = "before", "after", "guard"
-_GUARD_TEXT = b"""\
+_GUARD_TEXT = """\
 raise RuntimeError(
     "`te-graph-fixes bake` is changing this TransformerEngine, or was interrupted: if it does not run, start it again"
 )
@@ -43,34 +41,25 @@ class BakeError(Exception):
     """TE on disk cannot be changed, or not be changed back; it is as it was, unless the message says otherwise."""
 
 
-@dataclass(frozen=True)
-class Corrected:
-    """A file of TE as text, ``before`` ("": there is none) and ``after``, with the line breaks of the file.
+def corrected(decision: Decision) -> dict[str, tuple[str, str]]:
+    """The text, before ("": there is none) and after, of every module that the fixes to be applied change or add.
 
-    ``path`` is from the folder that holds TE.
+    The keys are the paths from the folder that holds TE, in their order, and last that of the stamp; the line breaks
+    are those of each file.
     """
-
-    path: str
-    before: str
-    after: str
-
-
-def corrected(decision: Decision) -> list[Corrected]:
-    """Every module that the fixes to be applied change or add, in the order of the paths, and then the stamp."""
-    source, files = decision.source, []
+    source, files = decision.source, {}
     for name, texts in patched(source, decision.to_apply).items():
         module = source.find(name)
         before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
-        files.append(Corrected(module_path(source, name), before, after))
+        files[module_path(source, name)] = before, after
     if not files:
-        return []
-    files.sort(key=lambda file: file.path)
+        return {}
+    files = dict(sorted(files.items()))
     fixes = {fix_id: str(verdict.state) for fix_id, verdict in decision.verdicts.items()}
     fixes |= dict.fromkeys(decision.to_apply, MADE) | dict.fromkeys(decision.left_out, LEFT_OUT)
     root = Path(source.location).parent
-    digests = {file.path: (digest_of(root / file.path), digest(file.after.encode())) for file in files}
-    stamp = Stamp(__version__, own_text(), decision.version, fixes, digests)
-    return [*files, Corrected(f"{TE}/{NAME}", "", stamp.as_json)]
+    digests = {path: (digest_of(root / path), digest(after.encode())) for path, (_, after) in files.items()}
+    return {**files, f"{TE}/{NAME}": ("", Stamp(__version__, decision.version, fixes, digests).as_json)}
 
 
 def module_path(source: Source, module: str) -> str:
@@ -80,14 +69,11 @@ def module_path(source: Source, module: str) -> str:
 
 
 def require_complete(decision: Decision) -> None:
-    """Raise `BakeError` where a fix that TE needs cannot be applied, or the settings leave out all that it needs."""
+    """Raise `BakeError` where a fix that TE needs cannot be applied."""
     if decision.refused:
         reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
         why = decision.refusal or f"not every fix that is needed can be applied. {reasons}"
         raise BakeError(f"nothing was written, because {why}")
-    if decision.left_out and not decision.to_apply:
-        by = decision.settings.chosen_by
-        raise BakeError(f"nothing was written: {len(decision.left_out)} fixes are left out by {by}")
 
 
 @contextlib.contextmanager
@@ -101,8 +87,8 @@ def changing(location: Path) -> Iterator[bool]:
         os.close(folder)
 
 
-def in_place(decision: Decision) -> list[Corrected]:
-    """Write every corrected module, and the stamp, into TE, or change nothing and raise `BakeError`; returns them."""
+def in_place(decision: Decision) -> dict[str, tuple[str, str]]:
+    """Write every corrected module, and the stamp, into TE, or change nothing; returns them."""
     location, files = Path(decision.source.location), corrected(decision)
     try:
         _gather(location, files)
@@ -123,12 +109,13 @@ def undo(source: Source) -> str:
     location = Path(source.location)
     try:
         stamp = of_source(source)
-    except LeftoverError as error:
-        left = [path for path, (before, _) in error.stamp.files.items() if before is None]
+    except ChangedStampError as error:
+        if error.leftover is None:
+            raise
         shutil.rmtree(location / KEPT, ignore_errors=True)
-        for path in (*left, f"{TE}/{NAME}"):
+        for path in error.leftover.added:
             (location.parent / path).unlink(missing_ok=True)
-        return f"{len(left)} modules that a bake had left in {location} are deleted"
+        return f"{len(error.leftover.added)} files that a bake had left in {location} are deleted"
     if stamp is None or not (location / KEPT).exists():
         raise BakeError(f"there is no bake in {location}. A patch is taken back with `patch -p1 -R`")
     os.rename(location / KEPT, location / OPEN)
@@ -148,19 +135,23 @@ def roll_back(location: Path) -> bool:
     return is_interrupted
 
 
-def _gather(location: Path, files: Sequence[Corrected]) -> None:
+def _gather(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
     """Fill the folder `PART`: of each module a copy and its new text, and two guards, for the way there and back."""
-    root, part = location.parent, location / PART
-    first = next(file.path for file in files if file.before)
-    for file in files:
-        if file.before:
-            copy = part / BEFORE / file.path
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / file.path, copy, follow_symlinks=False)
-        _write(part / AFTER / file.path, file.after.encode(), root / (file.path if file.before else first))
-    for side in (BEFORE, AFTER):
-        _write(part / side / GUARD, _GUARD_TEXT, root / first)
+    root, part, guard = location.parent, location / PART, {GUARD: ("", _GUARD_TEXT)}
+    for path in (path for path, (before, _) in files.items() if before):
+        (part / BEFORE / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / path, part / BEFORE / path, follow_symlinks=False)
+    _write(part / BEFORE, root, guard)
+    _write(part / AFTER, root, {**files, **guard})
     shutil.copy(part / AFTER / TE / NAME, part / NAME)
+
+
+def _write(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
+    """Write the new texts into a folder, with the permissions of the old ones, or of TE's first module."""
+    for path, (before, after) in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(after.encode())
+        shutil.copymode(root / (path if before else f"{TE}/__init__.py"), folder / path)
 
 
 def _exchange(location: Path, side: str) -> None:
@@ -168,16 +159,15 @@ def _exchange(location: Path, side: str) -> None:
 
     Importing TE imports every module that is edited, so a guard in the place of the first one closes it meanwhile.
     """
-    root, opened = location.parent, location / OPEN
-    digests = json.loads((opened / NAME).read_bytes())["files"]
-    first, *edited = [path for path, (before, _) in digests.items() if before]
-    added = [*(path for path, (before, _) in digests.items() if not before), f"{TE}/{NAME}"]
-    _move(opened / side / GUARD, root / first)
-    for path in (*edited, *added):
-        _move(opened / side / path, root / path)
-    for path in added if side == BEFORE else ():
+    root, new = location.parent, location / OPEN / side
+    stamp = Stamp.read(location / OPEN)
+    gate, *others = stamp.edited
+    _move(new / GUARD, root / gate)
+    for path in (*others, *stamp.added):
+        _move(new / path, root / path)
+    for path in stamp.added if side == BEFORE else ():
         (root / path).unlink(missing_ok=True)
-    _move(opened / side / first, root / first)
+    _move(new / gate, root / gate)
 
 
 def _move(new: Path, path: Path) -> None:
@@ -188,37 +178,25 @@ def _move(new: Path, path: Path) -> None:
         os.replace(new, path)
 
 
-def _write(path: Path, data: bytes, like: Path) -> None:
-    """A new file with the permissions of another."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    shutil.copymode(like, path)
+def left_over(folder: str | None) -> str:
+    """What to say of a TE that was uninstalled, in a folder or one of this interpreter, where a bake is left of it."""
+    for location in (Path(parent, TE) for parent in (sys.path if folder is None else [folder])):
+        if (location / NAME).exists():
+            return f"; delete {location}: it holds what is left of a bake"
+    return ""
 
 
-def left_over(folder: str | None) -> Source | None:
-    """What is left of a bake in a TE that was uninstalled, in a folder or one of this interpreter; None for nothing."""
-    for parent in sys.path if folder is None else [folder]:
-        location = Path(parent, TE)
-        if (location / NAME).exists() and not (location / "__init__.py").exists():
-            return Source(str(location), None)
-    return None
-
-
-def import_problem(paths: Iterable[str]) -> str:
-    """Why a new process cannot import the installed TE, and the modules with these paths in it; "" where it can."""
-    modules = [path[:-3].removesuffix("/__init__").replace("/", ".") for path in paths if path.endswith(".py")]
-    program = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
-    command = [sys.executable, "-c", program, f"{TE}.pytorch", *modules]
+def import_problem() -> str:
+    """Why a new process cannot import the installed TE, which imports every module that is edited; "" where it can."""
+    command = [sys.executable, "-c", f"import {TE}.pytorch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 
 
-def overlay(decision: Decision, folder: Path) -> list[Corrected]:
-    """Write the corrected modules, and the stamp, into a folder that is new or empty; returns them."""
+def overlay(decision: Decision, folder: Path) -> list[str]:
+    """Write the corrected modules, and the stamp, into a folder that is new or empty; returns their paths there."""
     if folder.exists() and any(folder.iterdir()):
         raise BakeError(f"{folder} is not empty: name another folder")
-    root, files = Path(decision.source.location).parent, corrected(decision)
-    for file in files:
-        like = root / file.path if file.before else Path(decision.source.location, "__init__.py")
-        _write(folder / file.path, file.after.encode(), like)
-    return files
+    files = corrected(decision)
+    _write(folder, Path(decision.source.location).parent, files)
+    return list(files)

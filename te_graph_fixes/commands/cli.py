@@ -6,7 +6,6 @@ import argparse
 import difflib
 import hashlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import os
@@ -25,11 +24,11 @@ from ..patching.installation import InstallationError
 from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import Settings, fix_ids
-from ..stamp import ChangedStampError, LeftoverError, of_source
+from ..stamp import ChangedStampError, of_source
 from ..state import State
 from ..version import __version__
 from . import answers, bake
-from .bake import BakeError, Corrected, corrected, module_path
+from .bake import BakeError, corrected, module_path
 
 NO_TE = WRONG_USE = 2
 _EPILOG = """\
@@ -98,9 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{name} does not take {unknown[0]}; see te-graph-fixes {name} -h")
         return int(options.command(options))
     except TENotFoundError as error:
-        is_left = bake.left_over(options.source) is not None
-        advice = f"; `te-graph-fixes bake --undo{options.where}` deletes what is left of a bake" if is_left else ""
-        return _say(f"{error}{advice}", NO_TE)
+        return _say(f"{error}{bake.left_over(options.source)}", NO_TE)
     except ValueError as error:
         return _say(error, WRONG_USE)
     except (InstallationError, BakeError, ChangedStampError) as error:
@@ -175,16 +172,15 @@ def _diff(options: argparse.Namespace) -> int:
         _say(f"{', '.join(ids)} cannot be applied: {reason}")
     if not (names or decision.to_apply):
         _say(f"no changes: `te-graph-fixes status --all{options.where}` says why")
-    for file in corrected(decision):
-        sys.stdout.writelines(_unified(file))
+    for path, (before, after) in corrected(decision).items():
+        sys.stdout.writelines(_unified(path, before, after))
     return int(bool(decision.refused))
 
 
-def _unified(file: Corrected) -> Iterator[str]:
+def _unified(path: str, before: str, after: str) -> Iterator[str]:
     """A unified diff that `patch -p1` accepts, last lines without a line break included."""
-    old = f"a/{file.path}" if file.before else "/dev/null"
-    was, is_now = (io.StringIO(text, newline="").readlines() for text in (file.before, file.after))
-    for line in difflib.unified_diff(was, is_now, old, f"b/{file.path}"):
+    was, is_now = (io.StringIO(text, newline="").readlines() for text in (before, after))
+    for line in difflib.unified_diff(was, is_now, f"a/{path}" if before else "/dev/null", f"b/{path}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
@@ -208,7 +204,7 @@ def _bake(options: argparse.Namespace) -> int:
     try:
         if options.overlay:
             return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
-        source = (options.undo and bake.left_over(options.source)) or _source(options)
+        source = _source(options)
         with bake.changing(Path(source.location)) as interrupted:
             if interrupted:
                 _say("took back what an interrupted command had left")
@@ -227,22 +223,27 @@ def _bake_in_place(source: Source, where: str) -> int:
     settings = Settings.read()
     decision = Decision(source, settings)
     try:
-        stamp, is_to_be_undone = of_source(source), decision.is_outdated
-    except LeftoverError as error:
-        stamp, is_to_be_undone = error.stamp, True
-    if stamp and not is_to_be_undone and decision.disagreement:
-        raise BakeError(decision.disagreement)
-    if stamp and is_to_be_undone:
+        stamp = of_source(source)
+        outdated = stamp if decision.is_outdated else None
+        if stamp and not outdated and decision.disagreement:
+            raise BakeError(decision.disagreement)
+    except ChangedStampError as error:
+        outdated = error.leftover
+    if outdated:
         bake.undo(source)
-        print(f"the bake of {stamp.by} is undone")
+        print(f"the bake of {outdated.by} is undone")
         decision = Decision(Source.at(source.location), settings)
     bake.require_complete(decision)
     if not decision.to_apply:
         print(answers.answer(decision, where))
-        return int(bool(decision.refused))
+        return int(bool(decision.left_out))
+    unable = "" if where else bake.import_problem()
     files = bake.in_place(decision)
-    if not where:
-        _require_import(decision, files)
+    if unable:
+        _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {unable}")
+    elif not where and (problem := bake.import_problem()):
+        bake.undo(source)
+        raise BakeError(f"nothing was written, because TransformerEngine could not be imported with it: {problem}")
     left = f" ({len(decision.left_out)} are left out by {settings.chosen_by})" if decision.left_out else ""
     print(
         f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in {source.location}: "
@@ -251,26 +252,12 @@ def _bake_in_place(source: Source, where: str) -> int:
     return 0
 
 
-def _require_import(decision: Decision, files: Sequence[Corrected]) -> None:
-    """Undo a bake, and raise `BakeError`, where TE can be imported without it and not with it."""
-    if importlib.util.find_spec("torch") is None:
-        return
-    if not (problem := bake.import_problem(file.path for file in files)):
-        return
-    bake.undo(decision.source)
-    if not bake.import_problem([]):
-        raise BakeError(f"nothing was written, because TransformerEngine could not be imported with it: {problem}")
-    bake.in_place(decision)
-    _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {problem}")
-
-
 def _overlay(decision: Decision, folder: Path) -> int:
     bake.require_complete(decision)
     if not decision.to_apply:
         raise BakeError("there is nothing to correct, so there is no overlay to make")
-    files = bake.overlay(decision, folder)
     root = os.path.dirname(decision.source.location)
-    print(*(f"{folder}/{file.path} {root}/{file.path}" for file in files), sep="\n")
+    print(*(f"{folder}/{path} {root}/{path}" for path in bake.overlay(decision, folder)), sep="\n")
     return _say(f"mount each file over the second path of its line, read-only: {len(decision.to_apply)} fixes")
 
 
@@ -330,12 +317,9 @@ def _installed(name: str) -> str:
         return "-"
 
 
-@_command("list all fixes: symptom, versions with the defect, upstream", "0", "", JSON)
-def _list(options: argparse.Namespace) -> int:
-    if options.json:
-        print(json.dumps(answers.records(), indent=2))
-    else:
-        print(*answers.listing(), sep="\n")
+@_command("list all fixes: symptom, versions with the defect, upstream", "0", "")
+def _list(_: argparse.Namespace) -> int:
+    print(*answers.listing(), sep="\n")
     return 0
 
 
