@@ -7,6 +7,7 @@ names is as it was written, it is believed and no shape is looked at.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -24,15 +25,24 @@ OPEN = ".te-graph-fixes.open"
 """The folder in TE's that stands while `te_graph_fixes.commands.bake` changes files, or changes them back."""
 
 
+@functools.cache
+def own_text() -> str:
+    """A digest of the fixes that this package has, and of the modules that it ships."""
+    here = Path(__file__).parent
+    sources = sorted([*here.glob("fixes/*.py"), *here.glob("shipped/*.py")])
+    return digest(b"".join(path.read_bytes() for path in sources))
+
+
 @dataclass(frozen=True)
 class Stamp:
-    """What te-graph-fixes of a ``version`` has made of a TE.
+    """What te-graph-fixes of a ``version``, with the fixes of which ``text`` is the digest, has made of a TE.
 
     ``fixes`` has a word for each: `MADE`, `LEFT_OUT` by the user, or the negative verdict at that time. ``files`` has
     the digests of each module before (None: it was added) and after, by its path from the folder that holds TE.
     """
 
     version: str
+    text: str
     te_version: str | None
     fixes: Mapping[str, str]
     files: Mapping[str, tuple[str | None, str]]
@@ -60,14 +70,15 @@ class Stamp:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether another te-graph-fixes made it, which was no later release."""
+        """Whether other fixes than those of this package were put on disk, by no later release."""
         theirs, ours = (Version(Version(version).public) for version in (self.version, __version__))  # without commits
-        return self.version != __version__ and theirs <= ours
+        return self.text != own_text() and theirs <= ours
 
     @property
     def by(self) -> str:
         """Who made it, in words."""
-        return f"te-graph-fixes {self.version}"
+        is_other = self.text != own_text() and self.version == __version__
+        return f"{'another build of ' if is_other else ''}te-graph-fixes {self.version}"
 
 
 class ChangedStampError(Exception):

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from .. import fixes
 from ..decision import Decision, with_required
@@ -145,3 +146,9 @@ def listing() -> Iterator[str]:
                 yield f"    requires {', '.join(fix.requires)}"
         yield ""
     yield "TE_GRAPH_FIXES=upstream applies those that are corrected in a later TransformerEngine, and what they require"
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """``list --json``: the same of each fix, by its id."""
+    names = ("group", "symptom", "users", "affected", "merged", "requires", "upstream")
+    return {fix.id: {name: getattr(fix, name) for name in names} for fix in CATALOGUE.values()}

@@ -25,7 +25,7 @@ from pathlib import Path
 from ..decision import Decision
 from ..patching.installation import patched
 from ..patching.source import TE, Source
-from ..stamp import LEFT_OUT, MADE, NAME, OPEN, ChangedStampError, Stamp, digest, digest_of, of_source
+from ..stamp import LEFT_OUT, MADE, NAME, OPEN, ChangedStampError, Stamp, digest, digest_of, of_source, own_text
 from ..version import __version__
 
 PART, KEPT = ".te-graph-fixes.part", ".te-graph-fixes"
@@ -59,7 +59,7 @@ def corrected(decision: Decision) -> dict[str, tuple[str, str]]:
     fixes |= dict.fromkeys(decision.to_apply, MADE) | dict.fromkeys(decision.left_out, LEFT_OUT)
     root = Path(source.location).parent
     digests = {path: (digest_of(root / path), digest(after.encode())) for path, (_, after) in files.items()}
-    return {**files, f"{TE}/{NAME}": ("", Stamp(__version__, decision.version, fixes, digests).as_json)}
+    return {**files, f"{TE}/{NAME}": ("", Stamp(__version__, own_text(), decision.version, fixes, digests).as_json)}
 
 
 def module_path(source: Source, module: str) -> str:

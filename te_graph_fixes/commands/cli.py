@@ -317,9 +317,12 @@ def _installed(name: str) -> str:
         return "-"
 
 
-@_command("list all fixes: symptom, versions with the defect, upstream", "0", "")
-def _list(_: argparse.Namespace) -> int:
-    print(*answers.listing(), sep="\n")
+@_command("list all fixes: symptom, versions with the defect, upstream", "0", "", JSON)
+def _list(options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps(answers.records(), indent=2))
+    else:
+        print(*answers.listing(), sep="\n")
     return 0
 
 

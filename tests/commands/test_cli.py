@@ -313,6 +313,14 @@ def test_list_has_every_fix(cli: Cli) -> None:
     assert "TransformerEngine 2.10 to 2.11; corrected in TransformerEngine 2.12" in out
 
 
+def test_list_as_json(cli: Cli) -> None:
+    status, out, _ = cli("list", "--json")
+    records = json.loads(out)
+    assert (status, list(records)) == (0, list(CATALOGUE))
+    assert records["warmup-reset"]["affected"] == "<2.14"
+    assert records["warmup-reset"]["users"] == CATALOGUE["warmup-reset"].users
+
+
 def test_diff_takes_what_it_suggests(cli: Cli) -> None:
     status, _, err = cli("diff", "--source", source("2.12.0"), "warmup-reset")
     assert status == 2
