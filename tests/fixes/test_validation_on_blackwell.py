@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.child import ROOT, on_simulator
 
-PROGRAM = ROOT / "tests" / "validation_on_blackwell.py"
+PROGRAM = ROOT / "tests" / "support" / "validation_on_blackwell.py"
 
 
 def test_training_goes_on_as_eager() -> None:
