@@ -16,9 +16,6 @@ from .patching.source import Edit, Source
 from .shipped import new_module
 from .state import State
 
-APPLICABLE = State.APPLICABLE
-UNRECOGNIZED = State.UNRECOGNIZED
-
 GROUPS = (
     "gradients",
     "FP8 state",
@@ -50,10 +47,6 @@ class Verdict:
     rests_on: tuple[tuple[str, str], ...] = ()
     details: str = ""
     stamped: bool = False
-
-    @property
-    def verdict(self) -> State:
-        return self.state
 
     @property
     def explanation(self) -> str:

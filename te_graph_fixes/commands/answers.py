@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import fixes
 from ..decision import Decision, with_required
-from ..fix import APPLICABLE, GROUPS, Fix
+from ..fix import GROUPS, Fix
 from ..fixes import CATALOGUE
 from ..report import te_name
 from ..settings import DISABLE
@@ -50,7 +50,7 @@ def status(decision: Decision, where: str, everything: bool) -> Iterator[str]:
         yield "\nnot affected"
         for fix_id in sorted(CATALOGUE.keys() - named):
             reason = decision.reason(fix_id, bool(where))
-            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].verdict}: {reason}"
+            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].state}: {reason}"
 
 
 def answer(decision: Decision, where: str) -> str:
@@ -81,7 +81,7 @@ def _next(decision: Decision, where: str) -> str:
 
 def _left_out_on_disk(decision: Decision) -> list[str]:
     return [
-        fix_id for fix_id, verdict in decision.verdicts.items() if verdict.stamped and verdict.verdict == State.DISABLED
+        fix_id for fix_id, verdict in decision.verdicts.items() if verdict.stamped and verdict.state == State.DISABLED
     ]
 
 
@@ -98,13 +98,13 @@ def explain(fix: Fix, decision: Decision | None = None, where: str = "") -> Iter
     }
     if decision:
         decided = decision.decisions[fix.id]
-        reason = f"{decided.verdict}: {decision.reason(fix.id)}"
-        if decided.verdict == APPLICABLE:
+        reason = f"{decided.state}: {decision.reason(fix.id)}"
+        if decided.state == State.APPLICABLE:
             reason = "it has this defect" + decision.reason(fix.id).removeprefix(fix.summary)
         rows["here"] = f"{te_name(decision.version)}: {reason}"
         if decided.stamped:
             rows["leave out"] = f"te-graph-fixes bake --undo{where}, then bake with {DISABLE}={fix.id}"
-        if decided.verdict == APPLICABLE:
+        if decided.state == State.APPLICABLE:
             rows["change"] = f"te-graph-fixes diff {' '.join(sorted(with_required(fix.id)))}{where}"
     if dependent := [other for other in CATALOGUE if fix.id in with_required(other) - {other}]:
         rows["leave out"] += f"\n{'':11}also leaves out {', '.join(dependent)}: wrong without it"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ..decision import Decision, expected
-from ..fix import APPLICABLE, UNRECOGNIZED
 from ..fixes import CATALOGUE
 from ..messages import issues
 from ..patching.installation import InstallationError
@@ -122,7 +121,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.json:
         fixes = {
             fix_id: {
-                "verdict": verdict.verdict,
+                "verdict": verdict.state,
                 "expected": expected(CATALOGUE[fix_id], decision.version),
                 "reason": decision.reason(fix_id, options.source is not None),
                 "upstream": list(CATALOGUE[fix_id].upstream),
@@ -166,8 +165,8 @@ def _diff(options: argparse.Namespace) -> int:
     decision = _decision(options, Settings(fix_ids(names)) if names else None)
     for fix_id in names:
         verdict = decision.decisions[fix_id]
-        if verdict.verdict not in (APPLICABLE, UNRECOGNIZED):
-            _say(f"{fix_id} is {verdict.verdict}: {verdict.reason}")
+        if verdict.state not in (State.APPLICABLE, State.UNRECOGNIZED):
+            _say(f"{fix_id} is {verdict.state}: {verdict.reason}")
     for reason, ids in decision.refused.items():
         _say(f"{', '.join(ids)} cannot be applied: {reason}")
     if not (names or decision.to_apply):
@@ -199,7 +198,7 @@ def _bake(options: argparse.Namespace) -> int:
     if options.check:
         decision = _decision(options)
         print(answers.answer(decision, options.where))
-        lacks = any(verdict.verdict in (APPLICABLE, UNRECOGNIZED) for verdict in decision.verdicts.values())
+        lacks = any(verdict.state in (State.APPLICABLE, State.UNRECOGNIZED) for verdict in decision.verdicts.values())
         return int(lacks or decision.is_outdated)
     try:
         if options.overlay:
@@ -301,7 +300,7 @@ def _issue(options: argparse.Namespace) -> int:
     packages = [f"{name} {_installed(name)}" for name in ("torch", "megatron-core", "wrapt")]
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
     for fix_id, verdict in decision.decisions.items():
-        print(f"{fix_id}: {verdict.verdict} (expected: {expected(CATALOGUE[fix_id], source.version)})")
+        print(f"{fix_id}: {verdict.state} (expected: {expected(CATALOGUE[fix_id], source.version)})")
         if verdict.state in (State.UNRECOGNIZED, State.FAILED):
             print("    " + verdict.explanation.replace(source.location, TE).replace("\n", "\n    "))
     print()
