@@ -191,14 +191,14 @@ def heads_of(body: Sequence[Any]) -> Iterator[Any]:
     """Statements and those in their blocks, in order."""
     for node in body:
         yield node
-        for block in _BLOCKS:
+        for block in _BLOCKS if isinstance(node, ast.stmt) else ():
             yield from heads_of(getattr(node, block, None) or ())
 
 
 def _bare(statement: Any) -> Any:
-    """A statement without its blocks."""
+    """A statement without its blocks; an expression as it is."""
     bare = copy.copy(statement)
-    for block in _BLOCKS:
+    for block in _BLOCKS if isinstance(statement, ast.stmt) else ():
         if hasattr(bare, block):
             setattr(bare, block, [])
     return bare

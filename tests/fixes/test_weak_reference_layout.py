@@ -66,8 +66,9 @@ def test_outputs_and_gradients_are_those_of_eager(name: str) -> None:
 
 
 def test_without_the_fix_what_is_not_contiguous_comes_out_wrong() -> None:
-    errors = case("output-strides", "off")["measures"]["errors"]
-    assert min(error for (error,) in errors.values()) > 0.4, errors
+    errors = {name: error for name, (error,) in case("output-strides", "off")["measures"]["errors"].items()}
+    assert errors.pop("contiguous") == 0.0
+    assert min(errors.values()) > 0.4, errors
 
 
 def test_without_the_fix_some_dtypes_cannot_be_captured() -> None:
@@ -82,17 +83,11 @@ def test_a_weak_reference_is_the_tensor_itself() -> None:
     simulate("-c", REFERENCES, TE_GRAPH_FIXES=FIX)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("x.dtype, x.shape)", "x.dtype, x.shape, x.stride())"),
-        ("if x.is_cuda", "if x.is_cuda and x.is_contiguous()"),
-    ],
-)
-def test_another_way_to_make_them_is_not_recognized(old: str, new: str) -> None:
+def test_another_way_to_make_them_is_not_recognized() -> None:
     tree = Source.installed()
     assert CATALOGUE[FIX].verdict_on(tree).state == State.APPLICABLE
     module = tree.module(UTILS)
-    assert module.text.count(old) == 1
-    tree._modules[UTILS] = ModuleSource(UTILS, module.path, module.text.replace(old, new))
+    text = module.text.replace("x.dtype, x.shape)", "x.dtype, x.shape, x.stride())")
+    assert text != module.text
+    tree._modules[UTILS] = ModuleSource(UTILS, module.path, text)
     assert CATALOGUE[FIX].verdict_on(tree).state == State.UNRECOGNIZED
