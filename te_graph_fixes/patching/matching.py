@@ -191,17 +191,21 @@ def heads_of(body: Sequence[Any]) -> Iterator[Any]:
     """Statements and those in their blocks, in order."""
     for node in body:
         yield node
-        for block in _BLOCKS if isinstance(node, ast.stmt) else ():
-            yield from heads_of(getattr(node, block, None) or ())
+        for block in _blocks_of(node):
+            yield from heads_of(getattr(node, block))
 
 
 def _bare(statement: Any) -> Any:
     """A statement without its blocks; an expression as it is."""
     bare = copy.copy(statement)
-    for block in _BLOCKS if isinstance(statement, ast.stmt) else ():
-        if hasattr(bare, block):
-            setattr(bare, block, [])
+    for block in _blocks_of(statement):
+        setattr(bare, block, [])
     return bare
+
+
+def _blocks_of(node: Any) -> list[str]:
+    """The names of the blocks of a statement or handler; parts of an expression may be called so, and are none."""
+    return [] if isinstance(node, ast.expr) else [block for block in _BLOCKS if hasattr(node, block)]
 
 
 def in_short(head: Any) -> str:
