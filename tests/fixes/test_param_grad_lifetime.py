@@ -24,20 +24,19 @@ VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_are_copied_one_by_one_and_vectors_together(kind: str) -> None:
-    plain, fused, off = json.loads(simulate(__file__, kind, TE_GRAPH_FIXES=FIX.id).splitlines()[-1])
+    plain, fused = json.loads(simulate(__file__, kind, TE_GRAPH_FIXES=FIX.id).splitlines()[-1])
     assert plain == WEIGHTS[kind] + (1 if NEEDED else VECTORS[kind])
     assert fused == 1 or not NEEDED, "TE 2.19 and later copy the dummies of fused wgrads"
-    assert off == 0
 
 
 def main(kind: str) -> None:
-    """Print the copies at a replay: of plain grads, beside fused wgrads, and where copies are turned off."""
+    """Print the copies at a replay: of plain grads, and beside fused wgrads."""
     import transformer_engine.pytorch as te
 
     import te_graph_fixes  # noqa: F401
 
     copies = []
-    for fused, options in ((False, {}), (True, {}), (False, {"clone_param_grads_on_return": False})):
+    for fused in (False, True):
         sizes = (128, 256) if kind == "LayerNormMLP" else (128, 128)
         module = getattr(te, kind)(
             *sizes, bias=True, fuse_wgrad_accumulation=fused, params_dtype=torch.bfloat16, device="cuda"
@@ -46,7 +45,7 @@ def main(kind: str) -> None:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False
         sample = torch.randn(32, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        out = te.make_graphed_callables(module, (sample,), **options)(sample)
+        out = te.make_graphed_callables(module, (sample,))(sample)
         clone, cat = Mock(side_effect=torch.Tensor.clone), Mock(side_effect=torch.cat)
         with patch.object(torch.Tensor, "clone", lambda tensor, clone=clone: clone(tensor)), patch("torch.cat", cat):
             out.backward(torch.ones_like(out))
