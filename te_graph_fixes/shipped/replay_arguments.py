@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from ._te_warn_once import warn_once
+
 _of_tensor = attrgetter("shape", "requires_grad", "dtype")
-_warned: set[str] = set()
 
 
 def _of_any(leaf: Any) -> tuple[Any, ...]:
@@ -69,15 +69,9 @@ class SampleArguments:
         if dtypes != sample_dtypes:
             if torch.is_autocast_enabled():
                 return
-            _warn_once(
+            warn_once(
                 f"{self._graph} was captured for inputs of {sample_dtypes} and is given {dtypes}: it casts them, where "
                 "eager training may not. Capture it with samples of these dtypes, or cast the inputs before"
             )
         if not more:
             self._accepted = given
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=2)

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from te_graph_fixes.commands.answers import corrected
 from te_graph_fixes.commands.bake import in_place
 from te_graph_fixes.decision import Decision
 from te_graph_fixes.patching.source import Source, TENotFoundError
@@ -49,7 +50,8 @@ def baked_copy(source: Source, folder: Path) -> None:
             shutil.copytree(entry, folder / entry.name, copy_function=copy, ignore=ignore, symlinks=False)
         else:
             copy(str(entry), str(folder / entry.name))
-    in_place(Decision(Source.at(folder), Settings()))
+    decision = Decision(Source.at(folder), Settings())
+    in_place(Path(decision.source.location), corrected(decision))
 
 
 class Worker:
