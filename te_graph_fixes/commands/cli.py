@@ -166,6 +166,8 @@ def _diff(options: argparse.Namespace) -> int:
         verdict = decision.decisions[fix_id]
         if verdict.state not in (State.APPLICABLE, State.UNRECOGNIZED):
             _say(f"{fix_id} is {verdict.state}: {verdict.reason}")
+    if decision.refusal:
+        return _say(f"nothing is applied, because {decision.refusal}", 1)
     for reason, ids in decision.refused.items():
         _say(f"{', '.join(ids)} cannot be applied: {reason}")
     if not (names or decision.to_apply):
@@ -241,7 +243,7 @@ def _bake_in_place(source: Source) -> int:
     elif not where and (problem := bake.import_problem()):
         bake.undo(source)
         raise BakeError(f"nothing was written, because TransformerEngine could not be imported with it: {problem}")
-    left = f" ({len(decision.left_out)} are left out by {settings.chosen_by})" if decision.left_out else ""
+    left = f" ({len(decision.left_out)} left out by {settings.chosen_by})" if decision.left_out else ""
     print(
         f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in {source.location}: "
         f"{len(files) - 1} modules{left}. Undo: {COMMAND} bake --undo{where}"

@@ -380,7 +380,7 @@ def test_fixes_that_were_left_out_on_purpose_are_known(
     tree = copy(tmp_path)
     monkeypatch.setenv(DISABLE, "replay-arguments")
     out = cli("bake", "--source", tree)[1]
-    assert f" (1 are left out by {DISABLE}). Undo: {COMMAND} bake --undo --source {tree}\n" in out
+    assert f" (1 left out by {DISABLE}). Undo: {COMMAND} bake --undo --source {tree}\n" in out
     baked = content(tree)
     for setting in ("replay-arguments", ""):
         monkeypatch.setenv(DISABLE, setting)

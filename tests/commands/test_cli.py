@@ -174,8 +174,8 @@ def test_a_te_that_is_too_old_is_refused_in_one_line(cli: Cli) -> None:
     status, out, _ = cli("status", "--source", source("2.9.0"))
     assert (status, len(out.splitlines())) == (1, 2)
     assert out.startswith(f"TransformerEngine 2.9.0: nothing is applied, {reason}\n")
-    refused = (1, "", f"te-graph-fixes: nothing was written, {reason}\n")
-    assert cli("bake", "--source", source("2.9.0")) == refused
+    for command, nothing in (("bake", "nothing was written"), ("diff", "nothing is applied")):
+        assert cli(command, "--source", source("2.9.0")) == (1, "", f"te-graph-fixes: {nothing}, {reason}\n")
 
 
 def test_a_fix_goes_with_what_it_requires(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
