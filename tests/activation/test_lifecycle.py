@@ -101,7 +101,7 @@ import transformer_engine.pytorch
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_events_does_not_matter(order: str) -> None:
-    simulate("-c", PRELUDE + ORDERS[order] + "\ncheck()\n")
+    simulate("-c", PRELUDE + ORDERS[order] + "\ncheck()\n", imported=())
 
 
 def test_tracebacks_and_sources_show_the_corrected_lines() -> None:
@@ -173,6 +173,7 @@ found = attempt(te_graph_fixes.activate, None, None, True)
 assert found.startswith("FixNotAppliedError"), found
 """,
         path=broken(tmp_path),
+        imported=(),
         TE_GRAPH_FIXES_STRICT="1",
     )
 
@@ -188,6 +189,7 @@ te_graph_fixes.activate()
 assert "unrecognized" in {status.status for status in te_graph_fixes.report().fixes.values()}
 """,
         path=broken(tmp_path),
+        imported=(),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("TEGraphFixesWarning") == 1, done.stderr
@@ -250,4 +252,5 @@ else:
     raise AssertionError("no error")
 assert without() == set()
 """,
+        imported=(),
     )

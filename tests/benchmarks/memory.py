@@ -257,7 +257,7 @@ def programs_of_verify() -> dict[str, Any]:
 
     found: dict[str, dict[str, Any]] = {}
     for case in CASES.values():
-        options = {name: value for name, value in case.options.items() if name != "breaks"}
+        options = {name: value for name, value in case.options.items() if name not in ("breaks", "refusal")}
         if case.function == "programs:compare":
             found[case.name] = options
         elif case.function == "programs:compare_each":

@@ -148,7 +148,7 @@ def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[s
     """The lines of a child on the simulator, in which ``prelude`` is run first."""
     program = f"{prelude}\nimport runpy, sys\nsys.argv = ['child', *{list(arguments)!r}]\n"
     program += "runpy.run_module('te_graph_fixes.verify.child', run_name='__main__')"
-    done = on_simulator("-c", program, **environment)
+    done = on_simulator("-c", program, imported=(), **environment)
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
