@@ -3,8 +3,8 @@
     python tests/benchmarks/memory.py [--te NAME=FOLDER ...] [--json FILE] [--processes N] [--hidden N] [PROGRAM ...]
 
 ``FOLDER`` holds a TransformerEngine (TE); without ``--te`` it is the installed one. Each program runs in a process of
-its own, several at a time; while one captures, the others wait. ``verify`` is a program for all those of `verify` and
-of `benchmark.py`. MiB are those that a capture adds to what was allocated before: at its peak, after it, and after the
+its own, several at a time; while one captures, the others wait. ``verify`` is a program for all those of `verify`, and
+three more. MiB are those that a capture adds to what was allocated before: at its peak, after it, and after the
 ``reset()`` of all its graphs while the callables are still there. Exits with 1 where a peak is above 1.01 of TE's own.
 """
 
