@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.decision import verdicts
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.state import State
+from tests.support import published
 from tests.support.child import on_simulator, python, simulate
 
-VERDICTS = {fix: verdict.state for fix, verdict in verdicts(Source.installed()).items()}
+VERDICTS = {fix: verdict.state for fix, verdict in published.examined("installed")[1].items()}
 NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == State.APPLICABLE)
 
 PRELUDE = """
