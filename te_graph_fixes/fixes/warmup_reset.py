@@ -4,10 +4,7 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2715 (TE 2.14)
 
 After warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on every module that has the attribute, as
 Megatron's do. The capture that follows reads it and freezes "first microbatch" into the graph: the wgrad overwrites
-``main_grad`` at every replay. The loop is removed. Removing it would freeze FP8 weights instead: those of experts that
-do not read the graph's skip flag (`grouped-linear-skip-flag`), and those of a capture that does not cache weights
-(`stale-fp8-weights`). Where norms and biases get wrong gradients (`param-grad-lifetime`), it makes the training that
-follows from them no better.
+``main_grad`` at every replay. The loop is removed.
 """
 
 from ..fix import Fix, SemanticPatch
