@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from . import outputs, replays, sends  # noqa: F401  # modules and events too
+from . import outputs, replays  # noqa: F401  # modules and events too
 from .graphs import delayed
 from .modules import MODULES, Block, torch_linear
 from .setting import SIMULATED, TOKENS, autocast, program, random, seed_tracker, tracker
@@ -25,11 +25,7 @@ step = event(Training.run, "step")
 eager_step = event(functools.partial(Training.run, eager=True), "eager_step")
 evaluate = event(Training.evaluation, "evaluate")
 evaluate_in_bf16 = event(functools.partial(Training.evaluation, recipe="bf16"), "evaluate_in_bf16")
-
-
-@event
-def evaluate_in_other(t: Training) -> None:
-    t.evaluation(program.other)
+evaluate_in_other = event(lambda t: t.evaluation(program.other), "evaluate_in_other")
 
 
 @event
@@ -175,15 +171,8 @@ def warned(t: Training, words: str, x: torch.Tensor) -> None:
             t.see("warned", torch.ones(1))
 
 
-@event
-def cast_input(t: Training) -> None:
-    """An fp32 input for a graph in bf16."""
-    warned(t, "it casts them", random().float())
-
-
-@event
-def outside_of_the_autocast(t: Training) -> None:
-    warned(t, "outside of an autocast", random())
+cast_input = event(lambda t: warned(t, "it casts them", random().float()), "cast_input")
+outside_of_the_autocast = event(lambda t: warned(t, "outside of an autocast", random()), "outside_of_the_autocast")
 
 
 def refused(t: Training, misuse: Any) -> None:
@@ -200,13 +189,13 @@ def refused(t: Training, misuse: Any) -> None:
         t.see("taken", torch.ones(1))
 
 
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x[: TOKENS // 2]
+
+
 def misusing(name: str, misuse: Any) -> Any:
     """The event of a call that gets a graph, its input and its keyword arguments."""
     return event(lambda t: refused(t, misuse), name)
-
-
-def half(each: torch.Tensor) -> torch.Tensor:
-    return each[: TOKENS // 2]
 
 
 misuse_keyword = misusing("misuse_keyword", lambda call, x, marks: call(inp=x, **marks))

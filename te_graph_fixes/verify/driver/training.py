@@ -141,7 +141,8 @@ class Training(Captured):
                     x = self.input.detach().copy_(x)
                 if program.input_grads:
                     x.requires_grad_()
-                with kept_elsewhere() if program.offload else contextlib.nullcontext():
+                copied = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept)
+                with copied if program.offload else contextlib.nullcontext():
                     out = self.forward(x, layers, microbatch, eager)
                 self.see("outputs", out)
                 live[chunk, microbatch] = x, out, output_grad
@@ -165,17 +166,12 @@ class Training(Captured):
             if program.delay and entry < 0 and (entry % 1 or entry - 0.5 not in program.order):
                 for number in reversed(layers):
                     self.wgrad(number, microbatch, eager)
-            if program.takes_grads:
-                self.take_grads()
+            for parameter in self.parameters if program.takes_grads else ():
+                if parameter.grad is not None:
+                    parameter.taken.add_(parameter.grad)
+                    parameter.grad = None
         self.see("dgrads", *late)
         self.update(0.0 if skip else rate, skip)
-
-    def take_grads(self) -> None:
-        """Let no gradient be added to an earlier one."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.taken.add_(parameter.grad)
-                parameter.grad = None
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
         """The delayed wgrads of a layer; those of eager training are done, and only the hooks are left to call."""
@@ -292,11 +288,6 @@ def checkpointed(kind: str, call: Any) -> Any:
 
     run = call if kind == "reentrant" else between
     return functools.partial(checkpoint, run, use_reentrant=kind != "not reentrant")
-
-
-def kept_elsewhere() -> Any:
-    """What autograd saves is copied, as where activations are offloaded."""
-    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept)
 
 
 def fp8_state(layer: Any) -> list[torch.Tensor]:
