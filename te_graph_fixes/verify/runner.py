@@ -200,8 +200,8 @@ def measure(
     A TransformerEngine that is corrected on disk cannot be measured `WITHOUT`: it is left out of ``switches``.
     ``say`` gets a line of progress at the start and for each result; ``command`` starts a child.
     """
-    each = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
-    children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(each)]
+    number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
+    children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]
     idle: dict[str, SimpleQueue[Child]] = {switch: SimpleQueue() for switch in switches}
     results: dict[tuple[str, str], Outcome] = {}
     measurements = [(switch, case) for case in cases for switch in switches]

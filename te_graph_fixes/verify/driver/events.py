@@ -50,7 +50,7 @@ def infer(t: Training) -> None:
 def save(t: Training) -> None:
     t.saved = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in t.layers]
     if program.tracker:
-        t.saved_states = {name: each.clone_state() for name, each in tracker.get_states().items()}
+        t.saved_states = {name: generator.clone_state() for name, generator in tracker.get_states().items()}
 
 
 @event
@@ -58,7 +58,7 @@ def load(t: Training) -> None:
     for layer, state in zip(t.layers, getattr(t, "saved", ()), strict=False):
         layer.load_state_dict(state)
     if program.tracker and hasattr(t, "saved_states"):
-        tracker.set_states({name: each.clone_state() for name, each in t.saved_states.items()})
+        tracker.set_states({name: generator.clone_state() for name, generator in t.saved_states.items()})
 
 
 @event
@@ -127,7 +127,9 @@ def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
             module.backward_dw()
         t.see("outputs of another", out)
         t.see("dgrads of another", x.grad)
-        t.see("wgrads of another", *(getattr(each, "main_grad", each.grad) for each in layer.parameters()))
+        t.see(
+            "wgrads of another", *(getattr(parameter, "main_grad", parameter.grad) for parameter in layer.parameters())
+        )
 
 
 @event
@@ -149,7 +151,7 @@ def failed_capture(t: Training, *numbers: int) -> None:
                 t.graph(modules, ((x,),) * len(modules), num_warmup_iters=2, **options)
         layer.failure = ""
         vars(layer.second).pop("backward_dw", None)
-        t.see("left behind", x.grad, torch.tensor([len(each._forward_hooks) for each in layer.modules()]))
+        t.see("left behind", x.grad, torch.tensor([len(module._forward_hooks) for module in layer.modules()]))
         t.see("FP8 state of another", *fp8_state(layer))
         train_eagerly(t, layer, t.recipe)
 
@@ -167,7 +169,7 @@ def warned(t: Training, words: str, x: torch.Tensor) -> None:
             warnings.simplefilter("always")
             for _ in range(2):
                 t.calls[0][0](x)
-        if sum(words in str(each.message) for each in messages) != 1:
+        if sum(words in str(warning.message) for warning in messages) != 1:
             t.see("warned", torch.ones(1))
 
 

@@ -110,7 +110,7 @@ class Wide(torch.nn.Sequential):
 
     def __init__(self) -> None:
         sizes = (hidden(), 128, 128, hidden())
-        super().__init__(*(te.Linear(*each, **OPTIONS) for each in itertools.pairwise(sizes)))
+        super().__init__(*(te.Linear(*shape, **OPTIONS) for shape in itertools.pairwise(sizes)))
 
 
 @module

@@ -73,5 +73,5 @@ class Program:
 
     def __str__(self) -> str:
         plain = Program()
-        said = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        said = [(field.name, getattr(self, field.name)) for field in fields(self)]
         return f"Program({', '.join(f'{name}={value!r}' for name, value in said if value != getattr(plain, name))})"

@@ -81,15 +81,10 @@ def wgrad(t: Training, graph: int = 0) -> None:
         t.wgrad(number, graph, eager=False)
 
 
-@event
-def read_outputs(t: Training) -> None:
-    """Those of all microbatches, once more."""
-    t.see("outputs", *(out for _, out in t.run_before))
-
-
-@event
-def read_input_grads(t: Training) -> None:
-    t.see("dgrads", *(x.grad for x, _ in t.run_before))
+# Once more, of all microbatches.
+read_outputs = event(lambda t: t.see("outputs", *(out for _, out in t.run_before)), "read_outputs")
+read_input_grads = event(lambda t: t.see("dgrads", *(x.grad for x, _ in t.run_before)), "read_input_grads")
+read_kept_grads = event(lambda t: t.see("kept", *t.kept), "read_kept_grads")
 
 
 @event
@@ -103,11 +98,6 @@ def keep_grads(t: Training) -> None:
     """Take each ``.grad`` without a copy, to be read later."""
     t.kept += [parameter.grad for parameter in t.parameters]
     drop_grads(t)
-
-
-@event
-def read_kept_grads(t: Training) -> None:
-    t.see("kept", *t.kept)
 
 
 @event
