@@ -22,7 +22,7 @@ import transformer_engine.pytorch as te
 import te_graph_fixes
 from te_graph_fixes.verify.cases import PIPELINED
 from te_graph_fixes.verify.driver.program import Program
-from te_graph_fixes.verify.driver.setting import plain_recipe, use
+from te_graph_fixes.verify.driver.setting import make_recipe, use
 from te_graph_fixes.verify.driver.training import Training
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 8, 4096, 14336, 4096
@@ -58,7 +58,7 @@ def small_layer() -> tuple[Experts, torch.Tensor]:
 def forward(calls: int = 5, blocks: int = 100) -> dict[str, float]:
     """CPU time of one eager forward in FP8: of the quickest block of calls, the GPU idle at the start of each."""
     module, x = small_layer()
-    recipe = plain_recipe("delayed")
+    recipe = make_recipe("delayed")
     times = []
     with te.autocast(enabled=True, recipe=recipe):
         for _ in range(blocks):
@@ -75,7 +75,7 @@ def forward(calls: int = 5, blocks: int = 100) -> dict[str, float]:
 def mixtral_layer() -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
     module = experts(HIDDEN, WIDTH)
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
-    options = {"enabled": True, "recipe": plain_recipe("delayed"), "cache_quantized_params": True}
+    options = {"enabled": True, "recipe": make_recipe("delayed"), "cache_quantized_params": True}
     return te.make_graphed_callables(module, (x,), **options), x  # replays read x itself: no copy
 
 
@@ -92,7 +92,7 @@ def replay(rounds: int = 20) -> dict[str, float]:
         events[name].append((start, end))
         return result
 
-    recipe = plain_recipe("delayed")
+    recipe = make_recipe("delayed")
     for _ in range(rounds):
         for microbatch in range(3):
             with te.autocast(enabled=True, recipe=recipe):  # TE reads is_first_microbatch once for each autocast

@@ -84,9 +84,9 @@ class Job:
     def autocast(self) -> Any:
         import transformer_engine.pytorch as te
 
-        from te_graph_fixes.verify.driver.setting import plain_recipe
+        from te_graph_fixes.verify.driver.setting import make_recipe
 
-        recipe = plain_recipe(self.recipe.removeprefix("fp8-"))
+        recipe = make_recipe(self.recipe.removeprefix("fp8-"))
         return te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext()
 
     def forward(self, slot: Slot, first: bool | None) -> None:
@@ -332,10 +332,10 @@ def beside_te(job: Job, first: bool, number: int = 0) -> None:
     import torch
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.driver.setting import HIDDEN, plain_recipe, random
+    from te_graph_fixes.verify.driver.setting import HIDDEN, make_recipe, random
 
     if len(job.besides) == number:
-        recipe, rng = plain_recipe(job.recipe.removeprefix("fp8-")), torch.cuda.get_rng_state()
+        recipe, rng = make_recipe(job.recipe.removeprefix("fp8-")), torch.cuda.get_rng_state()
         job.besides.append(te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device="cuda"))
         if job.graphed:
             options = {"enabled": recipe is not None, "recipe": recipe, "cache_quantized_params": recipe is not None}

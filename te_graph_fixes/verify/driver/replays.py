@@ -1,4 +1,4 @@
-"""Events that run forwards and backwards one by one, in any sequence, and that change what a capture has fixed.
+"""Events that run forwards and backwards one by one, send gradients, and change what a capture has fixed.
 
 A number after the name of an event is a graph, a microbatch or a layer.
 """
