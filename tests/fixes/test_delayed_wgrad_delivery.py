@@ -90,10 +90,10 @@ BIAS_TAKEN = """
 import torch, te_graph_fixes
 import transformer_engine.pytorch as te
 from te_graph_fixes.verify.driver.comparison import error
-from te_graph_fixes.verify.driver.setting import plain_recipe
+from te_graph_fixes.verify.driver.setting import make_recipe
 found = []
 for delay in (False, True):
-    recipe, x = plain_recipe("current"), torch.ones(64, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    recipe, x = make_recipe("current"), torch.ones(64, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
     torch.manual_seed(1)
     layer = te.LayerNormMLP(64, 64, delay_wgrad_compute=delay, params_dtype=torch.bfloat16, device="cuda")
     taken = {}
