@@ -72,7 +72,7 @@ class Definition:
         found: dict[object, Match] = {}
         for slot in (slot for kind in pattern.kinds for slot in self.slots[kind, pattern.first_name]):
             for match in pattern.match(slot.siblings, slot.number):
-                found[tuple(map(extent, (match.node, *match.values())))] = match
+                found[tuple(map(extent, (match.node, *match.bound.values())))] = match
         return sorted(found.values(), key=lambda match: extent(match.node))
 
     def has(self, pattern: str | Pattern) -> bool:

@@ -37,7 +37,7 @@ from itertools import pairwise
 
 from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Match, Pattern
-from .rewriting import Change, Insertion, Line, PatchError, Side, compare, insert_before, spots
+from .rewriting import START, Change, Line, LineChange, PatchError, Side, compare, indented, whole_lines
 from .source import Edit, Source
 
 PYTORCH = "transformer_engine.pytorch"
@@ -136,18 +136,19 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
         raise PatchError(f"line {number}: `+` lines alone stand `at its start`, and nothing else does")
     old = Side(lines, " -", "what the hunk looks for")
     new = Side(lines, " +", "what the hunk makes")
-    whole = Pattern(new.text, new.body)
+    whole = Pattern(new.module.text, new.body)
     if is_start:
         text = textwrap.dedent("\n".join(line.text for line in lines))
-        return Hunk(number, file, place, notes, None, (), (whole,), f"\n{text}\n")
+        return Hunk(number, file, place, notes, None, (), (whole,), f"{text}\n")
     if not old.body:
         raise PatchError(f"line {number}: a hunk that looks for nothing")
-    changes = compare(old, new, lines) if any(line.mark != " " for line in lines) else []
-    insertions = [change for change in changes if isinstance(change, Insertion)]
-    signs = [Pattern.of(insertion.text) for insertion in insertions]
-    if len(insertions) < len(changes):
+    changes = compare(old, new)
+    if all(isinstance(change, LineChange) and change.start == change.end for change in changes):
+        signs = [Pattern.of(change.text) for change in changes]
+    else:
         signs = [whole] if any(line.mark == "+" for line in lines) else []
-    return Hunk(number, file, place, notes, Pattern(old.text, old.body, spots(changes)), tuple(changes), tuple(signs))
+    located = frozenset(spot.node for change in changes for spot in (change.start, change.end))
+    return Hunk(number, file, place, notes, Pattern(old.module.text, old.body, located), tuple(changes), tuple(signs))
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,10 @@ class Hunk:
             if definition.has(sign):
                 raise unrecognized(f"no `{str(sign)[:80]}`", definition, "it already")
         if not self.pattern:
-            return [insert_before(definition, _first_statement(definition), self.start_text)]
-        return [edit for match in matches for change in self.changes for edit in change.edits(definition, match)]
+            module, first = definition.module, _first_statement(definition)
+            start = whole_lines(definition, first)[START]
+            return [Edit(module.name, start, start, indented(module, first, self.start_text))]
+        return [change.edit(definition, match) for match in matches for change in self.changes]
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""

@@ -21,7 +21,6 @@ import pytest
 import wrapt
 
 from te_graph_fixes.fix import Verdict, applicable
-from te_graph_fixes.patching import rewriting
 from te_graph_fixes.patching.installation import (
     Installation,
     InstallationError,
@@ -29,7 +28,7 @@ from te_graph_fixes.patching.installation import (
     not_as_in_file,
     patched,
 )
-from te_graph_fixes.patching.source import Source
+from te_graph_fixes.patching.source import Edit, Source
 
 CODE = "standin.code"
 
@@ -41,15 +40,24 @@ class StandIn:
         self.source = Source(str(folder / "standin"), "1.0")
         self.module: ModuleType = importlib.import_module(CODE)
 
-    def edit(self, qualname: str, pattern: str, text: str, how: str = "replace") -> Verdict:
-        """A verdict that edits the one match of ``pattern``."""
-        found = self.source.module(CODE).definition(qualname)
-        return applicable("a test", [getattr(rewriting, how)(found, found.one(pattern), text)])
+    def edit(self, qualname: str, old: str, new: str) -> Verdict:
+        """A verdict that puts ``new`` in the place of the one ``old`` in a function, with its indent."""
+        module = self.source.module(CODE)
+        start, end = module.span(module.definition(qualname).one(old))
+        indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
+        return applicable("a test", [Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
+
+    def insert(self, qualname: str, below: str, text: str) -> Verdict:
+        """A verdict that puts lines above the one statement ``below`` of a function."""
+        (edit,) = self.edit(qualname, below, f"{text}\n").edits
+        return applicable("a test", [edit._replace(end=edit.start)])
 
     def add(self, after: str, text: str) -> Verdict:
-        """A verdict that adds a definition after the definition ``after``."""
-        found = self.source.module(CODE).definition(after)
-        return applicable("a test", [rewriting.insert_after(found, found.node, "\n" + text)])
+        """A verdict that adds a definition below the definition ``after``."""
+        module = self.source.module(CODE)
+        node = module.definition(after).node
+        end = module.starts[(node.end_lineno or 0) + 1]
+        return applicable("a test", [Edit(CODE, end, end, "\n" + textwrap.indent(text, " " * node.col_offset) + "\n")])
 
     def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
         fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
@@ -361,14 +369,6 @@ def test_a_module_in_a_zip_is_corrected(tmp_path: Path, monkeypatch: pytest.Monk
             del sys.modules[name]
 
 
-def signature(package: StandIn, text: str, new: str) -> Verdict:
-    """A verdict that replaces all of the module after the first three characters, the word ``def``, which stays."""
-    from te_graph_fixes.patching.source import Edit
-
-    assert package.source.module(CODE).find("run")
-    return applicable("a test", [Edit(CODE, 3, len(text) - 1, new[3:].rstrip("\n"))])
-
-
 def test_an_edit_that_needs_another_closure_is_refused(standin: Callable[..., StandIn]) -> None:
     package = standin("class A:\n    def run(self):\n        x = 1\n        return x\n")
     with pytest.raises(InstallationError, match=r"change the free variables of A\.run"):
@@ -379,8 +379,6 @@ def test_an_edit_that_needs_another_closure_is_refused(standin: Callable[..., St
     ("pattern", "new"), [("X = 1", "X = 2"), ("import sys", "import os"), ("y: int = 0", "y: int = 1")]
 )
 def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn], pattern: str, new: str) -> None:
-    from te_graph_fixes.patching.source import Edit
-
     text = "import sys\nX = 1\nclass A:\n    y: int = 0\n    def run(self):\n        return X\n"
     package = standin(text)
     start = text.index(pattern)
@@ -391,25 +389,16 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
 
 @pytest.mark.parametrize("text", ["X = 1", "class B: pass", "def added(): pass\nX = 1"])
 def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
-    package = standin("class A:\n    def run(self):\n        return 1\n")
-    run = package.source.module(CODE).definition("A.run")
-    with pytest.raises(InstallationError, match="does more than add methods to a class"):
-        compile_patches(package.source, {"fix": applicable("a test", [rewriting.insert_after(run, run.node, text)])})
-
-
-def test_no_function_is_added_to_a_module(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    return 1\n")
-    run = package.source.module(CODE).definition("run")
-    with pytest.raises(InstallationError, match="does more than add methods to a class"):
-        compile_patches(
-            package.source, {"fix": applicable("a test", [rewriting.insert_after(run, run.node, "def added(): pass")])}
-        )
+    package = standin("class A:\n    def run(self):\n        return 1\n\ndef run():\n    return 1\n")
+    for change in (package.add("A.run", text), package.add("run", "def added(): pass")):
+        with pytest.raises(InstallationError, match="does more than add methods to a class"):
+            compile_patches(package.source, {"fix": change})
 
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run(x):\n    x.append(1)\n    x.append(2)\n")
-    run = package.source.module(CODE).definition("run")
-    package.install(applicable("a test", [rewriting.delete(run, run.one("x.append(2)"))]))
+    text = "def run(x):\n    x.append(1)\n    x.append(2)\n"
+    package = standin(text)
+    package.install(applicable("a test", [Edit(CODE, text.index("    x.append(2)"), len(text), "")]))
     package.module.run(found := [])
     assert found == [1]
 
@@ -453,7 +442,7 @@ def test_a_wrapper_around_an_added_function_stays(standin: Callable[..., StandIn
 def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callable[..., StandIn]) -> None:
     text = "def run(x):\n    a = 1\n    b = 2\n    return a, b, x\n"
     package = standin(text)
-    first, second = package.edit("run", "a = 1", "a = 10"), package.edit("run", "b = 2", "c = 3", "insert_before")
+    first, second = package.edit("run", "a = 1", "a = 10"), package.insert("run", "b = 2", "c = 3")
     third = package.edit("run", "b = 2", "b = c")
     assert patched(package.source, {"a": first, "b": second, "c": third})[CODE][1] == text.replace(
         "a = 1", "a = 10"
@@ -466,8 +455,8 @@ def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callab
 
 def test_insertions_at_one_place_come_in_the_order_of_the_fixes(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    return x\n")
-    first = package.edit("run", "return x", "x.append('z')\nx.append('a')", "insert_before")
-    second = package.edit("run", "return x", "x.append(1)", "insert_before")
+    first = package.insert("run", "return x", "x.append('z')\nx.append('a')")
+    second = package.insert("run", "return x", "x.append(1)")
     text = "def run(x):\n    x.append('z')\n    x.append('a')\n    x.append(1)\n    return x\n"
     for verdicts in ({"fix-a": first, "fix-b": second}, {"fix-b": second, "fix-a": first}):
         assert patched(package.source, verdicts)[CODE][1] == text
