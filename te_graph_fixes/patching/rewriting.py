@@ -12,6 +12,7 @@ import keyword
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple, TypeAlias
 
@@ -123,8 +124,12 @@ def compare(old: Side, new: Side) -> list[Change]:
     return [*_Comparison(old, new).block(old.body, new.body)]
 
 
+class _UnlikeError(Exception):
+    """Two nodes have too little in common for a change within one of them."""
+
+
 class _Comparison:
-    """The changes between nodes of two sides. A method returns None where two nodes have too little in common."""
+    """The changes between nodes of two sides; those of parts raise `_UnlikeError`."""
 
     def __init__(self, old: Side, new: Side) -> None:
         self._old, self._new = old, new
@@ -162,9 +167,10 @@ class _Comparison:
         old, new = _bare(gone[0]), _bare(made[0])
         start, end, last = Spot(old, START), Spot(_bare(gone[-1]), END), made[-1].end_lineno
         if len(gone) == len(made) == 1:
-            if not self._has_comment(new) and (changes := self._part(old, new)) is not None:
-                yield from changes
-                return
+            with suppress(_UnlikeError):
+                if not self._has_comment(new):
+                    yield from self._part(old, new)
+                    return
             if block := self._common_block(old, new):  # it gets another head
                 owner, field = block
                 yield from self.block(getattr(owner, field), new.body)
@@ -193,79 +199,71 @@ class _Comparison:
                     return owner, field
         return None
 
-    def _part(self, old: Any, new: Any) -> list[Change] | None:
+    def _part(self, old: Any, new: Any) -> list[Change]:
         """The changes from one node to another: in it, around it where ``new`` contains it, or all of it."""
         if _is_same(old, new):
             return []
         if not (isinstance(old, ast.AST) and isinstance(new, ast.AST)) or is_gap(old) or is_gap(new):
-            return None
-        if (changes := self._within(old, new)) is not None:
-            return changes
+            raise _UnlikeError
+        with suppress(_UnlikeError):
+            return [*self._within(old, new)]
         if isinstance(old, ast.stmt) or isinstance(new, ast.stmt) or not is_placed(old):
-            return None
+            raise _UnlikeError
+        before, after = Spot(old, START), Spot(old, END)
         start, end = span(self._new.module, new)
         for inner in ast.walk(new) if not is_any(old) else ():
             if _is_same(old, inner):
                 inner_start, inner_end = span(self._new.module, inner)
-                before, after = Spot(old, START), Spot(old, END)
-                return self._texts((before, before, start, inner_start), (after, after, inner_end, end))
-        return self._texts((Spot(old, START), Spot(old, END), start, end))
+                return [
+                    *self._text(before, before, start, inner_start),
+                    *self._text(after, after, inner_end, end),
+                ]
+        return [*self._text(before, after, start, end)]
 
-    def _within(self, old: Any, new: Any) -> list[Change] | None:
+    def _within(self, old: Any, new: Any) -> Iterator[Change]:
         """The changes of the parts of two nodes of the same kind."""
         if type(old) is not type(new) or isinstance(old, ast.JoinedStr):  # Python 3.10 does not place parts of these
-            return None
-        changes: list[Change] = []
+            raise _UnlikeError
         for field in old._fields:
             ours, theirs = (_field(node, field) for node in (old, new))
-            part: list[Change] | None = None
             if field in _blocks(old):
-                if self._old.kept(ours) == self._new.kept(theirs):
-                    part = [*self.block(ours, theirs)]
-            elif isinstance(ours, list):
-                part = self._items(old, field, ours, theirs)
+                if self._old.kept(ours) != self._new.kept(theirs):
+                    raise _UnlikeError
+                yield from self.block(ours, theirs)
+            elif not isinstance(ours, list):
+                yield from self._part(ours, theirs)
+            elif len(ours) == len(theirs):
+                for one, other in zip(ours, theirs, strict=True):
+                    yield from self._part(one, other)
+            elif field in ("args", "elts", "items", "values") and not isinstance(old, ast.Dict):
+                yield from self._added(old, field, ours, theirs)
             else:
-                part = self._part(ours, theirs)
-            if part is None:
-                return None
-            changes += part
-        return changes
+                raise _UnlikeError
 
-    def _items(self, owner: Any, field: str, olds: Sequence[Any], news: Sequence[Any]) -> list[Change] | None:
-        """The changes of a list: some items become as many others, or some are added beside one that stays."""
-        if len(olds) == len(news):
-            changes: list[Change] = []
-            for old, new in zip(olds, news, strict=True):
-                if (part := self._part(old, new)) is None:
-                    return None
-                changes += part
-            return changes
+    def _added(self, owner: Any, field: str, olds: Sequence[Any], news: Sequence[Any]) -> Iterator[Change]:
+        """Items that are added to a list, before the next one or else after the one before."""
         first = len([*takewhile(bool, map(_is_same, olds, news))])
         last = len([*takewhile(bool, map(_is_same, reversed(olds[first:]), reversed(news)))])
-        if first + last < len(olds) or isinstance(owner, ast.Dict) or field not in ("args", "elts", "items", "values"):
-            return None
-        made, module = news[first : len(news) - last], self._new.module
-        (start, _), (_, end) = span(module, made[0]), span(module, made[-1])
+        if first + last < len(olds):
+            raise _UnlikeError
+        spans = [span(self._new.module, item) for item in news]
         if last and not is_gap(olds[first]):
-            spot, end = Spot(olds[first], START), span(module, news[-last])[START]
+            spot, start, end = Spot(olds[first], START), spans[first][START], spans[-last][START]
         elif first and not is_gap(olds[first - 1]):
-            spot, start = Spot(olds[first - 1], END), span(module, news[first - 1])[END]
-        elif last and not first and field == "items":
-            spot, end = Spot(owner, START, field), span(module, news[-last])[START]
+            spot, start, end = Spot(olds[first - 1], END), spans[first - 1][END], spans[-last - 1][END]
+        elif last and not first and field == "items":  # in front of `...`
+            spot, start, end = Spot(owner, START, field), spans[0][START], spans[-last][START]
         else:
-            return None
-        return self._texts((spot, spot, start, end))
+            raise _UnlikeError
+        yield from self._text(spot, spot, start, end)
 
-    def _texts(self, *changes: tuple[Spot, Spot, int, int]) -> list[Change] | None:
-        """Changes to what is between two characters of the new side."""
-        text = self._new.module.text
-        if any(_has_gap(text[start:end]) for *_, start, end in changes):
-            return None
-        return [
-            TextChange(spot, other, text[start:end].replace("\n" + _indent_at(text, start), "\n"))
-            for spot, other, start, end in changes
-            if start < end
-        ]
+    def _text(self, spot: Spot, other: Spot, start: int, end: int) -> Iterator[Change]:
+        """The change to what is between two characters of the new side."""
+        text = self._new.module.text[start:end]
+        if _has_gap(text):
+            raise _UnlikeError
+        if text:
+            yield TextChange(spot, other, text.replace("\n" + _indent_at(self._new.module.text, start), "\n"))
 
 
 def _bare(statement: Any) -> Any:
