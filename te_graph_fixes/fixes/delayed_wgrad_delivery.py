@@ -226,7 +226,7 @@ OPERATION_HAS_HOOKS = """
 def examine(source: Source) -> Verdict:
     """The verdict of a patch that also runs the hooks of `te.ops.GroupedLinear`, where this TE lets it have some."""
     operation = source.find(f"{PYTORCH}.ops.basic.grouped_linear")
-    has_hooks = operation and operation.find("GroupedLinear._trigger_wgrad_accumulation_and_reduce_hooks")
+    has_hooks = operation and "GroupedLinear._trigger_wgrad_accumulation_and_reduce_hooks" in operation.definitions
     patch = PATCH + MODULES + (OPERATION_HAS_HOOKS if has_hooks else "")
     return SemanticPatch(patch, provides=("delayed_wgrad",))(source)
 

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-Node: TypeAlias = "ast.expr | ast.stmt"
 Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
@@ -30,25 +29,14 @@ BLOCKS = ("body", "handlers", "orelse", "finalbody")
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
 
 
-class StatementRun(ast.stmt):
-    """Consecutive statements as one node."""
-
-    _fields = ("body",)
-
-    def __init__(self, body: Sequence[ast.stmt]) -> None:
-        ast.copy_location(self, body[0])
-        self.end_lineno, self.end_col_offset = body[-1].end_lineno, body[-1].end_col_offset
-        self.body = list(body)
-
-
 class Match(NamedTuple):
-    """The node that a pattern matched, or run of statements, and what is ``bound``.
+    """The expression or the statements that a pattern matched, and what is ``bound``.
 
-    By name that is what stands where the pattern has ``ANY_NAME``, by a `located` node of the pattern the node that it
-    matched.
+    By name that is what stands where the pattern has ``ANY_NAME``, by a ``located`` node of the pattern the node that
+    it matched.
     """
 
-    node: Node
+    nodes: list[Any]
     bound: Bindings
 
 
@@ -99,10 +87,8 @@ class Pattern:
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
         """Each way in which the pattern fits where a node stands."""
-        following = siblings[number:]
-        for bindings, rest in self._match_sequence(self.nodes, following, {}):
-            matched = following[: len(following) - len(rest)]
-            yield Match(matched[0] if len(matched) == 1 else StatementRun(matched), bindings)
+        for bindings, rest in self._match_sequence(self.nodes, siblings[number:], {}):
+            yield Match(siblings[number : len(siblings) - len(rest)], bindings)
 
     def _match_sequence(
         self, wanted: list[Any], found: list[Any], bindings: Bindings
@@ -288,13 +274,14 @@ class Slot(NamedTuple):
 
 def slots_in(root: ast.AST) -> list[Slot]:
     """A node and all that is in it."""
-    found = [Slot([root], 0)]
-    for slot in found:
+    slots = [Slot([root], 0)]
+    for slot in slots:
         for _, value in ast.iter_fields(slot.node):
             siblings = value if isinstance(value, list) else [value]
-            is_part = [isinstance(each, ast.AST) and bool(each._fields) for each in siblings]
-            found += [Slot(siblings, number) for number, is_one in enumerate(is_part) if is_one]
-    return found
+            for number, node in enumerate(siblings):
+                if isinstance(node, ast.AST) and node._fields:
+                    slots.append(Slot(siblings, number))
+    return slots
 
 
 def first_name(node: ast.AST) -> str:

@@ -178,38 +178,30 @@ class Hunk:
             if definition.has(sign):
                 raise unrecognized(f"no `{str(sign)[:80]}`", definition, "it already")
         if not self.pattern:
-            module, first = definition.module, _first_statement(definition)
+            module, body = definition.module, definition.node.body
+            first = body[1] if len(body) > 1 and ast.get_docstring(definition.node) is not None else body[0]
             start = whole_lines(definition, first)[START]
             return [Edit(module.name, start, start, indented(module, first, self.start_text))]
         return [change.edit(definition, match) for match in matches for change in self.changes]
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
-        name = f"{PYTORCH}.{self.file.replace('/', '.')}"
-        if "if there" in self.notes and source.find(name) is None:
-            return None
-        module = source.module(name)
-        outer, *inner = self.place.split(".")
-        if inner and (f"\nclass {outer}(" in module.text or f"\nclass {outer}:" in module.text):
-            outer = f"{outer}.{inner.pop(0)}"  # a class is looked up with its method
         try:
-            found = module.definition(outer)
+            module = source.module(f"{PYTORCH}.{self.file.replace('/', '.')}")
+            outer, *inner = self.place.split(".")
+            if inner and isinstance(module.definitions.get(outer), ast.ClassDef):
+                outer = f"{outer}.{inner.pop(0)}"  # a class is looked up with its method
+            definition = module.definition(outer)
             for name in inner:
-                found = found.inner(name)
+                definition = definition.inner(name)
         except UnrecognizedError:
             if "if there" in self.notes:
                 return None
             raise
-        return found
+        return definition
 
     def _matches(self, definition: Definition, pattern: Pattern) -> list[Match]:
         """As many matches as the notes say: at least one, or an exact number."""
         matches = definition.matches(pattern) if "at least once" in self.notes else []
         counts = [int(note.split()[0]) for note in self.notes if note.endswith("times")]
         return matches or definition.exactly(counts[0] if counts else 1, pattern)
-
-
-def _first_statement(place: Definition) -> ast.stmt:
-    """What a function begins with after its docstring."""
-    body = place.node.body
-    return body[1] if len(body) > 1 and ast.get_docstring(place.node) is not None else body[0]

@@ -317,14 +317,11 @@ def _indent_at(text: str, offset: int) -> str:
 
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
-    """The text with what ``ANY_NAME`` stands for, in parentheses where something beside it could take a part of it."""
+    """The text with what ``ANY_NAME`` stands for, with parentheses where an operator could take a part of it."""
 
     def fill(name: re.Match[str]) -> str:
         node = match.bound[name.group()]
-        is_begun = re.search(r"([(\[{,:]|(?<![=!<>])=|\A)\s*\Z", text[: name.start()])
-        is_alone = is_begun and re.match(r"\s*([)\]},:]|\Z)", text[name.end() :])
-        is_whole = is_alone or not isinstance(node, _COMPOUND)
-        return definition.text(node) if is_whole else f"({definition.text(node)})"
+        return f"({definition.text(node)})" if isinstance(node, _COMPOUND) else definition.text(node)
 
     return re.sub(r"\bANY_\w+", fill, text)
 

@@ -211,7 +211,7 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
         ("x = a or b", "-x = ANY_X\n+x = -ANY_X", "x = -(a or b)"),
         ("x = a or b", "-x = ANY_X\n+x = ANY_X.c", "x = (a or b).c"),
         ("x = a or b", "-x = ANY_X\n+x = c == ANY_X", "x = c == (a or b)"),
-        ("x = a or b", "-x = ANY_X\n+x = f(c, k=ANY_X)", "x = f(c, k=a or b)"),
+        ("x = a or b", "-x = ANY_X\n+x = f(c, k=ANY_X)", "x = f(c, k=(a or b))"),
         ("x = f(a)", "-x = ANY_X\n+x = -ANY_X", "x = -f(a)"),
         ("x = f(y for y in a)", "-(y for y in a)\n+f(a)", "x = f(f(a))"),
         ("x = f(a)", "-x = f(a)\n+x = f(y for y in a)", "x = f(y for y in a)"),
