@@ -91,15 +91,14 @@ class LineChange(NamedTuple):
     text: str
 
     def edit(self, definition: Definition, match: Match) -> Edit:
-        first, last = self.start.node_in(match), self.end.node_in(match)
+        module, first, last = definition.module, self.start.node_in(match), self.end.node_in(match)
         start = whole_lines(definition, first)[self.start.side]
         end = whole_lines(definition, last)[self.end.side]
-        text = indented(definition.module, first, _filled(definition, match, self.text))
-        number = first_line(first)
-        while not text and definition.module.line(number - 1).strip().startswith("#"):  # these go as well
-            number -= 1
-            start = definition.module.starts[number]
-        return Edit(definition.module.name, start, end, text)
+        if self.start != self.end and self.end.side == START:  # comments stay with the block below them
+            end = _start_of_comments(module, last)
+        if not self.text:
+            start = _start_of_comments(module, first)
+        return Edit(module.name, start, end, indented(module, first, _filled(definition, match, self.text)))
 
 
 class TextChange(NamedTuple):
@@ -339,3 +338,11 @@ def whole_lines(definition: Definition, statement: Any) -> tuple[int, int]:
 def indented(module: ModuleSource, statement: Any, text: str) -> str:
     """Lines with the indent of a statement."""
     return textwrap.indent(text, _indent_at(module.text, module.starts[statement.lineno]))
+
+
+def _start_of_comments(module: ModuleSource, statement: Any) -> int:
+    """Where the comments directly above a statement start, or else the statement's line."""
+    number = first_line(statement)
+    while module.line(number - 1).strip().startswith("#"):
+        number -= 1
+    return module.starts[number]

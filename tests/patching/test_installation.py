@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import importlib.util
 import inspect
@@ -94,17 +93,6 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 def state(function: Any) -> tuple[Any, ...]:
     """All that a correction may change about a function."""
     return (function.__code__, function.__defaults__, function.__kwdefaults__, dict(vars(function)))
-
-
-def test_every_reference_sees_the_correction_and_the_return(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run(x):\n    return x + 1\n")
-    function, partial, before = package.module.run, functools.partial(package.module.run, 1), state(package.module.run)
-    installation = package.install(package.edit("run", "return x + 1", "return x + 2"))
-    assert package.module.run is function
-    assert (function(1), partial()) == (3, 3)
-    installation.revert()
-    assert (function(1), state(function)) == (2, before)
-    assert function.__code__ is before[0]
 
 
 def test_what_was_bound_or_saved_before_is_corrected(standin: Callable[..., StandIn]) -> None:
@@ -242,17 +230,6 @@ def test_every_kind_of_method_is_corrected_in_place(
     assert call(instance) == before
 
 
-def test_a_subclass_that_calls_super_gets_the_correction(standin: Callable[..., StandIn]) -> None:
-    package = standin(METHODS)
-
-    class Megatron(package.module.Module):  # type: ignore[name-defined, misc]
-        def decorated(self, x: int, *, y: int = 5) -> Any:
-            return super().decorated(x, y=y)
-
-    package.install(package.edit("Module.decorated", "result = x * y", "result = -x * y"))
-    assert Megatron().decorated(2) == ("decorated", -10)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_wrapper_of_another_tool_stays(standin: Callable[..., StandIn], when: str) -> None:
     package = standin(METHODS)
@@ -270,27 +247,13 @@ def test_a_wrapper_of_another_tool_stays(standin: Callable[..., StandIn], when: 
         wrap()
     assert installation.is_live("fix-0")
     assert package.module.Module().mangled() == ("traced", 8)
-    installation.revert()
-    assert package.module.Module().mangled() == ("traced", 7)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_unwrapping_leaves_the_correction(standin: Callable[..., StandIn], when: str) -> None:
-    package = standin(METHODS)
-
-    def trace(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        return ("traced", wrapped(*args, **kwargs))
-
-    if when == "before":
-        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
-    installation = package.install(package.edit("Module.mangled", "result = self.__hidden", "result = 8"))
-    if when == "after":
-        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
-    package.module.Module.mangled = package.module.Module.mangled.__wrapped__
+    wrapper = package.module.Module.mangled
+    package.module.Module.mangled = wrapper.__wrapped__
     assert installation.is_live("fix-0")
     assert package.module.Module().mangled() == 8
+    package.module.Module.mangled = wrapper
     installation.revert()
-    assert package.module.Module().mangled() == 7
+    assert package.module.Module().mangled() == ("traced", 7)
 
 
 def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[..., StandIn]) -> None:
@@ -429,14 +392,6 @@ def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin
     package.module.A.added = theirs = lambda self: "theirs"
     assert set(refusal(package, fix=package.add("A.run", "def added(self): return 'ours'"))) == {"fix"}
     assert vars(package.module.A)["added"] is theirs
-
-
-def test_a_wrapper_around_an_added_function_stays(standin: Callable[..., StandIn]) -> None:
-    package = standin("class A:\n    def run(self):\n        return 1\n")
-    installation = package.install(package.add("A.run", "def added(self): return 'ours'"))
-    wrapt.wrap_function_wrapper(CODE, "A.added", lambda wrapped, instance, args, kwargs: ("theirs", wrapped()))
-    installation.revert()
-    assert package.module.A().added() == ("theirs", "ours")
 
 
 def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callable[..., StandIn]) -> None:
@@ -647,36 +602,3 @@ def test_tracebacks_and_inspect_show_the_corrected_lines(standin: Callable[..., 
     linecache.checkcache()
     assert inspect.getsource(package.module.fails) == "def fails():\n    return 1\n"
     assert inspect.getsource(package.module.A.run) == "    def run(self):\n        return 1\n"
-
-
-def test_lines_of_functions_that_did_not_change_are_shown_as_they_are(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    a = 1\n    return a\n\ndef other():\n    return {}['missing']\n")
-    package.install(package.edit("run", "a = 1", "a = 1\nb = 2\nc = 3"))
-    with pytest.raises(KeyError) as failure:
-        package.module.other()
-    assert 'line 6, in other\n    return {}["missing"]\n'.replace('"', "'") in "".join(
-        traceback.format_exception(failure.value)
-    )
-
-
-def test_a_call_that_is_running_goes_on_with_its_own_code(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    x = 1\n    yield x\n    yield x + 1\n")
-    running = package.module.run()
-    assert next(running) == 1
-    package.install(package.edit("run", "x = 1", "x = 10"))
-    assert next(running) == 2
-    assert list(package.module.run()) == [10, 11]
-
-
-def test_installing_keeps_nothing_alive(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    return 1\n")
-    for _ in range(3):
-        package.install(package.edit("run", "return 1", "return 2")).revert()
-    gc.collect()
-    assert not [found for found in gc.get_objects() if type(found) is Installation]
-
-
-def test_the_text_on_disk_does_not_change(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    return 1\n")
-    package.install(package.edit("run", "return 1", "return 2"))
-    assert Path(str(package.module.__file__)).read_text() == "def run():\n    return 1\n"

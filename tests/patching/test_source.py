@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import py_compile
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -68,15 +67,6 @@ def test_the_installed_te_is_the_one_that_import_would_find(tmp_path: Path, monk
     monkeypatch.delitem(__import__("sys").modules, "transformer_engine", raising=False)
     found = Source.installed()
     assert (found.location, found.version) == (str(tmp_path / "transformer_engine"), "9.8.7")
-
-
-def test_a_te_in_a_zip_is_read(tmp_path: Path) -> None:
-    tree(tmp_path / "tree")
-    archive = tmp_path / "te.zip"
-    with zipfile.ZipFile(archive, "w") as out:
-        for path in (tmp_path / "tree").rglob("*"):
-            out.write(path, path.relative_to(tmp_path / "tree"))
-    assert Source(f"{archive}/transformer_engine", None).module(CODE).text == "def run(x):\n    return x\n"
 
 
 def test_a_module_that_is_missing(tmp_path: Path) -> None:
