@@ -121,7 +121,10 @@ class NotAModule:
 
 
 def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
-    """Two microbatches of a layer that is none of the program's."""
+    """A step of two microbatches of a layer that is none of the program's."""
+    for module in layer.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = True
     for _ in range(2):
         x = random().requires_grad_()
         with autocast(recipe):
