@@ -348,7 +348,7 @@ def search(options: argparse.Namespace) -> int:
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.patching.source import Source
-    from tests.support.single_edits import conditions, is_done_before
+    from tests.support.single_edits import conditions
 
     source = Source.installed()
     needed = {
@@ -365,7 +365,6 @@ def search(options: argparse.Namespace) -> int:
             (each if kind == "condition" else (fix_id, number)): {"fix": fix_id, kind: number}
             for fix_id, verdict in needed.items()
             for number, each in enumerate(conditions(source, verdict) if kind == "condition" else verdict.edits)
-            if kind == "condition" or not is_done_before(source, fix_id, each)
         }
         targets = random.Random(options.seed).sample([*places.values()], min(broken, len(places)))
     done = noted(options.results)[1:]
