@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.commands.cli import main
+from te_graph_fixes.decision import undo_advice
 from te_graph_fixes.patching.source import Source
 from tests.fixes.test_core_fixes import CASES
 from tests.support.child import on_simulator, simulate
@@ -64,7 +65,7 @@ except te_graph_fixes.FixNotAppliedError as error:
     print("strict:", error)
 assert on_disk() == made
 """
-UNDO = "take the fixes out of TransformerEngine's files with `te-graph-fixes bake --undo`"
+UNDO = undo_advice()
 
 
 @pytest.mark.parametrize(
