@@ -81,10 +81,12 @@ def begin_capture() -> Capture:
 def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
     """Say, in a forward, that it uses this state of delayed scaling.
 
-    An eager forward of an operation puts it into the buffers: TE does so where it makes the state, but not in captures.
+    An eager forward of an operation puts it into the buffers: TE does so where it makes the state, but not in captures,
+    which make it outside of an autocast, without the group of that.
     """
     if not is_graph_capturing():
         if not of_module:
+            fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(fp8_meta)
         return
     capture = _current and _current()
@@ -92,9 +94,7 @@ def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
         return
     in_capture = FP8GlobalStateManager.get_autocast_state()[-1]
     if not torch.cuda.is_current_stream_capturing():
-        # TE itself keeps the state of modules in the capture's own autocast, if that is of delayed scaling.
-        if not (of_module and in_capture and FP8GlobalStateManager.get_fp8_recipe().delayed()):
-            capture.keep(fp8_meta)
+        capture.keep(fp8_meta)
         return
     used = capture.used
     if in_capture:

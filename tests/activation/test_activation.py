@@ -70,13 +70,14 @@ TE = {
 FIX = """
     '''``{module}``: summary.\n\nUpstream: https://link'''
     from ..fix import Fix, applicable, not_needed
-    from ..patching.rewriting import replace
+    from ..patching.source import Edit
 
     def examine(source):
         found = source.module("transformer_engine.pytorch.{module}").definition("{function}")
         if found.has('{name} = "right"'):
             return not_needed("right already")
-        return applicable("it is wrong", [replace(found, found.one('{name} = "wrong"'), '{name} = "right"')])
+        start, end = found.module.span(found.one('{name} = "wrong"'))
+        return applicable("it is wrong", [Edit(found.module.name, start, end, '{name} = "right"')])
 
     FIX = Fix("symptom", examine, requires={requires})
 """
@@ -491,12 +492,13 @@ assert statuses() == {{"graph": "failed", "linear": "failed", "third": "applied"
 
 ADDS_A_MODULE = """
     from ..fix import Fix, applicable
-    from ..patching.rewriting import insert_before
+    from ..patching.patch import edits
+
+    PATCH = "@@ graph.py capture (at its start)\\n+from transformer_engine.pytorch._third import x as _"
 
     def examine(source):
-        found = source.module("transformer_engine.pytorch.graph").definition("capture")
-        edit = insert_before(found, found.node.body[0], "from transformer_engine.pytorch._third import x as _")
-        return applicable("a module is missing", [edit], {"transformer_engine.pytorch._third": "x = 1\\n"})
+        third = {"transformer_engine.pytorch._third": "x = 1\\n"}
+        return applicable("a module is missing", edits(source, PATCH), third)
 
     FIX = Fix("symptom", examine)
 """

@@ -324,6 +324,9 @@ FOUND = {
     "an operation's FP8 state of a capture, which nobody updated until a replay": Program(
         modules=("nested_operations",), recipe="delayed", events=("eager_step", "step")
     ),
+    "the group of an operation's FP8 state, which a capture has made outside of an autocast": Program(
+        modules=("nested_operations",), recipe="delayed", inference="first", ranks=True, events=("eager_step", "infer")
+    ),
 }
 """What drawn programs have found in this package, corrected since."""
 
