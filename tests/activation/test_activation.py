@@ -6,13 +6,11 @@ them. So every order of events is cheap to try and needs no torch. `test_lifecyc
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -250,21 +248,6 @@ for place in ("start", "linear", "end"):
     )
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None, reason="there is a TE in this environment"
-)
-def test_without_te(own_world: World) -> None:
-    shutil.rmtree(own_world.folder / "transformer_engine")
-    own_world.run("""
-import te_graph_fixes
-assert statuses() == {"graph": "pending", "linear": "pending"}
-assert te_graph_fixes.report().te_version is None
-assert te_graph_fixes.report().fixes["graph"].reason == "TransformerEngine is not installed"
-for _ in range(2):
-    assert attempt(importlib.import_module, "transformer_engine.pytorch").startswith("ModuleNotFoundError")
-""")
-
-
 def test_importing_it_imports_neither_te_nor_what_is_slow(world: World) -> None:
     world.run("""
 import te_graph_fixes
@@ -336,16 +319,6 @@ assert pickle.loads(pickle.dumps(te.capture)) is te.capture
 assert te.capture.__doc__ == "The docstring."
 assert "right" in inspect.getsource(te.capture) and "wrong" not in inspect.getsource(te.capture)
 """)
-
-
-def test_te_in_a_zip(own_world: World) -> None:
-    archive = own_world.folder / "te.zip"
-    with zipfile.ZipFile(archive, "w") as out:
-        for path in (own_world.folder / "transformer_engine").rglob("*.py"):
-            out.write(path, path.relative_to(own_world.folder))
-    shutil.rmtree(own_world.folder / "transformer_engine")
-    program = f"sys.path.insert(1, {str(archive)!r})\nimport te_graph_fixes\nassert results() == RIGHT\n"
-    own_world.run(program + "assert statuses() == APPLIED\n")
 
 
 GRAPH = "transformer_engine/pytorch/graph.py"
@@ -502,20 +475,6 @@ ADDS_A_MODULE = """
 
     FIX = Fix("symptom", examine)
 """
-
-
-def test_a_strict_refusal_with_te_imported_shows_in_the_report(own_world: World) -> None:
-    path = own_world.folder / GRAPH
-    path.write_text(SHAPES["missing"](path.read_text()))
-    own_world.run("""
-import te_graph_fixes
-te_graph_fixes.deactivate()
-import transformer_engine.pytorch
-assert attempt(te_graph_fixes.activate, None, None, True).startswith("FixNotAppliedError")
-assert statuses() == {"graph": "unrecognized", "linear": "failed"}, statuses()
-reason = te_graph_fixes.report().fixes["linear"].reason
-assert reason == "nothing was changed: strict mode has raised an error", reason
-""")
 
 
 def test_a_te_that_is_imported_past_the_finder_shows_in_the_report(world: World) -> None:
@@ -690,18 +649,6 @@ def test_metadata_that_cannot_be_read_does_no_harm(own_world: World, file: str, 
 import te_graph_fixes
 assert results() == RIGHT and statuses() == APPLIED
 assert "2.12" not in str(te_graph_fixes.report().te_version)
-""")
-
-
-def test_a_te_without_metadata_does_not_take_the_version_of_another(own_world: World) -> None:
-    other = own_world.folder / "other"
-    (own_world.folder / METADATA).parent.rename(own_world.folder / "transformer_engine-2.99.0.dist-info")
-    write(other, TE)
-    shutil.rmtree(other / "transformer_engine-2.12.0+vendor.dist-info")
-    own_world.run(f"""
-sys.path.insert(0, {str(other)!r})
-import te_graph_fixes
-assert results() == RIGHT and te_graph_fixes.report().te_version is None
 """)
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.state import State
 from tests.support import published
-from tests.support.child import on_simulator, python, simulate
+from tests.support.child import python, simulate
 
 VERDICTS = {fix: verdict.state for fix, verdict in published.examined("installed")[1].items()}
 NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == State.APPLICABLE)
@@ -140,59 +138,6 @@ else:
     raise AssertionError("no error")
 """,
     )
-
-
-def broken(folder: Path) -> Path:
-    """A copy of the installed TE in which no fix finds the graph code."""
-    location = Source.installed().location
-    shutil.copytree(location, folder / "transformer_engine", ignore=shutil.ignore_patterns("__pycache__"))
-    for metadata in Path(location).parent.glob("transformer_engine-*.dist-info"):
-        shutil.copytree(metadata, folder / metadata.name)
-    path = folder / "transformer_engine" / "pytorch" / "graph.py"
-    text = path.read_text()
-    path.write_text(
-        text.replace("def _make_graphed_callables(", "def _renamed(") + "\n_make_graphed_callables = _renamed\n"
-    )
-    return folder
-
-
-def test_strict_raises_at_every_import_of_te(tmp_path: Path) -> None:
-    simulate(
-        "-c",
-        PRELUDE
-        + """
-import te_graph_fixes
-for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine") * 2:
-    found = str(attempt(importlib.import_module, name))
-    assert found.startswith("FixNotAppliedError: TransformerEngine"), found
-    assert "fixes that it needs cannot be applied" in found, found
-    assert "transformer_engine.pytorch" not in sys.modules
-te_graph_fixes.deactivate()
-import transformer_engine.pytorch
-found = attempt(te_graph_fixes.activate, None, None, True)
-assert found.startswith("FixNotAppliedError"), found
-""",
-        path=broken(tmp_path),
-        imported=(),
-        TE_GRAPH_FIXES_STRICT="1",
-    )
-
-
-def test_without_strict_it_warns_once(tmp_path: Path) -> None:
-    done = on_simulator(
-        "-c",
-        PRELUDE
-        + """
-import te_graph_fixes
-import transformer_engine.pytorch
-te_graph_fixes.activate()
-assert "unrecognized" in {status.status for status in te_graph_fixes.report().fixes.values()}
-""",
-        path=broken(tmp_path),
-        imported=(),
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("TEGraphFixesWarning") == 1, done.stderr
 
 
 def test_status_imports_neither_torch_nor_te() -> None:
