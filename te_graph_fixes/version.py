@@ -8,27 +8,15 @@ NEXT = "0.1.0"
 """The release that a checkout is on its way to."""
 
 
-def _of_checkout(root: Path) -> str | None:
-    """``NEXT.dev0+g<commit>`` for the checkout at ``root``; None if there is none, or git keeps it in another way."""
-    git = root / ".git"
+def _of_checkout(git: Path) -> str | None:
+    """``NEXT.dev0+g<commit>`` for a clone, by its ``.git``; None where git keeps the commit in another way."""
     try:
-        if git.is_file():  # a worktree
-            git = root / git.read_text().removeprefix("gitdir:").strip()
         head = (git / "HEAD").read_text().strip()
         if head.startswith("ref: "):
-            shared = git / "commondir"
-            home = git / shared.read_text().strip() if shared.exists() else git
-            head = _commit_of(head.removeprefix("ref: "), home)
-        return f"{NEXT}.dev0+g{head[:9]}" if head else None
+            head = (git / head.removeprefix("ref: ")).read_text().strip()
+        return f"{NEXT}.dev0+g{head[:9]}"
     except OSError:
         return None
-
-
-def _commit_of(ref: str, home: Path) -> str:
-    if (home / ref).exists():
-        return (home / ref).read_text().strip()
-    lines = (home / "packed-refs").read_text().splitlines()
-    return next((line.partition(" ")[0] for line in lines if line.endswith(f" {ref}")), "")
 
 
 def _of_build() -> str:
@@ -39,4 +27,4 @@ def _of_build() -> str:
     return str(version)
 
 
-__version__ = _of_checkout(Path(__file__).parents[1]) or _of_build()
+__version__ = _of_checkout(Path(__file__).parents[1] / ".git") or _of_build()

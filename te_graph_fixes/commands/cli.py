@@ -37,8 +37,7 @@ for an image:
   {COMMAND} bake                      write the fixes into TE's files; the build fails if it cannot
   {COMMAND} bake --undo               give TE's files their very bytes back
 
-exit status: 0 all is well (`status`: every defect can be corrected; `verify`: every replay is right), 1 it is not,
-  2 wrong use, no TE or no GPU. `run` has that of its program, `verify` also 3: some cases cannot run on this TE.
+Each command has -h, with its exit statuses and an example.
 """
 _parser = argparse.ArgumentParser(
     prog=COMMAND,

@@ -291,23 +291,6 @@ for sequence in {SEQUENCES}:
 """)
 
 
-def test_a_queued_hook_does_not_outlive_deactivate(world: World) -> None:
-    world.run("""
-import te_graph_fixes
-finders = list(sys.meta_path)[1:]
-te_graph_fixes.deactivate()
-assert sys.meta_path == finders
-assert results() == WRONG
-te_graph_fixes.deactivate()
-assert statuses() == {"graph": "disabled", "linear": "disabled"}
-te_graph_fixes.activate()
-assert results() == RIGHT
-te_graph_fixes.deactivate()
-assert results() == WRONG
-assert statuses() == {"graph": "reverted", "linear": "reverted"}
-""")
-
-
 def test_modules_keep_their_own_loader(world: World) -> None:
     world.run("""
 import inspect, pickle, te_graph_fixes, transformer_engine.pytorch as te
@@ -414,19 +397,6 @@ assert statuses() == {{"graph": "not-needed", "linear": "applied"}}
         TE_GRAPH_FIXES_STRICT="1",
         PYTHONDONTWRITEBYTECODE="1",  # within a second Python would take it for that of the new text
     )
-
-
-def test_strict_raises_too_where_a_function_was_replaced(world: World) -> None:
-    world.run("""
-import te_graph_fixes, transformer_engine.pytorch as te
-te_graph_fixes.deactivate()
-te.Linear.forward = lambda self, x: ("theirs", x)
-for _ in range(2):
-    found = attempt(te_graph_fixes.activate, None, None, True)
-    assert found.startswith("FixNotAppliedError: "), found
-    assert "another package has replaced" in found
-    assert results() == ("wrong", 1, "theirs", 2)
-""")
 
 
 def test_a_function_that_somebody_replaced_is_left_alone(world: World) -> None:
@@ -614,19 +584,12 @@ assert importlib.import_module("te_graph_fixes") and results() == RIGHT
 """)
 
 
-STAND_INS = {
-    "a mock": "from unittest.mock import MagicMock\nmade = MagicMock()",
-    "a module": "from types import ModuleType\nmade = ModuleType('transformer_engine')",
-}
-
-
-@pytest.mark.parametrize("stand_in", STAND_INS)
-def test_a_stand_in_for_te_is_said_once(world: World, stand_in: str) -> None:
-    out = world.run(f"""
-{STAND_INS[stand_in]}
-sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = made
+def test_a_stand_in_for_te_is_said_once(world: World) -> None:
+    out = world.run("""
+from unittest.mock import MagicMock
+sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = MagicMock()
 import te_graph_fixes
-assert set(statuses().values()) == {{"unrecognized"}}
+assert set(statuses().values()) == {"unrecognized"}
 found = attempt(te_graph_fixes.activate, None, None, True)
 assert found.startswith("FixNotAppliedError: TransformerEngine (version unknown): 2 fixes that it needs"), found
 """)
@@ -705,30 +668,6 @@ def test_fixes_with_one_reason_are_named_together(own_world: World) -> None:
     out = own_world.run("import te_graph_fixes\nassert results() == WRONG\n")
     assert out.count("\n  linear, third: linear and third edit the same text at ") == 1
     assert out.count("\n  graph: it requires linear, which is failed") == out.count("TEGraphFixesWarning") == 1
-
-
-def test_a_module_that_is_imported_late_is_no_reason_to_read_again(own_world: World) -> None:
-    late = """
-        from ..fix import Fix, not_needed
-        def examine(source):
-            source.module("transformer_engine.pytorch.late").definition("late")
-            return not_needed("it is right")
-        FIX = Fix("symptom", examine, affected=">=2.99")
-    """
-    write(own_world.folder, {"te_graph_fixes/fixes/late.py": late})
-    write(own_world.folder, {"transformer_engine/pytorch/late.py": "def late(): return 1\n"})
-    own_world.run("""
-import te_graph_fixes, transformer_engine.pytorch
-from te_graph_fixes import decision as verdicts
-assert statuses() == APPLIED | {"late": "not-needed"}
-read = verdicts.Decision.installed
-verdicts.Decision.installed = None
-import transformer_engine.pytorch.late as late
-verdicts.Decision.installed = read
-assert statuses() == APPLIED | {"late": "not-needed"} and results() == RIGHT
-importlib.reload(late)
-assert statuses() == APPLIED | {"late": "not-needed"} and results() == RIGHT
-""")
 
 
 def test_one_line_says_what_was_applied(world: World) -> None:

@@ -1,7 +1,7 @@
 """What goes wrong around the package, each case in a process of its own, on TransformerEngine's (TE's) real sources.
 
-`test_activation.py` has the life cycle on a stand-in; here TE, torch and wrapt are missing, broken, old, wrapped by
-others, without source, zipped or imported by many threads at once.
+`test_activation.py` has the life cycle on a stand-in; here TE, torch and wrapt are missing, old, without source or
+imported by many threads at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -229,63 +228,6 @@ def test_16_threads_import_te_and_the_package_at_once(pristine: Path) -> None:
     assert printed(code, path=(pristine,)) == ["[] False", "True 0 0 0"]
 
 
-@pytest.mark.parametrize("first", ["theirs", "ours"])
-def test_another_tool_wraps_the_same_functions(pristine: Path, first: str) -> None:
-    code = f"""
-    simulate()
-    import functools, inspect
-    calls = []
-
-    def wrap(module, name):
-        owner, _, attribute = name.rpartition(".")
-        holder = getattr(module, owner) if owner else module
-        wrapped = getattr(holder, attribute)
-
-        @functools.wraps(wrapped)
-        def wrapper(*args, **kwargs):
-            calls.append(name)
-            return wrapped(*args, **kwargs)
-
-        setattr(holder, attribute, wrapper)
-
-    if {first == "ours"}:
-        import te_graph_fixes
-    import transformer_engine.pytorch
-    from transformer_engine.pytorch import GroupedLinear, graph
-
-    own = graph._make_graphed_callables
-    wrap(graph, "_make_graphed_callables")
-    wrap(sys.modules[GroupedLinear.__module__], "GroupedLinear.forward")
-    theirs = vars(graph)["_make_graphed_callables"], vars(GroupedLinear)["forward"]
-
-    def untouched():
-        return (vars(graph)["_make_graphed_callables"], vars(GroupedLinear)["forward"]) == theirs
-
-    import te_graph_fixes
-    applied = count("applied")
-    corrected = own.__code__
-    print(applied > 0, count("unrecognized"), count("failed"), untouched())
-    print(inspect.unwrap(graph._make_graphed_callables) is own)
-    te_graph_fixes.deactivate()
-    print(untouched(), own.__code__ is corrected, count("applied"))
-    te_graph_fixes.activate()
-    print(untouched(), own.__code__ == corrected, count("applied") == applied)
-    for wrapped in (graph._make_graphed_callables, GroupedLinear.forward):
-        try:
-            wrapped()
-        except TypeError:
-            pass
-    print(calls)
-    """
-    assert printed(code, path=(pristine,)) == [
-        "True 0 0 True",
-        "True",
-        "True False 0",
-        "True True True",
-        "['_make_graphed_callables', 'GroupedLinear.forward']",
-    ]
-
-
 def test_te_without_source(te: Path) -> None:
     graph = te / "transformer_engine" / "pytorch" / "graph.py"
     py_compile.compile(str(graph), cfile=str(graph.with_suffix(".pyc")), doraise=True)
@@ -306,31 +248,6 @@ def test_te_without_source(te: Path) -> None:
     strict = child(code, path=(te,), TE_GRAPH_FIXES_STRICT="1")
     assert strict.returncode == 1
     assert "FixNotAppliedError" in strict.stderr
-
-
-def test_te_and_the_package_in_zips(pristine: Path, tmp_path: Path) -> None:
-    archives = [tmp_path / "te.zip", tmp_path / "ours.zip"]
-    for archive, root in zip(archives, (pristine / "transformer_engine", location("te_graph_fixes")), strict=True):
-        with zipfile.ZipFile(archive, "w") as zipped:
-            for file in sorted(root.rglob("*.py")):
-                zipped.write(file, file.relative_to(root.parent))
-    command = [sys.executable, "-m", "te_graph_fixes", "status", "--json"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, archives))}
-    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    folder = subprocess.run(
-        [*command, "--source", str(pristine)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    for line in found.stdout.splitlines():
-        if '"verdict"' in line:
-            assert line in folder.stdout
-    assert str(archives[0]) in found.stdout
-    assert found.stdout.count('"verdict": "applicable"') == folder.stdout.count('"verdict": "applicable"')
 
 
 def files(folder: Path) -> Iterator[tuple[str, int]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,9 @@ from te_graph_fixes.patching.source import Source
 from te_graph_fixes.report import FixStatus, Report
 from te_graph_fixes.settings import COMMAND, Settings
 from te_graph_fixes.state import State
-from tests.support.child import ROOT
 from tests.support.published import VERSIONS, examined
 
-STIFF = re.compile(r"leads? (one|you) to expect|the source decides|from now on|what is graphed|somebody", re.IGNORECASE)
 ADVICE = re.compile(r"valid: |must be |write |leave it out|unset |call |import |install |see |did you mean")
-PACKAGE = ROOT / "te_graph_fixes"
-EVERY = pytest.mark.parametrize("fix_id", CATALOGUE)
 
 
 def problems(text: str, longest: int) -> list[str]:
@@ -34,34 +29,20 @@ def problems(text: str, longest: int) -> list[str]:
         found.append(f"{len(text)} characters, of {longest}")
     if re.search(r"[.;] [A-Za-z]|\.$|\n", text):
         found.append("not one sentence without a full stop")
-    if STIFF.search(text):
-        found.append("stiff")
     return [f"{text!r}: {each}" for each in found]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x" * 200,
-        "a graph reads old weights; it is captured without a flag",
-        "a graph reads old weights.",
-        "version 2.14 leads one to expect not-needed",
-    ],
-)
-def test_the_rules_can_be_broken(text: str) -> None:
-    assert problems(text, 120)
-    assert not problems("a graph reads the weights of its capture", 120)
+def test_a_record() -> None:
+    broken = []
+    for fix in CATALOGUE.values():
+        broken += problems(fix.summary, 120) + problems(fix.symptom, 110) + problems(fix.users.replace("; ", ", "), 112)
+    assert broken == []
+    assert problems("a graph reads old weights; it is captured without a flag", 120)
 
 
-@EVERY
-def test_a_record(fix_id: str) -> None:
-    fix = CATALOGUE[fix_id]
-    assert problems(fix.summary, 120) + problems(fix.symptom, 110) + problems(fix.users.replace("; ", ", "), 112) == []
-
-
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [VERSIONS[1], VERSIONS[-1]])
 def test_a_reason(version: str) -> None:
-    """Of every fix on every published TransformerEngine."""
+    """Of every fix on the oldest TransformerEngine that is tested, and the newest."""
     _, found = examined(version)
     assert [problem for verdict in found.values() for problem in problems(verdict.reason, 140)] == []
 
@@ -77,7 +58,6 @@ def test_a_reason_of_what_is_not_recognized(tmp_path: Path) -> None:
     }
     assert reasons
     for reason in reasons:
-        assert not STIFF.search(reason)
         assert re.search(r"looked for .*, found|should have|cannot ", reason), reason
 
 
@@ -118,7 +98,6 @@ def test_a_warning_names_what_to_do_and_what_is_wrong() -> None:
     assert reason == "warmup-reset: looked for a loop, found none"
     assert "1 graph captured before the fixes were in place" in graphs
     assert graphs.endswith("import te_graph_fixes before graphs are captured")
-    assert not STIFF.search(first + graphs)
     right = FixStatus(State.APPLIED, "corrected", (), ())
     assert problem_summary(Report("2.12.0", {"none-outputs": right}), strict=True) == ""
 
@@ -163,17 +142,3 @@ def test_a_report_goes_where_the_metadata_say(tmp_path: Path, monkeypatch: pytes
     assert "example.invalid" not in how_to_report()
     metadata.write_text("Name: te-graph-fixes\nVersion: 9\nProject-URL: Issues, https://x.invalid/new\n")
     assert how_to_report() == f"`{COMMAND} issue` prints what a report at https://x.invalid/new needs"
-
-
-def texts() -> Iterator[tuple[str, str]]:
-    """Every text constant of the package that is no docstring, with the file that has it."""
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                yield str(path.relative_to(ROOT)), node.value
-
-
-def test_no_text_of_the_program_is_stiff() -> None:
-    assert [(path, text) for path, text in texts() if STIFF.search(text)] == []

@@ -102,11 +102,6 @@ def test_another_variable_is_none_of_ours(name: str) -> None:
     assert unknown_variables(environ) == [said]
 
 
-@pytest.mark.parametrize(("value", "strict"), [(True, True), (1, True), ("on", True), ("off", False), (False, False)])
-def test_strict_as_an_argument(value: bool, strict: bool) -> None:
-    assert Settings.read(strict=value, environ={}).strict is strict
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

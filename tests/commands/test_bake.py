@@ -359,21 +359,6 @@ def test_a_bake_of_a_newer_package_is_left_alone(
     assert content(tree) == baked
 
 
-def test_a_renewal_that_fails_says_that_the_bake_is_gone(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = altered(tmp_path, "2.12.0", *RENAMED)
-    before = content(tree)
-    with monkeypatch.context() as older:
-        release(older, "0.0.9")
-        older.setattr(Decision, "refused", {})
-        assert cli("bake", "--source", tree)[0] == 0
-    status, out, err = cli("bake", "--source", tree)
-    assert (status, out) == (1, "the bake of te-graph-fixes 0.0.9 is undone\n")
-    assert "nothing was written, because not every fix that is needed can be applied" in err
-    assert content(tree) == before
-
-
 def test_fixes_that_were_left_out_on_purpose_are_known(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,16 +460,11 @@ def test_a_later_edit_is_said(kind: str, tree: Path, cli: Cli) -> None:
     assert content(tree) == before
 
 
-@pytest.mark.parametrize("edited", ["quantization.py", "__init__.py"])
-def test_no_edit_is_lost_in_an_undo(edited: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all changed modules were edited it is refused; a module that was not changed stays as it is now."""
-    te = copy(tmp_path / "te", "2.15.0")
-    monkeypatch.setenv(SWITCH, "skip-flag-accessors")
-    assert cli("bake", "--source", te)[0] == 0
-    path = te / "transformer_engine" / "pytorch" / edited
+def test_a_module_that_was_not_changed_stays_as_it_is_now(tree: Path, cli: Cli) -> None:
+    path = tree / "transformer_engine" / "__init__.py"
     text = path.read_text() + "# edited\n"
     path.write_text(text)
-    assert cli("bake", "--undo", "--source", te)[0] == (edited == "quantization.py")
+    assert cli("bake", "--undo", "--source", tree)[0] == 0
     assert path.read_text() == text
 
 
