@@ -30,7 +30,7 @@ def graph_interface(source: Source) -> Definition:
 def lacks_parameter(function: Definition, name: str) -> bool:
     """Whether a public function has no parameter ``name``, nor any way to take it."""
     arguments = cast(ast.FunctionDef, function.node).args
-    if name in function.parameters:
+    if name in {parameter.arg for parameter in (*arguments.args, *arguments.kwonlyargs)}:
         return False
     if arguments.kwarg or name in function.module.text:
         raise unrecognized(f"a plain signature of {function.qualname}", function, "one that may take more")
