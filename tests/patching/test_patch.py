@@ -132,7 +132,7 @@ def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
         ("@@ code.py run\n a = 1\n+b = = 1\n", "line 3: what the hunk makes is no Python"),
         ("@@ code.py run\n # nothing\n", "line 1: a hunk that looks for nothing"),
         ("@@ code.py run\n ...\n+b = 1\n ...\n c = 1\n", "line 3: no statement of the same block"),
-        ("@@ code.py run\n if a:\n     b = 1\n+else:\n+    b = 2\n", "line 5: no statement of the same block"),
+        ("@@ code.py run\n if a:\n     ...\n+else:\n+    b = 2\n", "line 2: neither whole statements"),
         ("@@ code.py run\n-a = f(...)\n+a = f(*..., 1)\n", "line 3: neither whole statements"),
     ],
 )
@@ -193,6 +193,18 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
             "if c:\n    x = 2  # why",
         ),
         ("# why\nx = a\ny = b", "-x = a\n y = b", "y = b"),
+        ("if a:\n    x = 1", " if a:\n     x = 1\n+else:\n+    y = 1", "if a:\n    x = 1\nelse:\n    y = 1"),
+        ("if a:\n    x = 1\nelse:\n    y = 1", " if a:\n     x = 1\n-else:\n-    y = 1", "if a:\n    x = 1"),
+        (
+            "if a:\n    x = 1\nelif b:\n    y = 1",
+            " if a:\n     x = 1\n-elif b:\n+else:\n     y = 1",
+            "if a:\n    x = 1\nelse:\n    y = 1",
+        ),
+        (
+            "try:\n    x = 1\nfinally:\n    y = 1",
+            " try:\n     x = 1\n-finally:\n+except E:\n     y = 1",
+            "try:\n    x = 1\nexcept E:\n    y = 1",
+        ),
         ("x = a or b", "-x = ANY_X\n+x = -ANY_X", "x = -(a or b)"),
         ("x = a or b", "-x = ANY_X\n+x = ANY_X.c", "x = (a or b).c"),
         ("x = a or b", "-x = ANY_X\n+x = c == ANY_X", "x = c == (a or b)"),
