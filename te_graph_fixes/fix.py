@@ -82,10 +82,8 @@ Absent: TypeAlias = "tuple[Callable[[Source], bool], str]"
 class SemanticPatch:
     """The ``examine`` of a `Fix` that is a ``patch`` (`te_graph_fixes.patching.patch`).
 
-    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``settled`` is for a correction
-    that no patch can say: it returns the reason, or raises `UnrecognizedError`. ``names`` are words of the patch that
-    stand for text which depends on the source, here and in ``corrected``; ``provides`` modules of
-    `te_graph_fixes.shipped`.
+    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``names`` are words that stand
+    for text which depends on the source, here and in ``corrected``; ``provides`` modules of `te_graph_fixes.shipped`.
     """
 
     patch: str
@@ -94,7 +92,6 @@ class SemanticPatch:
     corrected: Sequence[tuple[str, str]] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
     provides: tuple[str, ...] = ()
-    settled: Callable[[Source], str] | None = None
 
     def check(self) -> None:
         """Compile all its patches; raises `PatchError`."""
@@ -117,8 +114,6 @@ class SemanticPatch:
         except UnrecognizedError as error:
             if len(corrections) == 1:
                 return corrections[0]
-            if self.settled and not corrections:
-                return replace(not_needed(self.settled(source)), rests_on=functions(source, self.patch))
             lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the defect", error), *misfits)]
             raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
         if corrections:

@@ -98,14 +98,14 @@ class Check:
             self.finish()
         return bool(self.twins.index(twin) // layers == turn)
 
-    def compare(self, subject: Subject, found: Any, eager: Any, again: Any, text: str = "") -> None:
+    def compare(self, subject: Subject, graphed: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
-        if found is not None and eager is not None:
+        if graphed is not None and eager is not None:
             noise = off_by(again, eager)
             self._noise[subject.kind] = torch.maximum(noise, self._noise.get(subject.kind, noise))
-            self._pending.append((off_by(found, eager), subject, text))
-        elif found is not eager:
-            self._pending.append((1.0, subject, "is missing" if found is None else "is not expected"))
+            self._pending.append((off_by(graphed, eager), subject, text))
+        elif graphed is not eager:
+            self._pending.append((1.0, subject, "is missing" if graphed is None else "is not expected"))
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         self.totals["left out"] += self.new(("left out", index))
@@ -148,7 +148,7 @@ class Check:
         line = f"step {subject.step}, callable {subject.callable} {subject.kind} {difference}"
         if noise := float(self._noise.get(subject.kind, 0.0)):
             line += f", but is not reproducible: two eager runs differ by {noise:.3g}"
-        others = [name for _, each, _ in alike if each is not subject for name in PARAMETER.findall(each.kind)]
+        others = [name for _, other, _ in alike if other is not subject for name in PARAMETER.findall(other.kind)]
         if others:
             line += f" ({len(others)} more like it: {', '.join(others[:3])}{', ...' * (len(others) > 3)})"
         if different:
@@ -185,7 +185,7 @@ class Check:
     def _report(self) -> None:
         """Hand the totals to rank 0, which reports. A collective could lock up: ranks end at different times."""
         store, number, size = self._job
-        keys = [f"{self._name}/{each}" for each in range(size)]
+        keys = [f"{self._name}/{rank}" for rank in range(size)]
         try:
             store.set(keys[number], json.dumps(self.totals))
             while number == 0 and threading.main_thread().is_alive() and not store.check(keys):
@@ -201,14 +201,14 @@ class Check:
 
 def _sentence(totals: list[Counter[str]]) -> str:
     """What was compared, and how many differ; ``totals`` are those of the ranks."""
-    total, steps = sum(totals, Counter[str]()), max(each["steps"] for each in totals)
-    counts = (steps, "step"), (total["callables"], "callable")
-    counted = [f"{number:,} {word}{'s' * (number != 1)}" for number, word in counts]
+    total, steps = sum(totals, Counter[str]()), max(counts["steps"] for counts in totals)
+    amounts = (steps, "step"), (total["callables"], "callable")
+    counted = [f"{number:,} {word}{'s' * (number != 1)}" for number, word in amounts]
     scope = ", ".join([*counted, f"{total['tensors']:,} tensors compared"])
     verdict = f"{total['different']:,} differ" if total["different"] else "all equal"
     if len(totals) > 1:
         scope += f" on {len(totals)} ranks"
-        ranks = [str(rank) for rank, each in enumerate(totals) if each["different"]]
+        ranks = [str(rank) for rank, counts in enumerate(totals) if counts["different"]]
         verdict += f", on rank {', '.join(ranks)}" if ranks else ""
     if not total["tensors"]:
         verdict = "there was nothing to compare"
@@ -245,7 +245,7 @@ class Lifetimes:
 
     def before_replay(self) -> None:
         """What the program itself writes before this is no defect."""
-        used = [each for _, sent in self._sends.values() for each in sent]
+        used = [pair for _, sent in self._sends.values() for pair in sent]
         for address, subject in self.returned.items():
             parameter = subject.twin.parameters.get("".join(PARAMETER.findall(subject.kind)))
             if (grad := getattr(parameter, "grad", None)) is not None and grad.data_ptr() == address:
@@ -273,7 +273,7 @@ class Lifetimes:
         result = wait(*args, **kwargs)
         if work in self._sends:
             handles, (receiver, _) = list(self._sends), self._sends[work]
-            for each in handles[: handles.index(work) + 1]:
-                if self._sends[each][0] == receiver:
-                    del self._sends[each]
+            for handle in handles[: handles.index(work) + 1]:
+                if self._sends[handle][0] == receiver:
+                    del self._sends[handle]
         return result

@@ -70,7 +70,7 @@ def make(*args: Any, **kwargs: Any) -> Any:
     graphs = made if isinstance(made, tuple) else (made,)
     samples: Any = given.get("sample_kwargs") or ({},) * len(graphs)
     samples = (samples,) if isinstance(samples, dict) else samples
-    calls = tuple(Checked(check, *each) for each in zip(twins, graphs, samples, strict=True))
+    calls = tuple(Checked(check, *parts) for parts in zip(twins, graphs, samples, strict=True))
     if graphs[0] is not twins[0].module:
         return calls if isinstance(made, tuple) else calls[0]
     for module, call in zip(graphs, calls, strict=True):
@@ -82,7 +82,7 @@ def _twins(given: Values) -> list[Twin]:
     """A twin for each callable that is asked for: chunks, in them microbatches, in them layers."""
     modules = given["modules"] if isinstance(given["modules"], tuple) else (given["modules"],)
     fp8, recipe = (given.get(name) or given.get(f"fp8_{name}") for name in ("enabled", "recipe"))
-    twins = [Twin(each, bool(fp8[i] if isinstance(fp8, tuple) else fp8), recipe) for i, each in enumerate(modules)]
+    twins = [Twin(module, bool(fp8[i] if isinstance(fp8, tuple) else fp8), recipe) for i, module in enumerate(modules)]
     if given.get("_order") is None:
         return twins
     chunks, microbatches, rest = int(max(given["_order"])), len(given["sample_args"]) // len(twins), iter(twins)
@@ -124,7 +124,7 @@ class Checked:
             return
         self._attempt(self._before, run, "wgrad")
         compare = partial(self._attempt, self._after, run, "wgrad", {})
-        followed = [hooks for each in run.delayed if (hooks := each.wgrad_accumulation_and_reduce_hooks)]
+        followed = [hooks for module in run.delayed if (hooks := module.wgrad_accumulation_and_reduce_hooks)]
         with ExitStack() as stack:
             for hooks in followed:
                 hooks.insert(0, compare)  # before those that hand the gradients on
@@ -136,12 +136,12 @@ class Checked:
 
     def _after_forward(self, run: Microbatch, tensors: list[Any], stream: Any) -> None:
         self._after(run, "forward", _outputs(tensors), stream)
-        node = next((each.grad_fn for each in tensors if isinstance(each, torch.Tensor) and each.grad_fn), None)
+        node = next((tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn), None)
         if node is None:
             return
         if node.name() == "CloneBackward0":  # replay-contract copies outputs where a checkpoint may run a graph again
             node = node.next_functions[0][0]
-        parameters = {each: f".grad of {name}" for name, each in self._twin.parameters.items()}
+        parameters = {parameter: f".grad of {name}" for name, parameter in self._twin.parameters.items()}
         leaves = [getattr(edge, "variable", None) for edge, _ in node.next_functions]
         names = [parameters.get(leaf, f"gradient of input {i}") for i, leaf in enumerate(leaves)]
 
@@ -164,19 +164,19 @@ class Checked:
         if stream is not None:  # compare what the graph has computed, not what it is about to
             torch.cuda.current_stream().wait_stream(stream)
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
-        kept = {each.data_ptr(): self._subject(when, name) for name, each in returned.items() if each is not None}
+        kept = {tensor.data_ptr(): self._subject(when, name) for name, tensor in returned.items() if tensor is not None}
         self._check.lifetimes.returned |= kept
         if not run.eager:  # it has been compared
             return
-        found = self._twin.amaxes(when)
-        for name, each in self._twin.parameters.items():
-            found[f"main_grad of {name}"] = getattr(each, "main_grad", None)
-            found[f".grad of {name}"] = each.grad if when == "wgrad" else None
-        found |= returned
+        values = self._twin.amaxes(when)
+        for name, parameter in self._twin.parameters.items():
+            values[f"main_grad of {name}"] = getattr(parameter, "main_grad", None)
+            values[f".grad of {name}"] = parameter.grad if when == "wgrad" else None
+        values |= returned
         (eager, again), run.eager = run.eager, []  # somebody may keep the output, and with it this
         for name, wanted in eager.items():
-            if name in found:
-                self._check.compare(self._subject(when, name), found[name], wanted, again[name])
+            if name in values:
+                self._check.compare(self._subject(when, name), values[name], wanted, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
         """Do something of the check's own, which may not end the job."""
@@ -202,7 +202,7 @@ class Microbatch:
         twin.refusal = twin.why_left_out()
         self.inputs, self.state = _copied((args, kwargs)), twin.state()
         self.first = dict.fromkeys(twin.own, first) if first is not None or twin.keeps_marks else twin.marks()
-        self.buffers = {each: _copied(each._buffers) for each in twin.own}
+        self.buffers = {module: _copied(module._buffers) for module in twin.own}
         self.updates = bool(Manager.get_autocast_state()[4])  # TE moves FP8 scales on in its backward
         self.delayed: list[Any] = []  # modules that leave wgrads for later
         self.eager: list[Values] = []  # what two runs have computed, until it is compared
@@ -215,7 +215,7 @@ class Twin:
         self.module, self.name, self.refusal = module, type(module).__name__, ""
         self.keeps_marks = False  # a replay has left a mark of a first microbatch, which an eager forward clears
         self.parameters: dict[str, Any] = dict(module.named_parameters())
-        classes = {kind for each in module.modules() for kind in type(each).__mro__}
+        classes = {kind for submodule in module.modules() for kind in type(submodule).__mro__}
         self.kinds = frozenset({kind.__name__ for kind in classes} | ({"fp8"} if enabled else set()))
         self.is_of_megatron = any(kind.__module__.startswith("megatron.core.") for kind in classes)
         self.takes = {FIRST} & inspect.signature(module.forward).parameters.keys()
@@ -223,23 +223,23 @@ class Twin:
         of_torch = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         self._torch_autocast = torch.autocast("cuda", *of_torch, cache_enabled=False)
         self.own: dict[Module, Values] = {}  # what the eager side has for itself in the dictionary of a submodule
-        for each in module.modules():
-            own = {name: copy.copy(x) for name, x in vars(each).items() if name in REPLACED or "_hooks" in name}
+        for submodule in module.modules():
+            own = {name: copy.copy(x) for name, x in vars(submodule).items() if name in REPLACED or "_hooks" in name}
             empty: Values = {"_fp8_workspaces": {}, "_module_groups": None, "cuda_graphs": [], DELAYED_HOOKS: []}
-            self.own[each] = own | empty
+            self.own[submodule] = own | empty
 
     def marks(self) -> dict[Module, bool | None]:
         """What each submodule says itself of its next microbatch, as Megatron-Core's do."""
-        return {each: vars(each).get(FIRST) for each in self.own}
+        return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_left_out(self) -> str:
         """Why it cannot be compared; empty if it can."""
-        names = {name for each in self.own for name, value in vars(each).items() if value is True}
+        names = {name for module in self.own for name, value in vars(module).items() if value is True}
         if any(name.startswith("ub_") for name in names):
             return "it shares communication buffers (userbuffers) with its graph"
-        if any(type(each).__name__ == "DTensor" for each in self.parameters.values()):
+        if any(type(parameter).__name__ == "DTensor" for parameter in self.parameters.values()):
             return "its parameters are sharded (DTensor), and an eager run would change their gradients"
-        if any(each is not self.parameters.get(name) for name, each in self.module.named_parameters()):
+        if any(parameter is not self.parameters.get(name) for name, parameter in self.module.named_parameters()):
             return "it has got new parameters since its capture"
         if self.is_of_megatron and not _megatron_flags():
             return f"an eager run may differ from the capture: Megatron-Core has {FLAG} in none of {', '.join(CLIENTS)}"
@@ -251,9 +251,9 @@ class Twin:
         """Run a microbatch until the end of its ``forward``, ``backward`` or ``wgrad``: what is new then."""
         with self._as_it_was(run), torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
             args, kwargs = _copied(run.inputs)
-            inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             outputs = tree_leaves(self.module(*args, **kwargs))
-            run.updates |= any(RECOMPUTED in vars(each).get("fp8_meta", ()) for each in self.own)
+            run.updates |= any(RECOMPUTED in vars(module).get("fp8_meta", ()) for module in self.own)
             if until == "forward":
                 return _outputs(outputs) | self.amaxes(until)
             self._backward(run, outputs)
@@ -268,8 +268,8 @@ class Twin:
         _put(state)
         used = [(x, g) for x, g in zip(outputs, _copied(grads), strict=False) if getattr(x, "requires_grad", False)]
         torch.autograd.backward([x for x, _ in used], [torch.zeros_like(x) if g is None else g for x, g in used])
-        stores = {each: vars(each).get("wgrad_store") for each in self.own}
-        run.delayed = [each for each, store in stores.items() if store and store.context.qsize()]
+        stores = {module: vars(module).get("wgrad_store") for module in self.own}
+        run.delayed = [module for module, store in stores.items() if store and store.context.qsize()]
 
     def _wgrads(self, run: Microbatch) -> None:
         """Compute the delayed wgrads, which add to the ``main_grad`` that the parameters have now."""
@@ -277,8 +277,8 @@ class Twin:
             alias.grad = None
             if getattr(alias, "main_grad", None) is not None:
                 alias.main_grad.copy_(self.parameters[name].main_grad)
-        for each in run.delayed:
-            each.backward_dw()
+        for module in run.delayed:
+            module.backward_dw()
 
     def _gradients(self, run: Microbatch, until: str) -> Values:
         """Those of the parameters, while these are the eager side's."""
@@ -298,17 +298,17 @@ class Twin:
 
     def scaling(self, of: str = "scaling") -> Values:
         """The parts of delayed scaling, by names for people."""
-        found = {}
-        for name, each in self.module.named_modules():
-            for meta in (vars(each).get("fp8_meta"), *(vars(each).get("_fp8_metas") or {}).values()):
+        parts = {}
+        for name, module in self.module.named_modules():
+            for meta in (vars(module).get("fp8_meta"), *(vars(module).get("_fp8_metas") or {}).values()):
                 for key, part in (meta or {}).items():
                     if key.startswith(of) and hasattr(part, "amax_history"):
-                        found[f"{key} of {name or self.name}"] = part
-        return found
+                        parts[f"{key} of {name or self.name}"] = part
+        return parts
 
     def state(self) -> State:
         """All random states, and the FP8 state of delayed scaling, as they are now."""
-        trackers = [each for each in get_all_rng_states().values() if isinstance(each, torch.Generator)]
+        trackers = [state for state in get_all_rng_states().values() if isinstance(state, torch.Generator)]
         generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]
         tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
         return [(x.set_state, x.get_state()) for x in generators] + [(x.copy_, x.clone()) for x in tensors]
@@ -332,7 +332,7 @@ class Twin:
 
     def _all_that_changes(self) -> State:
         """Attributes, TE's own state, and the `state`: another recipe has amax histories of another length."""
-        modules: State = [(partial(object.__setattr__, each, "__dict__"), vars(each)) for each in self.own]
+        modules: State = [(partial(object.__setattr__, module, "__dict__"), vars(module)) for module in self.own]
         attributes = [(name, value) for name, value in vars(Manager).items() if not name.startswith("__")]
         manager: State = [(partial(setattr, Manager, name), value) for name, value in attributes]
         parts: State = [(part.__dict__.update, dict(part.__dict__)) for part in self.scaling().values()]
@@ -350,7 +350,7 @@ class Twin:
     def _dictionary(self, module: Module, run: Microbatch, aliases: dict[torch.Tensor, Any]) -> Values:
         """What takes the place of the ``__dict__`` of a submodule, with containers of its own."""
         present = {name: value for name, value in vars(module).items() if name not in REPLACED}
-        result: Values = tree_map_only(torch.Tensor, lambda each: aliases.get(each, each), present)
+        result: Values = tree_map_only(torch.Tensor, lambda tensor: aliases.get(tensor, tensor), present)
         result |= self.own[module] | {"_buffers": _copied(run.buffers[module]), FIRST: run.first[module]}
         result.get("fp8_meta", {}).pop(RECOMPUTED, None)
         if store := present.get("wgrad_store"):
@@ -377,7 +377,7 @@ def _put(state: State) -> None:
 
 
 def _outputs(outputs: list[Any]) -> Values:
-    return {f"output {i}": each.detach() for i, each in enumerate(outputs) if isinstance(each, torch.Tensor)}
+    return {f"output {i}": value.detach() for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
 
 
 def _alias(parameter: Any) -> Any:
@@ -391,4 +391,4 @@ def _alias(parameter: Any) -> Any:
 
 def _copied(tree: Any) -> Any:
     """The same with copies of all tensors, which are leaves."""
-    return tree_map_only(torch.Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), tree)
+    return tree_map_only(torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)

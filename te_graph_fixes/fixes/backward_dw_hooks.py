@@ -67,9 +67,6 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron-Core delay_wgrad_compute with its DDP",
     affected=">=2.10,<2.13",
-    examine=SemanticPatch(
-        PATCH,
-        corrected=[(UPSTREAM, "the hooks are run after the replay")],
-    ),
+    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "the hooks are run after the replay")]),
     check_hints=("hooks",),
 )

@@ -4,9 +4,6 @@ Upstream: none yet, TE 2.10 to main
 
 TE learns from forward hooks in the warmup which of its modules a callable runs, and from its backward which parameters
 get gradients. Without a warmup nothing is known, and taken to be none. At least one iteration is run now.
-
-`backward-dw-order` takes the KeyError away and requires this fix: without it the scales of delayed scaling would never
-change (0.69 on the simulator), and delayed wgrads would never be delivered (1.0).
 """
 
 from ..fix import Fix, SemanticPatch

@@ -8,14 +8,9 @@ now adds, and takes for a bias gradient only what the wgrad GEMM has computed. G
 a capture are added to their ``.grad`` after each replay, before the hooks; warmup and capture leave ``.grad`` as it was
 (`te_graph_fixes/shipped/delayed_wgrad.py`). This holds for modules whose ``forward`` is called directly, too.
 GroupedLinear no longer returns buffers that its delayed wgrad has yet to fill.
-
-In FP8 the dgrad computes the bias gradients. Without `param-grad-lifetime`, which has them copied, a crash or a loss
-would become a wrong number without a sign (measured on TE 2.15.0: 1.02), so the two go together.
 """
 
-from ..fix import Fix, SemanticPatch, Verdict
-from ..patching.patch import PYTORCH
-from ..patching.source import Source
+from ..fix import Fix, SemanticPatch
 
 # `replay()` replaces itself, so that lines which `backward-dw-hooks` inserts below it come after the delivery.
 PATCH = """
@@ -216,27 +211,21 @@ MODULES = """
  ANY_PARAM.grad = ANY_GRAD
 """
 
-OPERATION_HAS_HOOKS = """
+# The operation `te.ops.GroupedLinear` has hooks from TE 2.15 on.
+HOOKS_OF_OPERATIONS = """
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
 -isinstance(module, TransformerEngineBaseModule)
 +hasattr(module, "_trigger_wgrad_accumulation_and_reduce_hooks")
+@@ (or, 0 times)
+ isinstance(module, TransformerEngineBaseModule)
 """
-
-
-def examine(source: Source) -> Verdict:
-    """The verdict of a patch that also runs the hooks of `te.ops.GroupedLinear`, where this TE lets it have some."""
-    operation = source.find(f"{PYTORCH}.ops.basic.grouped_linear")
-    has_hooks = operation and "GroupedLinear._trigger_wgrad_accumulation_and_reduce_hooks" in operation.definitions
-    patch = PATCH + MODULES + (OPERATION_HAS_HOOKS if has_hooks else "")
-    return SemanticPatch(patch, provides=("delayed_wgrad",))(source)
-
 
 FIX = Fix(
     symptom="delayed wgrads: gradients of biases and unfused weights never arrive, are garbage, or stop with an error",
     group="pipelines and delayed wgrads",
     users="delay_wgrad_compute with biases, or with weights whose wgrads are not fused into main_grad",
     cost="memory for the gradients that a wgrad graph delivers, and an addition of each after its replay",
-    examine=examine,
+    examine=SemanticPatch(PATCH + MODULES + HOOKS_OF_OPERATIONS, provides=("delayed_wgrad",)),
     requires=("backward-dw-hooks", "param-grad-lifetime", "wgrad-without-dgrad"),
     check_hints=("wgrad .grad",),
 )

@@ -12,10 +12,9 @@ amax reduction, with the recipe of the autocast around it. It misses modules tha
 5. are in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 
 Modules now say in the capture which state they use, and a replay does the same with it
-(`te_graph_fixes/shipped/captured_fp8.py`). The scales that the warmup has left in modules with an autocast of their own
-are taken back. Operations that run without FP8 in a capture get no state there, and nothing is put back into them
-(``AssertionError``). Inner operations that lose FP8 (`nested-autocast`) would be captured then, without the error that
-TE ends with.
+(`te_graph_fixes/shipped/captured_fp8.py`). What the warmup has left in any of these states is taken back: TE does so
+only for modules that it finds by ``modules()``, in the autocast of the capture. Operations that run without FP8 in a
+capture get no state there, and nothing is put back into them (``AssertionError``).
 """
 
 from ..fix import Fix, SemanticPatch

@@ -36,8 +36,5 @@ FIX = Fix(
     group="FP8 state",
     users="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     cost="a transpose before the replay, for each weight that has lost its own",
-    examine=SemanticPatch(
-        PATCH,
-        provides=("fp8_weights",),
-    ),
+    examine=SemanticPatch(PATCH, provides=("fp8_weights",)),
 )

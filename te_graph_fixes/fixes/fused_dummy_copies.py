@@ -12,7 +12,7 @@ graph's backward has set ``grad_added_to_main_grad``; a mark that another graph 
 
 from ..fix import Fix, SemanticPatch
 from ..patching.source import Source
-from .shapes import SHARE_DUMMIES, graph_interface, lacks_parameter
+from .shapes import SHARE_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots
@@ -31,7 +31,8 @@ and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_para
 
 def lacks_option(source: Source) -> bool:
     """Whether parameter grads are returned as they are, as before TE 2.19."""
-    return lacks_parameter(graph_interface(source), "clone_param_grads_on_return")
+    function = source.module("transformer_engine.pytorch.graph").definition("make_graphed_callables")
+    return "clone_param_grads_on_return" not in function.parameters
 
 
 FIX = Fix(

@@ -70,9 +70,6 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron-Core overlap_moe_expert_parallel_comm with virtual pipeline stages of two or more layers",
     cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
-    examine=SemanticPatch(
-        PATCH,
-        provides=("graph_order",),
-    ),
+    examine=SemanticPatch(PATCH, provides=("graph_order",)),
     check_hints=("sent overwritten",),
 )

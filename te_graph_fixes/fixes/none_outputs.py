@@ -49,8 +49,5 @@ FIX = Fix(
     group="crashes",
     users="callables that return None among their outputs, such as vision encoders",
     affected="<2.13",
-    examine=SemanticPatch(
-        PATCH,
-        corrected=[(UPSTREAM, "outputs may be None")],
-    ),
+    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "outputs may be None")]),
 )

@@ -10,12 +10,8 @@ a single graph writes to memory that nobody owns. There, weights now keep plain 
 swizzles a copy of them.
 """
 
-import re
-
 from ..fix import Fix, SemanticPatch
-from ..patching.definition import unrecognized
 from ..patching.source import Source
-from .shapes import MODULES
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule._enable_weight_preswizzle
@@ -26,27 +22,18 @@ PATCH = """
  return arch_supported and quantizer.with_2d_quantization and ANY and ANY and ANY and ANY
 """
 
+EARLIER = """
+@@ module/base.py TransformerEngineBaseModule (0 times)
+ def _enable_weight_preswizzle(...): ...
+@@ module/linear.py Linear (0 times)
+ weight_quantizer.optimize_for_gemm = ANY
+"""
+
 
 def cannot_be_asked(source: Source) -> bool:
     """Whether quantizers cannot be asked for swizzled scales."""
     quantizer = source.module("transformer_engine.pytorch.quantized_tensor").definition("Quantizer")
     return not quantizer.has("optimize_for_gemm: ANY_TYPE")
-
-
-def is_settled(source: Source) -> str:
-    """Why nothing is to be done where layers ask for swizzled scales themselves: not for weights."""
-    base = source.module("transformer_engine.pytorch.module.base")
-    if "optimize_for_gemm" in base.text:
-        raise unrecognized("a base class that leaves optimize_for_gemm to layers", base.path, "it in its text")
-    for file, name in MODULES.items():
-        module = source.module(f"transformer_engine.pytorch.module.{file}").definition(name)
-        lines = "".join(line for line in module.module.text.splitlines(True) if "optimize_for_gemm" in line)
-        asked = re.findall(r"([\w.\[\]]*)\.optimize_for_gemm\b.* = ", lines)
-        known = [who for who in asked if "input_quantizer" in who or "grad_output_quantizer" in who]
-        if not asked or len(known) != module.module.text.count("optimize_for_gemm"):
-            wanted = "`optimize_for_gemm` set on quantizers of inputs and output grads alone"
-            raise unrecognized(wanted, module, ", ".join(asked) or "none")
-    return "only inputs and output grads get swizzled scales, not weights"
 
 
 FIX = Fix(
@@ -57,7 +44,7 @@ FIX = Fix(
     examine=SemanticPatch(
         PATCH,
         absent=[(cannot_be_asked, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
-        settled=is_settled,
+        corrected=[(EARLIER, "only inputs and output grads get swizzled scales, not weights")],
     ),
     check_hints=("fp8 output", "fp8 gradient"),
 )

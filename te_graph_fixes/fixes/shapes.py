@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from typing import cast
-
-from ..patching.definition import Definition, unrecognized
 from ..patching.source import Source
 
 MODULES = {
@@ -15,26 +11,6 @@ MODULES = {
     "grouped_linear": "GroupedLinear",
 }
 """The classes of layers, by their files."""
-
-
-def graph_capture(source: Source) -> Definition:
-    """The function that warms up, captures and puts together the graphed callables."""
-    return source.module("transformer_engine.pytorch.graph").definition("_make_graphed_callables")
-
-
-def graph_interface(source: Source) -> Definition:
-    """The public function in front of `graph_capture`."""
-    return source.module("transformer_engine.pytorch.graph").definition("make_graphed_callables")
-
-
-def lacks_parameter(function: Definition, name: str) -> bool:
-    """Whether a public function has no parameter ``name``, nor any way to take it."""
-    arguments = cast(ast.FunctionDef, function.node).args
-    if name in {parameter.arg for parameter in (*arguments.args, *arguments.kwonlyargs)}:
-        return False
-    if arguments.kwarg or name in function.module.text:
-        raise unrecognized(f"a plain signature of {function.qualname}", function, "one that may take more")
-    return True
 
 
 def global_state(source: Source, field: str, earlier: str) -> str:

@@ -51,8 +51,5 @@ FIX = Fix(
     group="crashes",
     users="Megatron-Core 0.11.0 to 0.17.1 with graphs of its own (cuda_graph_impl=local) in FP8",
     affected=">=2.15,<2.17",
-    examine=SemanticPatch(
-        PATCH,
-        corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")],
-    ),
+    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")]),
 )

@@ -45,8 +45,5 @@ FIX = Fix(
     group="evaluation and checkpoints",
     users="an evaluation in bf16 or another recipe between two training steps",
     requires=("fp8-state-at-replay",),
-    examine=SemanticPatch(
-        PATCH,
-        provides=("recipe_states",),
-    ),
+    examine=SemanticPatch(PATCH, provides=("recipe_states",)),
 )

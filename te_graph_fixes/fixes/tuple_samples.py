@@ -29,8 +29,5 @@ FIX = Fix(
     group="crashes",
     users="samples in a tuple with _reuse_graph_input_output_buffers",
     affected=">=2.6,<2.12",
-    examine=SemanticPatch(
-        PATCH,
-        corrected=[(UPSTREAM, "samples may be tuples")],
-    ),
+    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "samples may be tuples")]),
 )

@@ -4,18 +4,10 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2715 (TE 2.14)
 
 After warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on every module that has the attribute, as
 Megatron's do. The capture that follows reads it and freezes "first microbatch" into the graph: the wgrad overwrites
-``main_grad`` at every replay. The loop is removed. Removing it would freeze FP8 weights instead: those of experts that
-do not read the graph's skip flag (`grouped-linear-skip-flag`), and those of a capture that does not cache weights
-(`stale-fp8-weights`). Where norms and biases get wrong gradients (`param-grad-lifetime`), it makes the training that
-follows from them no better.
+``main_grad`` at every replay. The loop is removed.
 """
 
-import re
-
 from ..fix import Fix, SemanticPatch
-from ..patching.definition import unrecognized
-from ..patching.source import Source
-from .shapes import graph_capture
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -23,27 +15,17 @@ PATCH = """
 -    if hasattr(ANY_MODULE, "is_first_microbatch"):
 -        ANY_MODULE.is_first_microbatch = True
 """
-
-
-def leaves_it_alone(source: Source) -> str:
-    """Why nothing is to be done where neither graphs nor the base of modules set ``is_first_microbatch``."""
-    graph_capture(source)
-    for file, uses in (("graph", 3), ("module.base", 0)):  # graphs read a keyword of that name
-        module = source.module(f"transformer_engine.pytorch.{file}")
-        found = re.findall(r"""["'.]is_first_microbatch\b""", module.text)
-        if len(found) != uses or any(each.startswith(".") for each in found):
-            raise unrecognized(
-                f"is_first_microbatch {uses} times, never as an attribute,", module.path, ", ".join(found)
-            )
-    return "warmup leaves is_first_microbatch alone"
-
+UPSTREAM = """
+@@ graph.py _make_graphed_callables (0 times)
+ ANY_MODULE.is_first_microbatch = ANY
+"""
 
 FIX = Fix(
     symptom="fused wgrad: only the last microbatch of a step counts, wgrads at 0.577 of their norm for three",
     group="gradients",
     users="several microbatches with Megatron-Core gradient_accumulation_fusion or modules with is_first_microbatch",
     affected="<2.14",
-    examine=SemanticPatch(PATCH, settled=leaves_it_alone),
+    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")]),
     requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),
     check_hints=("backward main_grad",),
 )

@@ -94,9 +94,7 @@ def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
         return
     in_capture = FP8GlobalStateManager.get_autocast_state()[-1]
     if not torch.cuda.is_current_stream_capturing():
-        # TE itself keeps the state of modules in the capture's own autocast, if that is of delayed scaling.
-        if not (of_module and in_capture and FP8GlobalStateManager.get_fp8_recipe().delayed()):
-            capture.keep(fp8_meta)
+        capture.keep(fp8_meta)
         return
     used = capture.used
     if in_capture:

@@ -27,12 +27,16 @@ def accumulate_grads(parameters: Sequence[Parameter], grad: Tensor | None) -> No
         return
     parts = [grad] if len(parameters) == 1 else grad.split([parameter.shape[0] for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = part.to(parameter.dtype)
-        else:
-            parameter.grad.add_(part.to(parameter.dtype))
+        _add(parameter, part.to(parameter.dtype))
+
+
+def _add(parameter: Parameter, grad: Tensor) -> None:
+    if not parameter.requires_grad:
+        return
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
 
 
 def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
@@ -86,9 +90,4 @@ def deliver_grads(grads: Iterable[tuple[Parameter, Tensor]]) -> None:
     A parameter that has been frozen gets none.
     """
     for parameter, grad in grads:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = grad.clone()
-        else:
-            parameter.grad.add_(grad)
+        _add(parameter, grad if parameter.grad is not None else grad.clone())

@@ -82,11 +82,7 @@ def _tensors(owner: object, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _has(owner: object, tensors: dict[str, Tensor]) -> bool:
-    attributes = vars(owner)
-    for name, tensor in tensors.items():  # noqa: SIM110 (a generator would take longer than all the rest)
-        if attributes.get(name) is not tensor:
-            return False
-    return True
+    return all(getattr(owner, name, None) is tensor for name, tensor in tensors.items())
 
 
 def _values(owner: Any, name: str) -> Tensor:

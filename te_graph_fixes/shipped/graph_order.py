@@ -188,9 +188,9 @@ def parse(order: Iterable[Any]) -> list[Entry]:
                 f"as many forwards and dgrads as chunk 1 has forwards, {microbatches}, and as many wgrads or none"
             )
     entries = {}
-    for (kind, chunk), places in [*positions.items()]:
+    for (kind, chunk), of_microbatches in [*positions.items()]:
         last_reads = positions[WGRAD, chunk] or positions[DGRAD, chunk]
-        for microbatch, position in enumerate(places):
+        for microbatch, position in enumerate(of_microbatches):
             entries[position] = Entry(kind, chunk - 1, microbatch, last_reads[microbatch])
     return [entry for _, entry in sorted(entries.items())]
 

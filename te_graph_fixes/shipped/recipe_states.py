@@ -73,6 +73,7 @@ class _State:
         self._module, self._attributes, self._mode = module, vars(module), mode
         meta = _meta(self._attributes, mode)
         self._state: Any = meta[STATES[mode]]
+        self._kind = _kind(self._state)
         self.recipe: Any = meta["recipe"]
         self._quantizers = list(_quantizers(module, mode))
         parameters = module.parameters(recurse=False) if mode == "forward" else ()
@@ -91,18 +92,13 @@ class _State:
         """Put the values of the module's present state into the held one, and that in its place."""
         meta = _meta(self._attributes, self._mode)
         state: Any = meta.get(STATES[self._mode])
-        if type(state) is not type(self._state):
+        if _kind(state) != self._kind:
             raise RuntimeError(
-                f"a graph of {type(self._module).__name__} was captured with a {type(self._state).__name__} and is "
-                f"replayed with a {type(state).__name__}: replay it in an autocast with the recipe of the capture"
+                f"a graph of {type(self._module).__name__} was captured with a {self._kind} and is replayed with a "
+                f"{_kind(state)}: replay it in an autocast with the recipe of the capture"
             )
         if not self._delayed:
             return
-        if state.amax_history.shape != self._history.shape:
-            raise RuntimeError(
-                f"a graph of {type(self._module).__name__} was captured with {len(self._history)} entries of amax "
-                f"history and is replayed with {len(state.amax_history)}: replay it with the recipe of the capture"
-            )
         if state.scale is not self._scale:
             self._scale.copy_(state.scale)
         if state.amax_history is not self._history:
@@ -127,6 +123,11 @@ def _meta(attributes: dict[str, Any], mode: str) -> dict[str, Any]:
     if "fp8_meta" in attributes:
         return attributes["fp8_meta"]  # type: ignore[no-any-return]
     return (attributes.get("_fp8_metas") or {}).get(mode) or {}
+
+
+def _kind(state: Any) -> str:
+    history = getattr(state, "amax_history", None)
+    return type(state).__name__ + ("" if history is None else f" of {len(history)} entries of amax history")
 
 
 def _quantizers(module: Any, mode: str) -> list[Any]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
-_of_tensor = attrgetter("shape", "requires_grad", "dtype")
-_warned: set[str] = set()
+from ._te_warn_once import warn_once
 
 
-def _of_any(leaf: Any) -> tuple[Any, ...]:
+def _of(leaf: Any) -> tuple[Any, ...]:
+    """What the graph takes from an argument, which need not be a tensor."""
     return getattr(leaf, "shape", None), getattr(leaf, "requires_grad", False), getattr(leaf, "dtype", None)
 
 
@@ -31,18 +29,15 @@ class SampleArguments:
         named, kwargs_spec = tree_flatten([kwargs[key] for key in keywords])
         plain = all(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
         self._specs = None if plain else (args_spec, kwargs_spec)
-        self._samples = self._accepted = [_of_any(leaf) for leaf in (*positional, *named)]
+        self._samples = [*map(_of, (*positional, *named))]
 
     def check(self, leaves: Sequence[Any], *specs: Any) -> None:
         """Raise `TypeError` or `ValueError` where the ``leaves`` of a replay's arguments are not such as the samples.
 
         Other dtypes, which the replay casts, are warned of, once for each combination; `torch.autocast` asks for them.
         """
-        try:
-            given = [*map(_of_tensor, leaves)]
-        except AttributeError:
-            given = [_of_any(leaf) for leaf in leaves]
-        if given != self._accepted and given != self._samples:
+        given = [*map(_of, leaves)]
+        if given != self._samples:
             self._compare(given)
         if self._specs is not None and self._specs != specs:
             raise ValueError(
@@ -69,15 +64,7 @@ class SampleArguments:
         if dtypes != sample_dtypes:
             if torch.is_autocast_enabled():
                 return
-            _warn_once(
+            warn_once(
                 f"{self._graph} was captured for inputs of {sample_dtypes} and is given {dtypes}: it casts them, where "
                 "eager training may not. Capture it with samples of these dtypes, or cast the inputs before"
             )
-        if not more:
-            self._accepted = given
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=2)

@@ -39,22 +39,20 @@ class _Tracked:
     """
 
     def __init__(self, tracker: CudaRNGStatesTracker | None) -> None:
-        self._states = get_all_rng_states if tracker is None else _states_of(weakref.ref(tracker))
+        self._tracker = None if tracker is None else weakref.ref(tracker)
         self._captured = dict(self._states())
+
+    def _states(self) -> dict[str, torch.Generator]:
+        if self._tracker is None:
+            return get_all_rng_states()  # type: ignore[no-any-return,unused-ignore]
+        tracker = self._tracker()
+        return tracker.states_ if tracker else {}
 
     def replaced(self) -> list[tuple[torch.Generator, torch.Generator]]:
         """The generators that are not the tracker's any more, each with the one that it has instead."""
         now = self._states()
         pairs = [(captured, now.get(name, captured)) for name, captured in self._captured.items()]
         return [(captured, current) for captured, current in pairs if captured is not current]
-
-
-def _states_of(reference: Callable[[], CudaRNGStatesTracker | None]) -> Callable[[], dict[str, torch.Generator]]:
-    def states() -> dict[str, torch.Generator]:
-        tracker = reference()
-        return tracker.states_ if tracker else {}
-
-    return states
 
 
 class _Graph(torch.cuda.CUDAGraph):  # type: ignore[misc,unused-ignore]

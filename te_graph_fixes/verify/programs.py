@@ -29,15 +29,15 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
     what matches this regular expression.
     """
     try:
-        found, wanted = _both(options)
+        graphed, eager = _both(options)
     except (RuntimeError, ValueError) as error:
         if not re.search(refusal or (REFUSED if breaks else "$^"), str(error)):
             raise
         return {"errors": {"refused": [0.0]}, "message": str(error), "damaged": bool(is_graph_capturing())}
     by_kind: dict[str, list[float]] = {"refused": [1.0]} if refusal else {}
-    for name, size in errors(found, wanted).items():
+    for name, size in errors(graphed, eager).items():
         by_kind.setdefault(name.partition(": ")[2], []).append(size)
-    norms = [_norm(found[name]) / _norm(wanted[name]) for name in wanted if name.endswith(" step: wgrads")]
+    norms = [_norm(graphed[name]) / _norm(eager[name]) for name in eager if name.endswith(" step: wgrads")]
     return {"errors": by_kind, "wgrad_norm": norms, "damaged": any(by_kind.get(LEFT_BEHIND, ()))}
 
 

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from ..settings import SWITCH, Settings
@@ -98,16 +99,15 @@ class Row:
     @property
     def skipped(self) -> bool:
         """Whether this GPU or this TE lacks what the case needs, which the fixes cannot change."""
-        return {each.outcome for each in self._outcomes} == {"skipped"}
+        return self._both("skipped")
 
     @property
     def unable(self) -> bool:
         """Whether this TE does not have what the case imports, with the fixes as without."""
-        return {each.outcome for each in self._outcomes} == {"unable"}
+        return self._both("unable")
 
-    @property
-    def _outcomes(self) -> list[Outcome]:
-        return [each for each in (self.with_fixes, self.without) if each]
+    def _both(self, outcome: str) -> bool:
+        return self.with_fixes.outcome == outcome and (self.without is None or self.without.outcome == outcome)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -151,11 +151,11 @@ class Child:
         if not line:
             self._end()
             return Outcome("failed", detail=f"the process ended with status {process.returncode}: {self._last_words()}")
-        found = json.loads(line)
-        if found.pop("last"):
+        result = json.loads(line)
+        if result.pop("last"):
             self._end()
-        del found["case"]
-        return Outcome(**{**found, "applied": tuple(found["applied"])})
+        del result["case"]
+        return Outcome(**{**result, "applied": tuple(result["applied"])})
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -200,39 +200,32 @@ def measure(
     A TransformerEngine that is corrected on disk cannot be measured `WITHOUT`: it is left out of ``switches``.
     ``say`` gets a line of progress at the start and for each result; ``command`` starts a child.
     """
-    total = len(switches) * len(cases)
+    number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
+    children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]
+    idle: dict[str, SimpleQueue[Child]] = {switch: SimpleQueue() for switch in switches}
     results: dict[tuple[str, str], Outcome] = {}
-    queues: dict[str, SimpleQueue[Case]] = {switch: SimpleQueue() for switch in switches}
-    for switch in queues:
-        for case in cases:
-            queues[switch].put(case)
-    each = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
-    children = [(switch, Child(environment(switch), command)) for switch in queues for _ in range(each)]
+    measurements = [(switch, case) for case in cases for switch in switches]
+    total = len(measurements)
 
-    def work(switch: str, child: Child) -> None:
-        while True:
-            try:
-                case = queues[switch].get_nowait()
-            except Empty:
-                return
-            outcome = child.measure(case, limit)
-            results[switch, case.name] = outcome
-            say(f"[{len(results)}/{total}] {case.name}, {switch} the fixes: {outcome.text}")
+    def work(switch: str, case: Case) -> None:
+        child = idle[switch].get()
+        try:
+            outcome = results[switch, case.name] = child.measure(case, limit)
+        finally:
+            idle[switch].put(child)
+        say(f"[{len(results)}/{total}] {case.name}, {switch} the fixes: {outcome.text}")
 
     say(
         f"{total} measurements of {len(cases)} cases in {len(children)} processes, which import TransformerEngine first"
     )
-    try:
-        with ThreadPoolExecutor(len(children)) as pool:
-            try:
-                for done in [pool.submit(work, switch, child) for switch, child in children]:
-                    done.result()
-            except BaseException:
-                queues.update({switch: SimpleQueue() for switch in switches})  # nothing more is started
-                raise
-    finally:
-        for _, child in children:
-            child.close()
+    with contextlib.ExitStack() as stack:
+        for switch, child in children:
+            stack.callback(child.close)
+            idle[switch].put(child)
+        pool = ThreadPoolExecutor(len(children))
+        stack.callback(pool.shutdown, cancel_futures=True)  # where one fails, nothing more is started
+        for done in [pool.submit(work, *measurement) for measurement in measurements]:
+            done.result()
     return [Row(case, results.get((WITHOUT, case.name)), results[WITH, case.name]) for case in cases]
 
 
@@ -291,7 +284,7 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, o
         if row.skipped:
             left_out.setdefault(row.with_fixes.detail, []).append(row.case.name)
     if as_json:
-        found = {
+        about = {
             "te_graph_fixes_version": __version__,
             "te_version": te,
             "gpu": gpu,
@@ -299,15 +292,12 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, o
             "ok": not bad,
             "left_out": left_out,
         }
-        print(json.dumps({**found, "cases": [_finite(row.as_dict()) for row in rows]}, indent=2, allow_nan=False))
+        print(json.dumps({**about, "cases": [_finite(row.as_dict()) for row in rows]}, indent=2, allow_nan=False))
     else:
         print(table(row for row in rows if not row.skipped))
         for why, names in left_out.items():
             print(f"left out ({why}): {', '.join(names)}")
-        counts: dict[str, int] = {}
-        for row in rows:
-            word = row.verdict.partition(":")[0]
-            counts[word] = counts.get(word, 0) + 1
+        counts = Counter(row.verdict.partition(":")[0] for row in rows)
         summary = ", ".join(f"{number} {word}" for word, number in counts.items())
         print(f"{len(rows)} cases on {gpu or 'no GPU'}, TransformerEngine {te or '?'}, {seconds:.0f} s: {summary}")
     for row in bad:

@@ -332,11 +332,19 @@ def main(shape: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    ["tail", "experts", "stash", "hyper", "sharded-double", "sharded-double-fused"],
+    ("shape", "recipe"),
+    [
+        ("tail", "bf16"),
+        ("tail", "delayed"),
+        ("experts", "bf16"),
+        ("stash", "bf16"),
+        ("hyper", "bf16"),
+        ("sharded-double", "bf16"),
+        ("sharded-double-fused", "bf16"),
+    ],
 )
-def test_graphs_give_eager_numbers(shape: str) -> None:
-    assert json.loads(simulate(__file__, shape, "bf16").splitlines()[-1]) == 0
+def test_graphs_give_eager_numbers(shape: str, recipe: str) -> None:
+    assert json.loads(simulate(__file__, shape, recipe).splitlines()[-1]) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from te_graph_fixes.fix import applicable
 from te_graph_fixes.patching.installation import Installation
@@ -19,6 +18,8 @@ CODE = "standin_of_torch.code"
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["compiled caller", "compiled", "scripted", "saved forward"])
 def test_torch_runs_the_correction(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
     package = tmp_path / "standin_of_torch"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -9,7 +9,7 @@ import torch
 import te_graph_fixes
 import transformer_engine.pytorch as te
 from te_graph_fixes.verify.driver.comparison import error
-from te_graph_fixes.verify.driver.setting import plain_recipe
+from te_graph_fixes.verify.driver.setting import make_recipe
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -26,7 +26,7 @@ class Layer(torch.nn.Module):
 
 found = []
 for graphed in (False, True):
-    layer, recipe = Layer(), plain_recipe("delayed")
+    layer, recipe = Layer(), make_recipe("delayed")
     x = torch.randn(5, 64, 64, dtype=torch.bfloat16, device="cuda") * torch.arange(1, 6, device="cuda").view(5, 1, 1)
     if graphed:
         te.make_graphed_callables(layer, (x[0].clone().requires_grad_(),), enabled=True, recipe=recipe)

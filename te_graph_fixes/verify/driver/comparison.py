@@ -11,27 +11,25 @@ from ...difference import off_by
 from .events import OF_GRAPHS
 
 
-def errors(found: Any, wanted: Any) -> dict[str, float]:
-    """By all that is compared, the largest error: the norm of the difference over the norm of what is wanted."""
-    result = {}
-    for name in sorted({*wanted, *found} - {OF_GRAPHS}):
-        result[name] = error(found.get(name, ()), wanted.get(name, ()))
-    return result
+def errors(graphed: Any, eager: Any) -> dict[str, float]:
+    """By all that is compared, the largest error: the norm of the difference over the norm of the eager value."""
+    names = sorted({*eager, *graphed} - {OF_GRAPHS})
+    return {name: error(graphed.get(name, ()), eager.get(name, ())) for name in names}
 
 
-def differences(found: Any, wanted: Any) -> dict[str, float]:
+def differences(graphed: Any, eager: Any) -> dict[str, float]:
     """Those of the `errors` that are not 0.0."""
-    return {name: size for name, size in errors(found, wanted).items() if size}
+    return {name: size for name, size in errors(graphed, eager).items() if size}
 
 
-def error(found: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
+def error(graphed: Sequence[torch.Tensor | None], eager: Sequence[torch.Tensor | None]) -> float:
     """The largest error of a tensor. 0.0 is bit for bit; missing tensors are an error of 1.0."""
-    return max(map(_error, found, wanted), default=0.0) if len(found) == len(wanted) else 1.0
+    return max(map(_error, graphed, eager), default=0.0) if len(graphed) == len(eager) else 1.0
 
 
-def _error(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
-    if found is None or wanted is None:
-        return 0.0 if found is wanted else 1.0
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+def _error(graphed: torch.Tensor | None, eager: torch.Tensor | None) -> float:
+    if graphed is None or eager is None:
+        return 0.0 if graphed is eager else 1.0
+    if graphed.shape != eager.shape or graphed.dtype != eager.dtype:
         return 1.0
-    return float(off_by(found, wanted))
+    return float(off_by(graphed, eager))

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from . import outputs, replays, sends  # noqa: F401  # modules and events too
+from . import outputs, replays  # noqa: F401  # modules and events too
 from .graphs import delayed
 from .modules import MODULES, Block, torch_linear
 from .setting import SIMULATED, TOKENS, autocast, program, random, seed_tracker, tracker
@@ -25,11 +25,7 @@ step = event(Training.run, "step")
 eager_step = event(functools.partial(Training.run, eager=True), "eager_step")
 evaluate = event(Training.evaluation, "evaluate")
 evaluate_in_bf16 = event(functools.partial(Training.evaluation, recipe="bf16"), "evaluate_in_bf16")
-
-
-@event
-def evaluate_in_other(t: Training) -> None:
-    t.evaluation(program.other)
+evaluate_in_other = event(lambda t: t.evaluation(program.other), "evaluate_in_other")
 
 
 @event
@@ -54,7 +50,7 @@ def infer(t: Training) -> None:
 def save(t: Training) -> None:
     t.saved = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in t.layers]
     if program.tracker:
-        t.saved_states = {name: each.clone_state() for name, each in tracker.get_states().items()}
+        t.saved_states = {name: generator.clone_state() for name, generator in tracker.get_states().items()}
 
 
 @event
@@ -62,7 +58,7 @@ def load(t: Training) -> None:
     for layer, state in zip(t.layers, getattr(t, "saved", ()), strict=False):
         layer.load_state_dict(state)
     if program.tracker and hasattr(t, "saved_states"):
-        tracker.set_states({name: each.clone_state() for name, each in t.saved_states.items()})
+        tracker.set_states({name: generator.clone_state() for name, generator in t.saved_states.items()})
 
 
 @event
@@ -134,7 +130,9 @@ def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
             module.backward_dw()
         t.see("outputs of another", out)
         t.see("dgrads of another", x.grad)
-        t.see("wgrads of another", *(getattr(each, "main_grad", each.grad) for each in layer.parameters()))
+        t.see(
+            "wgrads of another", *(getattr(parameter, "main_grad", parameter.grad) for parameter in layer.parameters())
+        )
 
 
 @event
@@ -156,7 +154,7 @@ def failed_capture(t: Training, *numbers: int) -> None:
                 t.graph(modules, ((x,),) * len(modules), num_warmup_iters=2, **options)
         layer.failure = ""
         vars(layer.second).pop("backward_dw", None)
-        t.see("left behind", x.grad, torch.tensor([len(each._forward_hooks) for each in layer.modules()]))
+        t.see("left behind", x.grad, torch.tensor([len(module._forward_hooks) for module in layer.modules()]))
         t.see("FP8 state of another", *fp8_state(layer))
         train_eagerly(t, layer, t.recipe)
 
@@ -174,19 +172,12 @@ def warned(t: Training, words: str, x: torch.Tensor) -> None:
             warnings.simplefilter("always")
             for _ in range(2):
                 t.calls[0][0](x)
-        if sum(words in str(each.message) for each in messages) != 1:
+        if sum(words in str(warning.message) for warning in messages) != 1:
             t.see("warned", torch.ones(1))
 
 
-@event
-def cast_input(t: Training) -> None:
-    """An fp32 input for a graph in bf16."""
-    warned(t, "it casts them", random().float())
-
-
-@event
-def outside_of_the_autocast(t: Training) -> None:
-    warned(t, "outside of an autocast", random())
+cast_input = event(lambda t: warned(t, "it casts them", random().float()), "cast_input")
+outside_of_the_autocast = event(lambda t: warned(t, "outside of an autocast", random()), "outside_of_the_autocast")
 
 
 def refused(t: Training, misuse: Any) -> None:
@@ -203,13 +194,13 @@ def refused(t: Training, misuse: Any) -> None:
         t.see("taken", torch.ones(1))
 
 
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x[: TOKENS // 2]
+
+
 def misusing(name: str, misuse: Any) -> Any:
     """The event of a call that gets a graph, its input and its keyword arguments."""
     return event(lambda t: refused(t, misuse), name)
-
-
-def half(each: torch.Tensor) -> torch.Tensor:
-    return each[: TOKENS // 2]
 
 
 misuse_keyword = misusing("misuse_keyword", lambda call, x, marks: call(inp=x, **marks))

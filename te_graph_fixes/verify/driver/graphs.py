@@ -61,7 +61,7 @@ class Captured:
             self.extra.requires_grad_(False).eval()
         self.extra_forward: Any = getattr(self.extra, "forward", None)
         if program.modules[-1] == "Tied":
-            self.layers[-1].weight = next(each for each in self.layers[0].parameters() if each.dim() == 2)
+            self.layers[-1].weight = next(weight for weight in self.layers[0].parameters() if weight.dim() == 2)
         for number in program.frozen:
             self.layers[number].requires_grad_(False)
         for number, layer in enumerate(self.layers):
@@ -81,7 +81,7 @@ class Captured:
             master = program.optimizer == "adam of master weights"
             self.adam = te.optimizers.FusedAdam(self.parameters, master_weights=master, use_decoupled_grad=True)
         elif program.optimizer == "master weights":
-            self.master = {each: each.detach().dequantize() for each in self.parameters}
+            self.master = {parameter: parameter.detach().dequantize() for parameter in self.parameters}
         self.input = sample()
         self.pool = torch.cuda.graph_pool_handle() if program.one_pool else None
         if graphed:
@@ -99,7 +99,7 @@ class Captured:
             self.reducing = list(map(DistributedDataParallel, self.layers))
 
     def find_parameters(self) -> None:
-        self.parameters = list(dict.fromkeys(each for layer in self.layers for each in parameters_of(layer)))
+        self.parameters = list(dict.fromkeys(parameter for layer in self.layers for parameter in parameters_of(layer)))
         self.weights = {parameter for layer in self.layers for parameter in fused(layer)}
 
     def chunk(self, number: int) -> range:
@@ -135,14 +135,14 @@ class Captured:
     def hook(self, number: int, parameter: Any) -> None:
         """A hook on a parameter; its calls are noted by layer, for a layer's own order is autograd's affair."""
 
-        def hook(each: torch.Tensor) -> Any:
+        def hook(grad: torch.Tensor) -> Any:
             self.called.append(f"hook {number}")
             if program.hooks == "reduces":
                 dist.all_reduce(parameter.grad)
             elif program.hooks in ("takes", "of the node"):
                 parameter.taken.add_(parameter.grad)  # on the stream of a capture: nothing may be freed here
                 parameter.grad = None
-            return each * 2 if program.hooks == "doubles" else None
+            return grad * 2 if program.hooks == "doubles" else None
 
         parameter.taken = torch.zeros_like(parameter)
         if program.hooks == "doubles":
@@ -215,7 +215,7 @@ class Captured:
         order, per_chunk = list(program.order), self.per_chunk
         if program.layers_as_chunks:
             numbers = [number for number in range(len(self.layers)) for _ in range(self.microbatches)]
-            order = [each for entry in order for each in self.layers_of(entry)]
+            order = [part for entry in order for part in self.layers_of(entry)]
             per_chunk = 1
         samples, named = zip(*map(self.samples, numbers), strict=True)
         runs = self.graph(
@@ -248,7 +248,7 @@ class Captured:
 
     def release(self) -> None:
         """Reset the graphs, and give the modules back what they had."""
-        runs = {id(each): each for calls in self.calls for each in calls}.values()
+        runs = {id(graph): graph for calls in self.calls for graph in calls}.values()
         for graph in [*runs, *self.before_capture, self.extra]:
             if "reset" in getattr(graph, "__dict__", ()):
                 graph.reset()

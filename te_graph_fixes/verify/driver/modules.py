@@ -53,7 +53,6 @@ class Special(te.Linear):
 
 
 grouped_linear = made("grouped_linear", Experts, 2)
-eight_experts = made("eight_experts", Experts, 8)
 uneven_experts = made("uneven_experts", Uneven, 3)
 subclassed = made("subclassed", Special)
 
@@ -111,7 +110,7 @@ class Wide(torch.nn.Sequential):
 
     def __init__(self) -> None:
         sizes = (hidden(), 128, 128, hidden())
-        super().__init__(*(te.Linear(*each, **OPTIONS) for each in itertools.pairwise(sizes)))
+        super().__init__(*(te.Linear(*shape, **OPTIONS) for shape in itertools.pairwise(sizes)))
 
 
 @module

@@ -53,6 +53,7 @@ def autocast(name: str) -> Any:
 
 
 def make_recipe(name: str) -> Any:
+    """TE's recipe of this name, with what the program sets of it; None for ``bf16``."""
     if program.calibrating:
         return recipes.DelayedScaling(amax_history_len=3)
     if name == "bf16":
@@ -68,12 +69,6 @@ def require(*names: str) -> None:
         has, why = getattr(te, RECIPES[name][1])(return_reason=True)
         if not has:
             raise Skipped(" ".join(why.split()))
-
-
-def plain_recipe(name: str) -> Any:
-    """TE's recipe of this name without options, None for ``bf16``; `Skipped` where this GPU lacks it."""
-    require(name)
-    return None if name == "bf16" else RECIPES[name][0]()
 
 
 def hidden() -> int:

@@ -46,7 +46,7 @@ class Training(Captured):
     def marked(self) -> list[Any]:
         """The modules that mark first microbatches."""
         modules = [module for layer in self.layers for module in layer.modules()]
-        return [each for each in modules if hasattr(each, "is_first_microbatch")]
+        return [module for module in modules if hasattr(module, "is_first_microbatch")]
 
     def mark_first(self) -> None:
         for module in self.marked():
@@ -68,7 +68,7 @@ class Training(Captured):
             out = call(*given, **options)
         if not isinstance(out, tuple):
             return out
-        main, *others = sorted(out, key=lambda each: each is not out[getattr(self.layers[number], "main_output", 0)])
+        main, *others = sorted(out, key=lambda x: x is not out[getattr(self.layers[number], "main_output", 0)])
         self.see("outputs", *others)
         return main
 
@@ -136,12 +136,13 @@ class Training(Captured):
                 sizes = (1.0, 1.0) if program.fit else (len(self.seen) / 4 + 1, 0.01)
                 x, output_grad = map(random, sizes)  # with ``fit``, the target
                 if program.strided:
-                    x, output_grad = (each.t().contiguous().t() for each in (x, output_grad))
+                    x, output_grad = (tensor.t().contiguous().t() for tensor in (x, output_grad))
                 if program.same_input:
                     x = self.input.detach().copy_(x)
                 if program.input_grads:
                     x.requires_grad_()
-                with kept_elsewhere() if program.offload else contextlib.nullcontext():
+                copied = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept)
+                with copied if program.offload else contextlib.nullcontext():
                     out = self.forward(x, layers, microbatch, eager)
                 self.see("outputs", out)
                 live[chunk, microbatch] = x, out, output_grad
@@ -165,17 +166,12 @@ class Training(Captured):
             if program.delay and entry < 0 and (entry % 1 or entry - 0.5 not in program.order):
                 for number in reversed(layers):
                     self.wgrad(number, microbatch, eager)
-            if program.takes_grads:
-                self.take_grads()
+            for parameter in self.parameters if program.takes_grads else ():
+                if parameter.grad is not None:
+                    parameter.taken.add_(parameter.grad)
+                    parameter.grad = None
         self.see("dgrads", *late)
         self.update(0.0 if skip else rate, skip)
-
-    def take_grads(self) -> None:
-        """Let no gradient be added to an earlier one."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.taken.add_(parameter.grad)
-                parameter.grad = None
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
         """The delayed wgrads of a layer; those of eager training are done, and only the hooks are left to call."""
@@ -249,13 +245,13 @@ class Training(Captured):
 
     def state(self) -> None:
         """See all that later steps and a checkpoint depend on, and what the process is left with."""
-        self.see("parameters", *(each.dequantize() for each in self.parameters))
+        self.see("parameters", *(parameter.dequantize() for parameter in self.parameters))
         if self.recipe != "bf16" and any(name.endswith("outputs") for name in self.seen):
             for layer in self.layers:  # whose state a capture makes, and eager training its first forward
                 self.see("FP8 state", *fp8_state(layer))
         self.see("RNG state", torch.cuda.get_rng_state())
         if program.tracker:
-            self.see("RNG state", *(each.get_state() for each in tracker.get_states().values()))
+            self.see("RNG state", *(generator.get_state() for generator in tracker.get_states().values()))
         modules = [module for layer in self.layers for module in layer.modules()]
         left = [
             *self.called,
@@ -263,10 +259,10 @@ class Training(Captured):
             f"capturing {is_graph_capturing()} {FP8GlobalStateManager.fp8_graph_capturing()}",
             f"FP8 {FP8GlobalStateManager.is_fp8_enabled()} {FP8GlobalStateManager.is_fp8_calibration()}",
             f"grad {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
-            *(f"{type(each).__name__} {type(each).__call__ is torch.nn.Module.__call__}" for each in modules),
-            *(len(getattr(each, "_fp8_workspaces", ())) for each in modules if program.weights == "plain"),
-            *(f"{each.training} {len(each._forward_hooks)} {len(each._forward_pre_hooks)}" for each in modules),
-            *(f"{each.requires_grad} {len(each._backward_hooks or ())}" for each in self.parameters),
+            *(f"{type(module).__name__} {type(module).__call__ is torch.nn.Module.__call__}" for module in modules),
+            *(len(getattr(module, "_fp8_workspaces", ())) for module in modules if program.weights == "plain"),
+            *(f"{module.training} {len(module._forward_hooks)} {len(module._forward_pre_hooks)}" for module in modules),
+            *(f"{parameter.requires_grad} {len(parameter._backward_hooks or ())}" for parameter in self.parameters),
         ]
         self.called.clear()
         self.see("left behind", torch.tensor(list("\n".join(map(str, left)).encode())))
@@ -294,24 +290,19 @@ def checkpointed(kind: str, call: Any) -> Any:
     return functools.partial(checkpoint, run, use_reentrant=kind != "not reentrant")
 
 
-def kept_elsewhere() -> Any:
-    """What autograd saves is copied, as where activations are offloaded."""
-    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept)
-
-
 def fp8_state(layer: Any) -> list[torch.Tensor]:
     """Scales and amax histories, in use and as a checkpoint holds them."""
-    found = []
+    tensors = []
     for module in layer.modules():
         for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
             for key in ("scaling_fwd", "scaling_bwd"):
                 state: Any = (fp8_meta or {}).get(key)
                 if hasattr(state, "amax_history"):
-                    found += [state.scale, state.amax_history]
+                    tensors += [state.scale, state.amax_history]
     for name, value in layer.state_dict().items():
         if name.endswith("_extra_state") and value is not None:
-            found.append(torch.tensor([float(value.numel() > 0)]))
+            tensors.append(torch.tensor([float(value.numel() > 0)]))
             held = pickle.loads(value.cpu().numpy().tobytes()) if value.numel() else {}
             for part in (held, *(held.get(mode, {}) for mode in ("forward", "backward"))):
-                found += [part[key] for key in sorted(part) if key.startswith(("scale", "amax"))]
-    return found
+                tensors += [part[key] for key in sorted(part) if key.startswith(("scale", "amax"))]
+    return tensors
