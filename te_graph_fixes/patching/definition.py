@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from .matching import Match, Pattern, Slot, extent, first_name, heads_of, in_short, slots_in
 
@@ -114,6 +114,12 @@ class Definition:
     def _line(self, node: Any) -> str:
         file = self.module.name.removeprefix("transformer_engine.pytorch.").replace(".", "/")
         return f"{file}.py:{getattr(node, 'lineno', 1)}"
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of this function's parameters."""
+        arguments = cast(ast.FunctionDef, self.node).args
+        return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
