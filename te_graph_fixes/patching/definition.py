@@ -124,11 +124,11 @@ class Definition:
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
         if name not in self._inner:
-            nodes = [slot.node for slot in (*self.slots[ast.FunctionDef, name], *self.slots[ast.ClassDef, name])]
-            found = [node for node in nodes if node is not self.node]
-            if len(found) != 1:
-                raise unrecognized(f"{name} exactly once", self, f"it {len(found)} times")
-            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", found[0])
+            slots = [*self.slots[ast.FunctionDef, name], *self.slots[ast.ClassDef, name]]
+            nodes = [slot.node for slot in slots if slot.node is not self.node]
+            if len(nodes) != 1:
+                raise unrecognized(f"{name} exactly once", self, f"it {len(nodes)} times")
+            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", nodes[0])
         return self._inner[name]
 
     def text(self, node: Any) -> str:

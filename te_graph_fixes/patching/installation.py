@@ -157,23 +157,24 @@ def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
 
 def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> Iterator[FunctionPatch]:
     """The functions of a module that the edits, which lead to ``text``, change or add."""
+    functions = {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
+    changes = defaultdict[str, set[str]](set)
+    makers: dict[str, CodeType] = {}
+    for edit, owner in edits:
+        names = [name for name, node in functions.items() if _is_inside(module, node, edit)]
+        if not names:
+            maker, names = _class_with_added_methods(module, edit, owner)
+            makers |= dict.fromkeys(names, maker)
+        for name in names:
+            changes[name].add(owner)
     before, after = _compiled(module.name, module.text), _compiled(module.name, text)
     old, new = _functions(before), _functions(after)
     known = {*vars(builtins), *before.co_names, *(getattr(node, "name", "") for node in module.tree.body)}
-    outside = list(edits)
-    for name, node in module.definitions.items():
-        inside = [pair for pair in edits if isinstance(node, ast.FunctionDef) and _is_inside(module, node, pair[0])]
-        if inside:
-            outside = [pair for pair in outside if pair not in inside]
-            patch = FunctionPatch(module.name, name, old[name], new[name], frozenset(owner for _, owner in inside))
-            _require_fit(patch, known, module.path)
-            yield patch
-    for edit, owner in outside:
-        maker, names = _class_with_added_methods(module, edit, owner)
-        for name in names:
-            patch = FunctionPatch(module.name, name, None, new[name], frozenset({owner}), maker)
-            _require_fit(patch, known, module.path)
-            yield patch
+    for name, owners in changes.items():
+        code = None if name in makers else old[name]
+        patch = FunctionPatch(module.name, name, code, new[name], frozenset(owners), makers.get(name))
+        _require_fit(patch, known, module.path)
+        yield patch
 
 
 def _compiled(name: str, text: str) -> CodeType:

@@ -91,54 +91,54 @@ class Pattern:
             yield Match(siblings[number : len(siblings) - len(rest)], bindings)
 
     def _match_sequence(
-        self, wanted: list[Any], found: list[Any], bindings: Bindings
+        self, wanted: list[Any], nodes: list[Any], bindings: Bindings
     ) -> Iterator[tuple[Bindings, list[Any]]]:
-        """Each way in which ``found`` can begin with the nodes ``wanted``: what is bound then, and what is left."""
+        """Each way in which ``nodes`` can begin with the nodes ``wanted``: what is bound then, and what is left."""
         if not wanted:
-            yield bindings, found
+            yield bindings, nodes
             return
         first, *rest = wanted
         if is_gap(first):
-            for length in range(len(found) + 1):
-                yield from self._match_sequence(rest, found[length:], bindings)
-        elif found:
-            for bound in self._match(first, found[0], bindings):
-                yield from self._match_sequence(rest, found[1:], bound)
+            for length in range(len(nodes) + 1):
+                yield from self._match_sequence(rest, nodes[length:], bindings)
+        elif nodes:
+            for bound in self._match(first, nodes[0], bindings):
+                yield from self._match_sequence(rest, nodes[1:], bound)
 
-    def _match(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
-        """Each way in which ``found`` matches, as what was bound before and by it."""
-        if isinstance(wanted, list) and isinstance(found, list):
-            return [bound for bound, rest in self._match_sequence(wanted, found, bindings) if not rest]
+    def _match(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
+        """Each way in which ``node`` matches, as what was bound before and by it."""
+        if isinstance(wanted, list) and isinstance(node, list):
+            return [bound for bound, rest in self._match_sequence(wanted, node, bindings) if not rest]
         if is_any(wanted):
-            ways = _match_any(wanted.id, found, bindings)
-        elif isinstance(wanted, ast.Assign) and isinstance(found, ast.AnnAssign):
-            ways = self._match_parts(wanted, without_annotation(found), bindings)
-        elif type(wanted) is not type(found):
+            ways = _match_any(wanted.id, node, bindings)
+        elif isinstance(wanted, ast.Assign) and isinstance(node, ast.AnnAssign):
+            ways = self._match_parts(wanted, without_annotation(node), bindings)
+        elif type(wanted) is not type(node):
             return []
         elif isinstance(wanted, ast.AST):
-            ways = self._match_parts(wanted, found, bindings)
+            ways = self._match_parts(wanted, node, bindings)
         else:
-            return [bindings] if wanted == found else []
+            return [bindings] if wanted == node else []
         if wanted in self._located:
-            return [{**bound, wanted: found} for bound in ways]
+            return [{**bound, wanted: node} for bound in ways]
         return ways
 
-    def _match_parts(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
+    def _match_parts(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
         ignored = _ignored_parts(wanted)
         ways = [bindings]
         for part in wanted._fields:
             if ways and part not in _NO_SYNTAX and part not in ignored:
-                ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
+                ours, theirs = getattr(wanted, part, None), getattr(node, part, None)
                 ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
         if isinstance(wanted, ast.Call):
-            return [bound for known in ways for bound in self._match_keywords(wanted, found, known)]
+            return [bound for known in ways for bound in self._match_keywords(wanted, node, known)]
         if ignored and isinstance(wanted, ast.arguments):
-            return self._match_parameters(wanted, found, bindings)
+            return self._match_parameters(wanted, node, bindings)
         return ways
 
-    def _match_keywords(self, wanted: ast.Call, found: ast.Call, bindings: Bindings) -> list[Bindings]:
+    def _match_keywords(self, wanted: ast.Call, node: ast.Call, bindings: Bindings) -> list[Bindings]:
         """Each way in which the keywords match, in any order; of a call that has ``...``, those that are named."""
-        given = {keyword.arg: keyword for keyword in found.keywords}
+        given = {keyword.arg: keyword for keyword in node.keywords}
         is_open = bool(wanted.args) and is_gap(wanted.args[-1])
         if not is_open and len(given) != len(wanted.keywords):
             return []
@@ -147,13 +147,13 @@ class Pattern:
             ways = [bound for known in ways for bound in self._match(keyword, given.get(keyword.arg), known)]
         return ways
 
-    def _match_parameters(self, wanted: ast.arguments, found: ast.arguments, bindings: Bindings) -> list[Bindings]:
+    def _match_parameters(self, wanted: ast.arguments, node: ast.arguments, bindings: Bindings) -> list[Bindings]:
         """Each way in which parameters match that have ``...``, with the defaults of those that are named."""
-        ours, theirs = _defaults(wanted), _defaults(found)
+        ours, theirs = _defaults(wanted), _defaults(node)
         ours.pop("ANY", None)
         return [
             bound
-            for known, rest in self._match_sequence(wanted.args, found.args + found.kwonlyargs, bindings)
+            for known, rest in self._match_sequence(wanted.args, node.args + node.kwonlyargs, bindings)
             if not rest
             for bound in self._match([*ours.values()], [theirs.get(name) for name in ours], known)
         ]
@@ -220,14 +220,14 @@ def is_placed(node: Any) -> bool:
     return isinstance(node, ast.withitem) or hasattr(node, "lineno")
 
 
-def _match_any(name: str, found: Any, bindings: Bindings) -> list[Bindings]:
-    if not isinstance(found, ast.expr) or isinstance(found, ast.Starred):
+def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
+    if not isinstance(node, ast.expr) or isinstance(node, ast.Starred):
         return []
     if name == "ANY":
         return [bindings]
-    known = bindings.get(name, found)
-    is_same = known is found or ast.unparse(known) == ast.unparse(found)
-    return [{name: found, **bindings}] if is_same else []
+    known = bindings.get(name, node)
+    is_same = known is node or ast.unparse(known) == ast.unparse(node)
+    return [{name: node, **bindings}] if is_same else []
 
 
 def without_annotation(node: Any) -> Any:

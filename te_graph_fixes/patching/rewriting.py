@@ -53,6 +53,9 @@ class Side:
     def lines_of(self, node: Any) -> list[Line]:
         return self.lines[first_line(node) - 1 : node.end_lineno]
 
+    def indent(self, node: Any) -> str:
+        return _indent_at(self.module.text, self.module.starts[node.lineno])
+
     def kept(self, statements: Sequence[Any]) -> set[int]:
         """Which lines of the patch some statements have on both sides."""
         return {line.number for node in statements for line in self.lines_of(node) if line.mark == " "}
@@ -164,6 +167,8 @@ class _Comparison:
     def _rewritten(self, gone: Sequence[Any], made: Sequence[Any]) -> Iterator[Change]:
         """Statements that become others: in a part of one, or else in whole lines."""
         old, new = _bare(gone[0]), _bare(made[0])
+        if self._old.indent(gone[0]) != self._new.indent(made[0]):  # `elif` has become `else`, or the reverse
+            raise _UnlikeError
         start, end, last = Spot(old, START), Spot(_bare(gone[-1]), END), made[-1].end_lineno
         if len(gone) == len(made) == 1:
             with suppress(_UnlikeError):
@@ -226,7 +231,7 @@ class _Comparison:
         for field in old._fields:
             ours, theirs = (_field(node, field) for node in (old, new))
             if field in _blocks(old):
-                if self._old.kept(ours) != self._new.kept(theirs):
+                if bool(ours) != bool(theirs) or self._old.kept(ours) != self._new.kept(theirs):
                     raise _UnlikeError
                 yield from self.block(ours, theirs)
             elif not isinstance(ours, list):

@@ -10,7 +10,6 @@ import linecache
 import sys
 import textwrap
 import traceback
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -315,21 +314,6 @@ def test_any_text_of_a_module_is_corrected(standin: Callable[..., StandIn], cont
     package.install(package.edit("run", "return y", "return y + 'ß'"))
     assert package.module.run("a") == "üaß"
     assert inspect.getsource(package.module.run).rstrip().endswith("return y + 'ß'")
-
-
-def test_a_module_in_a_zip_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = tmp_path / "zipped.zip"
-    with zipfile.ZipFile(archive, "w") as out:
-        out.writestr("standin/__init__.py", "")
-        out.writestr("standin/code.py", "def run(x):\n    return x + 1\n")
-    monkeypatch.syspath_prepend(archive)
-    try:
-        package = StandIn(archive)
-        package.install(package.edit("run", "return x + 1", "return x + 2"))
-        assert package.module.run(1) == 3
-    finally:
-        for name in ("standin", CODE):
-            del sys.modules[name]
 
 
 def test_an_edit_that_needs_another_closure_is_refused(standin: Callable[..., StandIn]) -> None:

@@ -37,14 +37,10 @@ def test_a_tree_is_named_by_its_parent_or_itself(tmp_path: Path) -> None:
     assert Source.at(folder).module(CODE).text == "def run(x):\n    return x\n"
 
 
+@pytest.mark.parametrize("name", ["transformer_engine", "transformer_engine_rocm7", "transformer_engine_rocm_torch"])
 @pytest.mark.parametrize("version", ["2.14.0+71bbefbf", "2.20.0.dev0+abc", "2.16.1"])
-def test_the_version_is_that_of_the_metadata(tmp_path: Path, version: str) -> None:
-    assert Source.at(tree(tmp_path, version)).version == version
-
-
-@pytest.mark.parametrize("name", ["transformer_engine_rocm7", "transformer_engine_rocm_torch"])
-def test_the_version_of_rocms_te_is_known(tmp_path: Path, name: str) -> None:
-    assert Source.at(tree(tmp_path, "2.14.0+rocm7.2", name)).version == "2.14.0+rocm7.2"
+def test_the_version_is_that_of_the_metadata(tmp_path: Path, name: str, version: str) -> None:
+    assert Source.at(tree(tmp_path, version, name)).version == version
 
 
 def test_the_version_of_a_checkout_is_in_its_version_file(tmp_path: Path) -> None:
@@ -108,10 +104,7 @@ def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two()
     [
         ("@d\n# why\n@e\ndef f(\n    x,\n) -> int:\n    return x\n# after\n", "f"),
         ("class A:\n    def f(self):\n        '''\n  x\n        '''\n        return 1\n", "A.f"),
-        ("def f():\n    return '''\na\n'''\n", "f"),
-        ("@d(\n    1,\n)\ndef f(): pass\n", "f"),
         ("class A:\n    @d(\n        1,\n    )\n    def f(self): pass\n", "A.f"),
-        ("class A:\n  def f(self): pass\n", "A.f"),
         ("class A:\n    x = '''\n    def f(self): pass\n'''\n    def f(self): return 2\n", "A.f"),
         ("class A:\n    x = 1; f = 2\n\n    def f(self): return 2\n\n    f = property(f)\n", "A.f"),
         ("if x:\n    def f(): pass\n", None),
@@ -119,7 +112,6 @@ def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two()
         ("class A:\n    def f(self): pass\nclass A:\n    def f(self): pass\n", None),
         ("class A:\n    @property\n    def f(self): pass\n    @f.setter\n    def f(self, x): pass\n", None),
         ("async def f(): pass\n", None),
-        ("class A: pass\nif x:\n    def f(): pass\n", None),
     ],
 )
 def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
@@ -137,7 +129,6 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
         ("f(ANY, k=1)", "x = f(g(2), 3, k=1)", 0),
         ("f(ANY)", "x = f(f(1))", 2),
         ("a = 1", "a = True", 0),
-        ("a = 1", "a = 1.0", 0),
         ("a = 'x'", 'a = "x"', 1),
         ("if x: ...", "if x:\n        a = 1\n        b = 2", 1),
         ("if x: ...", "if x:\n        a = 1\n    else:\n        b = 2", 0),
@@ -145,10 +136,7 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
         ("if x:\n    ...\n    b = 2", "if x:\n        b = 2\n        a = 1", 0),
         ("a = 1\nb = 2", "a = 1\n    b = 2\n    c = 3", 1),
         ("a = 1\nb = 2", "a = 1\n    c = 3\n    b = 2", 0),
-        ("a = 1\nb = 2", "a = 1\n    x.c = 3\n    b = 2", 0),
-        ("a = 1\nb = 2", "a = 1\n    for _ in x: pass\n    b = 2", 0),
         ("a = 1\nb = 2", "a = 1\n    while x: pass\n    b = 2", 0),
-        ("a = ANY_A\nb = 2", "a = x\n    x.clear()\n    b = 2", 0),
         ("a = 1\n...\nb = 2", "a = 1\n    c = 3\n    b = 2", 1),
         ("a = 1\n...\nb = 2", "a = 1\n    c = 3\n    d = 4\n    e = 5\n    b = 2\n    f = 6", 1),
         ("a = 1\n...\nb = 2", "a = 1\n    b = 2", 1),
