@@ -42,7 +42,7 @@ def test_what_breaks_a_capture_is_right_or_refused() -> None:
     assert lines[-1]["equal"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_breakage_is_found_by_what_is_right_without_it(tmp_path: Path) -> None:
     equal, found = tmp_path / "equal", tmp_path / "found"
     assert explore("--seed", "0", "--programs", "6", "--no-fork", "--jobs", "2", "--results", str(equal))[0] == 0

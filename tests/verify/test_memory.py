@@ -44,6 +44,7 @@ def without() -> dict[str, int]:
     return peaks("off")
 
 
+@pytest.mark.full
 def test_all_fixes_together_add_nothing_to_the_peak(without: dict[str, int]) -> None:
     found = peaks("on")
     assert {name: found[name] / peak for name, peak in without.items() if found[name] > LIMIT * peak} == {}
@@ -53,7 +54,7 @@ def required(fix: str) -> set[str]:
     return {fix}.union(*map(required, CATALOGUE[fix].requires))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("fix", NEEDED)
 def test_a_fix_adds_nothing_to_the_peak(without: dict[str, int], fix: str) -> None:
     found = peaks(",".join(sorted(required(fix) & {*NEEDED})))
