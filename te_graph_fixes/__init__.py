@@ -15,12 +15,11 @@ fix cannot be applied, instead of warning;
 from __future__ import annotations
 
 import os
-import sys
 
 from .activation import activate, deactivate, report
 from .checking import Options, check
 from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
-from .settings import CHECK
+from .settings import CHECK, STARTED_AS
 from .version import __version__
 
 __all__ = [
@@ -36,15 +35,7 @@ __all__ = [
 ]
 
 
-def _is_command() -> bool:
-    """Whether this process is a command of ours: it needs no fixes, and says itself which settings are bad."""
-    name = sys.argv[0] if getattr(sys, "argv", None) else ""
-    if name == "-m":
-        return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
-    return os.path.basename(name) == "te-graph-fixes"
-
-
-if not _is_command():
+if not STARTED_AS:  # a command needs no fixes, and says itself which settings are bad
     _asked = Options.parse(os.environ.get(CHECK, ""))
     activate()
     if _asked:

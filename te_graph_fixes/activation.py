@@ -18,9 +18,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .importing import PACKAGE, Finder, loaded, runs_unchecked_bytecode
-from .messages import announce, problem_summary, rank, warn
-from .report import FixNotAppliedError, FixStatus, Report, copies_of_graphs
+from .messages import announce, problem_summary, rank
+from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning, copies_of_graphs
 from .settings import Settings, unknown_variables
+from .shipped.warn_once import warn_once
 from .state import State
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ class _Activation:
         self._lock = threading.RLock()
         self._finder = Finder(self.watches, self.before, self.after)
         self._settings: Settings | None = None
-        self._early: Decision | None = None  # for the first time that TE is to be read
         self._decision: Decision | None = None
         self._failure = ""  # why nothing of the decision was put in place
         self._reverted: frozenset[str] = frozenset()
@@ -67,21 +67,20 @@ class _Activation:
         and in strict mode `FixNotAppliedError` where a needed fix cannot be applied; TE is then as it was.
         """
         require_wrapt()
-        settings, early = Settings.read(only, disable, strict), None
-        for name in unknown_variables() if rank() in (None, "0") else ():
-            warn(f"{name} is not a setting of te-graph-fixes: it changes nothing")
-        if settings.only:
-            from .decision import Decision
+        settings = Settings.read(only, disable, strict)
+        for text in unknown_variables() if rank() in (None, "0") else ():
+            warn_once(text, category=TEGraphFixesWarning)
+        if settings.only is not None or settings.disable:
+            from .decision import Decision, disagreement
+            from .stamp import installed
 
-            early = Decision.installed(settings)  # that a fix is named without one that it requires shows at once
+            if settings.only:
+                Decision.installed(settings)  # that a fix is named without one that it requires shows at once
+            self._warn_or_raise(disagreement(settings, installed()), settings)
         with self._lock:
             self._stop()
-            self._settings, self._early, self._reverted = settings, early, frozenset()
+            self._settings, self._reverted = settings, frozenset()
             if settings.off:
-                from .decision import disagreement
-                from .stamp import installed
-
-                self._warn_or_raise(disagreement(settings, installed()), settings)
                 return
             sys.meta_path.insert(0, self._finder)
         self._finder.wait()
@@ -95,11 +94,11 @@ class _Activation:
             if self._decision and self._decision.installation.is_in_place:
                 self._reverted |= frozenset(self._decision.to_apply)
             self._stop()
+        from .decision import undo_advice
         from .stamp import installed
 
         if stamp := installed():
-            undo = "take the fixes out of TransformerEngine's files with `te-graph-fixes bake --undo`"
-            warn(f"{undo}: deactivate() leaves all {len(stamp.made)} in")
+            warn_once(f"{undo_advice()}: deactivate() leaves all {len(stamp.made)} in", category=TEGraphFixesWarning)
 
     def watches(self, name: str) -> bool:
         """Whether ``name`` is where TE starts, or a module to be changed."""
@@ -110,17 +109,13 @@ class _Activation:
         settings = self._settings
         if settings is None or name != PACKAGE:
             return
-        from .patching.source import without_collections
+        from .decision import Decision
 
-        with without_collections():
-            from .decision import Decision
-
-            decision = Decision.installed(settings, self._early)
+        decision = Decision.installed(settings)
         with self._lock:
             if self._settings is settings:
                 self._take_back()
-                self._decision, self._early = decision, None
-        self._warn_or_raise(decision.disagreement, settings)
+                self._decision = decision
         if settings.strict and not loaded(PACKAGE):
             self._warn_or_raise(problem_summary(self.report(), strict=True), settings)
 
@@ -154,7 +149,7 @@ class _Activation:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._take_back()
-        self._settings = self._early = self._decision = None
+        self._settings = self._decision = None
 
     def _warn_or_raise(self, text: str, settings: Settings) -> None:
         """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""
@@ -164,7 +159,7 @@ class _Activation:
                 self._failure = "nothing was changed: strict mode has raised an error"
             raise FixNotAppliedError(text)
         if text:
-            warn(text)
+            warn_once(text, category=TEGraphFixesWarning)
 
     def report(self) -> Report:
         """The status of every fix, read from the live objects."""
@@ -173,24 +168,22 @@ class _Activation:
         from .patching.source import Source, TENotFoundError
 
         with self._lock:
-            decisions = self._decision.decisions if self._decision else {}
+            source, absent = self._decision.source if self._decision else None, ""
             try:
-                source = self._decision.source if self._decision else Source.installed()
-                version, absent = source.version, ""
-                decisions = decisions or on_disk(source) or {}
+                source = source or Source.installed()
             except TENotFoundError:
-                version, absent = None, "TransformerEngine is not installed"
+                absent = "TransformerEngine is not installed"
+            baked = on_disk(source) if source and not self._decision else None
             fixes = {}
             for fix in CATALOGUE.values():
-                decided = decisions.get(fix.id)
-                if decided and decided.stamped:
-                    state, reason = decided.state, decided.reason
+                if baked:
+                    state, reason = baked[fix.id].state, baked[fix.id].reason
                 else:
                     state, reason = self._status(fix.id, absent)
-                targets = decided.targets if decided else ()
+                targets = self._decision.decisions[fix.id].targets if self._decision else ()
                 graphs = self._earlier_graphs or 0 if state == State.APPLIED else 0
                 fixes[fix.id] = FixStatus(state, reason, fix.upstream, targets, graphs)
-            return Report(version, fixes, copies=self._copies)
+            return Report(source.version if source else None, fixes, copies=self._copies)
 
     def _status(self, fix_id: str, absent: str) -> tuple[State, str]:
         """The state of a fix, and the reason; ``absent`` says why there is no TE."""
@@ -201,22 +194,16 @@ class _Activation:
             return State.DISABLED, "te_graph_fixes is not active"
         if decision:
             state, reason = decision.decisions[fix_id].state, decision.reason(fix_id)
-        elif self._settings.wants(fix_id):
-            state, reason = State.APPLICABLE, ""
-        else:
-            state, reason = State.DISABLED, "left out by the settings"
-        if state in (State.DISABLED, State.UNRECOGNIZED, State.FAILED):
-            return state, reason
-        if decision and decision.installation.is_in_place:
             if state != State.APPLICABLE:
                 return state, reason
-            if decision.installation.is_live(fix_id):
-                return State.APPLIED, f"corrected: {reason}"
-            return State.FAILED, "another package has replaced a corrected function"
+            if decision.installation.is_in_place:
+                if decision.installation.is_live(fix_id):
+                    return State.APPLIED, f"corrected: {reason}"
+                return State.FAILED, "another package has replaced a corrected function"
+        elif not self._settings.wants(fix_id):
+            return State.DISABLED, "left out by the settings"
         if self._failure:
             return State.FAILED, self._failure
-        if decision and state != State.APPLICABLE:
-            return state, reason
         if loaded(PACKAGE):
             return State.FAILED, f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
         return State.PENDING, absent or "TransformerEngine is not imported yet"

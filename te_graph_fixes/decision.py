@@ -14,8 +14,8 @@ from .fixes import CATALOGUE
 from .messages import named
 from .patching.installation import REPLACED, Installation, InstallationError, not_as_in_file
 from .patching.source import Source, TENotFoundError, without_collections
-from .settings import Settings
-from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
+from .settings import COMMAND, Settings
+from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source, option
 from .state import State
 
 ON_DISK = "corrected on disk by"
@@ -57,15 +57,16 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
         return dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error)))
     if stamp is None:
         return None
+    where = option(source)
     when = f"when {stamp.by} corrected the rest on disk"
     known = {
         MADE: (State.NOT_NEEDED, f"{ON_DISK} {stamp.by}"),
-        LEFT_OUT: (State.DISABLED, f"left out {when}: to have it, `te-graph-fixes bake --undo`, then bake with it"),
+        LEFT_OUT: (State.DISABLED, f"left out {when}: to have it, `{COMMAND} bake --undo{where}`, then bake with it"),
         State.NOT_NEEDED: (State.NOT_NEEDED, f"not needed, as was found {when}"),
         State.NOT_APPLICABLE: (State.NOT_APPLICABLE, f"not applicable, as was found {when}"),
     }
-    undo = "take that back with `te-graph-fixes bake --undo`, or `patch -p1 -R`"
-    advice = "bake again with `te-graph-fixes bake`" if stamp.is_outdated else undo
+    undo = f"take that back with `{COMMAND} bake --undo{where}`, or `patch -p1 -R`"
+    advice = f"bake again with `{COMMAND} bake{where}`" if stamp.is_outdated else undo
     unknown = State.UNRECOGNIZED, f"{advice}: it was not corrected {when}"
     reasons = {fix_id: known.get(stamp.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
     modules = tuple((path.removesuffix(".py").replace("/", "."), "") for path in stamp.files)
@@ -74,10 +75,15 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     }
 
 
-def disagreement(settings: Settings, stamp: Stamp | None) -> str:
+def undo_advice(where: str = "") -> str:
+    """What to do where TransformerEngine's files hold what is not wanted; ``where`` is the `option` that names it."""
+    return f"take the fixes out of TransformerEngine's files with `{COMMAND} bake --undo{where}`"
+
+
+def disagreement(settings: Settings, stamp: Stamp | None, where: str = "") -> str:
     """How settings differ from the fixes that are on disk, and what to do; "" where they do not.
 
-    Settings that name no fix ask for none but those.
+    Settings that name no fix ask for none but those. ``where`` is the `option` that names this TransformerEngine.
     """
     if stamp is None or (settings.only is None and not settings.disable):
         return ""
@@ -91,8 +97,7 @@ def disagreement(settings: Settings, stamp: Stamp | None) -> str:
         said.append(f"hold {named(extra)}, which the settings leave out")
     if missing := sorted(wanted - made):
         said.append(f"lack {named(missing)}, which the settings ask for")
-    advice = "take the fixes out of TransformerEngine's files with `te-graph-fixes bake --undo`"
-    return f"{advice}: they {' and '.join(said)}" if said else ""
+    return f"{undo_advice(where)}: they {' and '.join(said)}" if said else ""
 
 
 def expected(fix: Fix, version: str | None) -> str | None:
@@ -140,13 +145,12 @@ class Decision:
         source.forget_trees()
 
     @classmethod
-    def installed(cls, settings: Settings, early: Decision | None = None) -> Decision:
-        """That of the installed TE, ``early`` if it is; where there is none, it holds no shape that is known."""
+    def installed(cls, settings: Settings) -> Decision:
+        """That of the installed TE; where there is none, it holds no shape that is known."""
         try:
-            source = Source.installed()
+            return cls(Source.installed(), settings)
         except TENotFoundError as error:
             return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error))))
-        return early if early and early.source == source else cls(source, settings)
 
     def _build(self) -> tuple[dict[str, Verdict], Installation]:
         """The decisions, and what puts them in place: without the fixes that cannot be compiled together."""
@@ -241,7 +245,7 @@ class Decision:
     @property
     def disagreement(self) -> str:
         """How the settings differ from the fixes that are on disk; "" where they do not."""
-        return disagreement(self.settings, self.stamp)
+        return disagreement(self.settings, self.stamp, option(self.source))
 
     @property
     def left_out(self) -> list[str]:
@@ -249,6 +253,11 @@ class Decision:
         by_source = {fix_id: verdict for fix_id, verdict in self.verdicts.items() if not verdict.stamped}
         needed = [fix_id for fix_id, verdict in by_source.items() if verdict.state not in _WELL[1:]]
         return [fix_id for fix_id in needed if self.decisions[fix_id].state == State.DISABLED]
+
+    @property
+    def left_out_on_disk(self) -> list[str]:
+        """The fixes that a bake left out on purpose."""
+        return [fix_id for fix_id, it in self.verdicts.items() if it.stamped and it.state == State.DISABLED]
 
     @property
     def refused(self) -> dict[str, list[str]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 
-from .report import Report, TEGraphFixesWarning, te_name
+from .report import Report, te_name
+from .settings import COMMAND
 from .state import State
 
 PLACEHOLDER = "https://example.invalid/"
@@ -32,19 +32,20 @@ def problem_summary(report: Report, strict: bool) -> str:
     """What is wrong: first what to do, then a line for each reason with the fixes that have it; "" if nothing is."""
     bad, te = report.having(*_BAD), te_name(report.te_version)
     early = max((fix.earlier_graphs for fix in report.fixes.values()), default=0)
-    advice = "to go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or unset TE_GRAPH_FIXES_STRICT"
-    advice = advice if strict else "te_graph_fixes.report() has all of it"
+    go_on = "to go on without a fix, name it in TE_GRAPH_FIXES_DISABLE or set TE_GRAPH_FIXES_STRICT=0"
+    all_of_it = "te_graph_fixes.report() has all of it"
+    advice = f"Switch graphs off; {go_on}" if strict else f"Stop the job or switch graphs off; {all_of_it}"
     lines = []
     if bad:
         lines = [
             f"{te}: {_count(len(bad), 'fix')} that it needs cannot be applied, so its graphs may give wrong gradients. "
-            f"Stop the job or switch graphs off; {how_to_report()}; {advice}"
+            f"{advice}; {how_to_report()}"
         ]
         lines += [f"{named(fixes)}: {reason}" for reason, fixes in _by_value(bad).items()]
     if early:
         lines.append(
             f"{te}: {_count(early, 'graph')} captured before the fixes were in place will stay without them and may "
-            f"give wrong gradients: import te_graph_fixes before graphs are captured{'' if bad else '; ' + advice}"
+            "give wrong gradients: import te_graph_fixes before graphs are captured"
         )
     return "\n  ".join(lines)
 
@@ -65,18 +66,7 @@ def how_to_report() -> str:
     """What to do about a TransformerEngine that is not recognized."""
     where = issues()
     report = f"a report at {where} needs" if where else "whoever gave you the package needs to know"
-    return f"`te-graph-fixes issue` prints what {report}"
-
-
-def warn(text: str) -> None:
-    """Warn, once a process for each text; from Python 3.12 on the line that is shown is not this package's."""
-    if text in _said:
-        return
-    _said.add(text)
-    if sys.version_info >= (3, 12):
-        warnings.warn(text, TEGraphFixesWarning, skip_file_prefixes=(os.path.dirname(__file__),))
-    else:
-        warnings.warn(text, TEGraphFixesWarning, stacklevel=2)
+    return f"`{COMMAND} issue` prints what {report}"
 
 
 def announce(report: Report, verbose: bool | None) -> None:

@@ -1,8 +1,9 @@
-"""The environment variables, and the errors for values that are not understood."""
+"""What this process was told: the environment variables, with errors for what is not understood, and its command."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,25 @@ VARIABLES = (SWITCH, DISABLE, STRICT, CHECK, VERBOSE)
 
 UPSTREAM = "upstream"
 """The value of `SWITCH` for the corrections that upstream has merged in a later release."""
+
+
+def _started_as() -> str:
+    """How this process was started, if it is a command of this package: else it is a program that imports it."""
+    name = sys.argv[0] if sys.argv else ""
+    if name == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "te_graph_fixes":
+        return f"{sys.orig_argv[0]} -m te_graph_fixes"
+    return "te-graph-fixes" if os.path.basename(name) == "te-graph-fixes" else ""
+
+
+def _at_hand() -> str:
+    """How the interpreter of a program starts a command of this package."""
+    script = os.path.join(os.path.dirname(sys.executable), "te-graph-fixes")
+    return "te-graph-fixes" if os.path.exists(script) else f"{sys.executable} -m te_graph_fixes"
+
+
+STARTED_AS = _started_as()
+COMMAND = STARTED_AS or _at_hand()
+"""What messages call the command, for the next one to be typed."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -74,8 +94,9 @@ class Settings:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The variables that begin as ours do and are not settings, such as an image's TE_GRAPH_FIXES_VERSION."""
-    return [name for name in sorted(environ) if name.startswith(SWITCH) and name not in VARIABLES]
+    """A sentence for each variable that begins as ours do and is no setting, as an image's TE_GRAPH_FIXES_VERSION."""
+    unknown = [name for name in sorted(environ) if name.startswith(SWITCH) and name not in VARIABLES]
+    return [f"{name} is not a setting of te-graph-fixes: it changes nothing" for name in unknown]
 
 
 def _intended(name: str) -> str:
@@ -96,7 +117,7 @@ def _split(environ: Mapping[str, str], name: str) -> list[str]:
     value = environ.get(name, "")
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if value.strip() and not parts:
-        raise ValueError(f"{name}={value!r} names no fix: unset it, or see te-graph-fixes list")
+        raise ValueError(f"{name}={value!r} names no fix: unset it, or see {COMMAND} list")
     return parts
 
 
@@ -130,7 +151,7 @@ def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> fr
 
         if unknown := sorted(map(str, wanted - set(CATALOGUE))):
             prefix = f"{where}: " if where else ""
-            valid = ", ".join([*also, "see te-graph-fixes list"])
+            valid = ", ".join([*also, f"see {COMMAND} list"])
             near = nearest(unknown, [*CATALOGUE, *also])
             raise ValueError(f"{prefix}unknown fix {', '.join(unknown)}; {near}valid: {valid}")
     return wanted

@@ -10,13 +10,15 @@ import contextlib
 import functools
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
 
 from .patching.source import TE, Source, TENotFoundError
+from .settings import COMMAND
 from .version import __version__
 
 NAME = "te-graph-fixes.json"
@@ -31,6 +33,10 @@ def own_text() -> str:
     here = Path(__file__).parent
     sources = sorted([*here.glob("fixes/*.py"), *here.glob("shipped/*.py")])
     return digest(b"".join(path.read_bytes() for path in sources))
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,6 @@ class Stamp:
     @classmethod
     def read(cls, folder: Path) -> Stamp:
         return cls(**json.loads((folder / NAME).read_bytes()))
-
-    @property
-    def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
     @property
     def edited(self) -> list[str]:
@@ -95,30 +97,30 @@ def of_source(source: Source) -> Stamp | None:
 
     Raises `ChangedStampError` unless each module that the stamp names is as it was written.
     """
-    location = Path(source.location)
+    location, undo = Path(source.location), f"`{COMMAND} bake --undo{option(source)}`"
     if (location / OPEN).exists():
-        again = "start `te-graph-fixes bake` or `te-graph-fixes bake --undo` again"
-        raise ChangedStampError(f"{again}: one of them was interrupted")
+        raise ChangedStampError(f"start {undo} or `bake`: one of them was interrupted")
     try:
         stamp = Stamp.read(location)
     except OSError:
         return None
     except (ValueError, TypeError) as error:
         raise ChangedStampError(f"take the edit of {location / NAME} back: it cannot be read ({error})") from error
-    here = {path: digest_of(location.parent / path) for path in stamp.files}
+    files = {path: location.parent / path for path in stamp.files}
+    here = {path: digest(file.read_bytes()) if file.exists() else None for path, file in files.items()}
     changed = [path for path, (_, after) in stamp.files.items() if here[path] != after]
     if not changed:
         return stamp
     if stamp.te_version != source.version or all(here[path] in (stamp.files[path][0], None) for path in stamp.edited):
         replaced = ChangedStampError(
-            f"delete with `te-graph-fixes bake --undo` what {stamp.by} has left: the TransformerEngine that it "
-            "corrected on disk was replaced since"
+            f"delete with {undo} what {stamp.by} has left: the TransformerEngine that it corrected on disk "
+            "was replaced since"
         )
         replaced.leftover = stamp
         raise replaced
     raise ChangedStampError(
-        "take the edit back, or install TransformerEngine anew and `te-graph-fixes bake --undo`: "
-        f"{', '.join(changed)} is not as {stamp.by} has written it"
+        f"take the edit back, or install TransformerEngine anew and {undo}: {', '.join(changed)} is not as "
+        f"{stamp.by} has written it"
     )
 
 
@@ -129,10 +131,9 @@ def installed() -> Stamp | None:
     return None
 
 
-def digest_of(path: Path) -> str | None:
-    """The digest of a file; None where there is none."""
-    return digest(path.read_bytes()) if path.exists() else None
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def option(source: Source) -> str:
+    """What to add to a command for this TE, with a space before it; "" for the installed one."""
+    with contextlib.suppress(TENotFoundError):
+        if Source.installed().location == source.location:
+            return ""
+    return f" --source {shlex.quote(str(Path(source.location).parent))}"

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.commands.cli import main
-from te_graph_fixes.fixes import CATALOGUE
 from tests.support import published
 from tests.support.child import Cli
 
@@ -29,9 +28,11 @@ TEXT = {
     "test_drift.py",
     "test_installation.py",
     "test_foreign_text.py",
+    "test_grad_input_lifetime.py",
     "test_graph_order.py",
     "test_harmful_edits.py",
     "test_harmless_edits.py",
+    "test_megatron_lm_example.py",
     "test_messages.py",
     "test_other_patchers.py",
     "test_patch.py",
@@ -73,8 +74,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         version = parameters.get("version", parameters.get("tried_te"))
         if version:
             item.add_marker(pytest.mark.xdist_group(str(version)))
-        if item.path.stem.removeprefix("test_").replace("_", "-") in CATALOGUE:
-            item.add_marker(pytest.mark.of_a_fix)
 
 
 def _part(config: pytest.Config) -> str:

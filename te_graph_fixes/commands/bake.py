@@ -1,7 +1,7 @@
-"""Corrections on disk: what ``te-graph-fixes diff`` prints, ``bake`` puts in place, and ``bake --overlay`` lays beside.
+"""Corrections in the files of TransformerEngine (TE): ``bake`` puts them in place, ``bake --overlay`` beside it.
 
-A bake gathers, in a folder inside TransformerEngine's (TE's), a copy of each module that it changes and its new text.
-Then it exchanges them, and keeps the copies for ``bake --undo``, which exchanges them back:
+A bake gathers, in a folder inside TE's, a copy of each module that it changes and its new text. Then it exchanges them,
+and keeps the copies for ``bake --undo``, which exchanges them back:
 
     .te-graph-fixes.part    is being gathered: no module of TE has changed
     .te-graph-fixes.open    modules are being exchanged, one way or the other. Importing TE is an error that says so
@@ -22,11 +22,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..decision import Decision
-from ..patching.installation import patched
 from ..patching.source import TE, Source
-from ..stamp import LEFT_OUT, MADE, NAME, OPEN, ChangedStampError, Stamp, digest, digest_of, of_source, own_text
-from ..version import __version__
+from ..stamp import NAME, OPEN, ChangedStampError, Stamp, of_source
+
+Files = Mapping[str, tuple[str, str]]
+"""Texts before ("": there is no such file) and after, by their paths from the folder that holds TE."""
 
 PART, KEPT = ".te-graph-fixes.part", ".te-graph-fixes"
 BEFORE, AFTER, GUARD = "before", "after", "guard"
@@ -41,41 +41,6 @@ class BakeError(Exception):
     """TE on disk cannot be changed, or not be changed back; it is as it was, unless the message says otherwise."""
 
 
-def corrected(decision: Decision) -> dict[str, tuple[str, str]]:
-    """The text, before ("": there is none) and after, of every module that the fixes to be applied change or add.
-
-    The keys are the paths from the folder that holds TE, in their order, and last that of the stamp; the line breaks
-    are those of each file.
-    """
-    source, files = decision.source, {}
-    for name, texts in patched(source, decision.to_apply).items():
-        module = source.find(name)
-        before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
-        files[module_path(source, name)] = before, after
-    if not files:
-        return {}
-    files = dict(sorted(files.items()))
-    fixes = {fix_id: str(verdict.state) for fix_id, verdict in decision.verdicts.items()}
-    fixes |= dict.fromkeys(decision.to_apply, MADE) | dict.fromkeys(decision.left_out, LEFT_OUT)
-    root = Path(source.location).parent
-    digests = {path: (digest_of(root / path), digest(after.encode())) for path, (_, after) in files.items()}
-    return {**files, f"{TE}/{NAME}": ("", Stamp(__version__, own_text(), decision.version, fixes, digests).as_json)}
-
-
-def module_path(source: Source, module: str) -> str:
-    """The path of a module's file, from the folder that holds TE."""
-    file = source.find(module)
-    return os.path.relpath(file.path, os.path.dirname(source.location)) if file else f"{module.replace('.', '/')}.py"
-
-
-def require_complete(decision: Decision) -> None:
-    """Raise `BakeError` where a fix that TE needs cannot be applied."""
-    if decision.refused:
-        reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
-        why = decision.refusal or f"not every fix that is needed can be applied. {reasons}"
-        raise BakeError(f"nothing was written, because {why}")
-
-
 @contextlib.contextmanager
 def changing(location: Path) -> Iterator[bool]:
     """Let one process at a time change the TE in a folder. Yields whether it took back what another had left."""
@@ -87,17 +52,22 @@ def changing(location: Path) -> Iterator[bool]:
         os.close(folder)
 
 
-def in_place(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Write every corrected module, and the stamp, into TE, or change nothing; returns them."""
-    location, files = Path(decision.source.location), corrected(decision)
+def in_place(location: Path, files: Files) -> None:
+    """Write corrected modules and their stamp into the TE in a folder, or change nothing."""
+    root, part = location.parent, location / PART
+    guard = {GUARD: ("", _GUARD_TEXT)}  # one for the way there, one for the way back
     try:
-        _gather(location, files)
-        os.rename(location / PART, location / OPEN)
+        write(part / BEFORE, root, guard)
+        write(part / AFTER, root, {**files, **guard})
+        for path in (path for path, (before, _) in files.items() if before):
+            (part / BEFORE / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / path, part / BEFORE / path, follow_symlinks=False)
+        shutil.copy(part / AFTER / TE / NAME, part / NAME)
+        os.rename(part, location / OPEN)
         _exchange(location, AFTER)
         os.rename(location / OPEN, location / KEPT)
     finally:
         roll_back(location)
-    return files
 
 
 def undo(source: Source) -> str:
@@ -115,7 +85,7 @@ def undo(source: Source) -> str:
         shutil.rmtree(location / KEPT, ignore_errors=True)
         for path in error.leftover.added:
             (location.parent / path).unlink(missing_ok=True)
-        return f"{len(error.leftover.added)} files that a bake had left in {location} are deleted"
+        return f"what a bake had left in {location} is deleted"
     if stamp is None or not (location / KEPT).exists():
         raise BakeError(f"there is no bake in {location}. A patch is taken back with `patch -p1 -R`")
     os.rename(location / KEPT, location / OPEN)
@@ -135,18 +105,7 @@ def roll_back(location: Path) -> bool:
     return is_interrupted
 
 
-def _gather(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Fill the folder `PART`: of each module a copy and its new text, and two guards, for the way there and back."""
-    root, part, guard = location.parent, location / PART, {GUARD: ("", _GUARD_TEXT)}
-    for path in (path for path, (before, _) in files.items() if before):
-        (part / BEFORE / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root / path, part / BEFORE / path, follow_symlinks=False)
-    _write(part / BEFORE, root, guard)
-    _write(part / AFTER, root, {**files, **guard})
-    shutil.copy(part / AFTER / TE / NAME, part / NAME)
-
-
-def _write(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
+def write(folder: Path, root: Path, files: Files) -> None:
     """Write the new texts into a folder, with the permissions of the old ones, or of TE's first module."""
     for path, (before, after) in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -178,25 +137,8 @@ def _move(new: Path, path: Path) -> None:
         os.replace(new, path)
 
 
-def left_over(folder: str | None) -> str:
-    """What to say of a TE that was uninstalled, in a folder or one of this interpreter, where a bake is left of it."""
-    for location in (Path(parent, TE) for parent in (sys.path if folder is None else [folder])):
-        if (location / NAME).exists():
-            return f"; delete {location}: it holds what is left of a bake"
-    return ""
-
-
 def import_problem() -> str:
     """Why a new process cannot import the installed TE, which imports every module that is edited; "" where it can."""
     command = [sys.executable, "-c", f"import {TE}.pytorch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
-
-
-def overlay(decision: Decision, folder: Path) -> list[str]:
-    """Write the corrected modules, and the stamp, into a folder that is new or empty; returns their paths there."""
-    if folder.exists() and any(folder.iterdir()):
-        raise BakeError(f"{folder} is not empty: name another folder")
-    files = corrected(decision)
-    _write(folder, Path(decision.source.location).parent, files)
-    return list(files)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import hashlib
 import importlib.metadata
-import io
 import json
 import os
 import platform
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +18,30 @@ from ..messages import issues
 from ..patching.installation import InstallationError
 from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
-from ..settings import Settings, fix_ids
-from ..stamp import ChangedStampError, of_source
+from ..settings import COMMAND, Settings, fix_ids, unknown_variables
+from ..stamp import NAME, ChangedStampError, digest, of_source, option
 from ..state import State
 from ..version import __version__
 from . import answers, bake
-from .bake import BakeError, corrected, module_path
+from .bake import BakeError
 
 NO_TE = WRONG_USE = 2
-_EPILOG = """\
+_EPILOG = f"""\
 in this order:
-  te-graph-fixes status                    is my TE affected, and can it be corrected?
-  te-graph-fixes run torchrun train.py     start a job with the fixes in memory; nothing on disk changes
-  te-graph-fixes verify --quick            on a GPU: are graphs now eager, bit for bit?
-  te-graph-fixes run --check CMD           in the first steps of your own job: are its graphs eager?
-  TE_GRAPH_FIXES=off torchrun train.py     undo: without `run`, or with this variable, TE is as it was
+  {COMMAND} status                    is my TE affected, and can it be corrected?
+  {COMMAND} run torchrun train.py     start a job with the fixes in memory; nothing on disk changes
+  {COMMAND} verify --quick            on a GPU: are graphs now eager, bit for bit?
+  {COMMAND} run --check CMD           in the first steps of your own job: are its graphs eager?
+  undo: without `run`, or with TE_GRAPH_FIXES=off, TE is as it was
 for an image:
-  te-graph-fixes bake                      write the fixes into TE's files; the build fails if it cannot
-  te-graph-fixes bake --undo               give TE's files their very bytes back
+  {COMMAND} bake                      write the fixes into TE's files; the build fails if it cannot
+  {COMMAND} bake --undo               give TE's files their very bytes back
 
 exit status: 0 all is well (`status`: every defect can be corrected; `verify`: every replay is right), 1 it is not,
   2 wrong use, no TE or no GPU. `run` has that of its program, `verify` also 3: some cases cannot run on this TE.
 """
 _parser = argparse.ArgumentParser(
-    prog="te-graph-fixes",
+    prog=COMMAND,
     description="Correct the CUDA-graph defects of the installed TransformerEngine (TE).",
     epilog=_EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,7 +71,7 @@ def _command(what: str, statuses: str, example: str, *arguments: Any) -> Callabl
             name,
             help=what,
             description=f"{what[0].upper()}{what[1:]}.",
-            epilog=f"exit status: {statuses}\nexample: te-graph-fixes {name} {example}".rstrip(),
+            epilog=f"exit status: {statuses}\nexample: {COMMAND} {name} {example}".rstrip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for add_to in arguments:
@@ -89,14 +85,17 @@ def _command(what: str, statuses: str, example: str, *arguments: Any) -> Callabl
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     options, unknown = _parser.parse_known_args(arguments)
-    options.where = "" if options.source is None else f" --source {shlex.quote(options.source)}"
     try:
         if unknown:
             name = options.command.__name__[1:]
-            raise ValueError(f"{name} does not take {unknown[0]}; see te-graph-fixes {name} -h")
+            raise ValueError(f"{name} does not take {unknown[0]}; see {COMMAND} {name} -h")
         return int(options.command(options))
     except TENotFoundError as error:
-        return _say(f"{error}{bake.left_over(options.source)}", NO_TE)
+        folders = [Path(folder, TE) for folder in (sys.path if options.source is None else [options.source])]
+        left = "".join(
+            f"; delete {each}: it holds what is left of a bake" for each in folders if (each / NAME).exists()
+        )
+        return _say(f"{error}{left}", NO_TE)
     except ValueError as error:
         return _say(error, WRONG_USE)
     except (InstallationError, BakeError, ChangedStampError) as error:
@@ -131,7 +130,7 @@ def _status(options: argparse.Namespace) -> int:
         about = {"te_version": decision.version, "source": decision.source.location, "fixes": fixes}
         print(json.dumps({"te_graph_fixes_version": __version__, **about}, indent=2))
     else:
-        print(*answers.status(decision, options.where, options.all), sep="\n")
+        print(*answers.status(decision, options.all), sep="\n")
     return int(bool(decision.refused or decision.is_outdated))
 
 
@@ -149,7 +148,7 @@ def _explain(options: argparse.Namespace) -> int:
     except TENotFoundError as error:
         print(*answers.explain(CATALOGUE[fix_id]), sep="\n")
         return _say(error, NO_TE)
-    print(*answers.explain(CATALOGUE[fix_id], decision, options.where), sep="\n")
+    print(*answers.explain(CATALOGUE[fix_id], decision), sep="\n")
     return 0
 
 
@@ -170,17 +169,9 @@ def _diff(options: argparse.Namespace) -> int:
     for reason, ids in decision.refused.items():
         _say(f"{', '.join(ids)} cannot be applied: {reason}")
     if not (names or decision.to_apply):
-        _say(f"no changes: `te-graph-fixes status --all{options.where}` says why")
-    for path, (before, after) in corrected(decision).items():
-        sys.stdout.writelines(_unified(path, before, after))
+        _say(f"no changes: `{COMMAND} status --all{option(decision.source)}` says why")
+    sys.stdout.writelines(answers.unified(decision))
     return int(bool(decision.refused))
-
-
-def _unified(path: str, before: str, after: str) -> Iterator[str]:
-    """A unified diff that `patch -p1` accepts, last lines without a line break included."""
-    was, is_now = (io.StringIO(text, newline="").readlines() for text in (before, after))
-    for line in difflib.unified_diff(was, is_now, f"a/{path}" if before else "/dev/null", f"b/{path}"):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
 @_command(
@@ -196,10 +187,7 @@ def _bake(options: argparse.Namespace) -> int:
     if sum(map(bool, (options.check, options.undo, options.overlay))) > 1:
         raise ValueError("bake takes one of --check, --undo and --overlay")
     if options.check:
-        decision = _decision(options)
-        print(answers.answer(decision, options.where))
-        lacks = any(verdict.state in (State.APPLICABLE, State.UNRECOGNIZED) for verdict in decision.verdicts.values())
-        return int(lacks or decision.is_outdated)
+        return _check_bake(_decision(options))
     try:
         if options.overlay:
             return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
@@ -208,7 +196,7 @@ def _bake(options: argparse.Namespace) -> int:
             if interrupted:
                 _say("took back what an interrupted command had left")
             if not options.undo:
-                return _bake_in_place(source, options.where)
+                return _bake_in_place(source)
             if not interrupted or of_source(source):
                 print(bake.undo(source))
             return 0
@@ -217,9 +205,17 @@ def _bake(options: argparse.Namespace) -> int:
         raise BakeError(f"{what}. `status` says how TE is now; `bake --overlay DIR` writes elsewhere") from error
 
 
-def _bake_in_place(source: Source, where: str) -> int:
+def _check_bake(decision: Decision) -> int:
+    print(answers.answer(decision))
+    lacks = any(verdict.state in (State.APPLICABLE, State.UNRECOGNIZED) for verdict in decision.verdicts.values())
+    if lacks and decision.stamp is None and not decision.refusal:
+        print(f"the fixes are not in the files; run `{COMMAND} bake{option(decision.source)}`")
+    return int(lacks or decision.is_outdated)
+
+
+def _bake_in_place(source: Source) -> int:
     """Bake, after an undo where the fixes of another te-graph-fixes are on disk, or what is left of them."""
-    settings = Settings.read()
+    settings = _settings()
     decision = Decision(source, settings)
     try:
         stamp = of_source(source)
@@ -232,12 +228,14 @@ def _bake_in_place(source: Source, where: str) -> int:
         bake.undo(source)
         print(f"the bake of {outdated.by} is undone")
         decision = Decision(Source.at(source.location), settings)
-    bake.require_complete(decision)
+    _require_complete(decision)
     if not decision.to_apply:
-        print(answers.answer(decision, where))
+        print(answers.answer(decision))
         return int(bool(decision.left_out))
+    where = option(source)
     unable = "" if where else bake.import_problem()
-    files = bake.in_place(decision)
+    files = answers.corrected(decision)
+    bake.in_place(Path(source.location), files)
     if unable:
         _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {unable}")
     elif not where and (problem := bake.import_problem()):
@@ -246,18 +244,29 @@ def _bake_in_place(source: Source, where: str) -> int:
     left = f" ({len(decision.left_out)} are left out by {settings.chosen_by})" if decision.left_out else ""
     print(
         f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in {source.location}: "
-        f"{len(files)} files{left}. Undo: te-graph-fixes bake --undo{where}"
+        f"{len(files) - 1} modules{left}. Undo: {COMMAND} bake --undo{where}"
     )
     return 0
 
 
 def _overlay(decision: Decision, folder: Path) -> int:
-    bake.require_complete(decision)
+    _require_complete(decision)
     if not decision.to_apply:
         raise BakeError("there is nothing to correct, so there is no overlay to make")
-    root = os.path.dirname(decision.source.location)
-    print(*(f"{folder}/{path} {root}/{path}" for path in bake.overlay(decision, folder)), sep="\n")
+    if folder.exists() and any(folder.iterdir()):
+        raise BakeError(f"{folder} is not empty: name another folder")
+    root, files = Path(decision.source.location).parent, answers.corrected(decision)
+    bake.write(folder, root, files)
+    print(*(f"{folder}/{path} {root}/{path}" for path in files), sep="\n")
     return _say(f"mount each file over the second path of its line, read-only: {len(decision.to_apply)} fixes")
+
+
+def _require_complete(decision: Decision) -> None:
+    """Raise `BakeError` where a fix that TE needs cannot be applied."""
+    if decision.refused:
+        reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
+        why = decision.refusal or f"not every fix that is needed can be applied. {reasons}"
+        raise BakeError(f"nothing was written, because {why}")
 
 
 @_command(
@@ -274,7 +283,7 @@ def _verify(options: argparse.Namespace) -> int:
     from ..verify.cases import select
     from ..verify.runner import no_gpu, verify
 
-    Settings.read()
+    _settings()
     cases = select(options.wanted, options.quick)
     on_disk = of_source(Source.installed()) is not None
     if reason := no_gpu():
@@ -305,7 +314,8 @@ def _issue(options: argparse.Namespace) -> int:
             print("    " + verdict.explanation.replace(source.location, TE).replace("\n", "\n    "))
     print()
     for name in source.read:
-        print(f"{hashlib.sha256(source.module(name).text.encode()).hexdigest()[:16]}  {module_path(source, name)}")
+        text = source.module(name).text
+        print(f"{digest(text.encode())[:16]}  {answers.module_path(source, name)}")
     return _say(f"report it at {issues()}" if issues() else "send it to whoever gave you the package")
 
 
@@ -327,8 +337,15 @@ def _list(options: argparse.Namespace) -> int:
 
 def _decision(options: argparse.Namespace, settings: Settings | None = None) -> Decision:
     """What is done, by these settings or the environment's, to the TE that the options name."""
-    settings = settings or Settings.read()  # what is wrong there is said first
+    settings = settings or _settings()  # what is wrong there is said first
     return Decision(_source(options), settings)
+
+
+def _settings() -> Settings:
+    """Those of the environment, after a word on each variable there that is none."""
+    for text in unknown_variables():
+        _say(text)
+    return Settings.read()
 
 
 def _source(options: argparse.Namespace) -> Source:

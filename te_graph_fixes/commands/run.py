@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from ..checking import Options, require_comparable
 from ..launcher.te_graph_fixes_run import FILTER
-from ..settings import CHECK, STRICT, Settings, nearest
+from ..settings import CHECK, COMMAND, STRICT, Settings, nearest
 
-USAGE = """\
-usage: te-graph-fixes run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
-       te-graph-fixes run --print-env
+USAGE = f"""\
+usage: {COMMAND} run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
+       {COMMAND} run --print-env
 
 Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children. A fix that is needed
 and cannot be applied ends the process that imports TransformerEngine with an error; with TE_GRAPH_FIXES_STRICT=0 it
@@ -32,7 +32,7 @@ layers at a time and less memory. With strict, a process that finds a mismatch e
 With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
 
 exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong use, or a bad variable
-example: te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py
+example: {COMMAND} run torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher")
 OPTIONS = ("--check", "--print-env")
@@ -81,7 +81,7 @@ def _obey(option: str) -> None:
     if option == "--print-env":
         raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
     if name != "--check":
-        raise ValueError(f"unknown option {option}; {nearest([name], OPTIONS)}see te-graph-fixes run -h")
+        raise ValueError(f"unknown option {option}; {nearest([name], OPTIONS)}see {COMMAND} run -h")
     os.environ[CHECK] = value if "=" in option else "on"
     asked = None
     with contextlib.suppress(ValueError):
@@ -107,7 +107,7 @@ def variables() -> dict[str, str]:
 def _require_startable(command: Sequence[str]) -> None:
     """Raise ValueError where there is no command."""
     if not command or not command[0]:
-        raise ValueError("no command; write for example: te-graph-fixes run python train.py")
+        raise ValueError(f"no command; write for example: {COMMAND} run python train.py")
     if command[0].isdecimal():
         raise ValueError(f"no program is called {command[0]}; write --check={command[0]} for the steps")
 

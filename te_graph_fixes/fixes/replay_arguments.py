@@ -61,5 +61,5 @@ FIX = Fix(
     group="misuse",
     users="own callers of make_graphed_callables that pass other arguments than their samples",
     cost="3 µs of the CPU a call, with a dict of tensors 9",
-    examine=SemanticPatch(PATCH, provides=("replay_arguments",)),
+    examine=SemanticPatch(PATCH, provides=("warn_once", "replay_arguments")),
 )

@@ -11,7 +11,7 @@ Some programs are made right instead. A tensor that is the sample of several inp
 of a module have no graph, which reads the original's parameters. Outputs and gradients are copied where a checkpoint
 may run a graph again before they are read (with ``leaf-grad-lifetime``).
 
-The shipped modules are `replay_contract`, which uses `replay_order` and `module_tensors`, and `own_copies`.
+The shipped modules are `own_copies` and `replay_contract`, which uses `replay_order`, `module_tensors`, `warn_once`.
 """
 
 from ..fix import Fix, SemanticPatch
@@ -105,6 +105,8 @@ FIX = Fix(
     group="misuse",
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="a look at the modules, parameters and addresses of a callable at each replay",
-    examine=SemanticPatch(PATCH, provides=("own_copies", "module_tensors", "replay_order", "replay_contract")),
+    examine=SemanticPatch(
+        PATCH, provides=("own_copies", "module_tensors", "replay_order", "warn_once", "replay_contract")
+    ),
     requires=("leaf-grad-lifetime",),
 )

@@ -28,7 +28,18 @@ class Activator:
         if name != PACKAGE or self not in sys.meta_path:  # type: ignore[comparison-overlap]
             return None
         import importlib.util
+        from types import TracebackType
 
+        show = sys.excepthook
+
+        def in_short(kind: type, error: BaseException, traceback: TracebackType) -> None:
+            """Print without its traceback the error which says that fixes are missing."""
+            if kind.__name__ == "FixNotAppliedError":
+                sys.stderr.write("te-graph-fixes run: " + str(error) + "\n")
+            else:
+                show(kind, error, traceback)
+
+        sys.excepthook = in_short  # type: ignore[assignment]
         try:
             import te_graph_fixes  # noqa: F401
         except ImportError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .matching import Match, Node, Pattern, Slot, extent, first_name, heads_of, in_short, slots_in
+from .matching import Match, Pattern, Slot, extent, first_name, heads_of, in_short, slots_in
 
 if TYPE_CHECKING:
     from .source import ModuleSource
@@ -60,39 +60,39 @@ class Definition:
     @cached_property
     def slots(self) -> Mapping[tuple[type, str], list[Slot]]:
         """All nodes in it, itself included, by their type and `first_name`, and by their type and ""."""
-        found = defaultdict[tuple[type, str], list[Slot]](list)
+        slots = defaultdict[tuple[type, str], list[Slot]](list)
         for slot in slots_in(self.node):
             for name in {"", first_name(slot.node)}:
-                found[type(slot.node), name].append(slot)
-        return found
+                slots[type(slot.node), name].append(slot)
+        return slots
 
     def matches(self, pattern: str | Pattern) -> list[Match]:
         """Every statement, run of statements or expression here that matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
-        found: dict[object, Match] = {}
+        matches: dict[object, Match] = {}
         for slot in (slot for kind in pattern.kinds for slot in self.slots[kind, pattern.first_name]):
             for match in pattern.match(slot.siblings, slot.number):
-                found[tuple(map(extent, (match.node, *match.values())))] = match
-        return sorted(found.values(), key=lambda match: extent(match.node))
+                matches[tuple(map(extent, (match.nodes[0], match.nodes[-1], *match.bound.values())))] = match
+        return sorted(matches.values(), key=lambda match: (extent(match.nodes[0]), extent(match.nodes[-1])))
 
     def has(self, pattern: str | Pattern) -> bool:
         """Whether the pattern matches at least once."""
         return bool(self.matches(pattern))
 
-    def one(self, pattern: str) -> Node:
-        """The node of the only match; raises `UnrecognizedError` if there is none, or more."""
-        return self.exactly(1, pattern)[0].node
+    def one(self, pattern: str) -> Any:
+        """The first node of the only match; raises `UnrecognizedError` if there is none, or more."""
+        return self.exactly(1, pattern)[0].nodes[0]
 
     def exactly(self, count: int, pattern: str | Pattern) -> list[Match]:
         """The matches; raises `UnrecognizedError` unless there are as many as ``count``."""
-        found = self.matches(pattern)
-        if len(found) != count:
+        pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
+        matches = self.matches(pattern)
+        if len(matches) != count:
             times = "once" if count == 1 else f"{count} times"
-            lines = f" (lines {', '.join(str(match.node.lineno) for match in found)})" if found else ""
-            pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
-            closest = None if found else lambda: self.closest(pattern)
-            raise unrecognized(f"`{pattern}` exactly {times}", self, f"it {len(found)} times{lines}", closest)
-        return found
+            lines = f" (lines {', '.join(str(match.nodes[0].lineno) for match in matches)})" if matches else ""
+            closest = None if matches else lambda: self.closest(pattern)
+            raise unrecognized(f"`{pattern}` exactly {times}", self, f"it {len(matches)} times{lines}", closest)
+        return matches
 
     def closest(self, pattern: Pattern) -> Miss:
         """Where the longest beginning of a pattern matches, and what differs after it."""
@@ -131,7 +131,7 @@ class Definition:
             self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", found[0])
         return self._inner[name]
 
-    def text(self, node: Node) -> str:
+    def text(self, node: Any) -> str:
         """The source text of ``node``."""
         return self.module.text[slice(*self.module.span(node))]
 

@@ -21,7 +21,7 @@ import linecache
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
 from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType
@@ -124,21 +124,20 @@ def loaded_function(module: str, qualname: str, codes: tuple[CodeType | None, ..
     return None
 
 
-def not_as_in_file(source: Source, functions: Iterable[tuple[str, str]]) -> list[str]:
+def not_as_in_file(source: Source, functions: Collection[tuple[str, str]]) -> list[str]:
     """Those of the ``functions``, of modules and qualified names, that are not loaded as their files say.
 
     Without a name they are those of the module that come from its file.
     """
-    codes: dict[str, dict[str, CodeType]] = {}
-    different = []
-    for name, qualname in functions:
-        if name not in codes:
-            codes[name] = _functions(_compiled(name, source.module(name).text))
-        for each in [qualname] if qualname else codes[name].keys() & source.module(name).definitions.keys():
-            function = loaded_function(name, each, (codes[name][each],))
-            is_one = type(function) is FunctionType
-            if qualname or (is_one and function.__code__.co_filename == sys.modules[name].__file__):
-                different += [f"{each} of {name}"] * (not is_one or function.__code__ != codes[name][each])
+    different = set()
+    in_files = {name: _functions(_compiled(name, source.module(name).text)) for name, _ in functions}
+    for name, asked in functions:
+        for qualname in [asked] if asked else in_files[name].keys() & source.module(name).definitions.keys():
+            code = in_files[name][qualname]
+            function = loaded_function(name, qualname, (code,))
+            live = function.__code__ if type(function) is FunctionType else None
+            if live != code and (asked or (live and live.co_filename == sys.modules[name].__file__)):
+                different.add(f"{qualname} of {name}")
     return sorted(different)
 
 
@@ -244,6 +243,15 @@ A module is used again, as it holds what belongs to captures: their graphs outli
 """
 
 
+@contextlib.contextmanager
+def _blaming(changes: Iterable[str]) -> Iterator[None]:
+    """Name the changes of a step that fails."""
+    try:
+        yield
+    except Exception as error:
+        raise InstallationError(dict.fromkeys(changes, f"{type(error).__name__}: {error}")) from error
+
+
 class Installation:
     """The means to put ``changes`` in place, and to take them back; raises `InstallationError` if they do not fit."""
 
@@ -257,27 +265,21 @@ class Installation:
 
     def install(self) -> None:
         """Put all in place, or nothing: then `InstallationError` names the changes by which that failed."""
-        reasons: dict[str, str] = {}
-
-        def attempt(changes: Iterable[str], step: Callable[..., None], *arguments: Any) -> None:
-            try:
-                step(*arguments)
-            except InstallationError as error:
-                reasons.update(error.reasons)
-            except Exception as error:
-                reasons.update(dict.fromkeys(changes, f"{type(error).__name__}: {error}"))
-
+        replaced = [patch for patch in self._patches if not patch.runs(patch.before)]
+        if replaced:
+            raise InstallationError(
+                {name: f"{patch.qualname} of {patch.module} {REPLACED}" for patch in replaced for name in patch.changes}
+            )
         try:
             for name, (before, text) in self._texts.items():
                 path = _PATH.format(name)
                 linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
                 if not before:
-                    owners = [owner for owner, change in self._changes.items() if name in change.new_modules]
-                    attempt(owners, self._provide, name, text)
+                    with _blaming([owner for owner, change in self._changes.items() if name in change.new_modules]):
+                        self._provide(name, text)
             for patch in self._patches:
-                attempt(patch.changes, self._install, patch)
-            if reasons:
-                raise InstallationError(reasons)
+                with _blaming(patch.changes):
+                    self._install(patch)
         except BaseException:
             self.revert()
             raise
@@ -301,17 +303,13 @@ class Installation:
         setattr(owner, name, value)
 
     def _install(self, patch: FunctionPatch) -> None:
-        if not patch.runs(patch.before):
-            reason = f"{patch.qualname} of {patch.module} {REPLACED}"
-            raise InstallationError(dict.fromkeys(patch.changes, reason))
         if patch.maker is None:
             self._put(patch.live, "__code__", patch.after)
             return
         made: dict[str, Any] = {}
         exec(patch.maker, vars(sys.modules[patch.module]), made)
-        (with_added,) = made.values()
         owner, name = patch.qualname.split(".")
-        method = vars(with_added)[name]
+        method = vars(made[owner])[name]
         getattr(method, "__func__", method).__code__ = patch.after
         self._put(getattr(sys.modules[patch.module], owner), name, method)
 

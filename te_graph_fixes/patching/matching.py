@@ -22,34 +22,22 @@ from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-Node: TypeAlias = "ast.expr | ast.stmt"
 Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
-_BLOCKS = ("body", "handlers", "orelse", "finalbody")
-
-START, END = 0, 1
-NO_SYNTAX = {"ctx", "kind", "type_comment"}
+BLOCKS = ("body", "handlers", "orelse", "finalbody")
+_NO_SYNTAX = {"ctx", "kind", "type_comment"}
 
 
-class StatementRun(ast.stmt):
-    """Consecutive statements as one node."""
+class Match(NamedTuple):
+    """The expression or the statements that a pattern matched, and what is ``bound``.
 
-    _fields = ("body",)
-
-    def __init__(self, body: Sequence[ast.stmt]) -> None:
-        ast.copy_location(self, body[0])
-        self.end_lineno, self.end_col_offset = body[-1].end_lineno, body[-1].end_col_offset
-        self.body = list(body)
-
-
-class Match(dict[Any, Any]):
-    """What a pattern matched: the ``node``, and by name what stands where the pattern has ``ANY_NAME``.
-
-    For a `located` node of the pattern there is, by that node and a side, the node that begins or ends there.
+    By name that is what stands where the pattern has ``ANY_NAME``, by a ``located`` node of the pattern the node that
+    it matched.
     """
 
-    node: Node
+    nodes: list[Any]
+    bound: Bindings
 
 
 class Pattern:
@@ -99,12 +87,8 @@ class Pattern:
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
         """Each way in which the pattern fits where a node stands."""
-        following = siblings[number:]
-        for bindings, rest in self._match_sequence(self.nodes, following, {}):
-            matched = following[: len(following) - len(rest)]
-            match = Match(bindings)
-            match.node = matched[0] if len(matched) == 1 else StatementRun(matched)
-            yield match
+        for bindings, rest in self._match_sequence(self.nodes, siblings[number:], {}):
+            yield Match(siblings[number : len(siblings) - len(rest)], bindings)
 
     def _match_sequence(
         self, wanted: list[Any], found: list[Any], bindings: Bindings
@@ -116,7 +100,7 @@ class Pattern:
         first, *rest = wanted
         if is_gap(first):
             for length in range(len(found) + 1):
-                yield from self._match_sequence(rest, found[length:], self._bind_gap(first, found, length, bindings))
+                yield from self._match_sequence(rest, found[length:], bindings)
         elif found:
             for bound in self._match(first, found[0], bindings):
                 yield from self._match_sequence(rest, found[1:], bound)
@@ -125,7 +109,7 @@ class Pattern:
         """Each way in which ``found`` matches, as what was bound before and by it."""
         if isinstance(wanted, list) and isinstance(found, list):
             return [bound for bound, rest in self._match_sequence(wanted, found, bindings) if not rest]
-        if isinstance(wanted, ast.Name) and wanted.id.startswith("ANY"):
+        if is_any(wanted):
             ways = _match_any(wanted.id, found, bindings)
         elif isinstance(wanted, ast.Assign) and isinstance(found, ast.AnnAssign):
             ways = self._match_parts(wanted, without_annotation(found), bindings)
@@ -136,14 +120,14 @@ class Pattern:
         else:
             return [bindings] if wanted == found else []
         if wanted in self._located:
-            return [{**bound, (wanted, START): found, (wanted, END): found} for bound in ways]
+            return [{**bound, wanted: found} for bound in ways]
         return ways
 
     def _match_parts(self, wanted: Any, found: Any, bindings: Bindings) -> list[Bindings]:
         ignored = _ignored_parts(wanted)
         ways = [bindings]
         for part in wanted._fields:
-            if ways and part not in NO_SYNTAX and part not in ignored:
+            if ways and part not in _NO_SYNTAX and part not in ignored:
                 ours, theirs = getattr(wanted, part, None), getattr(found, part, None)
                 ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
         if isinstance(wanted, ast.Call):
@@ -174,18 +158,6 @@ class Pattern:
             for bound in self._match([*ours.values()], [theirs.get(name) for name in ours], known)
         ]
 
-    def _bind_gap(self, gap: Any, found: list[Any], length: int, bindings: Bindings) -> Bindings:
-        """What is bound where a gap stands for the first ``length`` of these nodes: where the gap starts, and ends.
-
-        It starts with the first node, which is the next one where there is nothing in the gap.
-        """
-        gap = first_of(gap)
-        if gap not in self._located:
-            return bindings
-        starts = {(gap, START): first_of(found[0])} if found else {}
-        ends = {(gap, END): last_of(found[length - 1])} if length else {}
-        return {**bindings, **starts, **ends}
-
 
 def heads_of(body: Sequence[Any]) -> Iterator[Any]:
     """Statements and those in their blocks, in order."""
@@ -205,7 +177,7 @@ def _bare(statement: Any) -> Any:
 
 def _blocks_of(node: Any) -> list[str]:
     """The names of the blocks of a statement or handler; parts of an expression may be called so, and are none."""
-    return [] if isinstance(node, ast.expr) else [block for block in _BLOCKS if hasattr(node, block)]
+    return [] if isinstance(node, ast.expr) else [block for block in BLOCKS if hasattr(node, block)]
 
 
 def in_short(head: Any) -> str:
@@ -238,14 +210,14 @@ def is_gap(node: Any) -> bool:
     return False
 
 
-def first_of(node: Any) -> Any:
-    """The node itself; of a part of a ``with``, which has no position, what it enters."""
-    return getattr(node, "context_expr", node)
+def is_any(node: Any) -> bool:
+    """Whether a part of a pattern stands for any expression."""
+    return isinstance(node, ast.Name) and node.id.startswith("ANY")
 
 
-def last_of(node: Any) -> Any:
-    """The node itself; of a part of a ``with``, what its text ends with."""
-    return getattr(node, "optional_vars", None) or first_of(node)
+def is_placed(node: Any) -> bool:
+    """Whether a node has a position."""
+    return isinstance(node, ast.withitem) or hasattr(node, "lineno")
 
 
 def _match_any(name: str, found: Any, bindings: Bindings) -> list[Bindings]:
@@ -283,8 +255,10 @@ def _defaults(arguments: ast.arguments) -> dict[str, ast.expr | None]:
 
 
 def extent(node: Any) -> tuple[Position, Position]:
-    """Where a node starts and ends: lines, and columns in bytes."""
-    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    """Where a node starts and ends: lines, and columns in bytes. A part of a ``with`` has no position of its own."""
+    first, last = getattr(node, "context_expr", node), getattr(node, "optional_vars", None) or node
+    last = getattr(last, "context_expr", last)
+    return (first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset)
 
 
 class Slot(NamedTuple):
@@ -300,13 +274,14 @@ class Slot(NamedTuple):
 
 def slots_in(root: ast.AST) -> list[Slot]:
     """A node and all that is in it."""
-    found = [Slot([root], 0)]
-    for slot in found:
+    slots = [Slot([root], 0)]
+    for slot in slots:
         for _, value in ast.iter_fields(slot.node):
             siblings = value if isinstance(value, list) else [value]
-            is_part = [isinstance(each, ast.AST) and bool(each._fields) for each in siblings]
-            found += [Slot(siblings, number) for number, is_one in enumerate(is_part) if is_one]
-    return found
+            for number, node in enumerate(siblings):
+                if isinstance(node, ast.AST) and node._fields:
+                    slots.append(Slot(siblings, number))
+    return slots
 
 
 def first_name(node: ast.AST) -> str:

@@ -37,7 +37,7 @@ from itertools import pairwise
 
 from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Match, Pattern
-from .rewriting import Change, Insertion, Line, PatchError, Side, compare, insert_before, spots
+from .rewriting import START, Change, Line, LineChange, PatchError, Side, compare, indented, whole_lines
 from .source import Edit, Source
 
 PYTORCH = "transformer_engine.pytorch"
@@ -136,18 +136,19 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
         raise PatchError(f"line {number}: `+` lines alone stand `at its start`, and nothing else does")
     old = Side(lines, " -", "what the hunk looks for")
     new = Side(lines, " +", "what the hunk makes")
-    whole = Pattern(new.text, new.body)
+    whole = Pattern(new.module.text, new.body)
     if is_start:
         text = textwrap.dedent("\n".join(line.text for line in lines))
-        return Hunk(number, file, place, notes, None, (), (whole,), f"\n{text}\n")
+        return Hunk(number, file, place, notes, None, (), (whole,), f"{text}\n")
     if not old.body:
         raise PatchError(f"line {number}: a hunk that looks for nothing")
-    changes = compare(old, new, lines) if any(line.mark != " " for line in lines) else []
-    insertions = [change for change in changes if isinstance(change, Insertion)]
-    signs = [Pattern.of(insertion.text) for insertion in insertions]
-    if len(insertions) < len(changes):
+    changes = compare(old, new)
+    if all(isinstance(change, LineChange) and change.start == change.end for change in changes):
+        signs = [Pattern.of(change.text) for change in changes]
+    else:
         signs = [whole] if any(line.mark == "+" for line in lines) else []
-    return Hunk(number, file, place, notes, Pattern(old.text, old.body, spots(changes)), tuple(changes), tuple(signs))
+    located = frozenset(spot.node for change in changes for spot in (change.start, change.end))
+    return Hunk(number, file, place, notes, Pattern(old.module.text, old.body, located), tuple(changes), tuple(signs))
 
 
 @dataclass(frozen=True)
@@ -177,36 +178,30 @@ class Hunk:
             if definition.has(sign):
                 raise unrecognized(f"no `{str(sign)[:80]}`", definition, "it already")
         if not self.pattern:
-            return [insert_before(definition, _first_statement(definition), self.start_text)]
-        return [edit for match in matches for change in self.changes for edit in change.edits(definition, match)]
+            module, body = definition.module, definition.node.body
+            first = body[1] if len(body) > 1 and ast.get_docstring(definition.node) is not None else body[0]
+            start = whole_lines(definition, first)[START]
+            return [Edit(module.name, start, start, indented(module, first, self.start_text))]
+        return [change.edit(definition, match) for match in matches for change in self.changes]
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
-        name = f"{PYTORCH}.{self.file.replace('/', '.')}"
-        if "if there" in self.notes and source.find(name) is None:
-            return None
-        module = source.module(name)
-        outer, *inner = self.place.split(".")
-        if inner and (f"\nclass {outer}(" in module.text or f"\nclass {outer}:" in module.text):
-            outer = f"{outer}.{inner.pop(0)}"  # a class is looked up with its method
         try:
-            found = module.definition(outer)
+            module = source.module(f"{PYTORCH}.{self.file.replace('/', '.')}")
+            outer, *inner = self.place.split(".")
+            if inner and isinstance(module.definitions.get(outer), ast.ClassDef):
+                outer = f"{outer}.{inner.pop(0)}"  # a class is looked up with its method
+            definition = module.definition(outer)
             for name in inner:
-                found = found.inner(name)
+                definition = definition.inner(name)
         except UnrecognizedError:
             if "if there" in self.notes:
                 return None
             raise
-        return found
+        return definition
 
     def _matches(self, definition: Definition, pattern: Pattern) -> list[Match]:
         """As many matches as the notes say: at least one, or an exact number."""
         matches = definition.matches(pattern) if "at least once" in self.notes else []
         counts = [int(note.split()[0]) for note in self.notes if note.endswith("times")]
         return matches or definition.exactly(counts[0] if counts else 1, pattern)
-
-
-def _first_statement(place: Definition) -> ast.stmt:
-    """What a function begins with after its docstring."""
-    body = place.node.body
-    return body[1] if len(body) > 1 and ast.get_docstring(place.node) is not None else body[0]

@@ -92,9 +92,9 @@ class Source:
 
     def module(self, name: str) -> ModuleSource:
         """The source of module ``name``; raises `UnrecognizedError` where there is none."""
-        if (found := self.find(name)) is None:
+        if (module := self.find(name)) is None:
             raise unrecognized(f"module {name}", self.location)
-        return found
+        return module
 
     @property
     def read(self) -> list[str]:
@@ -102,10 +102,10 @@ class Source:
         return sorted(name for name, module in self._modules.items() if module)
 
     def forget_trees(self) -> None:
-        """Let the syntax trees go, which are large; what is asked for again is parsed again."""
+        """Free the syntax trees, which are large; a module that is used again is parsed again."""
         for name, module in self._modules.items():
             if module:
-                module.found.clear()  # a definition holds its module
+                module.used.clear()  # a definition holds its module
                 self._modules[name] = replace(module)
 
     def _read(self, name: str) -> ModuleSource | None:
@@ -140,14 +140,14 @@ def _version(folder: str) -> str | None:
 class ModuleSource:
     """The text of one module, as Python reads it, and the functions and classes in it.
 
-    ``newline`` is the line break of the file, ``found`` what `find` has found.
+    ``newline`` is the line break of the file, ``used`` has the definitions that were asked for.
     """
 
     name: str
     path: str
     text: str
     newline: str = "\n"
-    found: dict[str, Definition | None] = field(default_factory=dict, init=False, compare=False)
+    used: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -172,27 +172,22 @@ class ModuleSource:
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
         """Every class and function at module or class level, by qualified name; ambiguous names are left out."""
-        found = defaultdict[str, list[ast.FunctionDef | ast.ClassDef]](list)
+        by_name = defaultdict[str, list[ast.FunctionDef | ast.ClassDef]](list)
         pending = [("", self.tree.body)]
         for prefix, body in pending:
             for node in body:
                 if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                    found[prefix + node.name].append(node)
+                    by_name[prefix + node.name].append(node)
                     pending += [(f"{prefix}{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
-        return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
-
-    def find(self, qualname: str) -> Definition | None:
-        """The function or class ``qualname`` (``name`` or ``Class.name``), or None."""
-        if qualname not in self.found:
-            node = self.definitions.get(qualname)
-            self.found[qualname] = Definition(self, qualname, node) if node else None
-        return self.found[qualname]
+        return {name: nodes[0] for name, nodes in by_name.items() if len(nodes) == 1}
 
     def definition(self, qualname: str) -> Definition:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
-        if (found := self.find(qualname)) is None:
-            raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
-        return found
+        if qualname not in self.used:
+            if qualname not in self.definitions:
+                raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
+            self.used[qualname] = Definition(self, qualname, self.definitions[qualname])
+        return self.used[qualname]
 
     def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
-_warned: set[str] = set()
+from ._te_warn_once import warn_once
 
 
 def _of(leaf: Any) -> tuple[Any, ...]:
@@ -65,13 +64,7 @@ class SampleArguments:
         if dtypes != sample_dtypes:
             if torch.is_autocast_enabled():
                 return
-            _warn_once(
+            warn_once(
                 f"{self._graph} was captured for inputs of {sample_dtypes} and is given {dtypes}: it casts them, where "
                 "eager training may not. Capture it with samples of these dtypes, or cast the inputs before"
             )
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=2)

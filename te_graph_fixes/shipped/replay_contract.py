@@ -20,7 +20,6 @@ graphs give out is copied, and only what was given out before is in the way.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
@@ -34,6 +33,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from ._te_module_tensors import CallableTensors, WarmupRecord, modules_of
 from ._te_replay_order import ReplayOrder
+from ._te_warn_once import warn_once
 
 # A torch older than 2.8 does not say whether a checkpoint is around: there is one, then.
 _saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
@@ -56,7 +56,6 @@ class _Pool(ReplayOrder):
 
 # They belong to captures, and outlive another text of this module.
 _pools: weakref.WeakValueDictionary[Any, _Pool] = globals().get("_pools", weakref.WeakValueDictionary())
-_warned: set[str] = globals().get("_warned", set())
 
 
 def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
@@ -140,7 +139,7 @@ class Contract:
         if in_backward:
             self._require_recomputable({each.untyped_storage()._cdata for each in _tensors(inputs)})
         elif self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
-            _warn_once(
+            warn_once(
                 f"{self.name}: this graph was captured in FP8 and is replayed outside of an autocast: it computes in "
                 "FP8, its module would not, and scales stay as they are. Replay it in the autocast of the capture",
                 "outside of an autocast",
@@ -227,7 +226,7 @@ class Contract:
         if not self._delays_wgrad:
             self._tensors.written.require_same(self.name)
         elif self._dgrad_time:
-            _warn_once(
+            warn_once(
                 f"{self.name}: the last backward has had no backward_dw(), and its wgrad is lost: call it after each",
                 "no backward_dw",
             )
@@ -291,9 +290,3 @@ def _recipe_states(function: Any) -> Iterator[Any]:
         state = (of_operation or getattr(module, "fp8_meta", {})).get("scaling_bwd")
         if state is not None:
             yield state
-
-
-def _warn_once(text: str, about: str) -> None:
-    if about not in _warned:
-        _warned.add(about)
-        warnings.warn(text, stacklevel=2)

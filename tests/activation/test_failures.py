@@ -44,7 +44,7 @@ def count(status):
 def child(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` below `SETUP` on the simulator, in a process that has imported torch and finds ``path`` first."""
     program = SETUP + textwrap.dedent(code)
-    return on_simulator("-c", program, path=os.pathsep.join(map(str, path)), **variables)
+    return on_simulator("-c", program, path=os.pathsep.join(map(str, path)), imported=(), **variables)
 
 
 def printed(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> list[str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.decision import verdicts
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.state import State
+from tests.support import published
 from tests.support.child import on_simulator, python, simulate
 
-VERDICTS = {fix: verdict.state for fix, verdict in verdicts(Source.installed()).items()}
+VERDICTS = {fix: verdict.state for fix, verdict in published.examined("installed")[1].items()}
 NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == State.APPLICABLE)
 
 PRELUDE = """
@@ -101,7 +101,7 @@ import transformer_engine.pytorch
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_events_does_not_matter(order: str) -> None:
-    simulate("-c", PRELUDE + ORDERS[order] + "\ncheck()\n")
+    simulate("-c", PRELUDE + ORDERS[order] + "\ncheck()\n", imported=())
 
 
 def test_tracebacks_and_sources_show_the_corrected_lines() -> None:
@@ -173,6 +173,7 @@ found = attempt(te_graph_fixes.activate, None, None, True)
 assert found.startswith("FixNotAppliedError"), found
 """,
         path=broken(tmp_path),
+        imported=(),
         TE_GRAPH_FIXES_STRICT="1",
     )
 
@@ -188,6 +189,7 @@ te_graph_fixes.activate()
 assert "unrecognized" in {status.status for status in te_graph_fixes.report().fixes.values()}
 """,
         path=broken(tmp_path),
+        imported=(),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("TEGraphFixesWarning") == 1, done.stderr
@@ -250,4 +252,5 @@ else:
     raise AssertionError("no error")
 assert without() == set()
 """,
+        imported=(),
     )

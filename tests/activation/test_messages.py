@@ -16,7 +16,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.messages import PLACEHOLDER, announce, how_to_report, problem_summary
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.report import FixStatus, Report
-from te_graph_fixes.settings import Settings
+from te_graph_fixes.settings import COMMAND, Settings
 from te_graph_fixes.state import State
 from tests.support.child import ROOT
 from tests.support.published import VERSIONS, examined
@@ -95,7 +95,7 @@ BAD_SETTINGS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("given", BAD_SETTINGS)
 def test_an_error_says_what_was_given_and_what_to_do(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.path", [str(examined("2.12.0")[0].location).removesuffix("transformer_engine")])
+    monkeypatch.syspath_prepend(str(examined("2.12.0")[0].location).removesuffix("transformer_engine"))
     with pytest.raises(ValueError, match=given) as raised:
         BAD_SETTINGS[given]()
     text = str(raised.value)
@@ -112,7 +112,9 @@ def test_a_warning_names_what_to_do_and_what_is_wrong() -> None:
     assert first.startswith(
         "TransformerEngine 2.12.0: 1 fix that it needs cannot be applied, so its graphs may give wr"
     )
-    assert "Stop the job or switch graphs off; `te-graph-fixes issue` prints what " in first
+    assert (
+        f"Stop the job or switch graphs off; te_graph_fixes.report() has all of it; `{COMMAND} issue` prints" in first
+    )
     assert reason == "warmup-reset: looked for a loop, found none"
     assert "1 graph captured before the fixes were in place" in graphs
     assert graphs.endswith("import te_graph_fixes before graphs are captured")
@@ -131,15 +133,36 @@ def test_reasons_are_counted_and_not_fixes(capsys: pytest.CaptureFixture[str]) -
     assert said.endswith(f": no fix applied to TransformerEngine 2.99.0; missing: {len(CATALOGUE)} fixes\n")
 
 
+@pytest.mark.parametrize(
+    "variables", [{}, {"RANK": "0"}, {"RANK": "1"}, {"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_RANK": "12"}]
+)
+def test_the_first_rank_alone_says_what_was_applied(
+    variables: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is asked to be silent, or all are asked to speak."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (rank,) = variables.values() or [""]
+    report = Report("2.12.0", {"none-outputs": FixStatus(State.APPLIED, "corrected", (), ())})
+    for verbose, said in ((None, rank in ("", "0")), (False, False), (True, True)):
+        monkeypatch.setattr("te_graph_fixes.messages._said", set())
+        announce(report, verbose)
+        line = (
+            f"te-graph-fixes {report.version}{', rank ' * bool(rank)}{rank}: 1 fix applied to TransformerEngine 2.12.0"
+        )
+        more = " (applied: none-outputs)" * bool(verbose)
+        assert capsys.readouterr().err == f"{line}{more}\n" * said
+
+
 def test_a_report_goes_where_the_metadata_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    assert how_to_report() == "`te-graph-fixes issue` prints what whoever gave you the package needs to know"
+    assert how_to_report() == f"`{COMMAND} issue` prints what whoever gave you the package needs to know"
     (tmp_path / "te_graph_fixes-9.dist-info").mkdir()
     metadata = tmp_path / "te_graph_fixes-9.dist-info" / "METADATA"
     metadata.write_text(f"Name: te-graph-fixes\nVersion: 9\nProject-URL: Issues, {PLACEHOLDER}issues\n")
     assert "example.invalid" not in how_to_report()
     metadata.write_text("Name: te-graph-fixes\nVersion: 9\nProject-URL: Issues, https://x.invalid/new\n")
-    assert how_to_report() == "`te-graph-fixes issue` prints what a report at https://x.invalid/new needs"
+    assert how_to_report() == f"`{COMMAND} issue` prints what a report at https://x.invalid/new needs"
 
 
 def texts() -> Iterator[tuple[str, str]]:

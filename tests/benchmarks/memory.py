@@ -3,8 +3,8 @@
     python tests/benchmarks/memory.py [--te NAME=FOLDER ...] [--json FILE] [--processes N] [--hidden N] [PROGRAM ...]
 
 ``FOLDER`` holds a TransformerEngine (TE); without ``--te`` it is the installed one. Each program runs in a process of
-its own, several at a time; while one captures, the others wait. ``verify`` is a program for all those of `verify` and
-of `benchmark.py`. MiB are those that a capture adds to what was allocated before: at its peak, after it, and after the
+its own, several at a time; while one captures, the others wait. ``verify`` is a program for all those of `verify`, and
+three more. MiB are those that a capture adds to what was allocated before: at its peak, after it, and after the
 ``reset()`` of all its graphs while the callables are still there. Exits with 1 where a peak is above 1.01 of TE's own.
 """
 
@@ -257,7 +257,7 @@ def programs_of_verify() -> dict[str, Any]:
 
     found: dict[str, dict[str, Any]] = {}
     for case in CASES.values():
-        options = {name: value for name, value in case.options.items() if name != "breaks"}
+        options = {name: value for name, value in case.options.items() if name not in ("breaks", "refusal")}
         if case.function == "programs:compare":
             found[case.name] = options
         elif case.function == "programs:compare_each":

@@ -45,7 +45,7 @@ CORRECT: list[dict[str, Any]] = [
 
 
 def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in simulate(PROGRAM, *arguments, **environment).splitlines()]
+    return [json.loads(line) for line in simulate(PROGRAM, *arguments, imported=(), **environment).splitlines()]
 
 
 def test_correct_graphs_are_equal_and_train_as_without_the_check() -> None:

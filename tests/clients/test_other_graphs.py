@@ -1,38 +1,49 @@
-"""TE's modules in graphs that `make_graphed_callables` has not made: `tests/gpu/other_graphs.py` on the simulator.
+"""TE's modules in graphs that `make_graphed_callables` has not made, or not alone: they are right with this package.
 
-Without this package they are right; with it they have to be right as well.
+Run as a program it trains each way that it is told, eagerly and in graphs, and prints what differs.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
-from te_graph_fixes.decision import verdicts
-from te_graph_fixes.patching.source import Source
-from te_graph_fixes.state import State
+from te_graph_fixes.verify.driver.program import Program
+from tests.support import published
 from tests.support.child import simulate
 
-PROGRAM = "tests/gpu/other_graphs.py"
-AS_WITHOUT = (
-    "step/Linear/fp8-delayed",
-    "microbatches/LayerNormMLP/fp8-delayed/recompute",
-)
-CORRECTED = ["after-te-was-reset/Linear/fp8-current", "te-after-te-was-reset/Linear/fp8-current"]
+DELAYED: dict[str, Any] = {"recipe": "delayed", "fused": True, "keeps_grads": True, "weights": "marked"}
+PROGRAMS = {
+    "a step": Program(modules=("linear",) * 2, **DELAYED),
+    "microbatches": Program(modules=("layernorm_mlp", "linear"), recompute=True, **DELAYED),
+    "after TE": Program(modules=("grouped_linear",), **DELAYED),
+    "after TE was reset": Program(modules=("linear",) * 2, **{**DELAYED, "recipe": "current"}),
+    "TE after TE was reset": Program(modules=("linear",) * 2, **{**DELAYED, "recipe": "current"}),
+}
+"""What is trained in each way."""
+AS_WITHOUT = ("a step", "microbatches", "after TE was reset")
+CORRECTED = ["TE after TE was reset"]
 """Without this package TE's own graphs in them are wrong."""
-if verdicts(Source.installed())["grouped-linear-skip-flag"].state == State.APPLICABLE:
-    CORRECTED.append("after-te/GroupedLinear/fp8-delayed/alone")  # upstream's correction is wrong there
+if "grouped-linear-skip-flag" in published.te("installed").needed:
+    CORRECTED.append("after TE")  # upstream's correction is wrong there
 
 
-def measure(setting: str, *cases: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in simulate(PROGRAM, "--case", *cases, TE_GRAPH_FIXES=setting).splitlines()]
+def different(setting: str) -> dict[str, dict[str, float]]:
+    """What differs from eager training, by the way."""
+    ways = [*AS_WITHOUT, *CORRECTED]
+    lines = simulate(__file__, *ways, TE_GRAPH_FIXES=setting).splitlines()
+    return dict(zip(ways, map(json.loads, lines), strict=True))
 
 
-def test_other_graphs_are_as_without_the_package() -> None:
-    found = measure("on", *AS_WITHOUT, *CORRECTED)
-    assert [set(case["errors"].values()) for case in found] == [{0.0}] * len(found)
-    assert len(found) == len(AS_WITHOUT) + len(CORRECTED)
-    assert found[: len(AS_WITHOUT)] == measure("off", *AS_WITHOUT)
+def test_other_graphs_give_eager_numbers() -> None:
+    assert different("on") == {way: {} for way in [*AS_WITHOUT, *CORRECTED]}
+
+
+def test_without_the_package_only_graphs_of_te_are_wrong() -> None:
+    found = different("off")
+    assert {way for way, differing in found.items() if differing} == set(CORRECTED)
 
 
 CAPTURE_OF_OTHERS = """
@@ -63,3 +74,138 @@ assert scale() is None, gc.get_referrers(scale())
 
 def test_what_others_capture_is_not_held() -> None:
     simulate("-c", CAPTURE_OF_OTHERS)
+
+
+def main(ways: list[str]) -> None:
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    import te_graph_fixes  # noqa: F401
+    from te_graph_fixes.verify.driver import setting
+    from te_graph_fixes.verify.driver.comparison import differences
+    from te_graph_fixes.verify.driver.training import Training
+
+    class Slot:
+        """The memory of one microbatch."""
+
+        def __init__(self) -> None:
+            self.x, self.grad = setting.sample().requires_grad_(), setting.sample()
+            self.x.grad = torch.zeros_like(self.x)
+            self.out = self.x
+
+        @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
+        def load(self, step: int) -> None:
+            self.x.copy_(setting.random(3.0**step))
+            self.grad.copy_(setting.random(3.0**step))
+            self.x.grad.zero_()  # type: ignore[union-attr]
+
+    class Job:
+        """A training whose first step is eager; in its second graphs are captured."""
+
+        def __init__(self, way: str, graphed: bool) -> None:
+            self.way, self.graphed, self.number = way, graphed, 0
+            self.training = Training(graphed=False)
+            self.graphs: dict[str, Any] = {}
+            self.pool = torch.cuda.graph_pool_handle()
+            self.slots = [Slot() for _ in range(3)]
+            self.besides: list[Any] = []
+
+        def region(self, name: str, function: Callable[[], None]) -> None:
+            if not self.graphed or not self.number:
+                function()
+                return
+            if name not in self.graphs:
+                self.graphs[name] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[name], pool=self.pool, stream=torch.cuda.current_stream()):
+                    function()
+            self.graphs[name].replay()
+
+        def microbatch(self, slot: Slot, first: bool) -> None:
+            if first:
+                self.training.mark_first()
+            slot.out = self.training.forward(slot.x, self.training.chunk(0), 0, eager=True)
+            slot.out.backward(slot.grad)
+            slot.out = slot.out.detach()
+
+        def all_microbatches(self) -> None:
+            for number, slot in enumerate(self.slots):
+                self.microbatch(slot, number == 0)
+
+        def see(self, slot: Slot) -> None:
+            self.training.see("outputs", slot.out)
+            self.training.see("dgrads", slot.x.grad)
+
+        def beside(self, number: int = 0) -> None:
+            """Two microbatches of a projection in TE's own graph, which caches its weights and sets the skip flag."""
+            if len(self.besides) == number:
+                module = te.Linear(setting.hidden(), setting.hidden(), bias=False, **self.plain)
+                if self.graphed:
+                    options = {"enabled": True, "cache_quantized_params": True}
+                    recipe, leaf = setting.plain_recipe(setting.program.recipe), setting.sample().requires_grad_()
+                    te.make_graphed_callables(module, (leaf,), recipe=recipe, **options)
+                self.besides.append(module)
+                torch.manual_seed(self.number)
+            for first in (True, False):
+                x = setting.random().requires_grad_()
+                with setting.autocast(setting.program.recipe):
+                    out = self.besides[number](x, is_first_microbatch=first)
+                out.backward(out.detach())
+                self.training.see("outputs", out)
+                self.training.see("dgrads", x.grad)
+
+        plain = {"params_dtype": torch.bfloat16, "device": "cuda"}  # noqa: RUF012
+
+        def step(self) -> None:
+            match self.way:
+                case "microbatches":
+                    for number, slot in enumerate((self.slots[0], self.slots[1], self.slots[1])):
+                        self.region(
+                            f"first {not number}", lambda slot=slot, first=not number: self.microbatch(slot, first)
+                        )
+                        self.see(slot)
+                    return
+                case "TE after TE was reset":
+                    self.microbatch(self.slots[0], True)
+                    self.beside(0)
+                    if not self.number:
+                        FP8GlobalStateManager.reset()
+                    self.beside(1)
+                    return
+                case "after TE":
+                    self.beside()
+                case "after TE was reset" if not self.number:
+                    self.beside()
+                    FP8GlobalStateManager.reset()
+            self.region("step", self.all_microbatches)
+            for slot in self.slots:
+                self.see(slot)
+
+        @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
+        def update_besides(self) -> None:
+            for module in self.besides:
+                if module.weight.grad is None:
+                    continue
+                module.weight -= setting.RATE * module.weight.grad
+                module.weight.grad = None
+
+        def train(self) -> dict[str, list[torch.Tensor | None]]:
+            for self.number in range(4):
+                torch.manual_seed(self.number + 2)
+                self.training.event = f"{self.number} step"
+                for slot in self.slots:
+                    slot.load(self.number)
+                self.step()
+                self.training.update(setting.RATE)
+                self.update_besides()
+                self.training.see("parameters", *self.training.parameters)
+            return self.training.seen
+
+    for way in ways:
+        setting.use(PROGRAMS[way])
+        eager = Job(way, graphed=False).train()
+        print(json.dumps(differences(Job(way, graphed=True).train(), eager)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from te_graph_fixes.fix import applicable
 from te_graph_fixes.patching.installation import Installation
-from te_graph_fixes.patching.rewriting import replace
-from te_graph_fixes.patching.source import Source
+from te_graph_fixes.patching.source import Edit, Source
 
 CODE = "standin_of_torch.code"
 
@@ -20,6 +18,8 @@ CODE = "standin_of_torch.code"
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["compiled caller", "compiled", "scripted", "saved forward"])
 def test_torch_runs_the_correction(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
     package = tmp_path / "standin_of_torch"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -31,7 +31,8 @@ def test_torch_runs_the_correction(way: str, tmp_path: Path, monkeypatch: pytest
     module = importlib.import_module(CODE)
     source = Source(str(package), None)
     found = source.module(CODE).definition("run")
-    installation = Installation(source, {"fix": applicable("a test", [replace(found, found.one("x + 1"), "x + 2")])})
+    edit = Edit(CODE, *found.module.span(found.one("x + 1")), "x + 2")
+    installation = Installation(source, {"fix": applicable("a test", [edit])})
     instance = module.Module()
     saved = instance.forward
     installation.install()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.commands.cli import main
+from te_graph_fixes.decision import undo_advice
 from te_graph_fixes.patching.source import Source
 from tests.fixes.test_core_fixes import CASES
 from tests.support.child import on_simulator, simulate
@@ -25,7 +26,7 @@ def baked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("setting", ["off", "on"])
 def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, setting: str) -> None:
-    done = on_simulator("-m", "te_graph_fixes.verify.child", *CASES, path=baked, TE_GRAPH_FIXES=setting)
+    done = on_simulator("-m", "te_graph_fixes.verify.child", *CASES, path=baked, imported=(), TE_GRAPH_FIXES=setting)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {
         case: ("measured", 0.0, []) for case in CASES
@@ -64,7 +65,7 @@ except te_graph_fixes.FixNotAppliedError as error:
     print("strict:", error)
 assert on_disk() == made
 """
-UNDO = "take the fixes out of TransformerEngine's files with `te-graph-fixes bake --undo`"
+UNDO = undo_advice()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ UNDO = "take the fixes out of TransformerEngine's files with `te-graph-fixes bak
     ],
 )
 def test_the_switches_and_the_report_tell_what_is_on_disk(baked: Path, variables: dict[str, str], warned: str) -> None:
-    done = on_simulator("-c", TOUR, path=baked, **variables)
+    done = on_simulator("-c", TOUR, path=baked, imported=(), **variables)
     assert done.returncode == 0, done.stderr
     first, after, strict = done.stdout.splitlines()
     assert re.fullmatch(warned, first)
@@ -90,9 +91,9 @@ def test_the_switches_and_the_report_tell_what_is_on_disk(baked: Path, variables
 
 def test_strict_mode_and_the_check_refuse_other_settings(baked: Path) -> None:
     program = "import te_graph_fixes"
-    done = on_simulator("-c", program, path=baked, TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_STRICT="1")
+    done = on_simulator("-c", program, path=baked, imported=(), TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_STRICT="1")
     assert (done.returncode, f"FixNotAppliedError: {UNDO}" in done.stderr) == (1, True)
-    done = on_simulator("-c", program, path=baked, TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_CHECK="2")
+    done = on_simulator("-c", program, path=baked, imported=(), TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_CHECK="2")
     assert (done.returncode, f"ValueError: {UNDO}" in done.stderr) == (1, True)
 
 

@@ -259,12 +259,12 @@ def has_gpu() -> bool:
 
 
 def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[int]], None]) -> None:
-    """Share the numbers up to ``count`` between ``--jobs`` processes; none is begun after ``--seconds``."""
+    """Share the numbers up to ``count`` between ``--jobs`` processes."""
     fork = multiprocessing.get_context("fork")
-    begun, end = fork.Value("i", 0), time.monotonic() + options.seconds
+    begun = fork.Value("i", 0)
 
     def numbers() -> Iterator[int]:
-        while time.monotonic() < end:
+        while True:
             with begun.get_lock():
                 begun.value += 1
                 number = begun.value - 1
@@ -348,7 +348,7 @@ def search(options: argparse.Namespace) -> int:
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.patching.source import Source
-    from tests.support.single_edits import conditions, is_done_before
+    from tests.support.single_edits import conditions
 
     source = Source.installed()
     needed = {
@@ -365,14 +365,12 @@ def search(options: argparse.Namespace) -> int:
             (each if kind == "condition" else (fix_id, number)): {"fix": fix_id, kind: number}
             for fix_id, verdict in needed.items()
             for number, each in enumerate(conditions(source, verdict) if kind == "condition" else verdict.edits)
-            if kind == "condition" or not is_done_before(source, fix_id, each)
         }
         targets = random.Random(options.seed).sample([*places.values()], min(broken, len(places)))
     done = noted(options.results)[1:]
     targets = [target for target in targets if not any(target.items() <= line.items() for line in done)]
-    end = time.monotonic() + options.seconds
 
-    def look(target: dict[str, Any]) -> dict[str, Any] | None:
+    def look(target: dict[str, Any]) -> dict[str, Any]:
         fix_id = target["fix"]
         others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not broken]
         try:
@@ -383,8 +381,6 @@ def search(options: argparse.Namespace) -> int:
         tried = 0
         try:
             for seed, wanted in equal:
-                if time.monotonic() > end:
-                    return None
                 if seed >= options.seed + options.programs:
                     break
                 program, tried = draw(seed, options.gpu, " " in wanted), seed - equal[0][0] + 1
@@ -398,8 +394,7 @@ def search(options: argparse.Namespace) -> int:
 
     def work(numbers: Iterable[int]) -> None:
         for number in numbers:
-            if found := look(targets[number]):
-                note(options, targets[number] | found)
+            note(options, targets[number] | look(targets[number]))
 
     in_jobs(options, len(targets), work)
     lines = noted(options.results)[1:]
@@ -411,7 +406,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first program is that of this seed")
     parser.add_argument("--programs", type=int, default=100, help="how many, each of the next seed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so many seconds")
     parser.add_argument("--limit", type=int, default=120, help="seconds that one program may take")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the work")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that the processes are spread over")

@@ -28,7 +28,7 @@ def connect() -> None:
     else:
         store = dist.FileStore(tempfile.mktemp(), 2)
         rank = int(not os.fork())
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(minutes=5))
 
 
 class Sequences(torch.nn.Module):

@@ -28,11 +28,11 @@ def explore(*arguments: str) -> tuple[int, list[dict[str, object]]]:
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.full)])
-def test_programs_are_as_without_graphs(seconds: int) -> None:
-    status, lines = explore("--programs", str(2 * seconds), "--seconds", str(seconds), "--no-shrink")
+@pytest.mark.parametrize("programs", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_programs_are_as_without_graphs(programs: int) -> None:
+    status, lines = explore("--programs", str(programs), "--no-shrink")
     assert status == 0, lines
-    assert int(str(lines[-1]["equal"])) > seconds / 6
+    assert int(str(lines[-1]["equal"])) > programs / 2
 
 
 def test_what_breaks_a_capture_is_right_or_refused() -> None:

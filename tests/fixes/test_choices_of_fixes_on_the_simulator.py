@@ -21,7 +21,7 @@ WORSE = {
 
 @pytest.mark.parametrize("choice", WORSE)
 def test_what_was_worse_is_not(choice: str) -> None:
-    done = on_simulator("-m", "tools.choices_of_fixes", choice, "--cases", *WORSE[choice])
+    done = on_simulator("-m", "tools.choices_of_fixes", choice, "--cases", *WORSE[choice], imported=())
     assert done.returncode == 0, done.stdout + done.stderr
 
 

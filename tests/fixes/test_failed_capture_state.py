@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.source import Source
 from te_graph_fixes.verify.cases import Case
+from tests.support import published
 from tests.support.child import outcome
 
-FIX = CATALOGUE["failed-capture-state"]
-NEEDED = FIX.verdict_on(Source.installed()).state == "applicable"
-SPOILED = Case(
-    "spoiled", (FIX.id,), "programs:compare", {"recipe": "delayed", "events": ("failed_capture 5 6", "step")}
-)
+FIX = "failed-capture-state"
+NEEDED = FIX in published.te("installed").needed
+SPOILED = Case("spoiled", (FIX,), "programs:compare", {"recipe": "delayed", "events": ("failed_capture 5 6", "step")})
 
 
 def test_a_spoiled_capture_leaves_everything_as_it_was() -> None:

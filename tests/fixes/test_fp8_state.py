@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.source import Source
-from te_graph_fixes.state import State
 from te_graph_fixes.verify.cases import CASES, Case
+from tests.support import published
 from tests.support.child import measured, on_simulator, simulate
 
 TRANSPOSES, CACHED, STATE = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
@@ -21,7 +19,7 @@ STATE_ALONE = f"{STATE},fp8-state-at-replay,nested-autocast"
 """With what it requires."""
 FIXES = TRANSPOSES, CACHED, STATE
 EVERYTHING_ELSE = ",".join(sorted(set(CATALOGUE) - set(FIXES)))
-NEEDED = {fix for fix, verdict in verdicts(Source.installed()).items() if verdict.state == State.APPLICABLE}
+NEEDED = published.te("installed").needed
 STEPS = ("step",) * 3
 SHARED = CASES["inference-and-training"].options
 

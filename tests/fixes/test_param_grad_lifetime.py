@@ -9,14 +9,12 @@ import json
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
 
-from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.source import Source
+from tests.support import published
 from tests.support.child import simulate
 
-FIX = CATALOGUE["param-grad-lifetime"]
-NEEDED = FIX.verdict_on(Source.installed()).state == "applicable"
+FIX = "param-grad-lifetime"
+NEEDED = FIX in published.te("installed").needed
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}
 VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
 """Biases and norm weights, which one kernel copies."""
@@ -24,13 +22,14 @@ VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_are_copied_one_by_one_and_vectors_together(kind: str) -> None:
-    plain, fused = json.loads(simulate(__file__, kind, TE_GRAPH_FIXES=FIX.id).splitlines()[-1])
+    plain, fused = json.loads(simulate(__file__, kind, TE_GRAPH_FIXES=FIX).splitlines()[-1])
     assert plain == WEIGHTS[kind] + (1 if NEEDED else VECTORS[kind])
     assert fused == 1 or not NEEDED, "TE 2.19 and later copy the dummies of fused wgrads"
 
 
 def main(kind: str) -> None:
     """Print the copies at a replay: of plain grads, and beside fused wgrads."""
+    import torch
     import transformer_engine.pytorch as te
 
     import te_graph_fixes  # noqa: F401

@@ -313,7 +313,7 @@ del torch._C._autograd._top_saved_tensors_default_hooks
 
 @pytest.mark.parametrize("before", ["", pytest.param(ON_AN_OLDER_TORCH, id="torch before 2.8")])
 def test_two_checkpoints_around_one_graph_are_right(before: str) -> None:
-    assert simulate("-c", before + ONCE_MORE.format(TWO_CHECKPOINTS)) == "True\n"
+    assert simulate("-c", before + ONCE_MORE.format(TWO_CHECKPOINTS), imported=()) == "True\n"
 
 
 def test_a_checkpoint_that_first_comes_in_a_later_step_is_right() -> None:
@@ -354,12 +354,6 @@ def raises(first):
         assert "is not where it was" in str(error), error
         return True
 
-def steps_until_it_raises(first):
-    for number in range(1, 40):
-        if raises(first):
-            assert raises(False)
-            return number
-
 for change, first in (
     (lambda: move(layers), None),
     (lambda: move(layers[2:3]), None),
@@ -375,25 +369,25 @@ for change, first in (
         layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
     samples = tuple((torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in callables)
     te.make_graphed_callables(tuple(callables), samples, allow_unused_input=True)
-    for _ in range(STEPS):
+    for _ in range(3):
         step()
     try:
         change()
     except RuntimeError as error:
         print("at once, in", str(error)[:10])
     else:
-        print(steps_until_it_raises(first))
+        print("in the next step" if raises(first) and raises(False) else "never")
 """
 
 
 IN_THE_FIRST = "at once, in callable 0"
-AT_ONCE = ["1", "1", "1", "at once, in callable 3", IN_THE_FIRST, "1", IN_THE_FIRST]
+NEXT = "in the next step"
 
 
-@pytest.mark.parametrize("steps", [3, 70])
-def test_a_change_raises_at_once(steps: int) -> None:
-    """Within a step too, after many steps, and whatever the caller says of the microbatch."""
-    assert simulate("-c", LATER.replace("STEPS", str(steps))).splitlines() == AT_ONCE
+def test_a_change_raises_at_once() -> None:
+    """Within a step too, and whatever the caller says of the microbatch."""
+    found = simulate("-c", LATER).splitlines()
+    assert found == [NEXT] * 3 + ["at once, in callable 3", IN_THE_FIRST, NEXT, IN_THE_FIRST]
 
 
 TURN_ABOUT = """
@@ -404,7 +398,7 @@ layer = te.Linear(32, 32, device="cuda")
 samples = [(torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in range(2)]
 graphs = te.make_graphed_callables((layer,), samples, _order=[1, -1, 1, -1], allow_unused_input=True)
 x = torch.randn(32, 32, device="cuda", requires_grad=True)
-for graph in graphs * STEPS:
+for graph in graphs * 2:
     graph(x).sum().backward()
 """
 WEIGHT_REPLACED = """
@@ -426,33 +420,13 @@ print(torch.equal(replayed, x.grad))
 
 
 def test_steps_of_one_microbatch_that_take_the_graphs_of_an_order_in_turn_look_each() -> None:
-    assert simulate("-c", TURN_ABOUT.replace("STEPS", "2") + WEIGHT_REPLACED).startswith(
+    assert simulate("-c", TURN_ABOUT + WEIGHT_REPLACED).startswith(
         "callable 0 (Linear) of microbatch 1: a parameter (weight) is not where it was"
     )
 
 
 def test_a_graph_goes_on_when_another_is_reset() -> None:
-    assert simulate("-c", TURN_ABOUT.replace("STEPS", "40") + ONE_RESET) == "True\n"
-
-
-WITHOUT_PARAMETERS = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
-x = torch.randn(32, 32, device="cuda", requires_grad=True)
-module = torch.nn.Sequential(torch.nn.GELU())
-graphed = te.make_graphed_callables(module, (torch.zeros(32, 32, device="cuda", requires_grad=True),))
-for _ in range(70):
-    x.grad = None
-    graphed(x).sum().backward()
-replayed, x.grad = x.grad, None
-torch.nn.functional.gelu(x).sum().backward()
-print(torch.equal(replayed, x.grad))
-"""
-
-
-def test_a_capture_without_parameters_is_right() -> None:
-    assert simulate("-c", WITHOUT_PARAMETERS) == "True\n"
+    assert simulate("-c", TURN_ABOUT + ONE_RESET) == "True\n"
 
 
 WITH_SOMETHING_LEFT_OUT = """
@@ -528,14 +502,14 @@ with te.autocast(enabled=True):
 with warnings.catch_warnings(record=True) as given:
     warnings.simplefilter("always")
     step()
-print(*(warning.message for warning in given))
+print(*(f"{warning.filename}: {warning.message}" for warning in given))
 """
 
 
 def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast() -> None:
     assert simulate("-c", BEHIND_ONE_WITHOUT_FP8).startswith(
-        "callable 1 (Linear): this graph was captured in FP8 and is replayed outside of an autocast"
-    )
+        "<string>: callable 1 (Linear): this graph was captured in FP8 and is replayed outside of an autocast"
+    )  # at the line of the program
 
 
 SEQUENCES = """

@@ -11,33 +11,28 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.decision import verdicts
-from te_graph_fixes.patching.source import Edit, Source
 from te_graph_fixes.state import State
 from te_graph_fixes.verify.cases import EXPERTS, PRESWIZZLE
+from tests.support import published
 from tests.support.child import on_simulator
-from tests.support.single_edits import is_done_before
 
-SOURCE = Source.installed()
+_, VERDICTS = published.examined("installed")
 GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
 """What is simulated where Hopper does not run all that a fix edits."""
 
 
-def marks(fix_id: str, edit: Edit) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.xfail(reason="a check that can no longer fail")] * is_done_before(SOURCE, fix_id, edit)
-
-
 EDITS = [
-    pytest.param(fix_id, number, id=f"{fix_id}-{number}", marks=marks(fix_id, edit))
-    for fix_id, verdict in verdicts(SOURCE).items()
+    pytest.param(fix_id, number, id=f"{fix_id}-{number}")
+    for fix_id, verdict in VERDICTS.items()
     if verdict.state == State.APPLICABLE
-    for number, edit in enumerate(verdict.edits)
+    for number in range(len(verdict.edits))
 ]
 
 
 def lines(fix_id: str, number: int) -> list[dict[str, Any]]:
     gpu = GPUS.get(fix_id, "hopper")
-    done = on_simulator("tests/support/single_edits.py", fix_id, str(number), TE_GRAPH_FIXES="on", TE_SIMULATOR_GPU=gpu)
+    program = ("tests/support/single_edits.py", fix_id, str(number))
+    done = on_simulator(*program, imported=(), TE_GRAPH_FIXES="on", TE_SIMULATOR_GPU=gpu)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return found if done.returncode == 0 else [*found, {"outcome": "failed", "detail": done.stderr[-500:]}]
 
@@ -53,4 +48,4 @@ def with_all(fix_id: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("fix_id", "number"), EDITS)
 def test_an_edit_that_is_left_out_changes_something(fix_id: str, number: int) -> None:
-    assert lines(fix_id, number) != with_all(fix_id), verdicts(SOURCE)[fix_id].edits[number]
+    assert lines(fix_id, number) != with_all(fix_id), VERDICTS[fix_id].edits[number]

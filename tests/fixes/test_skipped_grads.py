@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from te_graph_fixes.patching.source import Source
 from tests.support.child import simulate
@@ -28,6 +27,7 @@ def test_the_grad_of_a_plain_parameter_keeps_its_storage(setting: str) -> None:
 
 def main() -> None:
     """Replay a plain linear layer twice, and keep the grads of both replays."""
+    import torch
     import transformer_engine.pytorch as te
 
     import te_graph_fixes  # noqa: F401

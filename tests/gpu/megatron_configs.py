@@ -13,7 +13,6 @@ compared bit by bit, on every rank.
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import json
 import multiprocessing
@@ -143,42 +142,6 @@ all-to-alls, which Megatron refuses for one rank),
 in hooks of the forward) and what is done ``between`` steps. The rest is Megatron's.
 """
 
-LOCAL: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 3, "hold": True}
-WHOLE = {**LOCAL, "cuda_graph_scope": "full_iteration"}
-OWN: dict[str, dict[str, Any]] = {
-    "local-experts": LOCAL,
-    "local-experts-shared-gated": {**LOCAL, **SHARED, **GATED},
-    "local-experts-without-warmup": {**LOCAL, "cuda_graph_warmup_steps": 0},
-    "local-experts-own": {**LOCAL, "cuda_graph_scope": "moe"},
-    "local-dense": {**DENSE, **LOCAL},
-    "local-dense-not-held": {**DENSE, **LOCAL, "hold": False},
-    "local-dense-bias": {**DENSE, **LOCAL, "add_bias_linear": True, "add_qkv_bias": True},
-    "local-dense-attention": {**DENSE, **LOCAL, "cuda_graph_scope": "attn"},
-    "local-dense-dropout": {**DENSE, **LOCAL, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "local-dense-last-in-bf16": {**DENSE, **LOCAL, "num_layers": 4, "first_last_layers_bf16": True},
-    "local-dense-separate-wgrads": {**DENSE, **LOCAL, "gradient_accumulation_fusion": False},
-    "local-recompute-activations": {**LOCAL, **RECOMPUTE, **GATED, "recompute_modules": ["moe_act"]},
-    "local-evaluate": {**DENSE, **LOCAL, "between": "evaluate"},
-    "local-optimizer": {**DENSE, **LOCAL, "optimizer": True},
-    "local-optimizer-fp8-params": {**LOCAL, "optimizer": True, "fp8_param": True},
-    "whole-experts": WHOLE,
-    "whole-dense": {**DENSE, **WHOLE},
-    "whole-dense-dropout": {**DENSE, **WHOLE, "hidden_dropout": 0.1},
-    "whole-dense-separate-wgrads": {**DENSE, **WHOLE, "gradient_accumulation_fusion": False},
-    "whole-recompute-mlp": {**DENSE, **WHOLE, **RECOMPUTE, "recompute_modules": ["mlp"]},
-    "whole-recompute-all": {
-        **DENSE,
-        **WHOLE,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
-"""Those of Megatron's own graphs, which it captures after the first step: of layers, or of a step as a whole.
-
-``hold`` is ours: buffers of inputs do not go back to Megatron's pool, from where 0.16.1 takes them for output grads.
-"""
-
 
 def start(changed: dict[str, Any]) -> None:
     import torch
@@ -209,7 +172,6 @@ class Job:
         reduce: bool = False,
         optimizer: bool = False,
         between: str = "",
-        hold: bool = False,
         hybrid: str = "",
         **changed: Any,
     ) -> None:
@@ -220,12 +182,10 @@ class Job:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
-        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.transformer import cuda_graphs
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
         FP8GlobalStateManager.reset()
@@ -260,13 +220,9 @@ class Job:
         if reduce or optimizer:
             self.config.no_sync_func = self.model.no_sync
             self.config.finalize_model_grads_func = finalize_model_grads
-        if hold and hasattr(cuda_graphs, "TensorReusePool"):  # up to 0.18
-            cuda_graphs.TensorReusePool.insert = lambda pool, tensor: None
-        if graphs and not late and self.config.cuda_graph_impl != "local":
+        if graphs and not late:
             self.capture()
         self.run = get_forward_backward_func()
-        if graphs and changed.get("cuda_graph_scope") == WHOLE["cuda_graph_scope"]:
-            self.run = FullCudaGraphWrapper(self.run)
 
     def capture(self) -> None:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -344,8 +300,7 @@ def config(recipe: str, graphs: bool, latent: bool = False, alone: bool = False,
 
         changed["attention_backend"] = AttnBackend.fused
     if not graphs:
-        for name in WHOLE:
-            changed.pop(name, None)
+        changed.pop("cuda_graph_scope", None)
     plain = transformer_config.TransformerConfig
     moe.RECIPES.update(RECIPES)
     try:
@@ -398,20 +353,10 @@ def compare(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> dict[s
     return differing
 
 
-def digest(run: dict[str, list[Any]]) -> str:
-    import torch
-
-    bits = hashlib.sha256()
-    for _, values in sorted(run.items()):
-        for each in values:
-            bits.update(torch.as_tensor(each).double().cpu().numpy().tobytes())
-    return bits.hexdigest()[:12]
-
-
 def measure(name: str, recipe: str) -> dict[str, Any]:
     import torch
 
-    changed = {**CONFIGS, **OWN, **PAIRS}[name]
+    changed = {**CONFIGS, **PAIRS}[name]
     start(changed)
     runs = []
     for graphs in (False, False, True):
@@ -427,7 +372,6 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
         "compared": sum(map(len, graphed.values())),
         "differing": len(differing),
         "worst": worst,
-        "bits": digest(graphed),
     }
     torch.distributed.all_gather_object(found, mine)
     return {"ranks": found}
@@ -463,7 +407,7 @@ def measure_all(at_once: int, recipes: list[str]) -> None:
 def main() -> None:
     match sys.argv[1:]:
         case []:
-            for name in {**CONFIGS, **OWN, **PAIRS}:
+            for name in {**CONFIGS, **PAIRS}:
                 print(name, 1 + (name in PAIRS))
         case ["--all", at_once, *recipes]:
             measure_all(int(at_once), recipes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import importlib.util
 import inspect
@@ -21,7 +20,6 @@ import pytest
 import wrapt
 
 from te_graph_fixes.fix import Verdict, applicable
-from te_graph_fixes.patching import rewriting
 from te_graph_fixes.patching.installation import (
     Installation,
     InstallationError,
@@ -29,7 +27,7 @@ from te_graph_fixes.patching.installation import (
     not_as_in_file,
     patched,
 )
-from te_graph_fixes.patching.source import Source
+from te_graph_fixes.patching.source import Edit, Source
 
 CODE = "standin.code"
 
@@ -41,15 +39,24 @@ class StandIn:
         self.source = Source(str(folder / "standin"), "1.0")
         self.module: ModuleType = importlib.import_module(CODE)
 
-    def edit(self, qualname: str, pattern: str, text: str, how: str = "replace") -> Verdict:
-        """A verdict that edits the one match of ``pattern``."""
-        found = self.source.module(CODE).definition(qualname)
-        return applicable("a test", [getattr(rewriting, how)(found, found.one(pattern), text)])
+    def edit(self, qualname: str, old: str, new: str) -> Verdict:
+        """A verdict that puts ``new`` in the place of the one ``old`` in a function, with its indent."""
+        module = self.source.module(CODE)
+        start, end = module.span(module.definition(qualname).one(old))
+        indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
+        return applicable("a test", [Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
+
+    def insert(self, qualname: str, below: str, text: str) -> Verdict:
+        """A verdict that puts lines above the one statement ``below`` of a function."""
+        (edit,) = self.edit(qualname, below, f"{text}\n").edits
+        return applicable("a test", [edit._replace(end=edit.start)])
 
     def add(self, after: str, text: str) -> Verdict:
-        """A verdict that adds a definition after the definition ``after``."""
-        found = self.source.module(CODE).definition(after)
-        return applicable("a test", [rewriting.insert_after(found, found.node, "\n" + text)])
+        """A verdict that adds a definition below the definition ``after``."""
+        module = self.source.module(CODE)
+        node = module.definition(after).node
+        end = module.starts[(node.end_lineno or 0) + 1]
+        return applicable("a test", [Edit(CODE, end, end, "\n" + textwrap.indent(text, " " * node.col_offset) + "\n")])
 
     def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
         fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
@@ -86,17 +93,6 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 def state(function: Any) -> tuple[Any, ...]:
     """All that a correction may change about a function."""
     return (function.__code__, function.__defaults__, function.__kwdefaults__, dict(vars(function)))
-
-
-def test_every_reference_sees_the_correction_and_the_return(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run(x):\n    return x + 1\n")
-    function, partial, before = package.module.run, functools.partial(package.module.run, 1), state(package.module.run)
-    installation = package.install(package.edit("run", "return x + 1", "return x + 2"))
-    assert package.module.run is function
-    assert (function(1), partial()) == (3, 3)
-    installation.revert()
-    assert (function(1), state(function)) == (2, before)
-    assert function.__code__ is before[0]
 
 
 def test_what_was_bound_or_saved_before_is_corrected(standin: Callable[..., StandIn]) -> None:
@@ -234,17 +230,6 @@ def test_every_kind_of_method_is_corrected_in_place(
     assert call(instance) == before
 
 
-def test_a_subclass_that_calls_super_gets_the_correction(standin: Callable[..., StandIn]) -> None:
-    package = standin(METHODS)
-
-    class Megatron(package.module.Module):  # type: ignore[name-defined, misc]
-        def decorated(self, x: int, *, y: int = 5) -> Any:
-            return super().decorated(x, y=y)
-
-    package.install(package.edit("Module.decorated", "result = x * y", "result = -x * y"))
-    assert Megatron().decorated(2) == ("decorated", -10)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_wrapper_of_another_tool_stays(standin: Callable[..., StandIn], when: str) -> None:
     package = standin(METHODS)
@@ -262,27 +247,13 @@ def test_a_wrapper_of_another_tool_stays(standin: Callable[..., StandIn], when: 
         wrap()
     assert installation.is_live("fix-0")
     assert package.module.Module().mangled() == ("traced", 8)
-    installation.revert()
-    assert package.module.Module().mangled() == ("traced", 7)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_unwrapping_leaves_the_correction(standin: Callable[..., StandIn], when: str) -> None:
-    package = standin(METHODS)
-
-    def trace(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        return ("traced", wrapped(*args, **kwargs))
-
-    if when == "before":
-        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
-    installation = package.install(package.edit("Module.mangled", "result = self.__hidden", "result = 8"))
-    if when == "after":
-        wrapt.wrap_function_wrapper(CODE, "Module.mangled", trace)
-    package.module.Module.mangled = package.module.Module.mangled.__wrapped__
+    wrapper = package.module.Module.mangled
+    package.module.Module.mangled = wrapper.__wrapped__
     assert installation.is_live("fix-0")
     assert package.module.Module().mangled() == 8
+    package.module.Module.mangled = wrapper
     installation.revert()
-    assert package.module.Module().mangled() == 7
+    assert package.module.Module().mangled() == ("traced", 7)
 
 
 def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[..., StandIn]) -> None:
@@ -361,14 +332,6 @@ def test_a_module_in_a_zip_is_corrected(tmp_path: Path, monkeypatch: pytest.Monk
             del sys.modules[name]
 
 
-def signature(package: StandIn, text: str, new: str) -> Verdict:
-    """A verdict that replaces all of the module after the first three characters, the word ``def``, which stays."""
-    from te_graph_fixes.patching.source import Edit
-
-    assert package.source.module(CODE).find("run")
-    return applicable("a test", [Edit(CODE, 3, len(text) - 1, new[3:].rstrip("\n"))])
-
-
 def test_an_edit_that_needs_another_closure_is_refused(standin: Callable[..., StandIn]) -> None:
     package = standin("class A:\n    def run(self):\n        x = 1\n        return x\n")
     with pytest.raises(InstallationError, match=r"change the free variables of A\.run"):
@@ -379,8 +342,6 @@ def test_an_edit_that_needs_another_closure_is_refused(standin: Callable[..., St
     ("pattern", "new"), [("X = 1", "X = 2"), ("import sys", "import os"), ("y: int = 0", "y: int = 1")]
 )
 def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn], pattern: str, new: str) -> None:
-    from te_graph_fixes.patching.source import Edit
-
     text = "import sys\nX = 1\nclass A:\n    y: int = 0\n    def run(self):\n        return X\n"
     package = standin(text)
     start = text.index(pattern)
@@ -391,25 +352,16 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
 
 @pytest.mark.parametrize("text", ["X = 1", "class B: pass", "def added(): pass\nX = 1"])
 def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
-    package = standin("class A:\n    def run(self):\n        return 1\n")
-    run = package.source.module(CODE).definition("A.run")
-    with pytest.raises(InstallationError, match="does more than add methods to a class"):
-        compile_patches(package.source, {"fix": applicable("a test", [rewriting.insert_after(run, run.node, text)])})
-
-
-def test_no_function_is_added_to_a_module(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    return 1\n")
-    run = package.source.module(CODE).definition("run")
-    with pytest.raises(InstallationError, match="does more than add methods to a class"):
-        compile_patches(
-            package.source, {"fix": applicable("a test", [rewriting.insert_after(run, run.node, "def added(): pass")])}
-        )
+    package = standin("class A:\n    def run(self):\n        return 1\n\ndef run():\n    return 1\n")
+    for change in (package.add("A.run", text), package.add("run", "def added(): pass")):
+        with pytest.raises(InstallationError, match="does more than add methods to a class"):
+            compile_patches(package.source, {"fix": change})
 
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run(x):\n    x.append(1)\n    x.append(2)\n")
-    run = package.source.module(CODE).definition("run")
-    package.install(applicable("a test", [rewriting.delete(run, run.one("x.append(2)"))]))
+    text = "def run(x):\n    x.append(1)\n    x.append(2)\n"
+    package = standin(text)
+    package.install(applicable("a test", [Edit(CODE, text.index("    x.append(2)"), len(text), "")]))
     package.module.run(found := [])
     assert found == [1]
 
@@ -442,18 +394,10 @@ def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin
     assert vars(package.module.A)["added"] is theirs
 
 
-def test_a_wrapper_around_an_added_function_stays(standin: Callable[..., StandIn]) -> None:
-    package = standin("class A:\n    def run(self):\n        return 1\n")
-    installation = package.install(package.add("A.run", "def added(self): return 'ours'"))
-    wrapt.wrap_function_wrapper(CODE, "A.added", lambda wrapped, instance, args, kwargs: ("theirs", wrapped()))
-    installation.revert()
-    assert package.module.A().added() == ("theirs", "ours")
-
-
 def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callable[..., StandIn]) -> None:
     text = "def run(x):\n    a = 1\n    b = 2\n    return a, b, x\n"
     package = standin(text)
-    first, second = package.edit("run", "a = 1", "a = 10"), package.edit("run", "b = 2", "c = 3", "insert_before")
+    first, second = package.edit("run", "a = 1", "a = 10"), package.insert("run", "b = 2", "c = 3")
     third = package.edit("run", "b = 2", "b = c")
     assert patched(package.source, {"a": first, "b": second, "c": third})[CODE][1] == text.replace(
         "a = 1", "a = 10"
@@ -466,8 +410,8 @@ def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callab
 
 def test_insertions_at_one_place_come_in_the_order_of_the_fixes(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    return x\n")
-    first = package.edit("run", "return x", "x.append('z')\nx.append('a')", "insert_before")
-    second = package.edit("run", "return x", "x.append(1)", "insert_before")
+    first = package.insert("run", "return x", "x.append('z')\nx.append('a')")
+    second = package.insert("run", "return x", "x.append(1)")
     text = "def run(x):\n    x.append('z')\n    x.append('a')\n    x.append(1)\n    return x\n"
     for verdicts in ({"fix-a": first, "fix-b": second}, {"fix-b": second, "fix-a": first}):
         assert patched(package.source, verdicts)[CODE][1] == text
@@ -658,36 +602,3 @@ def test_tracebacks_and_inspect_show_the_corrected_lines(standin: Callable[..., 
     linecache.checkcache()
     assert inspect.getsource(package.module.fails) == "def fails():\n    return 1\n"
     assert inspect.getsource(package.module.A.run) == "    def run(self):\n        return 1\n"
-
-
-def test_lines_of_functions_that_did_not_change_are_shown_as_they_are(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    a = 1\n    return a\n\ndef other():\n    return {}['missing']\n")
-    package.install(package.edit("run", "a = 1", "a = 1\nb = 2\nc = 3"))
-    with pytest.raises(KeyError) as failure:
-        package.module.other()
-    assert 'line 6, in other\n    return {}["missing"]\n'.replace('"', "'") in "".join(
-        traceback.format_exception(failure.value)
-    )
-
-
-def test_a_call_that_is_running_goes_on_with_its_own_code(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    x = 1\n    yield x\n    yield x + 1\n")
-    running = package.module.run()
-    assert next(running) == 1
-    package.install(package.edit("run", "x = 1", "x = 10"))
-    assert next(running) == 2
-    assert list(package.module.run()) == [10, 11]
-
-
-def test_installing_keeps_nothing_alive(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    return 1\n")
-    for _ in range(3):
-        package.install(package.edit("run", "return 1", "return 2")).revert()
-    gc.collect()
-    assert not [found for found in gc.get_objects() if type(found) is Installation]
-
-
-def test_the_text_on_disk_does_not_change(standin: Callable[..., StandIn]) -> None:
-    package = standin("def run():\n    return 1\n")
-    package.install(package.edit("run", "return 1", "return 2"))
-    assert Path(str(package.module.__file__)).read_text() == "def run():\n    return 1\n"

@@ -148,6 +148,7 @@ def test_a_malformed_line_is_named(data: st.DataObject) -> None:
         ("@@ code.py run\n a = 1\n+b = = 1\n", "line 3: what the hunk makes is no Python"),
         ("@@ code.py run\n # nothing\n", "line 1: a hunk that looks for nothing"),
         ("@@ code.py run\n ...\n+b = 1\n ...\n c = 1\n", "line 3: no statement of the same block"),
+        ("@@ code.py run\n if a:\n     b = 1\n+else:\n+    b = 2\n", "line 5: no statement of the same block"),
         ("@@ code.py run\n-a = f(...)\n+a = f(*..., 1)\n", "line 3: neither whole statements"),
     ],
 )
@@ -179,7 +180,7 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
         ("x = f(a, k=(b))", "-f(..., k=b)\n+f(..., j=1, k=b)", "x = f(a, j=1, k=(b))"),
         ("x = f(\n    a,\n    b,\n)", " f(\n     ...,\n+    c,\n     b,\n )", "x = f(\n    a,\n    c,\n    b,\n)"),
         ("x = not a", "-not a\n+not (a or b)", "x = not (a or b)"),
-        ("x = not (a)", "-not a\n+not (a or b)", "x = not (a or b)"),
+        ("x = not (a)", "-not a\n+not (a or b)", "x = not ((a) or b)"),
         ("x = a and b", "-a and b\n+a and b and c", "x = a and b and c"),
         ("x = a and (b or c)", "-a and (b or c)\n+a and (b or c) and a", "x = a and (b or c) and a"),
         ("x = a and (b)", "-a and b\n+a and b and c", "x = a and (b) and c"),
@@ -202,16 +203,15 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
             "try:\n    x = 1\nexcept (E, F):\n    x = 2",
         ),
         (
-            "if a:\n    x = 1\nelif (b):\n    x = 2  # why\nelse:\n    x = 3",
-            "-if a:\n-    ...\n-elif b:\n+if c:\n     x = 2\n else:\n     ...",
-            "if c:\n    x = 2  # why\nelse:\n    x = 3",
+            "if a:\n    x = 1\nelif (b):\n    x = 2  # why",
+            "-if a:\n-    ...\n-elif b:\n+if c:\n     x = 2",
+            "if c:\n    x = 2  # why",
         ),
         ("# why\nx = a\ny = b", "-x = a\n y = b", "y = b"),
-        ("if a:\n    x = 1", " if a:\n     x = 1\n+else:\n+    y = 1", "if a:\n    x = 1\nelse:\n    y = 1"),
         ("x = a or b", "-x = ANY_X\n+x = -ANY_X", "x = -(a or b)"),
         ("x = a or b", "-x = ANY_X\n+x = ANY_X.c", "x = (a or b).c"),
         ("x = a or b", "-x = ANY_X\n+x = c == ANY_X", "x = c == (a or b)"),
-        ("x = a or b", "-x = ANY_X\n+x = f(c, k=ANY_X)", "x = f(c, k=a or b)"),
+        ("x = a or b", "-x = ANY_X\n+x = f(c, k=ANY_X)", "x = f(c, k=(a or b))"),
         ("x = f(a)", "-x = ANY_X\n+x = -ANY_X", "x = -f(a)"),
         ("x = f(y for y in a)", "-(y for y in a)\n+f(a)", "x = f(f(a))"),
         ("x = f(a)", "-x = f(a)\n+x = f(y for y in a)", "x = f(y for y in a)"),
@@ -223,6 +223,30 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
 def test_only_what_differs_is_edited(before: str, change: str, after: str) -> None:
     text = "E = F = f = 1\n\n\n" + function(before + "\n")
     assert applied(text, hunk(change)) == "E = F = f = 1\n\n\n" + function(after + "\n")
+
+
+@pytest.mark.parametrize("start", ["", '"""Zürich."""\n', "x = 'a\x0cb'\n", "# \u2028 separator\n\x0c\n"])
+@pytest.mark.parametrize("indent", ["    ", "\t"])
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        ("-a = 1\n+del a\n+b = 3", "a = (\n{0}{0}1)  # why", "del a\n{0}b = 3"),
+        ("+b = 3\n+c = 4\n a = 1", "# above\n{0}a = 1", "# above\n{0}b = 3\n{0}c = 4\n{0}a = 1"),
+        (" a = 1\n+b = 3", "a = (\n{0}{0}1)  # why", "a = (\n{0}{0}1)  # why\n{0}b = 3"),
+        ("-a = 1\n c = 2", "# above\n{0}# too\n{0}a = 1  # why\n{0}c = 2", "c = 2"),
+        ("-'ü'\n+'ß'", "a = ('ä', 'ü', x)  # ö", "a = ('ä', 'ß', x)  # ö"),
+    ],
+)
+def test_edits_keep_the_rest_of_the_text(start: str, indent: str, change: str, before: str, after: str) -> None:
+    frame = start + "def run(x):\n" + indent + "é = 1\n" + indent + "{}\n" + indent + "return é\n"
+    assert applied(frame.format(before.format(indent)), hunk(change)) == frame.format(after.format(indent))
+
+
+@pytest.mark.parametrize("change", ["-a = 1\n+del a", "+b = 3\n a = 1", " a = 1\n+b = 3", "-a = 1"])
+@pytest.mark.parametrize("line", ["a = 1; b = 2", "b = 2; a = 1", "if x: a = 1"])
+def test_a_statement_that_shares_its_line_is_unrecognized(change: str, line: str) -> None:
+    with pytest.raises(UnrecognizedError, match=f"statement on lines of its own in run .*, found `{line}`"):
+        edits(source_of(f"def run(x):\n    {line}\n"), hunk(change))
 
 
 def test_patches_are_composed_on_one_statement() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import py_compile
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from te_graph_fixes.patching.definition import Definition, UnrecognizedError
-from te_graph_fixes.patching.rewriting import delete, insert_after, insert_before, replace
 from te_graph_fixes.patching.source import ModuleSource, Source, TENotFoundError, without_collections
 
 CODE = "transformer_engine.pytorch.code"
@@ -71,15 +69,6 @@ def test_the_installed_te_is_the_one_that_import_would_find(tmp_path: Path, monk
     assert (found.location, found.version) == (str(tmp_path / "transformer_engine"), "9.8.7")
 
 
-def test_a_te_in_a_zip_is_read(tmp_path: Path) -> None:
-    tree(tmp_path / "tree")
-    archive = tmp_path / "te.zip"
-    with zipfile.ZipFile(archive, "w") as out:
-        for path in (tmp_path / "tree").rglob("*"):
-            out.write(path, path.relative_to(tmp_path / "tree"))
-    assert Source(f"{archive}/transformer_engine", None).module(CODE).text == "def run(x):\n    return x\n"
-
-
 def test_a_module_that_is_missing(tmp_path: Path) -> None:
     source = Source.at(tree(tmp_path))
     assert source.find("transformer_engine.pytorch.other") is None
@@ -110,7 +99,6 @@ def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two()
     text = "class A:\n    def f(self): pass\n\ndef g(): pass\ndef twice(): pass\ndef twice(): pass\n"
     module = ModuleSource(CODE, "code.py", text)
     assert set(module.definitions) == {"A", "A.f", "g"}
-    assert module.find("twice") is None
     with pytest.raises(UnrecognizedError, match=r"one definition of twice in code.py, found none or several"):
         module.definition("twice")
 
@@ -136,8 +124,7 @@ def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two()
 )
 def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
     module = ModuleSource(CODE, "code.py", text)
-    definitions = [module.find(name) for name in ("f", "A.f")]
-    assert [each.qualname for each in definitions if each] == ([found] if found else [])
+    assert [name for name in ("f", "A.f") if name in module.definitions] == ([found] if found else [])
 
 
 @pytest.mark.parametrize(
@@ -221,53 +208,9 @@ def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
 def test_a_match_gives_what_stands_in_the_place_of_a_name() -> None:
     run = definition("def run(x):\n    if x:\n        a = f(1)\n        b = 2\n        return a[i]\n")
     (match,) = run.exactly(1, "if ANY_TEST:\n    ANY_A = ANY\n    ...\n    return ANY_A[ANY_INDEX]")
-    assert {name: run.text(node) for name, node in match.items()} == {
+    assert {name: run.text(node) for name, node in match.bound.items()} == {
         "ANY_TEST": "x",
         "ANY_A": "a",
         "ANY_INDEX": "i",
     }
-    assert match.node is run.one("if ANY: ...")
-
-
-def apply(text: str, change: str) -> str:
-    run = definition(text)
-    node = run.one("a = 1")
-    edit = {
-        "replace": lambda: replace(run, node, "\na = 2\nb = 3\n"),
-        "before": lambda: insert_before(run, node, "\nb = 3\nc = 4\n"),
-        "after": lambda: insert_after(run, node, "b = 3"),
-        "delete": lambda: delete(run, node),
-    }[change]()
-    return text[: edit.start] + edit.text + text[edit.end :]
-
-
-@pytest.mark.parametrize("start", ["", '"""Zürich."""\n', "x = 'a\x0cb'\n", "# \u2028 separator\n\x0c\n"])
-@pytest.mark.parametrize("indent", ["    ", "\t"])
-@pytest.mark.parametrize(
-    ("change", "before", "after"),
-    [
-        ("replace", "a = 1", "a = 2\n{0}b = 3"),
-        ("replace", "a = (\n{0}{0}1)  # why", "a = 2\n{0}b = 3  # why"),
-        ("before", "# above\n{0}a = 1", "# above\n{0}b = 3\n{0}c = 4\n{0}a = 1"),
-        ("after", "a = (\n{0}{0}1)  # why", "a = (\n{0}{0}1)  # why\n{0}b = 3"),
-        ("delete", "# above\n{0}# too\n{0}a = 1  # why\n{0}pass", "pass"),
-    ],
-)
-def test_edits_keep_the_rest_of_the_text(start: str, indent: str, change: str, before: str, after: str) -> None:
-    frame = start + "def run(x):\n" + indent + "é = 'ü'\n" + indent + "{}\n" + indent + "return é\n"
-    assert apply(frame.format(before.format(indent)), change) == frame.format(after.format(indent))
-
-
-def test_an_edit_of_an_expression_stays_in_its_line() -> None:
-    text = "def run(x):\n    return ('ä', None, x)  # ö\n"
-    run = definition(text)
-    edit = replace(run, run.one("None"), "x")
-    assert text[: edit.start] + edit.text + text[edit.end :] == "def run(x):\n    return ('ä', x, x)  # ö\n"
-    assert run.text(run.one("('ä', None, x)")) == "('ä', None, x)"
-
-
-@pytest.mark.parametrize("change", ["replace", "before", "after", "delete"])
-@pytest.mark.parametrize("line", ["a = 1; b = 2", "b = 2; a = 1", "if x: a = 1"])
-def test_a_statement_that_shares_its_line_is_unrecognized(change: str, line: str) -> None:
-    with pytest.raises(UnrecognizedError, match=f"statement on lines of its own in run .*, found `{line}`"):
-        apply(f"def run(x):\n    {line}\n", change)
+    assert match.nodes[0] is run.one("if ANY: ...")

@@ -19,14 +19,14 @@ CONTAINERS = ("2.12.0", "2.14.0", "2.16.0", "2.17.1", "2.18.0")
 def as_made(page: str) -> str:
     """The page with its table, and with the figures of what it shows of 2.14.0."""
     found = needed("2.14.0")
-    fixes, files = len(found), len({name for verdict in found.values() for name in verdict.targets})
+    fixes, modules = len(found), len({name for verdict in found.values() for name in verdict.targets})
     for version in CONTAINERS:
         count = f"{len(needed(version))} of {len(CATALOGUE)}"
         page = re.sub(rf"(\| {re.escape(version)}\+[^|]* \|) [^|]* \|", rf"\1 {count} |", page)
     answer = f"of {len(CATALOGUE)} known defects, {fixes} can be corrected"
     page = re.sub(r"of \d+ known defects, \d+ can be corrected", answer, page)
     page = re.sub(r"\d+ fixes(?= are now in| are in |,\n *corrected on disk)", f"{fixes} fixes", page)
-    return re.sub(r"\b\d+ files", f"{files} files", page)
+    return re.sub(r"\b\d+ modules(?=\. Undo)", f"{modules} modules", page)
 
 
 def test_the_page_is_what_the_sources_say() -> None:

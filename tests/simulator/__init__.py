@@ -16,7 +16,11 @@ _installed = False
 
 
 def install() -> None:
-    """Make this process believe that it has a built TE and one GPU, that of ``TE_SIMULATOR_GPU``; once is enough."""
+    """Make this process believe that it has a built TE and one GPU, that of ``TE_SIMULATOR_GPU``; once is enough.
+
+    New memory is full of NaN, so that nothing can depend on it, or, with ``TE_SIMULATOR_MEMORY=as found``, as torch
+    leaves it: mostly zeros.
+    """
     global _installed
     if _installed:
         return
@@ -31,7 +35,7 @@ def install() -> None:
     device.install()
     runtime.install()
     extension.install()
-    if os.environ.get("TE_SIMULATOR_MEMORY") == "nan":  # new memory, which is otherwise as torch leaves it
+    if os.environ.get("TE_SIMULATOR_MEMORY") != "as found":
         torch = importlib.import_module("torch")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True

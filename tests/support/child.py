@@ -16,6 +16,8 @@ from te_graph_fixes.verify.cases import Case
 from te_graph_fixes.verify.runner import Outcome
 
 ROOT = Path(__file__).parents[2]
+TE = ("te_graph_fixes", "transformer_engine.pytorch")
+"""What most programs import; with the fixes it takes longer than they do."""
 CHILD = "te_graph_fixes.verify.child"
 OF_CASES = "te_graph_fixes.verify.programs"
 """What most cases of `verify` import."""
@@ -66,11 +68,12 @@ def _forks() -> subprocess.Popen[str]:
 
 
 def on_simulator(
-    *arguments: str | Path, path: str | Path = "", imported: Sequence[str] = (), **environment: str
+    *arguments: str | Path, path: str | Path = "", imported: Sequence[str] = TE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """As `python` with ``-m tests.simulator``, in a fork of a process that has imported torch: it is slow to import.
 
-    ``-c PROGRAM`` runs the text of a program. What is ``imported`` has been, by a process for this environment.
+    ``-c PROGRAM`` runs the text of a program. What is ``imported`` has been before, once for all programs in the same
+    environment; without it a program is the first to import TE, and to be told what was applied.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -89,9 +92,9 @@ def on_simulator(
     return subprocess.CompletedProcess(request["arguments"], status, *texts)
 
 
-def simulate(*arguments: str | Path, path: str | Path = "", **environment: str) -> str:
+def simulate(*arguments: str | Path, path: str | Path = "", imported: Sequence[str] = TE, **environment: str) -> str:
     """What `on_simulator` prints; it must end well."""
-    done = on_simulator(*arguments, path=path, **environment)
+    done = on_simulator(*arguments, path=path, imported=imported, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

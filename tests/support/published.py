@@ -57,9 +57,7 @@ class TE:
 def te(version: str) -> TE:
     """A published version, or the one that is ``installed``."""
     path = "" if version == "installed" else str(source(version))
-    found = Source.at(path) if path else Source.installed()
-    fixes = {fix for fix, verdict in verdicts(found).items() if verdict.state == State.APPLICABLE}
-    return TE(found.version or version, path, frozenset(fixes))
+    return TE(examined(version)[0].version or version, path, frozenset(needed(version)))
 
 
 @functools.cache
@@ -76,8 +74,8 @@ def source(version: str) -> Path:
 
 @functools.cache
 def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
-    """One version, read once for all tests of a process, and the verdict of every fix on it."""
-    tree = Source.at(source(version))
+    """One version or the one that is ``installed``, read once for all tests of a process; every fix's verdict on it."""
+    tree = Source.installed() if version == "installed" else Source.at(source(version))
     return tree, verdicts(tree)
 
 

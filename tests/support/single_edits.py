@@ -22,15 +22,6 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Edit, ModuleSource, Source
 
-DONE_BEFORE = {"backward-dw-order": ("is_training", "need_bwd_dw_graph[per_callable_bwd_idx]")}
-"""Checks of TransformerEngine's that a fix deletes, by what they name: its plan has made them before the captures."""
-
-
-def is_done_before(source: Source, fix_id: str, edit: Edit) -> bool:
-    """Whether an edit deletes a check that can no longer fail, so that nothing shows whether it is left out."""
-    deleted = "" if edit.text else "".join(source.module(edit.module).text[edit.start : edit.end].split())
-    return any(name in deleted for name in DONE_BEFORE.get(fix_id, ()))
-
 
 def leave_out(fix_id: str, number: int) -> None:
     """Let a fix go without one of its edits, from TransformerEngine's import on; ``-1`` leaves none out."""

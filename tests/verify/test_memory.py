@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.source import Source
-from te_graph_fixes.state import State
 from te_graph_fixes.verify.cases import Case
 from tests.support import published
 from tests.support.child import measured, simulate
@@ -32,7 +29,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "reuse": True,
     },
 }
-NEEDED = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.state == State.APPLICABLE]
+NEEDED = sorted(published.te("installed").needed)
 
 
 def peaks(setting: str) -> dict[str, int]:
@@ -59,7 +56,7 @@ def required(fix: str) -> set[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("fix", NEEDED)
 def test_a_fix_adds_nothing_to_the_peak(without: dict[str, int], fix: str) -> None:
-    found = peaks(",".join(sorted(required(fix) & set(NEEDED))))
+    found = peaks(",".join(sorted(required(fix) & {*NEEDED})))
     assert {name: found[name] / peak for name, peak in without.items() if found[name] > LIMIT * peak} == {}
 
 

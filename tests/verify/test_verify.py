@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.commands import cli
-from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.source import Source
-from te_graph_fixes.state import State
 from te_graph_fixes.verify import runner
 from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
 from te_graph_fixes.verify.runner import Child, Outcome, Row
+from tests.support import published
 from tests.support.child import measured as measured_in_child
 from tests.support.child import on_simulator, outcome, python
 
@@ -50,9 +48,7 @@ SIMULATED = [
         else "hopper"
     ]
 ]
-APPLICABLE_FIXES = {
-    fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.state == State.APPLICABLE
-}
+APPLICABLE_FIXES = published.te("installed").needed
 
 RIGHT, WRONG = Outcome("measured", 0.0), Outcome("measured", 1.0)
 CRASH, SKIP = Outcome("failed", detail="KeyError: -1"), Outcome("skipped", detail="no FP8")
@@ -148,7 +144,7 @@ def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[s
     """The lines of a child on the simulator, in which ``prelude`` is run first."""
     program = f"{prelude}\nimport runpy, sys\nsys.argv = ['child', *{list(arguments)!r}]\n"
     program += "runpy.run_module('te_graph_fixes.verify.child', run_name='__main__')"
-    done = on_simulator("-c", program, **environment)
+    done = on_simulator("-c", program, imported=(), **environment)
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
