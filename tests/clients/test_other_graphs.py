@@ -142,7 +142,7 @@ def main(ways: list[str]) -> None:
                 module = te.Linear(setting.hidden(), setting.hidden(), bias=False, **self.plain)
                 if self.graphed:
                     options = {"enabled": True, "cache_quantized_params": True}
-                    recipe, leaf = setting.plain_recipe(setting.program.recipe), setting.sample().requires_grad_()
+                    recipe, leaf = setting.make_recipe(setting.program.recipe), setting.sample().requires_grad_()
                     te.make_graphed_callables(module, (leaf,), recipe=recipe, **options)
                 self.besides.append(module)
                 torch.manual_seed(self.number)
