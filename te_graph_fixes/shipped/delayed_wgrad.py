@@ -3,18 +3,15 @@
 A gradient belongs into the ``.grad`` of its parameter, added to what is there, as autograd does. A replayed graph runs
 no Python, so what `backward_dw` assigns while it is captured (tensors in the graph's memory) is kept, and each replay
 is followed by adding it. Gradients that are fused into ``main_grad`` are added by the graph itself.
-
-This module does not import torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module, Parameter
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 
 def accumulate_grads(parameters: Sequence[Parameter], grad: Tensor | None) -> None:

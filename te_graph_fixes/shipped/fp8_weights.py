@@ -7,10 +7,10 @@ workspace of the last one. That is done here, on the tensors whose addresses are
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
 """The parts of quantized tensors, of several formats, that a dgrad reads and the forward does not."""
@@ -90,6 +90,4 @@ def _values(owner: Any, name: str) -> Tensor:
     if hasattr(owner, name):
         weight: Tensor = getattr(owner, name)
         return weight
-    import torch
-
     return torch.cat([getattr(owner, part) for part in owner.weight_names])

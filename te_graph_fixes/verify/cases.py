@@ -65,21 +65,13 @@ INTERLEAVED = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
 """One of two stages, two chunks, four microbatches."""
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
-DUMMIES, PARAMETER_HOOKS = "fused-dummy-copies", "parameter-hooks"
-PARAM_GRADS, ACCESSORS = "param-grad-lifetime", "skip-flag-accessors"
-HOOKS, HOOK_ORDER = "backward-dw-hooks", "wgrad-hook-order"
-GRAD_INPUTS, DELIVERY = "grad-input-lifetime", "delayed-wgrad-delivery"
-PRESWIZZLE = "nvfp4-weight-preswizzle"
-TRANSPOSES, CACHED, EVALUATION = "fp8-weight-transposes", "cached-weight-lifetime", "state-after-evaluation"
-SAFETY, SUBCLASS, STALE = "failed-capture-state", "subclass-autocast", "stale-fp8-weights"
-ARGUMENTS, CALIBRATING, RESET = "replay-arguments", "calibration-recipe", "skip-flag-reset"
-RNG_STATES, NO_WARMUP = "rng-states-at-replay", "capture-without-warmup"
-UNREACHED, BUFFERS = "wgrad-without-dgrad", "static-buffer-reuse"
-WEAK = "weak-reference-layout"
-MEMORY, EXPERTS = "wgrad-memory-reuse", "grouped-linear-amax-reduction"
-RECOMPUTE, MAIN_GRADS = "recompute-in-graphs", "warmup-main-grads"
-CONTRACT, LEAVES = "replay-contract", "leaf-grad-lifetime"
-NESTED, REDUCTION, STATE = "nested-autocast", "backward-amax-reduction", "fp8-state-at-replay"
+PARAM_GRADS, HOOKS, HOOK_ORDER = "param-grad-lifetime", "backward-dw-hooks", "wgrad-hook-order"
+DELIVERY, PRESWIZZLE, TRANSPOSES = "delayed-wgrad-delivery", "nvfp4-weight-preswizzle", "fp8-weight-transposes"
+CACHED, EVALUATION, STALE = "cached-weight-lifetime", "state-after-evaluation", "stale-fp8-weights"
+NO_WARMUP, UNREACHED, MEMORY = "capture-without-warmup", "wgrad-without-dgrad", "wgrad-memory-reuse"
+EXPERTS, RECOMPUTE, CONTRACT = "grouped-linear-amax-reduction", "recompute-in-graphs", "replay-contract"
+LEAVES, NESTED, REDUCTION = "leaf-grad-lifetime", "nested-autocast", "backward-amax-reduction"
+STATE = "fp8-state-at-replay"
 
 
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
@@ -174,7 +166,7 @@ _ALL = (
     _training("no-warmup", (NO_WARMUP,), recipe="delayed", order=(1, -1) * 2, warmup=0, quick=True),
     _training("no-warmup-delayed", (NO_WARMUP,), delay=True, weights="plain", order=(1, -1, -1.5) * 2, warmup=0),
     _training("linear-fp8-delayed", (WARMUP,), recipe="delayed"),
-    _training("flag-set-by-caller", (ACCESSORS,), recipe="delayed", sets_flag=True, quick=True),
+    _training("flag-set-by-caller", ("skip-flag-accessors",), recipe="delayed", sets_flag=True, quick=True),
     _training("weights-not-cached", (STALE, WARMUP), recipe="current", weights="marked", fit=True, events=_STEPS * 2,
         quick=True),
     *(
@@ -194,9 +186,9 @@ _ALL = (
     _order("pipelined-experts-fp8", PIPELINED, module="grouped_linear", recipe="current"),
     _order("wgrads-not-in-order", (1, 1, -1, -1), reuse=False),
     _program("wgrad-before-dgrad", (ORDER,), refusal=r"_order\[1\]", order=(1, -1.5, -1), fused=True, delay=True),
-    _program("layers-as-chunks", (GRAD_INPUTS,), True, modules=("linear",) * 4, fused=True, order=OVERLAPPED,
+    _program("layers-as-chunks", ("grad-input-lifetime",), True, modules=("linear",) * 4, fused=True, order=OVERLAPPED,
         reuse=True, model_chunks=(2, 2), events=("step_with_sends",)),
-    _program("last-send-before-cooldown", (GRAD_INPUTS,), modules=("layernorm_mlp",) * 3, fused=True,
+    _program("last-send-before-cooldown", ("grad-input-lifetime",), modules=("layernorm_mlp",) * 3, fused=True,
         order=UNEVEN_SENDS, reuse=True, model_chunks=(1, 1, 1), first_stage=True, events=("step_with_sends",)),
     _training("hooks-after-wgrad", (HOOKS,), delay=True, weights="plain", wgrad_hooks=True, quick=True),
     _training("delayed-unfused", (DELIVERY,), delay=True, weights="plain", fused=False, quick=True),
@@ -217,7 +209,7 @@ _ALL = (
     _program("plain-data-delayed", (UNREACHED, DELIVERY), True, modules=("linear", "layernorm_linear"), delay=True,
         input_grads=False),
     _programs(
-        *("reused-buffers", (BUFFERS,)),
+        *("reused-buffers", ("static-buffer-reuse",)),
         {
             "gradients": {"input_grads": False},
             "tensors": {
@@ -237,7 +229,7 @@ _ALL = (
     ),
     *(
         _programs(
-            *(name, (WEAK,), {output: {"modules": (f"{output} output",)} for output in outputs}),
+            *(name, ("weak-reference-layout",), {output: {"modules": (f"{output} output",)} for output in outputs}),
             quick=True,
             order=(1, 1, -1, 1, -1, -1),
             reuse=True,
@@ -258,7 +250,7 @@ _ALL = (
     _training("samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, weights="plain", reuse=True,
         tuples=True),
     _programs(
-        *("failed-capture", (SAFETY,)),
+        *("failed-capture", ("failed-capture-state",)),
         {
             "warmup": {"events": ("failed_capture 0 1", "step")},
             "capture": {"events": ("failed_capture 2 3", "step", "recapture")},
@@ -268,7 +260,7 @@ _ALL = (
         quick=True,
         recipe="delayed",
     ),
-    _program("subclass-after-capture", (SUBCLASS,), True, modules=("linear", "subclassed"), together=True,
+    _program("subclass-after-capture", ("subclass-autocast",), True, modules=("linear", "subclassed"), together=True,
         other="current", events=("train_another",)),
     _program("nested-modules", (NESTED,), True, modules=("nested", "Block", "linear"), recipe="delayed", together=True),
     _program("nested-operations", (NESTED,), modules=("nested_operations",), recipe="current"),
@@ -293,13 +285,13 @@ _ALL = (
         events=("evaluate", "recapture")),
     _program("recompute-after-another", (RECOMPUTE,), modules=("layernorm_linear", "Recomputed"), recipe="delayed",
         weights="cached", order=(2, 2, -2, 1, -2, -1, 1, -1)),
-    _program("reset-between-steps", (RESET,), True, recipe="current", weights="cached",
+    _program("reset-between-steps", ("skip-flag-reset",), True, recipe="current", weights="cached",
         events=("step", "reset_fp8", "step", "reset_fp8", "step")),
-    _program("calibration", (CALIBRATING,), True, modules=("Block",), recipe="delayed", calibrating=True),
-    _program("other-rng-states", (RNG_STATES,), True, modules=("Dropped",), recipe="delayed", tracker=True,
+    _program("calibration", ("calibration-recipe",), True, modules=("Block",), recipe="delayed", calibrating=True),
+    _program("other-rng-states", ("rng-states-at-replay",), True, modules=("Dropped",), recipe="delayed", tracker=True,
         events=("step", "save", "reseed_tracker", "step", "load", "step")),
     _programs(
-        *("misused-arguments", (ARGUMENTS,)),
+        *("misused-arguments", ("replay-arguments",)),
         {
             "named": {"modules": ("Named",), "events": MISUSES},
             "keys": {"modules": ("Structured",), "events": ("misuse_keys", "misuse_key", "step")},
@@ -378,7 +370,7 @@ _ALL = (
         events=("forward", "backward", "forward", "backward", *("forward_again", "backward") * 2, "read_input_grads")),
     _program("parameters-as-inputs", (LEAVES,), modules=("Bare",), bias=True, retain=True, microbatches=3,
         takes_grads=False),
-    _program("cast-input", (ARGUMENTS,), events=("cast_input",)),
+    _program("cast-input", ("replay-arguments",), events=("cast_input",)),
     _program("outside-of-the-autocast", (CONTRACT,), recipe="current", events=("outside_of_the_autocast",)),
     _training("plain-grad", (PARAM_GRADS,), fused=False, weights="plain", quick=True),
     _training("plain-grad-fit", (PARAM_GRADS,), fused=False, weights="plain", fit=True, events=_STEPS * 2),
@@ -420,7 +412,7 @@ _ALL = (
         )
     ),
     _programs(
-        *("main-grads-at-capture", (MAIN_GRADS,), {"backward": {}, "delayed": {"delay": True}}),
+        *("main-grads-at-capture", ("warmup-main-grads",), {"backward": {}, "delayed": {"delay": True}}),
         quick=True,
         modules=("Routed",),
         fused=True,
@@ -428,7 +420,7 @@ _ALL = (
     _program("tied-weight", (PARAM_GRADS,), True, modules=("linear", "Tied"), fused=True, events=(*("forward 0 0",
         "backward", "drop_grads", "forward 0 1", "backward", "keep_grads") * 3, "read_kept_grads", "update")),
     _programs(
-        *("fused-mlps", (PARAM_GRADS, DUMMIES)),
+        *("fused-mlps", (PARAM_GRADS, "fused-dummy-copies")),
         {
             "in order": {"modules": ("layernorm_mlp",) * 4, "order": INTERLEAVED, "events": ("step", "dummies")},
             "without an order": {"modules": ("layernorm_mlp",), "events": ("dummies",)},
@@ -440,7 +432,7 @@ _ALL = (
         clean_start=True,
     ),
     _programs(
-        *("parameter-hooks", (PARAMETER_HOOKS, PARAM_GRADS)),
+        *("parameter-hooks", ("parameter-hooks", PARAM_GRADS)),
         {
             f"{hooks}{' in order' if order else ''}": {"hooks": hooks, "order": order}
             for hooks in ("adds", "takes", "doubles", "of the node")

@@ -53,6 +53,7 @@ class Special(te.Linear):
 
 
 grouped_linear = made("grouped_linear", Experts, 2)
+eight_experts = made("eight_experts", Experts, 8)
 uneven_experts = made("uneven_experts", Uneven, 3)
 subclassed = made("subclassed", Special)
 
