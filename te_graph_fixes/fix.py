@@ -131,16 +131,17 @@ class Fix:
 
     ``id`` is the name of its file. ``summary`` and ``upstream``, the links, are what that file's docstring says first
     (`described_by`). ``symptom`` is one line for ``status``.
-    ``examine`` reads a `Source` and returns a `Verdict`; it raises `UnrecognizedError` where it finds neither the
-    defect nor the corrected shape. ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
-    one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
+    ``examine`` is its change: called with a `Source` it returns a `Verdict`, or raises `UnrecognizedError` where it
+    finds neither the defect nor the corrected shape. ``affected`` are the versions in which one expects the defect:
+    ``>=2.10,<2.17``, or one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one
+    to be applied.
     ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager finds where the defect is.
     ``group`` is one of `GROUPS`. ``users`` are those who have the defect, with the option that leads there.
-    ``cost`` is that of the fix alone, if it has any (docs/results/benchmark.md, grad-input-lifetime.md).
+    ``cost`` is that of the fix alone, if it has any (docs/results/benchmark.md, single-fixes.md).
     """
 
     symptom: str
-    examine: Callable[[Source], Verdict]
+    examine: SemanticPatch
     affected: str = f">={OLDEST}"
     requires: tuple[str, ...] = ()
     check_hints: tuple[str, ...] = ()

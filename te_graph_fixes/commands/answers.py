@@ -107,12 +107,11 @@ def explain(fix: Fix, decision: Decision | None = None) -> Iterator[str]:
     if dependent := [other for other in CATALOGUE if fix.id in with_required(other) - {other}]:
         rows["leave out"] += f"\n{'':11}also leaves out {', '.join(dependent)}: wrong without it"
     module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
-    patch = str(getattr(fix.examine, "patch", None) or vars(module)["PATCH"])
     _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")  # after its title and the links
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
     yield f"{fix.id} ({fix.group}): {fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
-    yield f"\n{account}\n\nThe change, in TE's own lines:\n{patch.rstrip()}"
+    yield f"\n{account}\n\nThe change, in TE's own lines:\n{fix.examine.patch.rstrip()}"
 
 
 def upstream(fix: Fix) -> str:
