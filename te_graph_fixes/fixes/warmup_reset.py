@@ -18,7 +18,16 @@ PATCH = """
 UPSTREAM = """
 @@ graph.py _make_graphed_callables (0 times)
  ANY_MODULE.is_first_microbatch = ANY
+@@ (3 times)
+ "is_first_microbatch"
+@@ graph.py make_graphed_callables (0 times)
+ ANY_MODULE.is_first_microbatch = ANY
+@@ (0 times)
+ "is_first_microbatch"
+@@ module/base.py TransformerEngineBaseModule (0 times)
+ ANY_MODULE.is_first_microbatch = ANY
 """
+"""Graphs read a keyword of that name, three times, and nobody sets the attribute."""
 
 FIX = Fix(
     symptom="fused wgrad: only the last microbatch of a step counts, wgrads at 0.577 of their norm for three",
