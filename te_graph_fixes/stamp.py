@@ -55,7 +55,10 @@ class Stamp:
 
     @classmethod
     def read(cls, folder: Path) -> Stamp:
-        return cls(**json.loads((folder / NAME).read_bytes()))
+        stamp = cls(**json.loads((folder / NAME).read_bytes()))
+        if not (isinstance(stamp.fixes, dict) and isinstance(stamp.files, dict)):
+            raise ValueError("its fixes and files are no objects")
+        return stamp
 
     @property
     def edited(self) -> list[str]:

@@ -62,7 +62,7 @@ def answer(decision: Decision) -> str:
     """One line: how many defects this TE has and what becomes of them, and what to type next."""
     name, settings, stamp = te_name(decision.version), decision.settings, decision.stamp
     if decision.refusal:
-        return f"{name}: nothing is applied, because {decision.refusal}"
+        return f"{name}: nothing is applied: {decision.refusal}"
     counts = {
         "can be corrected": len(decision.to_apply),
         f"corrected on disk by {stamp.by if stamp else ''}": len(stamp.made) if stamp else 0,

@@ -141,4 +141,5 @@ def import_problem() -> str:
     """Why a new process cannot import the installed TE, which imports every module that is edited; "" where it can."""
     command = [sys.executable, "-c", f"import {TE}.pytorch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+    said = done.stderr.strip().rpartition("\n")[2]
+    return said or f"it ended with status {done.returncode}" if done.returncode else ""

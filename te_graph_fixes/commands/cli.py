@@ -166,9 +166,9 @@ def _diff(options: argparse.Namespace) -> int:
         if verdict.state not in (State.APPLICABLE, State.UNRECOGNIZED):
             _say(f"{fix_id} is {verdict.state}: {verdict.reason}")
     if decision.refusal:
-        return _say(f"nothing is applied, because {decision.refusal}", 1)
+        return _say(f"nothing is applied: {decision.refusal}", 1)
     for reason, ids in decision.refused.items():
-        _say(f"{', '.join(ids)} cannot be applied: {reason}")
+        _say(f"{', '.join(ids)} cannot be applied, and the diff is without: {reason}")
     if not (names or decision.to_apply):
         _say(f"no changes: `{COMMAND} status --all{option(decision.source)}` says why")
     sys.stdout.writelines(answers.unified(decision))
@@ -177,7 +177,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 @_command(
     "write the changes into TE's files, all or none; for image builds",
-    "0 everything that this TE needs is in; 1 nothing was changed, and why (--check: it is not in); 2 no TE",
+    "0 all that this TE needs is in or left out; 1 nothing was changed, and why (--check: it is not in); 2 no TE",
     "",
     SOURCE,
     _argument("--check", action="store_true", help="say whether all that this TE needs is in, and change nothing"),
@@ -208,9 +208,12 @@ def _bake(options: argparse.Namespace) -> int:
 
 def _check_bake(decision: Decision) -> int:
     print(answers.answer(decision))
-    lacks = any(verdict.state in (State.APPLICABLE, State.UNRECOGNIZED) for verdict in decision.verdicts.values())
-    if lacks and decision.stamp is None and not decision.refusal:
-        print(f"the fixes are not in the files; run `{COMMAND} bake{option(decision.source)}`")
+    is_in = (State.NOT_NEEDED, State.NOT_APPLICABLE, State.DISABLED)
+    lacks = any(verdict.state not in is_in for verdict in decision.verdicts.values())
+    if lacks and decision.stamp is None:
+        can_be_baked = decision.to_apply and not decision.refused
+        advice = f"; run `{COMMAND} bake{option(decision.source)}`" if can_be_baked else ""
+        print(f"the fixes are not in the files{advice}")
     return int(lacks or decision.is_outdated)
 
 
@@ -241,7 +244,7 @@ def _bake_in_place(source: Source) -> int:
         _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {unable}")
     elif not where and (problem := bake.import_problem()):
         bake.undo(source)
-        raise BakeError(f"nothing was written, because TransformerEngine could not be imported with it: {problem}")
+        raise BakeError(f"all is as it was: TransformerEngine could not be imported with the fixes: {problem}")
     left = f" ({len(decision.left_out)} left out by {settings.chosen_by})" if decision.left_out else ""
     print(
         f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in {source.location}: "
@@ -267,7 +270,7 @@ def _require_complete(decision: Decision) -> None:
     if decision.refused:
         reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
         why = decision.refusal or f"not every fix that is needed can be applied. {reasons}"
-        raise BakeError(f"nothing was written, because {why}")
+        raise BakeError(f"nothing was written: {why}")
 
 
 @_command(
@@ -292,8 +295,12 @@ def _verify(options: argparse.Namespace) -> int:
     return verify(cases, options.json, options.limit, on_disk)
 
 
-# `__main__` starts `run` without this module.
-_commands.add_parser("run", help="start a program with the fixes in it and its children")
+def _run(options: argparse.Namespace) -> int:
+    """Refuse an option before `run`, which `__main__` starts without this module."""
+    raise ValueError(f"write `run` first: {COMMAND} run CMD")
+
+
+_commands.add_parser("run", help="start a program with the fixes in it and its children").set_defaults(command=_run)
 
 
 @_command(
@@ -303,7 +310,7 @@ _commands.add_parser("run", help="start a program with the fixes in it and its c
     SOURCE,
 )
 def _issue(options: argparse.Namespace) -> int:
-    """Versions, verdicts and digests of the files that they are about: no paths, variables or source text."""
+    """Versions, verdicts and digests of the files that they are about; of the source only lines that do not fit."""
     decision = _decision(options, Settings())
     source = decision.source
     print(f"te-graph-fixes {__version__}, {te_name(source.version)}")
@@ -312,7 +319,11 @@ def _issue(options: argparse.Namespace) -> int:
     for fix_id, verdict in decision.decisions.items():
         print(f"{fix_id}: {verdict.state} (expected: {expected(CATALOGUE[fix_id], source.version)})")
         if verdict.state in (State.UNRECOGNIZED, State.FAILED):
-            print("    " + verdict.explanation.replace(source.location, TE).replace("\n", "\n    "))
+            explanation = verdict.explanation
+            names = {source.location: TE, os.path.dirname(source.location): "DIR", sys.executable: "python"}
+            for path, name in names.items():
+                explanation = explanation.replace(path, name)
+            print("    " + explanation.replace("\n", "\n    "))
     print()
     for name in source.read:
         text = source.module(name).text

@@ -40,7 +40,7 @@ BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Become the program that ``arguments`` name; return an exit status only where that cannot be done."""
+    """Become the program that ``arguments`` name; return an exit status where there is none to become."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0

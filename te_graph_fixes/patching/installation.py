@@ -186,7 +186,7 @@ def _functions(block: CodeType, owner: str = "") -> dict[str, CodeType]:
     functions: dict[str, CodeType] = {}
     for code in _inner_codes(block):
         is_class = not code.co_flags & inspect.CO_OPTIMIZED
-        functions |= _functions(code, f"{code.co_name}.") if is_class else {owner + code.co_name: code}
+        functions |= _functions(code, f"{owner}{code.co_name}.") if is_class else {owner + code.co_name: code}
     return functions
 
 

@@ -140,7 +140,7 @@ class Pattern:
         """Each way in which the keywords match, in any order; of a call that has ``...``, those that are named."""
         given = {keyword.arg: keyword for keyword in node.keywords}
         is_open = bool(wanted.args) and is_gap(wanted.args[-1])
-        if not is_open and len(given) != len(wanted.keywords):
+        if not is_open and len(node.keywords) != len(wanted.keywords):
             return []
         ways = [bindings]
         for keyword in wanted.keywords:

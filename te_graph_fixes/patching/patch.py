@@ -48,7 +48,7 @@ _NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
     """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit, or two edit the same text."""
     for name, value in (names or {}).items():
-        text = re.sub(rf"\b{name}\b", value, text)
+        text = re.sub(rf"\b{name}\b", value.replace("\\", r"\\"), text)
     pairs = [(edit, ways[0].number) for ways in read(text) for edit in _fit(source, ways)]
     for (edit, line), (following, other) in pairwise(sorted(pairs)):
         if edit.module == following.module and edit.end > following.start:

@@ -115,7 +115,7 @@ class Source:
             return None
         path = spec.origin or name
         if not path.endswith(".py"):
-            raise UnrecognizedError(f"{name} in {self.location} has no source text (only bytecode)")
+            raise UnrecognizedError(f"{name} in {self.location} has no source text ({path})")
         try:
             data = cast(importlib.machinery.SourceFileLoader, spec.loader).get_data(path)
             text = importlib.util.decode_source(data)

@@ -88,7 +88,7 @@ class Contract:
         # The memory pool of each graph, and its place there; 0 if it was not captured.
         places: Iterable[tuple[Any, int]] = (getattr(graph, "place", (None, 0)) for graph in graphs)
         (self.pool, self.forward), (_, self.backward), (wgrad_pool, wgrad) = places
-        # Without an order wgrads are captured after all else, in a pool of their own.
+        # Without an order `wgrad-memory-reuse` captures wgrads after all else, in a pool of their own.
         self._wgrad = wgrad if wgrad_pool is self.pool else 0
         self._end = self._wgrad or self.pool.places + 1
         self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph

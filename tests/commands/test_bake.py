@@ -299,7 +299,7 @@ def test_what_is_not_recognised_fails_the_build(tmp_path: Path, cli: Cli) -> Non
     for arguments in ([], ["--overlay", tmp_path / "overlay"]):
         status, out, err = cli("bake", "--source", tree, *arguments)
         assert (status, out) == (1, "")
-        assert "nothing was written, because not every fix that is needed can be applied. backward-amax-red" in err
+        assert "nothing was written: not every fix that is needed can be applied. backward-amax-red" in err
     assert content(tree) == before
 
 
@@ -451,7 +451,7 @@ def test_a_later_edit_is_said(kind: str, tree: Path, cli: Cli) -> None:
     before = content(tree)
     status, out, _ = cli("status", "--source", tree)
     assert (status, len(out.splitlines())) == (1, 2)
-    advice = "because take the edit of " if name == STAMP else "because take the edit back, or install Tr"
+    advice = "applied: take the edit of " if name == STAMP else "applied: take the edit back, or install Tr"
     assert advice in out
     assert name in out
     for command in ("bake", "bake --check", "bake --undo"):
@@ -477,7 +477,7 @@ def test_a_te_that_was_installed_over_a_bake(
     status, out, _ = cli("status", "--source", tree)
     assert status == cli("bake", "--check", "--source", tree)[0] == 1
     undo = f"{COMMAND} bake --undo --source {tree}"
-    assert f"because delete with `{undo}` what te-graph-fixes {__version__} has left" in out
+    assert f"applied: delete with `{undo}` what te-graph-fixes {__version__} has left" in out
     if undo_first:
         out = cli("bake", "--undo", "--source", tree)[1]
         assert out == f"what a bake had left in {tree}/transformer_engine is deleted\n"
@@ -516,7 +516,7 @@ def test_an_interrupted_bake_is_said(tmp_path: Path, cli: Cli) -> None:
         in subprocess.run([sys.executable, tree / GRAPH], capture_output=True, text=True, check=False).stderr
     )
     status, out, _ = cli("status", "--source", tree)
-    assert (status, f"because start `{COMMAND} bake --undo --source {tree}` or `bake`" in out) == (1, True)
+    assert (status, f"applied: start `{COMMAND} bake --undo --source {tree}` or `bake`" in out) == (1, True)
     said = "te-graph-fixes: took back what an interrupted command had left\n"
     assert cli("bake", "--undo", "--source", tree)[::2] == (0, said)
     assert content(tree) == before
@@ -558,5 +558,5 @@ def test_a_bake_with_which_te_cannot_be_imported_is_undone(
     before = content(tree)
     status, out, err = cli("bake")
     assert (status, out) == (1, "")
-    assert "because TransformerEngine could not be imported with it: AssertionError: corrected" in err
+    assert "TransformerEngine could not be imported with the fixes: AssertionError: corrected" in err
     assert content(tree) == before
