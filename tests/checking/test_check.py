@@ -420,6 +420,7 @@ dist.destroy_process_group()  # in the last step that is to be checked
 """
 
 
+@pytest.mark.full
 def test_one_report_for_all_ranks(tmp_path: Path) -> None:
     """Two ranks of torchrun below `run --check`, on gloo."""
     job = tmp_path / "job.py"
