@@ -60,6 +60,7 @@ def require_not_negative(fix_id: str, tree: Source, where: str = "") -> None:
         assert patched(tree, {"": verdict})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", LAYOUTS)
 def test_a_condition_turned_round_does_not_hide_a_defect(version: str) -> None:
     tree, verdicts = examined(version)[0], needed(version)
@@ -67,6 +68,7 @@ def test_a_condition_turned_round_does_not_hide_a_defect(version: str) -> None:
         require_not_negative(fix_id, turned_round(tree, verdict.edits))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", [pytest.param("2.12.0", marks=pytest.mark.slow), NEWEST])
 def test_a_correction_with_one_edit_left_out_is_not_said_to_be_whole(version: str) -> None:
     tree = examined(version)[0]
@@ -103,6 +105,7 @@ def innermost(module: ModuleSource, node: ast.AST) -> ast.stmt:
     return max(around, key=lambda part: part.lineno)
 
 
+@pytest.mark.full
 def test_upstreams_correction_less_a_statement_is_not_said_to_be_whole() -> None:
     tree = examined(NEWEST)[0]
     for fix_id, module, statement in corrections():
