@@ -47,6 +47,7 @@ class _Activation:
         self._lock = threading.RLock()
         self._finder = Finder(self.watches, self.before, self.after)
         self._settings: Settings | None = None
+        self._early: Decision | None = None  # for the first time that TE is to be read
         self._decision: Decision | None = None
         self._failure = ""  # why nothing of the decision was put in place
         self._reverted: frozenset[str] = frozenset()
@@ -67,7 +68,7 @@ class _Activation:
         and in strict mode `FixNotAppliedError` where a needed fix cannot be applied; TE is then as it was.
         """
         require_wrapt()
-        settings = Settings.read(only, disable, strict)
+        settings, early = Settings.read(only, disable, strict), None
         for text in unknown_variables() if rank() in (None, "0") else ():
             warn_once(text, category=TEGraphFixesWarning)
         if settings.only is not None or settings.disable:
@@ -75,11 +76,11 @@ class _Activation:
             from .stamp import installed
 
             if settings.only:
-                Decision.installed(settings)  # that a fix is named without one that it requires shows at once
+                early = Decision.installed(settings)  # that a fix is named without one that it requires shows at once
             self._warn_or_raise(disagreement(settings, installed()), settings)
         with self._lock:
             self._stop()
-            self._settings, self._reverted = settings, frozenset()
+            self._settings, self._early, self._reverted = settings, early, frozenset()
             if settings.off:
                 return
             sys.meta_path.insert(0, self._finder)
@@ -111,11 +112,11 @@ class _Activation:
             return
         from .decision import Decision
 
-        decision = Decision.installed(settings)
+        decision = Decision.installed(settings, self._early)
         with self._lock:
             if self._settings is settings:
                 self._take_back()
-                self._decision = decision
+                self._decision, self._early = decision, None
         if settings.strict and not loaded(PACKAGE):
             self._warn_or_raise(problem_summary(self.report(), strict=True), settings)
 
@@ -149,7 +150,7 @@ class _Activation:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._take_back()
-        self._settings = self._decision = None
+        self._settings = self._early = self._decision = None
 
     def _warn_or_raise(self, text: str, settings: Settings) -> None:
         """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""

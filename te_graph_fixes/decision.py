@@ -145,12 +145,13 @@ class Decision:
         source.forget_trees()
 
     @classmethod
-    def installed(cls, settings: Settings) -> Decision:
-        """That of the installed TE; where there is none, it holds no shape that is known."""
+    def installed(cls, settings: Settings, early: Decision | None = None) -> Decision:
+        """That of the installed TE, ``early`` if it is; where there is none, it holds no shape that is known."""
         try:
-            return cls(Source.installed(), settings)
+            source = Source.installed()
         except TENotFoundError as error:
             return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error))))
+        return early if early and early.source == source else cls(source, settings)
 
     def _build(self) -> tuple[dict[str, Verdict], Installation]:
         """The decisions, and what puts them in place: without the fixes that cannot be compiled together."""

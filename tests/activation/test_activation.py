@@ -543,6 +543,24 @@ for name, (switch, disable, values, expected) in {SETTINGS}.items():
     assert "ERROR" not in out
 
 
+@pytest.mark.parametrize("te", ["", "import transformer_engine.pytorch"])
+def test_fixes_that_are_named_are_looked_for_once(world: World, te: str) -> None:
+    world.run(
+        f"""
+{te}
+from te_graph_fixes import decision as verdicts
+read, found = verdicts.verdicts, []
+verdicts.verdicts = lambda source: found.append(source) or read(source)
+import te_graph_fixes
+del found[:]
+te_graph_fixes.activate(only=["graph", "linear"])
+assert results() == RIGHT
+assert len(found) == 1, found
+""",
+        TE_GRAPH_FIXES="off",
+    )
+
+
 def test_a_fix_that_is_named_without_what_it_requires_is_an_error(world: World) -> None:
     """By variables and by arguments, before TE is imported and after; what was applied stays."""
     world.run("""
