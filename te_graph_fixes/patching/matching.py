@@ -78,8 +78,9 @@ class Pattern:
             if is_gap(head):
                 is_adjacent = False
                 continue
+            bare = _without_blocks(head)
             candidates = range(reached, len(heads))[: 1 if is_adjacent else None]
-            following = next((i for i in candidates if self._match(_bare(head), _bare(heads[i]), {})), None)
+            following = next((i for i in candidates if self._match(bare, _without_blocks(heads[i]), {})), None)
             if following is None:
                 return matched, head, heads[reached] if reached < len(heads) else None
             matched, reached, is_adjacent = matched + 1, following + 1, True
@@ -163,26 +164,26 @@ def heads_of(body: Sequence[Any]) -> Iterator[Any]:
     """Statements and those in their blocks, in order."""
     for node in body:
         yield node
-        for block in _blocks_of(node):
+        for block in blocks_of(node):
             yield from heads_of(getattr(node, block))
 
 
-def _bare(statement: Any) -> Any:
+def _without_blocks(statement: Any) -> Any:
     """A statement without its blocks; an expression as it is."""
     bare = copy.copy(statement)
-    for block in _blocks_of(statement):
+    for block in blocks_of(statement):
         setattr(bare, block, [])
     return bare
 
 
-def _blocks_of(node: Any) -> list[str]:
+def blocks_of(node: Any) -> list[str]:
     """The names of the blocks of a statement or handler; parts of an expression may be called so, and are none."""
     return [] if isinstance(node, ast.expr) else [block for block in BLOCKS if hasattr(node, block)]
 
 
 def in_short(head: Any) -> str:
     """The first line of a statement, or an expression."""
-    return ast.unparse(_bare(head)).partition("\n")[0]
+    return ast.unparse(_without_blocks(head)).partition("\n")[0]
 
 
 def as_python(text: str) -> str:

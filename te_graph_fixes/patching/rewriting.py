@@ -17,7 +17,7 @@ from itertools import pairwise, takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 from .definition import Definition, unrecognized
-from .matching import BLOCKS, Match, as_python, is_any, is_gap, is_placed
+from .matching import Match, as_python, blocks_of, is_any, is_gap, is_placed
 from .source import Edit, ModuleSource, first_line
 
 START, END = 0, 1
@@ -149,7 +149,7 @@ class _Comparison:
             if gone and made:
                 yield from self._rewritten(gone, made)
             elif gone:
-                yield LineChange(Spot(_bare(gone[0]), START), Spot(_bare(gone[-1]), END), "")
+                yield LineChange(Spot(_unwrapped(gone[0]), START), Spot(_unwrapped(gone[-1]), END), "")
             elif made:
                 yield self._inserted(olds[max(above, 0) : above + 1], olds[below : below + 1], made)
             if below < len(olds):
@@ -159,17 +159,17 @@ class _Comparison:
         """New statements, below the one above them, or else above the next one."""
         for neighbours, side in ((above, END), (below, START)):
             if neighbours and not is_gap(neighbours[0]):
-                spot = Spot(_bare(neighbours[0]), side)
+                spot = Spot(_unwrapped(neighbours[0]), side)
                 return LineChange(spot, spot, self._new.added(first_line(made[0]), made[-1].end_lineno))
         number = self._new.lines_of(made[0])[0].number
         raise PatchError(f"line {number}: no statement of the same block above or below")
 
     def _rewritten(self, gone: Sequence[Any], made: Sequence[Any]) -> Iterator[Change]:
         """Statements that become others: in a part of one, or else in whole lines."""
-        old, new = _bare(gone[0]), _bare(made[0])
+        old, new = _unwrapped(gone[0]), _unwrapped(made[0])
         if self._old.indent(gone[0]) != self._new.indent(made[0]):  # `elif` has become `else`, or the reverse
             raise _UnlikeError
-        start, end, last = Spot(old, START), Spot(_bare(gone[-1]), END), made[-1].end_lineno
+        start, end, last = Spot(old, START), Spot(_unwrapped(gone[-1]), END), made[-1].end_lineno
         if len(gone) == len(made) == 1:
             with suppress(_UnlikeError):
                 if not self._has_comment(new):
@@ -197,7 +197,7 @@ class _Comparison:
         body = getattr(new, "body", None)
         kept = self._new.kept(body) if isinstance(body, list) and body[-1].end_lineno == new.end_lineno else None
         for owner in reversed([*ast.walk(old)]) if kept else ():
-            for field in _blocks(owner):
+            for field in blocks_of(owner):
                 block = getattr(owner, field)
                 if block and block[-1].end_lineno == old.end_lineno and self._old.kept(block) == kept:
                     return owner, field
@@ -230,7 +230,7 @@ class _Comparison:
             raise _UnlikeError
         for field in old._fields:
             ours, theirs = (_field(node, field) for node in (old, new))
-            if field in _blocks(old):
+            if field in blocks_of(old):
                 if bool(ours) != bool(theirs) or self._old.kept(ours) != self._new.kept(theirs):
                     raise _UnlikeError
                 yield from self.block(ours, theirs)
@@ -270,13 +270,9 @@ class _Comparison:
             yield TextChange(spot, other, text.replace("\n" + _indent_at(self._new.module.text, start), "\n"))
 
 
-def _bare(statement: Any) -> Any:
+def _unwrapped(statement: Any) -> Any:
     """The expression that is a statement; else the statement."""
     return statement.value if isinstance(statement, ast.Expr) else statement
-
-
-def _blocks(node: Any) -> list[str]:
-    return [field for field in BLOCKS if isinstance(getattr(node, field, None), list)]
 
 
 def _field(node: Any, name: str) -> Any:
