@@ -37,7 +37,7 @@ from itertools import pairwise
 
 from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Match, Pattern
-from .rewriting import START, Change, Line, LineChange, PatchError, Side, compare, indented, whole_lines
+from .rewriting import START, Line, LineChange, PatchError, Replacement, Side, compare, indented, whole_lines
 from .source import Edit, Source
 
 PYTORCH = "transformer_engine.pytorch"
@@ -164,7 +164,7 @@ class Hunk:
     place: str
     notes: list[str]
     pattern: Pattern | None
-    changes: tuple[Change, ...]
+    changes: tuple[Replacement, ...]
     signs: tuple[Pattern, ...]
     start_text: str = ""
 
