@@ -1,8 +1,8 @@
 """From the two sides of a hunk to edits of the source.
 
 `compare` goes through both sides by their lines of code. Those that are added or taken away are whole lines of the
-source, too. Of one that becomes another, all from the first token that differs to the last is replaced. Each change
-starts and ends at nodes of the pattern, and a match says where these are in the source.
+source, too. Of one that becomes another, all from the first token that differs to the last is replaced. A change starts
+and ends at nodes of the pattern, and a match says where these are in the source.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import keyword
 import re
 import textwrap
 import tokenize
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
-from operator import itemgetter
-from os.path import commonprefix
-from typing import Any, NamedTuple, TypeAlias
+from itertools import accumulate, chain, groupby, takewhile
+from operator import eq
+from typing import Any, NamedTuple
 
 from .definition import Definition, unrecognized
 from .matching import Match, as_python, is_gap
 from .source import Edit, ModuleSource, first_line
 
 START, END = 0, 1
-_NEAR = 200
-"""How many characters are looked through for a parenthesis."""
+_NEAR = 100
+"""How many characters the name of a callee may have."""
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
 
 
@@ -42,26 +40,32 @@ class Line(NamedTuple):
     number: int
 
 
+class Token(NamedTuple):
+    word: str
+    start: int
+    end: int
+
+
 class Row(NamedTuple):
-    """A line of code: its tokens with their character offsets, and the lines of the hunk that it is on.
+    """A line of code: its tokens, and the lines of a hunk that it is on; ``above`` are comments and blank lines."""
 
-    ``above`` are the comments and blank lines in front of it.
-    """
-
-    words: list[str]
-    starts: list[int]
-    ends: list[int]
+    tokens: list[Token]
     indent: int
     above: list[Line]
     lines: list[Line]
 
     @property
-    def number(self) -> int:
-        return self.lines[0].number
+    def words(self) -> list[str]:
+        return [token.word for token in self.tokens]
 
     @property
-    def has_comment(self) -> bool:
-        return any("#" in line.text for line in self.lines)
+    def mark(self) -> str:
+        """The mark of its lines, a blank where a part stays."""
+        return min(line.mark for line in self.lines)
+
+    @property
+    def kept(self) -> list[Line]:
+        return [line for line in self.lines if line.mark == " "]
 
 
 class Side:
@@ -78,18 +82,19 @@ class Side:
         self.rows = [*self._rows()]
 
     def _rows(self) -> Iterator[Row]:
-        tokens: list[tokenize.TokenInfo] = []
-        above = 0
+        read: list[tokenize.TokenInfo] = []
+        done = 0
         for token in tokenize.generate_tokens(io.StringIO(self.module.text).readline):
             if token.type == tokenize.NEWLINE:
-                starts = [self.module.starts[line] + column for line, column in (token.start for token in tokens)]
-                ends = [self.module.starts[line] + column for line, column in (token.end for token in tokens)]
-                (first, indent), (last, _) = tokens[0].start, tokens[-1].end
-                lines = self.lines[above : first - 1], self.lines[first - 1 : last]
-                yield Row([token.string for token in tokens], starts, ends, indent, *lines)
-                tokens, above = [], last
+                (first, indent), (last, _) = read[0].start, read[-1].end
+                tokens = [Token(part.string, self._offset(part.start), self._offset(part.end)) for part in read]
+                yield Row(tokens, indent, self.lines[done : first - 1], self.lines[first - 1 : last])
+                read, done = [], last
             elif token.string.strip() and token.type != tokenize.COMMENT:
-                tokens.append(token)
+                read.append(token)
+
+    def _offset(self, position: tuple[int, int]) -> int:
+        return self.module.starts[position[0]] + position[1]
 
     def added(self, rows: Sequence[Row]) -> str:
         """The text of new rows, with the comments above and the blank lines around that are added with them."""
@@ -106,39 +111,26 @@ class Spot(NamedTuple):
     side: int
 
 
-class LineChange(NamedTuple):
-    """Put ``text`` in the place of the lines between two spots, or between two lines where both are one spot."""
+class Replacement(NamedTuple):
+    """Put ``text`` in the place of all between two spots, or at one: in ``whole_lines``, or within a line."""
 
     start: Spot
     end: Spot
     text: str
+    whole_lines: bool
 
     def edit(self, definition: Definition, match: Match) -> Edit:
         module, first, last = definition.module, match.bound[self.start.node], match.bound[self.end.node]
-        start = whole_lines(definition, first)[self.start.side]
-        end = whole_lines(definition, last)[self.end.side]
+        if not self.whole_lines:
+            start, end = span(module, first)[self.start.side], span(module, last)[self.end.side]
+            text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
+            return Edit(module.name, start, end, _filled(definition, match, text))
+        start, end = whole_lines(definition, first)[self.start.side], whole_lines(definition, last)[self.end.side]
         if self.start != self.end and self.end.side == START:  # comments stay with the block below them
             end = _start_of_comments(module, last)
         if not self.text:
             start = _start_of_comments(module, first)
         return Edit(module.name, start, end, indented(module, first, _filled(definition, match, self.text)))
-
-
-class TextChange(NamedTuple):
-    """Put ``text`` in the place of what is between two spots in a line of code, or at one."""
-
-    start: Spot
-    end: Spot
-    text: str
-
-    def edit(self, definition: Definition, match: Match) -> Edit:
-        module = definition.module
-        start, end = (span(module, match.bound[spot.node])[spot.side] for spot in (self.start, self.end))
-        text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
-        return Edit(module.name, start, end, _filled(definition, match, text))
-
-
-Replacement: TypeAlias = "LineChange | TextChange"
 
 
 def compare(old: Side, new: Side) -> list[Replacement]:
@@ -147,142 +139,110 @@ def compare(old: Side, new: Side) -> list[Replacement]:
 
 
 class _Comparison:
+    """The changes between two sides. Nodes of the old one are known by the character offsets of their ends."""
+
     def __init__(self, old: Side, new: Side) -> None:
         self._old, self._new = old, new
         nodes: list[Any] = [*old.body]
         for node in nodes:  # outer ones first
             if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
                 nodes += ast.iter_child_nodes(node)
-        placed = [(old.module.span(node), node) for node in nodes if _is_placed(node)]
-        self._by_ends = dict(placed)
-        self._spots = {(START, start): Spot(node, START) for (start, _), node in placed}
-        self._spots |= {(END, end): Spot(node, END) for (_, end), node in placed if not is_gap(node)}
-        statements = [(ends, node) for ends, node in placed if isinstance(node, (ast.stmt, ast.excepthandler))]
-        self._statements = {
-            (side, ends[side], node.col_offset): Spot(_unwrapped(node), side)
-            for ends, node in statements
-            for side in (START, END)
-            if side == START or not is_gap(node)
-        }
+        nodes = [node for node in nodes if isinstance(node, ast.withitem) or hasattr(node, "lineno")]
+        self._innermost = {old.module.span(node): node for node in nodes}
+        self._spots: dict[tuple[int, ...], Spot] = {}
+        for node in nodes:
+            for side in (START,) if is_gap(node) else (START, END):
+                offset = old.module.span(node)[side]
+                self._spots[side, offset] = Spot(node, side)
+                if isinstance(node, (ast.stmt, ast.excepthandler)):
+                    is_bare = isinstance(node, ast.Expr) and not is_gap(node)
+                    self._spots[side, offset, node.col_offset] = Spot(node.value if is_bare else node, side)
 
     def changes(self) -> Iterator[Replacement]:
-        """Rows with a line in common are the same one. Between these, ``-`` rows become the ``+`` rows after them."""
-        rows = {line.number: row for row in self._new.rows for line in row.lines}
-        steps: list[tuple[int, Row | None, Row | None]] = []
-        for row in self._old.rows:
-            kept = [rows.pop(line.number) for line in row.lines if line.number in rows]
-            steps.append((row.number, row, kept[0] if kept else None))
-        kept_new = {new.number for _, _, new in steps if new}
-        steps += [(row.number, None, row) for row in self._new.rows if row.number not in kept_new]
-        start = stop = 0
-        made: list[Row] = []
-        for _, old, new in sorted(steps, key=itemgetter(0)):
-            if old and (new or made):
-                yield from self._replaced(start, stop, made)
-                start, made = stop, []
-            if old and new:
-                yield from self._within(old, new)
-                start = stop + 1
-            if old:
-                stop += 1
-            elif new:
-                made.append(new)
-        yield from self._replaced(start, stop, made)
+        """``-`` rows become the ``+`` rows after them; one that stays in part is one row on both sides."""
+        kept = [row for row in self._new.rows if row.mark == " "]
+        if [row.kept for row in self._old.rows if row.kept] != [row.kept for row in kept]:
+            raise PatchError(f"line {self._old.lines[0].number}: lines that stay are of other lines of code then")
+        rows = [*self._old.rows, *(row for row in self._new.rows if row.mark == "+")]
+        runs = groupby(sorted(rows, key=lambda row: row.lines[0].number), key=lambda row: row.mark)
+        gone: list[Row] = []
+        count = 0
+        for mark, run in chain(runs, [(" ", ())]):
+            rows = [*run]
+            if mark != "-" and (gone or mark == "+"):
+                yield from self._replaced(gone, rows if mark == "+" else [], count)
+            gone = rows if mark == "-" else []
+            count += len(rows) if mark != "+" else 0
+            if mark == " ":
+                for row in rows:
+                    yield from self._within(row, kept.pop(0))
 
-    def _replaced(self, start: int, stop: int, rows: list[Row]) -> Iterator[Replacement]:
-        """The changes that make ``rows`` of old rows, by their blocks, the innermost first."""
-        old = self._old.rows
-        all_gone, all_made = _by_block(old[start:stop]), _by_block(rows)
-        for indent in sorted({*all_gone, *all_made}, reverse=True):
-            gone, made = all_gone[indent], all_made[indent]
-            start += len(gone)
-            if [row.indent for row in gone] == [row.indent for row in made] and not any(row.has_comment for row in made):
-                for one, other in zip(gone, made, strict=True):
-                    yield from self._within(one, other)
-                continue
-            if gone:
-                first = self._statement(START, gone, indent)
-                last = self._statement(END, gone, indent) or (self._statement(START, old[stop:], old[stop].indent) if old[stop:] else None)
-            else:
-                first = last = self._statement(END, old[:start], indent) or self._statement(START, old[start:], indent)
-            if not first or not last:
-                raise _error(made or gone, "no statement of the same block above or below")
-            text = self._new.added(made) if made else ""
-            yield LineChange(first, last, _fillable(text, made) if gone else text)
+    def _replaced(self, gone: list[Row], made: list[Row], count: int) -> Iterator[Replacement]:
+        """The changes of rows that follow each other; ``count`` is that of the old rows up to here."""
+        is_commented = any("#" in line.text for row in made for line in row.lines)
+        if [row.indent for row in gone] == [row.indent for row in made] and not is_commented:
+            for old, new in zip(gone, made, strict=True):
+                yield from self._within(old, new)
+            return
+        indent = min(row.indent for row in (*gone, *made))
+        above, below = self._old.rows[:count], self._old.rows[count:][:1]
+        end = self._statement(END, above, indent) or self._statement(
+            START, below, below[0].indent if gone and below else indent
+        )
+        start = self._statement(START, gone, indent) if gone else end
+        if not start or not end or any(rows[0].indent != indent for rows in (gone, made) if rows):
+            raise _error(made or gone, "no statement of the same block above or below")
+        text = self._new.added(made) if made else ""
+        yield Replacement(start, end, _fillable(text, made) if gone else text, True)
 
     def _statement(self, side: int, rows: list[Row], indent: int) -> Spot | None:
         """Where a statement with this indent starts with the first of some rows, or ends with the last."""
-        offset = (rows[0].starts[0], rows[-1].ends[-1])[side] if rows else -1
-        return self._statements.get((side, offset, indent))
+        offset = (rows[0].tokens[0].start, rows[-1].tokens[-1].end)[side] if rows else -1
+        return self._spots.get((side, offset, indent))
 
-    def _within(self, old: Row, new: Row) -> Iterator[TextChange]:
+    def _within(self, old: Row, new: Row) -> Iterator[Replacement]:
         """The change from the first token that differs to the last, widened to ends of nodes and to whole brackets."""
         if old.words == new.words:
             return
-        start = len(commonprefix([old.words, new.words]))
-        rest = len(commonprefix([old.words[start:][::-1], new.words[start:][::-1]]))
+        start = _in_common(old.words, new.words)
+        rest = _in_common(old.words[start:][::-1], new.words[start:][::-1])
         while start >= 0 and rest >= 0:
             stop, new_stop = len(old.words) - rest, len(new.words) - rest
-            left, right = self._around(old, start, stop)
-            unpaired = _unpaired(old.words[start:stop]) + _unpaired(new.words[start:new_stop])
+            left, right = self._spot(old, start), self._spot(old, stop)
+            if start < stop and (ends := (old.tokens[start].start, old.tokens[stop - 1].end)) in self._innermost:
+                left, right = (Spot(self._innermost[ends], side) for side in (START, END))
+            depths = _depths(old.words[start:stop]), _depths(new.words[start:new_stop])
             # An operator beside ANY could take a part of what that stands for.
-            if not left or any(word in ")]}" for word in unpaired) or _is_any(old.words[:start][-1:]):
+            if not left or min(map(min, depths)) < 0 or _is_any(old.words[:start][-1:]):
                 start -= 1
-            elif not right or unpaired or _is_any(old.words[stop:][:1]):
+            elif not right or max(depth[-1] for depth in depths) > 0 or _is_any(old.words[stop:][:1]):
                 rest -= 1
             else:
-                first = new.starts[start] if left.side == START else new.ends[start - 1]
-                last = new.starts[new_stop] if right.side == START else new.ends[new_stop - 1]
+                first = new.tokens[start].start if left.side == START else new.tokens[start - 1].end
+                last = new.tokens[new_stop].start if right.side == START else new.tokens[new_stop - 1].end
                 text = self._new.module.text
                 text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
-                yield TextChange(left, right, _fillable(text, [new]))
+                yield Replacement(left, right, _fillable(text, [new]), False)
                 return
         raise _error([new], "neither whole statements nor a part of an expression")
 
-    def _around(self, row: Row, start: int, stop: int) -> tuple[Spot | None, Spot | None]:
-        """Where to begin and to end for some tokens of a row to be replaced, or none."""
-        if start == stop:
-            spot = self._spot(row, start, START)
-            return spot, spot
-        if node := self._by_ends.get((row.starts[start], row.ends[stop - 1])):
-            return Spot(node, START), Spot(node, END)
-        return self._spot(row, start, START), self._spot(row, stop, END)
-
-    def _spot(self, row: Row, index: int, side: int) -> Spot | None:
-        """Where a node starts with a token, or ends with the one before; if both, on this side."""
-        keys = [*((START, start) for start in row.starts[index:][:1]), *((END, end) for end in row.ends[:index][-1:])]
-        spots = [self._spots[key] for key in keys if key in self._spots]
-        return min(spots, key=lambda spot: (is_gap(spot.node), spot.side != side), default=None)
+    def _spot(self, row: Row, index: int) -> Spot | None:
+        """Where a node starts with a token, or else ends with the one before; at ``...`` if there is no other."""
+        keys = [(START, token.start) for token in row.tokens[index:][:1]]
+        keys += [(END, token.end) for token in row.tokens[:index][-1:]]
+        return min(
+            (self._spots[key] for key in keys if key in self._spots), key=lambda spot: is_gap(spot.node), default=None
+        )
 
 
-def _is_placed(node: Any) -> bool:
-    return isinstance(node, ast.withitem) or hasattr(node, "lineno")
+def _in_common(words: Sequence[str], others: Sequence[str]) -> int:
+    """How many tokens are the same at the beginning."""
+    return len([*takewhile(bool, map(eq, words, others))])
 
 
-def _unwrapped(statement: Any) -> Any:
-    """The expression that is a statement; else the statement."""
-    return statement.value if isinstance(statement, ast.Expr) and not is_gap(statement) else statement
-
-
-def _by_block(rows: Sequence[Row]) -> defaultdict[int, list[Row]]:
-    """Rows by the indent of their block: that of the first, or one around it. Inner blocks go with their heads."""
-    blocks = defaultdict[int, list[Row]](list)
-    indent = rows[0].indent if rows else 0
-    for row in rows:
-        indent = min(indent, row.indent)
-        blocks[indent].append(row)
-    return blocks
-
-
-def _unpaired(words: Sequence[str]) -> list[str]:
-    """The brackets that have no partner."""
-    brackets: list[str] = []
-    for word in words:
-        if brackets and brackets[-1] + word in ("()", "[]", "{}"):
-            brackets.pop()
-        elif word in tuple("()[]{}"):
-            brackets.append(word)
-    return brackets
+def _depths(words: Sequence[str]) -> list[int]:
+    """How many brackets are open after each token."""
+    return [0, *accumulate((word in ("(", "[", "{")) - (word in (")", "]", "}")) for word in words)]
 
 
 def _is_any(words: Sequence[str]) -> bool:
@@ -290,7 +250,7 @@ def _is_any(words: Sequence[str]) -> bool:
 
 
 def _fillable(text: str, rows: Sequence[Row]) -> str:
-    """The text of some rows; raises `PatchError` if parts of it stand for any others, so that it cannot be put anywhere."""
+    """The text of some rows; raises `PatchError` if a part of it stands for any other, and cannot be put anywhere."""
     if re.search(r"\.\.\.|\bANY\b", text):
         raise _error(rows, "neither whole statements nor a part of an expression")
     return text
@@ -303,17 +263,13 @@ def _error(rows: Sequence[Row], text: str) -> PatchError:
 def span(module: ModuleSource, node: Any) -> tuple[int, int]:
     """Where a part of a statement starts and ends with the parentheses around it; those of a call are not."""
     text, (start, end) = module.text, module.span(node)
-    while True:
-        before, after = text[max(start - _NEAR, 0) : start].rstrip(), text[end : end + _NEAR].lstrip()
-        if before[-1:] != "(" or after[:1] != ")" or _is_called(before[:-1]):
-            return start, end
-        start, end = text.rindex("(", 0, start), text.index(")", end) + 1
-
-
-def _is_called(before: str) -> bool:
-    """Whether a parenthesis after this text is that of a call."""
-    callee = re.search(r"(\w+|[)\]]) *\Z", before[-_NEAR:])
-    return callee is not None and not keyword.iskeyword(callee[1])
+    while text[:start].rstrip()[-1:] == "(" and text[end:].lstrip()[:1] == ")":
+        opening = text.rindex("(", 0, start)
+        callee = re.search(r"(\w+|[)\]]) *\Z", text[max(opening - _NEAR, 0) : opening])
+        if callee and not keyword.iskeyword(callee[1]):
+            break
+        start, end = opening, text.index(")", end) + 1
+    return start, end
 
 
 def _indent_at(text: str, offset: int) -> str:
