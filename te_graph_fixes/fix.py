@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TypeAlias
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -74,33 +74,31 @@ def not_applicable(reason: str) -> Verdict:
     return Verdict(State.NOT_APPLICABLE, reason)
 
 
-Absent: TypeAlias = "tuple[Callable[[Source], bool], str]"
-"""Whether a feature is absent, and the reason to give then."""
-
-
 @dataclass(frozen=True)
 class SemanticPatch:
     """The ``examine`` of a `Fix` that is a ``patch`` (`te_graph_fixes.patching.patch`).
 
-    ``corrected`` are upstream's corrections, as patches of context alone, with reasons. ``names`` are words that stand
-    for text which depends on the source, here and in ``corrected``; ``provides`` modules of `te_graph_fixes.shipped`.
+    ``absent`` says which sources lack the public feature, and ``corrected`` which hold upstream's correction, both as
+    patches of context alone, with reasons. ``names`` are words that stand for text which depends on the source;
+    ``provides`` modules of `te_graph_fixes.shipped`.
     """
 
     patch: str
     _: KW_ONLY
-    absent: Sequence[Absent] = ()
+    absent: Sequence[tuple[str, str]] = ()
     corrected: Sequence[tuple[str, str]] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
     provides: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Compile all its patches; raises `PatchError`."""
-        for text in (self.patch, *(text for text, _ in self.corrected)):
+        for text in (self.patch, *(text for text, _ in (*self.absent, *self.corrected))):
             read(text)
 
     def __call__(self, source: Source) -> Verdict:
-        for is_absent, reason in self.absent:
-            if is_absent(source):
+        for text, reason in self.absent:
+            with contextlib.suppress(UnrecognizedError):
+                self._edits(source, text)
                 return not_applicable(reason)
         misfits, corrections = [], []
         for text, reason in self.corrected:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
 from ..decision import verdicts
-from ..difference import off_by
+from .difference import off_by
 from ..fix import Fix
 from ..fixes import CATALOGUE
 from ..patching.source import Source

@@ -11,7 +11,6 @@ graph's backward has set ``grad_added_to_main_grad``; a mark that another graph 
 """
 
 from ..fix import Fix, SemanticPatch
-from ..patching.source import Source
 from .shapes import SHARE_DUMMIES
 
 PATCH = """
@@ -28,12 +27,10 @@ and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_para
  _returned_param_grad_clone_slots(ANY, ANY, ...)
 """
 
-
-def lacks_option(source: Source) -> bool:
-    """Whether parameter grads are returned as they are, as before TE 2.19."""
-    function = source.module("transformer_engine.pytorch.graph").definition("make_graphed_callables")
-    return "clone_param_grads_on_return" not in function.parameters
-
+EARLIER = """
+@@ graph.py make_graphed_callables (0 times)
+ def make_graphed_callables(..., clone_param_grads_on_return=ANY, ...): ...
+"""
 
 FIX = Fix(
     symptom="fused wgrad: the backward takes 15 to 20 % longer, and needs the weights' size again in memory",
@@ -42,7 +39,7 @@ FIX = Fix(
     affected=">=2.19",
     examine=SemanticPatch(
         SHARE_DUMMIES + PATCH,
-        absent=[(lacks_option, "TE before 2.19 copies no parameter grads")],
+        absent=[(EARLIER, "TE before 2.19 copies no parameter grads")],
         provides=("fused_wgrads",),
     ),
 )

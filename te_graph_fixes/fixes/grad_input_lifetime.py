@@ -12,14 +12,14 @@ those of parameters stay with TE's rule.
 
 from ..fix import Fix, SemanticPatch
 
-LOOP = """
-@@ graph.py _make_graphed_callables{or_}
+PATCH = """
+@@ graph.py _make_graphed_callables
  previous_chunk_last_callable_bwd_idx = None
 +if _reuse_graph_input_output_buffers:
 +    from ._te_graph_order import grad_input_releases
 +
 +    released_grad_inputs = iter(grad_input_releases(_order, _num_layers_per_chunk))
- for {entries}:
+ for ANY_ENTRY in ANY_ENTRIES:
 +    if _reuse_graph_input_output_buffers:
 +        for idx in next(released_grad_inputs):
 +            per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
@@ -55,15 +55,9 @@ LOOP = """
                  ...
              ...
          ...
-"""
-PATCH = (
-    LOOP.format(entries="c_id in _order", or_="")
-    + LOOP.format(entries="i, c_id in enumerate(_order)", or_=" (or)")
-    + """
 @@
  per_callable_len_user_args = [len(args) for args in flatten_sample_args]
 """
-)
 
 FIX = Fix(
     symptom="pipelines with EP overlap: a late stage receives garbage, NaN or gradient norms of millions",
