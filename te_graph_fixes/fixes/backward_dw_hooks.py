@@ -39,9 +39,7 @@ PATCH = """
 
 UPSTREAM = """
 @@ graph.py _make_graphed_callables.backward_dw
- bwd_dw_graphs[graph_idx].replay()
-@@ (or)
- bwd_dw_graph.replay()
+ ANY_GRAPH.replay()
 @@
  for module in te_modules:
      if isinstance(module, TransformerEngineBaseModule) and module.need_backward_dw():

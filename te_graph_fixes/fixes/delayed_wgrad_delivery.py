@@ -42,12 +42,8 @@ PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions
  return backward_dw, reset
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
--bwd_dw_graphs[graph_idx].replay()
-+bwd_dw_graphs[graph_idx].replay()
-+deliver_grads(delayed_grads)
-@@ (or)
--bwd_dw_graph.replay()
-+bwd_dw_graph.replay()
+-ANY_GRAPH.replay()
++ANY_GRAPH.replay()
 +deliver_grads(delayed_grads)
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset
  bwd_dw_graphs[graph_idx].reset()

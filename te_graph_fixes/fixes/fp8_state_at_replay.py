@@ -58,10 +58,7 @@ PATCH = """
 -te_modules = visited_te_modules.get(i, set())
 +te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
 @@
- graphed = make_graphed_autograd_function(..., fwd_graphs[i], ...)
-+graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
-@@ (or)
- graphed, helpers = make_graphed_autograd_function(..., fwd_graphs[i], ...)
+ ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 +graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
 
 @@ graph.py _make_graphed_callables.hook_fn (at its start)

@@ -17,9 +17,7 @@ from .shapes import skip_flag_state
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.forward
- (*ANY, skip_fp8_weight_update, save_original_input, debug) = non_tensor_args
-@@ (or)
- (*ANY, skip_fp8_weight_update, save_original_input) = non_tensor_args
+ (*ANY, skip_fp8_weight_update, save_original_input, *ANY) = non_tensor_args
 
 @@ module/grouped_linear.py GroupedLinear.forward
  non_tensor_args = (
@@ -27,14 +25,7 @@ PATCH = """
 -    None,
 +    skip_fp8_weight_update,
      self.save_original_input,
-     debug,
- )
-@@ (or)
- non_tensor_args = (
-     ...,
--    None,
-+    skip_fp8_weight_update,
-     self.save_original_input,
+     ...
  )
 @@ module/grouped_linear.py GroupedLinear.forward (at its start)
 +from ..graph import is_graph_capturing

@@ -92,10 +92,7 @@ PATCH = """
 +contract = contracts[graph_idx]
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
 +contract.before_wgrad()
- bwd_dw_graphs[graph_idx].replay()
-@@ (or)
-+contract.before_wgrad()
- bwd_dw_graph.replay()
+ ANY_GRAPH.replay()
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset (at its start)
 +contract.release()
 """
