@@ -14,7 +14,7 @@ It happens
 """
 
 from ..fix import Fix, SemanticPatch
-from .shapes import MODULES, skip_flag_state
+from .shapes import skip_flag_state
 
 GRAPH = """
 @@ graph.py _make_graphed_callables
@@ -80,7 +80,15 @@ EARLIER_EXPERTS = """
  non_tensor_args = (..., None, self.save_original_input, ...)
 """
 """The other shape of the last hunk of `LAYERS`, of experts: up to 2.16 `grouped-linear-skip-flag` gives their flag."""
-LAYERS = "".join(LAYER.replace("FILE", file).replace("CLASS", name) for file, name in MODULES.items())
+LAYERS = "".join(
+    LAYER.replace("FILE", file).replace("CLASS", name)
+    for file, name in (
+        ("linear", "Linear"),
+        ("layernorm_linear", "LayerNormLinear"),
+        ("layernorm_mlp", "LayerNormMLP"),
+        ("grouped_linear", "GroupedLinear"),
+    )
+)
 PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 
 

@@ -1,12 +1,9 @@
-"""What a capture of CUDA graphs has fixed, required at each replay: the order of replays, and where tensors are.
+"""What a capture of CUDA graphs has fixed, required at each replay that depends on it.
 
-ORDER. What one graph has left for another may not have been overwritten since (`_te_replay_order`).
+What another graph has left for this one has not been overwritten since (`_te_replay_order`). The modules, parameters
+and ``main_grad`` that it uses are where they were (`_te_module_tensors`).
 
-ADDRESSES. A graph reads and writes where its module's tensors were. So each forward looks whether its module has the
-same modules and parameters, and each replay whether what it reads or adds to is where it was (`_te_module_tensors`).
-What was replaced raises at the first replay that would use the old memory.
-
-RECOMPUTATION. A checkpoint runs a forward again, in a backward. Then
+Where a checkpoint runs a forward again, in a backward,
 
 1. an output that it may read has to be intact: one that is its input, or that somebody holds while its backward is to
    come, as an operation in front of the forward in the checkpoint may do;
@@ -137,7 +134,7 @@ class Contract:
         in_backward = _current_graph_task_id() != -1
         saves_by_hooks = _saved_tensors_hooks(True) is not None
         if in_backward:
-            self._require_recomputable({each.untyped_storage()._cdata for each in _tensors(inputs)})
+            self._require_recomputable({value.untyped_storage()._cdata for value in _tensors(inputs)})
         elif self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             warn_once(
                 f"{self.name}: this graph was captured in FP8 and is replayed outside of an autocast: it computes in "
@@ -255,18 +252,18 @@ class _GivenOut:
     """The memory that a graph gives out, by references that do not own it, so that ``reset()`` frees it."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        self._storages = [StorageWeakRef(each.untyped_storage()) for each in _tensors(tensors) if each.numel()]
+        self._storages = [StorageWeakRef(value.untyped_storage()) for value in _tensors(tensors) if value.numel()]
         self._uses_then = self._uses()
 
     def _uses(self) -> list[int]:
-        return [0 if each.expired() else torch._C._storage_Use_Count(each.cdata) for each in self._storages]
+        return [0 if ref.expired() else torch._C._storage_Use_Count(ref.cdata) for ref in self._storages]
 
     def are_held(self) -> bool:
         """Whether more use something than at the capture."""
         return any(map(gt, self._uses(), self._uses_then))
 
     def is_among(self, storages: set[int]) -> bool:
-        return any(each.cdata in storages for each in self._storages)
+        return any(ref.cdata in storages for ref in self._storages)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
