@@ -73,7 +73,7 @@ def nested() -> Any:
 
 
 one_operation = module(lambda: te.ops.Sequential(operation()), "one_operation")
-nested_operations = module(lambda: te.ops.Sequential(one_operation(), operation()), "nested_operations")
+nested_operations = module(lambda: te.ops.Sequential(te.ops.Sequential(operation()), operation()), "nested_operations")
 sequential = module(lambda: torch.nn.Sequential(linear(), torch.nn.ReLU(), linear()), "sequential")
 torch_mlp = module(lambda: torch.nn.Sequential(torch_linear(), torch.nn.GELU(), torch_linear()), "torch_mlp")
 
