@@ -5,9 +5,9 @@ Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; that this is 
 With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` gives a chunk's static grad input back to the
 graph pool once the next chunk's dgrad is captured, for by then Megatron-Core has waited for the send. Where every layer
 is passed as a chunk (``--overlap-moe-expert-parallel-comm``), Megatron waits only after the next *model* chunk's
-backward, and graphs captured in between write into the buffer: if a stage receives some milliseconds late, a gradient
-of norm 13 becomes 6e6. The gradients of the caller's inputs are released where `grad_input_releases` says instead;
-those of parameters stay with TE's rule.
+backward, and graphs captured in between write into the buffer while a stage that is some milliseconds late receives it.
+The gradients of the caller's inputs are released where `grad_input_releases` says instead; those of parameters stay
+with TE's rule.
 """
 
 from ..fix import Fix, SemanticPatch

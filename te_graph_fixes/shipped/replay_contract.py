@@ -56,10 +56,10 @@ _pools: weakref.WeakValueDictionary[Any, _Pool] = globals().get("_pools", weakre
 
 
 def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
-    """Give a graph that is about to be captured the next place in its memory pool; ``_`` are `torch.cuda.graph`'s."""
+    """Give a graph that is about to be captured the next position in its memory pool."""
     if cuda_graph is not None:
         state = _pools.setdefault(pool, _Pool())
-        cuda_graph.place = (state, state.new_place())
+        cuda_graph.position = (state, state.new_position())
 
 
 class Contract:
@@ -82,22 +82,22 @@ class Contract:
         retains_graph: bool,
         warmup: WarmupRecord,
     ) -> None:
-        # The memory pool of each graph, and its place there; 0 if it was not captured.
-        places: Iterable[tuple[Any, int]] = (getattr(graph, "place", (None, 0)) for graph in graphs)
-        (self.pool, self.forward), (_, self.backward), (wgrad_pool, wgrad) = places
+        # The memory pool of each graph, and its position there; 0 if it was not captured.
+        positions: Iterable[tuple[Any, int]] = (getattr(graph, "position", (None, 0)) for graph in graphs)
+        (self.pool, self.forward), (_, self.backward), (wgrad_pool, wgrad) = positions
         # Without an order `wgrad-memory-reuse` captures wgrads after all else, in a pool of their own.
         self._wgrad = wgrad if wgrad_pool is self.pool else 0
-        self._end = self._wgrad or self.pool.places + 1
+        self._end = self._wgrad or self.pool.count + 1
         self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph
         self._dgrad_time = 0  # of one whose wgrad is to come
         self._microbatch = sum(other is functions[number] for other in functions[:number])
         self.pool.captures += number == 0
         self.name = _name(functions, number, self._microbatch, self.pool.captures)
         kinds = {self.forward: "forward", self.backward: "backward", self._wgrad: "backward_dw"}
-        names = {place: f"the {kind} of {self.name}" for place, kind in kinds.items() if place}
+        names = {position: f"the {kind} of {self.name}" for position, kind in kinds.items() if position}
         self.pool.names.update(names)
         self.pool.contracts[self.forward] = self
-        self._release_places = weakref.finalize(self, self.pool.release, [*names])
+        self._release_positions = weakref.finalize(self, self.pool.release, [*names])
 
         self._tensors = CallableTensors(functions[number], parameters, warmup.modules.get(number, ()))
         self._frozen = self._tensors.frozen if self.backward else []
@@ -110,11 +110,11 @@ class Contract:
         self._recomputed: list[int] = []  # when checkpoints have run the forward again since the last backward
 
     def release(self) -> None:
-        """Let go of what the graphs use, which were reset, and of their places."""
+        """Let go of what the graphs use, which were reset, and forget its positions."""
         self._tensors = CallableTensors(None, (), ())
         self._outputs, self._frozen = [], []
         self.pool.contracts.pop(self.forward, None)
-        self._release_places()
+        self._release_positions()
 
     def scales(self) -> int:
         """How often the scales that the dgrad reads were given other values, as by an evaluation in another recipe."""
@@ -145,7 +145,7 @@ class Contract:
             for output in self._outputs:  # autograd raises where an eager operation still has to read the old values
                 torch.autograd.graph.increment_version(output)
         in_checkpoint = saves_by_hooks or not takes_grads
-        pool.may_recompute = in_backward or in_checkpoint or (pool.may_recompute and self.forward > pool.place)
+        pool.may_recompute = in_backward or in_checkpoint or (pool.may_recompute and self.forward > pool.position)
         pool.keeps_outputs = pool.may_recompute and not in_checkpoint
         pool.in_checkpoint = saves_by_hooks and not in_backward
         pool.note_replay(self.forward)
@@ -178,7 +178,7 @@ class Contract:
         ran = pool.time(other.forward)
         backward_is_to_come = other.backward and pool.time(other.backward) < ran
         if outputs.is_among(inputs) or (backward_is_to_come and outputs.are_held()):
-            what, end = f"forward of {self.name}", other.backward or pool.places + 1
+            what, end = f"forward of {self.name}", other.backward or pool.count + 1
             pool.require_untouched(what, other.forward, ran, end, f"the forward of {other.name}")
 
     def _require_harmless(self, other: Contract) -> None:
