@@ -63,7 +63,7 @@ UPSTREAM = """
 FIX = Fix(
     symptom="delayed wgrads: Megatron's DDP never reduces the gradients of captured layers",
     group="pipelines and delayed wgrads",
-    users="Megatron-Core delay_wgrad_compute with its DDP",
+    users="Megatron --delay-wgrad-compute with its DDP",
     affected=">=2.10,<2.13",
     examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "the hooks are run after the replay")]),
     check_hints=("hooks",),

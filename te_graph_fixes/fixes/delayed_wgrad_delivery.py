@@ -219,7 +219,7 @@ HOOKS_OF_OPERATIONS = """
 FIX = Fix(
     symptom="delayed wgrads: gradients of biases and unfused weights never arrive, are garbage, or stop with an error",
     group="pipelines and delayed wgrads",
-    users="delay_wgrad_compute with biases, or with weights whose wgrads are not fused into main_grad",
+    users="Megatron --delay-wgrad-compute (delay_wgrad_compute) with biases, or with wgrads that are not fused",
     cost="memory for the gradients that a wgrad graph delivers, and an addition of each after its replay",
     examine=SemanticPatch(PATCH + MODULES + HOOKS_OF_OPERATIONS, provides=("delayed_wgrad",)),
     requires=("backward-dw-hooks", "param-grad-lifetime", "wgrad-without-dgrad"),

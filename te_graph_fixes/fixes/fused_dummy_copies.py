@@ -34,7 +34,7 @@ EARLIER = """
 FIX = Fix(
     symptom="fused wgrad: the backward takes 15 to 20 % longer, and needs the weights' size again in memory",
     group="speed",
-    users="fuse_wgrad_accumulation (Megatron-Core gradient_accumulation_fusion)",
+    users="fuse_wgrad_accumulation (Megatron, unless --no-gradient-accumulation-fusion)",
     affected=">=2.19",
     examine=SemanticPatch(
         SHARE_DUMMIES + PATCH,

@@ -62,7 +62,7 @@ PATCH = """
 FIX = Fix(
     symptom="pipelines with EP overlap: a late stage receives garbage, NaN or gradient norms of millions",
     group="pipelines and delayed wgrads",
-    users="Megatron-Core overlap_moe_expert_parallel_comm with virtual pipeline stages of two or more layers",
+    users="Megatron --overlap-moe-expert-parallel-comm with virtual pipeline stages of two or more layers",
     cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
     examine=SemanticPatch(PATCH, provides=("graph_order",)),
     check_hints=("sent overwritten",),

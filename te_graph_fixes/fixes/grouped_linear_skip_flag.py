@@ -82,7 +82,7 @@ def skip_tensor(source: Source) -> str:
 FIX = Fix(
     symptom="FP8 experts: outputs off by 1.0 after the first optimizer step, or wgrads at 0.577 of their norm",
     group="gradients",
-    users="fp8_weight_caching with captured FP8 experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",
+    users="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) and fp8_weight_caching (Megatron sets it)",
     affected=">=2.10,<2.17",
     examine=SemanticPatch(
         PATCH,

@@ -36,7 +36,7 @@ CANNOT_BE_ASKED = """
 FIX = Fix(
     symptom="NVFP4 with cached weights on RTX Blackwell: outputs and dgrads off by 0.2 to 0.6",
     group="FP8 state",
-    users="recipe NVFP4BlockScaling with fp8_weight_caching on GPUs of capability 12.x",
+    users="NVFP4BlockScaling (Megatron --fp4-recipe nvfp4) with cached weights on GPUs of capability 12.x",
     affected=">=2.18",
     examine=SemanticPatch(
         PATCH,

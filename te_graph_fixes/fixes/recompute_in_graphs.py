@@ -79,7 +79,7 @@ PATCH = """
 FIX = Fix(
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
-    users="recipe DelayedScaling with te.checkpoint inside a captured module",
+    users="DelayedScaling (Megatron --fp8-recipe delayed) with te.checkpoint in captured modules (--recompute-modules)",
     examine=SemanticPatch(PATCH, names={"STATE": skip_flag_state}),
     check_hints=("fp8 gradient",),
 )

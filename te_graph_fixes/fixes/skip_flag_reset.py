@@ -33,7 +33,7 @@ PATCH = """
 FIX = Fix(
     symptom="after FP8GlobalStateManager.reset() earlier graphs keep old FP8 weights, or read memory of others",
     group="FP8 state",
-    users="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching",
+    users="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching (Megatron sets it)",
     examine=SemanticPatch(PATCH, names={"STATE": skip_flag_state}),
     requires=("stale-fp8-weights",),
 )

@@ -95,7 +95,7 @@ PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 FIX = Fix(
     symptom="FP8 without cached weights: graphs go on with the weights of their capture, outputs off by 1.0",
     group="FP8 state",
-    users="FP8 graphs without fp8_weight_caching, and graphs after another FP8 module in one autocast",
+    users="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in one autocast",
     examine=SemanticPatch(PATCH, names={"STATE": skip_flag_state}, provides=("first_microbatches",)),
     requires=("grouped-linear-skip-flag",),
     check_hints=("fp8 output", "fp8 gradient"),

@@ -74,7 +74,7 @@ EARLIER = """
 FIX = Fix(
     symptom="a capture takes a quarter more memory at its peak than it needs",
     group="speed",
-    users="pipelines: an _order with many microbatches and model chunks",
+    users="pipelines (Megatron --pipeline-model-parallel-size): an _order with many microbatches and model chunks",
     affected=">=2.19,<2.20",
     examine=SemanticPatch(
         PATCH,

@@ -32,7 +32,7 @@ UPSTREAM = """
 FIX = Fix(
     symptom="fused wgrad: only the last microbatch of a step counts, wgrads at 0.577 of their norm for three",
     group="gradients",
-    users="several microbatches with Megatron-Core gradient_accumulation_fusion or modules with is_first_microbatch",
+    users="several microbatches with fused wgrads, Megatron's default, or modules with is_first_microbatch",
     affected="<2.14",
     examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")]),
     requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),
