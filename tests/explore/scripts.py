@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from te_graph_fixes import difference
+from te_graph_fixes.checking import difference
 from te_graph_fixes.verify import driver
 from te_graph_fixes.verify.driver.program import Program
 
