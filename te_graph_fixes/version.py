@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 NEXT = "0.1.0"
@@ -28,3 +29,10 @@ def _of_build() -> str:
 
 
 __version__ = _of_checkout(Path(__file__).parents[1] / ".git") or _of_build()
+
+
+def fixes_digest() -> str:
+    """A digest of the fixes and of the modules that they ship: copies without git have one version for all."""
+    here = Path(__file__).parent
+    files = sorted([*here.glob("fixes/*.py"), *here.glob("shipped/*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
