@@ -32,15 +32,10 @@ def _started_as() -> str:
     return "te-graph-fixes" if os.path.basename(name) == "te-graph-fixes" else ""
 
 
-def _at_hand() -> str:
-    """How the interpreter of a program starts a command of this package."""
-    script = os.path.join(os.path.dirname(sys.executable), "te-graph-fixes")
-    return "te-graph-fixes" if os.path.exists(script) else f"{sys.executable} -m te_graph_fixes"
-
-
 STARTED_AS = _started_as()
-COMMAND = STARTED_AS or _at_hand()
-"""What messages call the command, for the next one to be typed."""
+_SCRIPT = os.path.join(os.path.dirname(sys.executable), "te-graph-fixes")
+COMMAND = STARTED_AS or ("te-graph-fixes" if os.path.exists(_SCRIPT) else f"{sys.executable} -m te_graph_fixes")
+"""What messages call the command, for the next one to be typed: as it was started, or as this interpreter has it."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")

@@ -85,14 +85,14 @@ def of_source(source: Source) -> Stamp | None:
         return None
     try:
         stamp = Stamp.read(location / NAME)
-        paths = {path: location.parent / path for path in stamp.files}
+        files = {path: location.parent / path for path in stamp.files}
     except (ValueError, TypeError) as error:
         raise ChangedStampError(f"take the edit of {location / NAME} back: it cannot be read ({error})") from error
-    here = {path: digest(file.read_bytes()) if file.exists() else None for path, file in paths.items()}
-    changed = [path for path, (_, after) in stamp.files.items() if here[path] != after]
+    here = {path: digest(file.read_bytes()) for path, file in files.items() if file.exists()}
+    changed = [path for path, (_, after) in stamp.files.items() if here.get(path) != after]
     if not changed:
         return stamp
-    is_original = [here[path] in (before, None) for path, (before, _) in stamp.files.items() if before]
+    is_original = [here.get(path) in (before, None) for path, (before, _) in stamp.files.items() if before]
     if stamp.te_version != source.version or all(is_original):
         raise ReplacedError(
             f"delete with {undo} what {stamp.by} has left: the TransformerEngine that it corrected was replaced since"

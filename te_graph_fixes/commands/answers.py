@@ -26,13 +26,11 @@ from ..stamp import LEFT_OUT, MADE, NAME, Stamp, digest
 from ..state import ON_DISK, State
 from ..version import __version__, fixes_digest
 
-NOT_RECOGNISED = "not recognised"
-
 
 def outcomes(decision: Decision) -> dict[str, list[str]]:
     """The fixes for the defects that a TE has, or may have, by what becomes of them."""
     lists = {
-        NOT_RECOGNISED: [fix_id for ids in decision.refused.values() for fix_id in ids],
+        "not recognised": [fix_id for ids in decision.refused.values() for fix_id in ids],
         "can be corrected": list(decision.to_apply),
     }
     if decision.stamp:
@@ -64,8 +62,6 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
         for fix_id in members:
             yield f"  {fix_id:{width}}  {CATALOGUE[fix_id].symptom}"
             yield f"  {'':{width}}  who: {CATALOGUE[fix_id].users}"
-            if everything and outcome == NOT_RECOGNISED:
-                yield from (f"  {'':{width}}  {line}" for line in decision.decisions[fix_id].explanation.split("\n"))
     if everything:
         yield "\nnot affected"
         for fix_id in sorted(CATALOGUE.keys() - set().union(*known.values())):

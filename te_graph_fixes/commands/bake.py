@@ -113,18 +113,11 @@ def _exchange(location: Path, side: str) -> None:
     root, new = location.parent, location / KEPT / side
     files = Stamp.read(location / OPEN).files
     gate = next(path for path, (before, _) in files.items() if before)
-    _move(new / GUARD, root / gate)
-    for path, (before, _) in files.items():
-        if path != gate:
-            _move(new / path, root / path)
-        if before is None and side == BEFORE:
+    others = [path for path in files if path != gate]
+    for name, path in [(GUARD, gate), *zip(others, others, strict=True), (gate, gate)]:
+        if os.path.lexists(new / name):
+            for compiled in (root / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
+                compiled.unlink()  # Python may take it without a look at the text
+            os.replace(new / name, root / path)
+        elif side == BEFORE and files[path][0] is None:
             (root / path).unlink(missing_ok=True)
-    _move(new / gate, root / gate)
-
-
-def _move(new: Path, path: Path) -> None:
-    """Put a new file in the place of another, whose bytecode Python may take without a look at the text."""
-    if os.path.lexists(new):
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
-            compiled.unlink()
-        os.replace(new, path)

@@ -122,8 +122,6 @@ def _bake(options: argparse.Namespace) -> int:
       2 no TE
     example: te-graph-fixes bake
     """
-    if sum(map(bool, (options.check, options.undo, options.overlay))) > 1:
-        raise ValueError("bake takes one of --check, --undo and --overlay")
     if options.check:
         return _check_bake(_decision(options))
     try:
@@ -153,7 +151,10 @@ def _check_bake(decision: Decision) -> int:
 
 
 def _bake_in_place(source: Source) -> int:
-    """Bake, after an undo where the fixes of another te-graph-fixes are on disk, or what is left of them."""
+    """Bake; before it, undo an older bake, or what is left of one.
+
+    Where TE could be imported before and no more, this is undone, too.
+    """
     settings = _settings()
     try:
         stamp = of_source(source)
@@ -169,15 +170,14 @@ def _bake_in_place(source: Source) -> int:
     if not decision.to_apply:
         print(answers.answer(decision))
         return int(bool(decision.left_out))
-    where = option(source)
-    unable = "" if where else _import_problem()
-    files = answers.corrected(decision)
-    bake.in_place(Path(source.location), files)
-    if unable:
-        _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {unable}")
-    elif not where and (problem := _import_problem()):
+    where, location, files = option(source), Path(source.location), answers.corrected(decision)
+    bake.in_place(location, files)
+    if not where and (problem := _import_problem()):
         bake.undo(source)
-        raise BakeError(f"all is as it was: TransformerEngine could not be imported with the fixes: {problem}")
+        if not _import_problem():
+            raise BakeError(f"all is as it was: TransformerEngine could not be imported with the fixes: {problem}")
+        bake.in_place(location, files)
+        _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {problem}")
     left = f" ({len(decision.left_out)} left out by {settings.chosen_by})" if decision.left_out else ""
     print(
         f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in {source.location}: "
@@ -338,14 +338,14 @@ _add(_status, _of_te, _as_json).add_argument(
 )
 _add(_explain, _of_te).add_argument("fix", metavar="FIX")
 _add(_diff, _of_te).add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)")
-_parser_of_bake = _add(_bake, _of_te)
-_parser_of_bake.add_argument("--check", action="store_true", help="only say whether all that this TE needs is in")
-_parser_of_bake.add_argument("--undo", action="store_true", help="give TE's files their very bytes back")
-_parser_of_bake.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
-_parser_of_verify = _add(_verify, _as_json)
-_parser_of_verify.add_argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)")
-_parser_of_verify.add_argument("--quick", action="store_true", help="one or two cases for each fix")
-_parser_of_verify.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for a case (60)")
+_instead = _add(_bake, _of_te).add_mutually_exclusive_group()
+_instead.add_argument("--check", action="store_true", help="only say whether all that this TE needs is in")
+_instead.add_argument("--undo", action="store_true", help="give TE's files their very bytes back")
+_instead.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
+_of_cases = _add(_verify, _as_json)
+_of_cases.add_argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)")
+_of_cases.add_argument("--quick", action="store_true", help="one or two cases for each fix")
+_of_cases.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for a case (60)")
 _commands.add_parser("run", help="Start a program with the fixes in it and its children")  # `__main__` starts it
 _add(_issue, _of_te)
 _add(_list, _as_json)
