@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import te_graph_fixes
-from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fix import Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Edit, ModuleSource, Source
@@ -25,14 +25,28 @@ from te_graph_fixes.patching.source import Edit, ModuleSource, Source
 
 def leave_out(fix_id: str, number: int) -> None:
     """Let a fix go without one of its edits, from TransformerEngine's import on; ``-1`` leaves none out."""
-    fix = CATALOGUE[fix_id]
 
-    def without_one(source: Source) -> Verdict:
-        verdict = fix.examine(source)
+    def without_one(source: Source, verdict: Verdict) -> Verdict:
         kept = tuple(edit for place, edit in enumerate(verdict.edits) if place != number)
         return dataclasses.replace(verdict, edits=kept)
 
-    CATALOGUE[fix_id] = dataclasses.replace(fix, examine=without_one)
+    alter(fix_id, without_one)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlteredFix(Fix):
+    """A fix whose verdicts are altered."""
+
+    altered: Callable[[Source, Verdict], Verdict] = lambda _, verdict: verdict
+
+    def verdict_on(self, source: Source) -> Verdict:
+        return self.altered(source, super().verdict_on(source))
+
+
+def alter(fix_id: str, altered: Callable[[Source, Verdict], Verdict]) -> None:
+    """Change the verdicts of a fix, from TransformerEngine's import on."""
+    fields = {field.name: getattr(CATALOGUE[fix_id], field.name) for field in dataclasses.fields(Fix)}
+    CATALOGUE[fix_id] = AlteredFix(**fields, altered=altered)
 
 
 def conditions(source: Source, verdict: Verdict) -> list[tuple[Edit | str, int, int]]:
@@ -64,8 +78,8 @@ def _conditions(tree: ast.AST) -> Iterator[ast.expr]:
 
 def turn_round(fix_id: str, number: int) -> None:
     """Let a fix go with one of its `conditions` negated, wherever its text is, from TransformerEngine's import on."""
-    examine = CATALOGUE[fix_id].examine
-    found = functools.cache(lambda source: conditions(source, examine(source))[number])
+    fix = CATALOGUE[fix_id]
+    found = functools.cache(lambda source: conditions(source, fix.verdict_on(source))[number])
 
     def turned(source: Source, verdict: Verdict) -> Verdict:
         where, start, end = found(source)
@@ -77,8 +91,8 @@ def turn_round(fix_id: str, number: int) -> None:
         texts = {name: negated(text) if name == where else text for name, text in verdict.new_modules.items()}
         return dataclasses.replace(verdict, edits=tuple(edits), new_modules=texts)
 
-    for name, fix in CATALOGUE.items():
-        CATALOGUE[name] = dataclasses.replace(fix, examine=lambda source, fix=fix: turned(source, fix.examine(source)))
+    for name in CATALOGUE:
+        alter(name, turned)
 
 
 def delivered() -> dict[str, Any]:
