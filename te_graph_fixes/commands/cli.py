@@ -21,13 +21,13 @@ from ..fixes import CATALOGUE
 from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import COMMAND, DISABLE, Settings, fix_ids, option, unknown_variables
-from ..stamp import NAME, ChangedStampError, ReplacedError, digest, of_source
+from ..stamp import ChangedStampError, ReplacedError, digest, of_source
 from ..state import State
 from ..version import __version__
 from . import answers, bake
 from .bake import BakeError
 
-NO_TE = WRONG_USE = 2
+NOT_USABLE = 2  # wrong use, no TE or no GPU
 _EPILOG = f"""\
 in this order:
   {COMMAND} status                    is my TE affected, and can it be corrected?
@@ -48,12 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser.parse_args(arguments)
     try:
         return int(options.command(options))
-    except TENotFoundError as error:
-        folders = [Path(folder, TE) for folder in (sys.path if options.source is None else [options.source])]
-        left = [f"; delete {folder}: it holds what is left of a bake" for folder in folders if (folder / NAME).exists()]
-        return _say(f"{error}{''.join(left)}", NO_TE)
-    except ValueError as error:
-        return _say(error, WRONG_USE)
+    except (TENotFoundError, ValueError) as error:
+        return _say(error, NOT_USABLE)
     except (BakeError, ChangedStampError) as error:
         return _say(error, 1)
 
@@ -230,7 +226,7 @@ def _verify(options: argparse.Namespace) -> int:
     cases = select(options.wanted, options.quick)
     on_disk = of_source(Source.installed()) is not None
     if reason := no_gpu():
-        return _say(f"verify needs a GPU: {reason}", NO_TE)
+        return _say(f"verify needs a GPU: {reason}", NOT_USABLE)
     return verify(cases, options.json, options.limit, on_disk)
 
 

@@ -512,20 +512,12 @@ def test_a_te_that_was_installed_over_a_bake(
     assert modules(tree) == new
 
 
-def reinstall(tree: Path, version: str = "") -> None:
+def reinstall(tree: Path, version: str) -> None:
     """What pip does: the files that its record names go, and those of another version come."""
     for path in copy_of(source("2.12.0"), tree.parent / "record").rglob("*"):
         if path.is_file():
             (tree / path.relative_to(tree.parent / "record")).unlink(missing_ok=True)
-    if version:
-        copy_of(source(version), tree)
-
-
-def test_a_te_that_was_uninstalled_after_a_bake(tree: Path, cli: Cli) -> None:
-    reinstall(tree)
-    for command in ("status", "bake", "bake --undo"):
-        status, _, err = cli(*command.split(), "--source", tree)
-        assert (status, f"; delete {tree}/transformer_engine: it holds what is left of a bake\n" in err) == (2, True)
+    copy_of(source(version), tree)
 
 
 def test_an_interrupted_bake_is_said(tmp_path: Path, cli: Cli) -> None:
