@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -110,7 +110,10 @@ def problem_summary(report: Report, strict: bool) -> str:
             f"{te}: {_count(len(bad), 'fix')} that it needs cannot be applied, so its graphs may give wrong gradients. "
             f"{advice}; `{COMMAND} issue` prints what a report needs"
         ]
-        lines += [f"{named(ids)}: {reason}" for reason, ids in by_value(bad).items()]
+        by_reason: dict[str, list[str]] = {}
+        for fix_id, reason in bad.items():
+            by_reason.setdefault(reason, []).append(fix_id)
+        lines += [f"{named(ids)}: {reason}" for reason, ids in by_reason.items()]
     if early:
         lines.append(
             f"{te}: {_count(early, 'graph')} captured before the fixes were in place will stay without them and may "
@@ -121,8 +124,7 @@ def problem_summary(report: Report, strict: bool) -> str:
 
 def announce(report: Report, verbose: bool | None) -> None:
     """Say once what was applied: to a log that takes it, or else on stderr; unless ``verbose``, on the first rank."""
-    text = _in_short(report, bool(verbose))
-    wanted = verbose
+    text, wanted = _in_short(report), verbose
     if verbose is None:
         is_first = rank() in (None, "0") and not _is_worker()
         wanted = is_first and len(report.having(State.DISABLED)) < len(report.fixes)
@@ -144,8 +146,8 @@ def _is_worker() -> bool:
     return parent is not None and os.environ.get(_SAID_BY) == str(parent.pid)
 
 
-def _in_short(report: Report, everything: bool) -> str:
-    """How many fixes are applied, or why none is, and which are missing; on demand ``everything`` by its status."""
+def _in_short(report: Report) -> str:
+    """How many fixes are applied, or why none is, and which are missing or left out."""
     te, count = te_name(report.te_version), len(report.having(State.APPLIED))
     on_disk = [reason for reason in report.having(State.NOT_NEEDED).values() if reason.startswith(ON_DISK)]
     if count:
@@ -156,9 +158,6 @@ def _in_short(report: Report, everything: bool) -> str:
         text = f"no fix applied to {te}"
     for word, ids in (("missing", report.having(*_BAD)), ("left out", report.having(State.DISABLED))):
         text += f"; {word}: {named(list(ids))}" if ids else ""
-    if everything:
-        statuses = by_value({fix_id: str(fix.status) for fix_id, fix in report.fixes.items()})
-        text += " (" + "; ".join(f"{status}: {', '.join(ids)}" for status, ids in sorted(statuses.items())) + ")"
     return "; ".join([text, *report.said_of_copies()])
 
 
@@ -174,11 +173,3 @@ def named(fixes: Sequence[str]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun == 'fix' else 's'}"
-
-
-def by_value(items: Mapping[str, str]) -> dict[str, list[str]]:
-    """The keys of each value."""
-    keys: dict[str, list[str]] = {}
-    for key, value in items.items():
-        keys.setdefault(value, []).append(key)
-    return keys

@@ -54,8 +54,8 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
     if not where and (decision.refused or decision.to_apply):
         yield f"is your own job hit? `{SWITCH}=off {COMMAND} run --check CMD` compares its graphs with eager"
     width = max(map(len, CATALOGUE))
-    known = outcomes(decision)
-    for (outcome, ids), group in itertools.product(known.items(), GROUPS):
+    by_outcome = outcomes(decision)
+    for (outcome, ids), group in itertools.product(by_outcome.items(), GROUPS):
         members = [fix_id for fix_id in ids if CATALOGUE[fix_id].group == group]
         if members:
             yield f"\n{group}, {outcome}"
@@ -64,7 +64,7 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
             yield f"  {'':{width}}  who: {CATALOGUE[fix_id].users}"
     if everything:
         yield "\nnot affected"
-        for fix_id in sorted(CATALOGUE.keys() - set().union(*known.values())):
+        for fix_id in sorted(CATALOGUE.keys() - set().union(*by_outcome.values())):
             yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].state}: {decision.reason(fix_id)}"
 
 

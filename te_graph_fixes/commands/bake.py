@@ -23,9 +23,6 @@ from pathlib import Path
 from ..patching.source import TE, Source
 from ..stamp import KEPT, NAME, OPEN, ReplacedError, Stamp, of_source
 
-Files = Mapping[str, tuple[str, str]]
-"""Texts before ("": there is no such file) and after, by their paths from the folder that holds TE."""
-
 BEFORE, AFTER, GUARD = "before", "after", "guard"
 _GUARD_TEXT = """\
 raise RuntimeError(
@@ -49,7 +46,7 @@ def changing(location: Path) -> Iterator[bool]:
         os.close(folder)
 
 
-def in_place(location: Path, files: Files) -> None:
+def in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
     """Write corrected modules and their stamp into the TE in a folder, or change nothing."""
     root, kept = location.parent, location / KEPT
     guard = {GUARD: ("", _GUARD_TEXT)}  # one for the way there, one for the way back
@@ -97,8 +94,11 @@ def roll_back(location: Path) -> bool:
     return True
 
 
-def write(folder: Path, root: Path, files: Files) -> None:
-    """Write the new texts into a folder, with the permissions of the old ones, or of TE's first module."""
+def write(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
+    """Write the new texts into a folder, with the permissions of the old ones, or of TE's first module.
+
+    ``files`` are texts before ("": there is no such file) and after, by their paths from ``root``, which holds TE.
+    """
     for path, (before, after) in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(after.encode())
