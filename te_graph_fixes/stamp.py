@@ -21,10 +21,8 @@ from .version import __version__, fixes_digest
 
 NAME = "te-graph-fixes.json"
 MADE, LEFT_OUT = "made", "left out"
-KEPT = ".te-graph-fixes"
-"""The folder in TE's that `te_graph_fixes.commands.bake` works in."""
-OPEN = f"{KEPT}/open"
-"""Where it has the stamp while it changes modules, or changes them back."""
+KEPT, OPEN = ".te-graph-fixes", ".te-graph-fixes/open"
+"""The folder in TE's that a bake works in, and where the stamp is while modules are changed, or changed back."""
 
 
 def digest(data: bytes) -> str:

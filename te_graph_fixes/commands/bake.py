@@ -24,11 +24,7 @@ from ..patching.source import TE, Source
 from ..stamp import KEPT, NAME, OPEN, ReplacedError, Stamp, of_source
 
 BEFORE, AFTER, GUARD = "before", "after", "guard"
-_GUARD_TEXT = """\
-raise RuntimeError(
-    "`te-graph-fixes bake` is changing this TransformerEngine, or was interrupted: if it does not run, start it again"
-)
-"""
+_GUARD_TEXT = 'raise RuntimeError("wait for `te-graph-fixes bake`, or start it again: it runs, or was interrupted")\n'
 
 
 class BakeError(Exception):

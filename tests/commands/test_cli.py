@@ -169,15 +169,6 @@ def test_what_the_settings_leave_out_is_still_a_defect(
     assert err == said * is_none
 
 
-def test_a_te_that_is_too_old_is_refused_in_one_line(cli: Cli) -> None:
-    reason = "version 2.9.0 is older than 2.10, the oldest that is tested: upgrade it, or switch graphs off"
-    status, out, _ = cli("status", "--source", source("2.9.0"))
-    assert (status, len(out.splitlines())) == (1, 2)
-    assert out.startswith(f"TransformerEngine 2.9.0: nothing is applied: {reason}\n")
-    for command in ("bake", "diff"):
-        assert cli(command, "--source", source("2.9.0")) == (1, "", f"te-graph-fixes: nothing was written: {reason}\n")
-
-
 def test_a_fix_goes_with_what_it_requires(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = altered(tmp_path, "2.12.0", "skip_fp8_weight_update", "another_name", "module/grouped_linear.py")
     found = json.loads(cli("status", "--json", "--source", tree)[1])["fixes"]
