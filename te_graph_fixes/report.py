@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,6 @@ COPIED = "_make_graphed_callables"
 _BAD = (State.UNRECOGNIZED, State.FAILED)
 _NAMED = 5
 """As many fixes are named in a message, more are counted."""
-_SAID_BY = "_TE_GRAPH_FIXES_SAID_BY"
-"""The process that has said what was applied: workers that it spawns do not say it again."""
 _logger = logging.getLogger("te_graph_fixes")
 _said: set[str] = set()
 
@@ -123,27 +120,24 @@ def problem_summary(report: Report, strict: bool) -> str:
 
 
 def announce(report: Report, verbose: bool | None) -> None:
-    """Say once what was applied: to a log that takes it, or else on stderr; unless ``verbose``, on the first rank."""
+    """Say once what was applied: to a log that takes it, or else on stderr; unless ``verbose``, on the first rank.
+
+    Workers of `multiprocessing`, as those of a DataLoader, are daemons. They would say it again.
+    """
+    from multiprocessing import current_process  # slow to import, but for torch
+
     text, wanted = _in_short(report), verbose
     if verbose is None:
-        is_first = rank() in (None, "0") and not _is_worker()
+        is_first = rank() in (None, "0") and not current_process().daemon
         wanted = is_first and len(report.having(State.DISABLED)) < len(report.fixes)
     if text in _said or not wanted:
         return
     _said.add(text)
-    os.environ[_SAID_BY] = str(os.getpid())
     if verbose is None and _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers():
         _logger.info("%s", text)
     else:
         where = f", rank {rank()}" if rank() else ""
         print(f"te-graph-fixes {report.version}{where}: {text}", file=sys.stderr, flush=True)
-
-
-def _is_worker() -> bool:
-    """Whether `multiprocessing` has started this process, from one that has said what was applied."""
-    multiprocessing = sys.modules.get("multiprocessing")  # where it is not imported, it has started nothing
-    parent = multiprocessing.parent_process() if multiprocessing else None
-    return parent is not None and os.environ.get(_SAID_BY) == str(parent.pid)
 
 
 def _in_short(report: Report) -> str:
