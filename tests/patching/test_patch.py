@@ -303,10 +303,11 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
         if is_set:
             compile_patches(source, {"fix": verdict})
         else:
-            with pytest.raises(
-                InstallationError, match=r"the edits read missing in run of code\.py, where nothing sets it"
-            ):
-                compile_patches(source, {"fix": verdict})
+            other = change_of(edits(source, hunk("-run(x)\n+run(x, b)")))
+            with pytest.raises(InstallationError) as raised:
+                compile_patches(source, {"fix": verdict, "other": other})
+            reason = "the edits read missing in run of code.py, where nothing sets it"
+            assert raised.value.reasons == {"fix": reason}
 
 
 @pytest.mark.parametrize(
