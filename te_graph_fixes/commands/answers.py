@@ -50,7 +50,7 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
         return
     where = option(decision.source)
     if decision.refused:
-        yield f"not recognised: defects that it may have. `{COMMAND} issue{where}` says why"
+        yield f"it may have the defects that are not recognised; `{COMMAND} issue{where}` says why they are not"
     if not where and (decision.refused or decision.to_apply):
         yield f"is your own job hit? `{SWITCH}=off {COMMAND} run --check CMD` compares its graphs with eager"
     width = max(map(len, CATALOGUE))

@@ -248,7 +248,7 @@ def _issue(options: argparse.Namespace) -> int:
         state = State.NOT_NEEDED if verdict.state == State.NOT_APPLICABLE else verdict.state
         print(f"{fix_id}: {verdict.state}" + (f" (expected: {by_version})" if by_version not in (None, state) else ""))
         if verdict.state in (State.UNRECOGNIZED, State.FAILED):
-            explanation = verdict.explanation
+            explanation = verdict.details or verdict.reason
             names = {source.location: TE, os.path.dirname(source.location): "DIR", sys.executable: "python"}
             for path, name in names.items():
                 explanation = explanation.replace(path, name)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from ..checking import Options, require_comparable
 from ..launcher.te_graph_fixes_run import FILTER
-from ..settings import CHECK, COMMAND, STRICT, Settings, nearest, unknown_variables
+from ..settings import CHECK, COMMAND, STRICT, Settings, unknown_variables
 
 USAGE = f"""\
 usage: {COMMAND} run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
@@ -34,7 +34,6 @@ exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 
 example: {COMMAND} run torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher")
-OPTIONS = ("--check", "--print-env")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
@@ -79,7 +78,7 @@ def _check_of(option: str) -> str:
     if option == "--print-env":
         raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
     if name != "--check":
-        raise ValueError(f"unknown option {option}; {nearest([name], OPTIONS)}see {COMMAND} run -h")
+        raise ValueError(f"unknown option {option}; see {COMMAND} run -h")
     if importlib.util.find_spec("transformer_engine") is None:
         _say(f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
     return value or "on"

@@ -132,7 +132,7 @@ def test_a_source_that_is_not_recognised(cli: Cli, tmp_path: Path) -> None:
     status, out, _ = cli("status", "--source", tree)
     assert status == 1
     assert re.search(rf", \d+ not recognised, \d+ can be corrected. Next: {re.escape(COMMAND)} issue ", out)
-    assert f"\nnot recognised: defects that it may have. `{COMMAND} issue --source {tree}` says why\n" in out
+    assert f"\nit may have the defects that are not recognised; `{COMMAND} issue --source {tree}` says why" in out
     assert listed(out)["backward-dw-order"] == CATALOGUE["backward-dw-order"].symptom
     assert "looked for" not in out
     status, out, err = cli("issue", "--source", tree)

@@ -260,7 +260,7 @@ NEAR = "unknown fix warmup-rest; did you mean warmup-reset"
     [
         ("", 2, f"no command; write for example: {STARTED} run python train.py\n"),
         ("''", 2, "no command"),
-        ("--chek ls", 2, f"unknown option --chek; did you mean --check? see {STARTED} run -h\n"),
+        ("--chek ls", 2, f"unknown option --chek; see {STARTED} run -h\n"),
         ("--check=x ls", 2, "'x' is not understood by TE_GRAPH_FIXES_CHECK; valid: on, off, N, N,layers=K, N,strict"),
         ("--check 3 ls", 127, "cannot start 3: No such file or directory"),
         ("--print-env ls", 2, "--print-env takes nothing beside it"),
