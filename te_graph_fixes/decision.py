@@ -11,14 +11,13 @@ from packaging.version import InvalidVersion, Version
 
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
-from .messages import named
 from .patching.installation import REPLACED, Installation, InstallationError, not_as_in_file
 from .patching.source import Source, TENotFoundError, without_collections
-from .settings import COMMAND, Settings
-from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source, option
-from .state import State
+from .report import named
+from .settings import COMMAND, Settings, option
+from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
+from .state import ON_DISK, State
 
-ON_DISK = "corrected on disk by"
 _WELL = (State.APPLICABLE, State.NOT_NEEDED, State.NOT_APPLICABLE)
 
 
@@ -63,7 +62,7 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     where = option(source)
     when = f"when {stamp.by} corrected the rest on disk"
     known = {
-        MADE: (State.NOT_NEEDED, f"{ON_DISK} {stamp.by}"),
+        MADE: (State.NOT_NEEDED, f"{ON_DISK} by {stamp.by}"),
         LEFT_OUT: (State.DISABLED, f"left out {when}: to have it, `{COMMAND} bake --undo{where}`, then bake with it"),
         State.NOT_NEEDED: (State.NOT_NEEDED, f"upstream's correction was there {when}"),
         State.NOT_APPLICABLE: (State.NOT_APPLICABLE, f"the feature was not there {when}"),
