@@ -111,7 +111,7 @@ def explain(fix: Fix, decision: Decision | None = None) -> Iterator[str]:
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
     yield f"{fix.id} ({fix.group}): {fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
-    yield f"\n{account}\n\nThe change, in TE's own lines:\n{fix.examine.patch.rstrip()}"
+    yield f"\n{account}\n\nThe change, in TE's own lines:\n{fix.patch.rstrip()}"
 
 
 def upstream(fix: Fix) -> str:

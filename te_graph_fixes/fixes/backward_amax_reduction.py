@@ -9,7 +9,7 @@ module where no output needs a gradient, and where the graph holds no FP8 module
 says if weights are new is decided before that, as it was.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from ..patching.source import Source
 from .shapes import global_state
 
@@ -63,5 +63,6 @@ FIX = Fix(
     symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
     group="FP8 state",
     users="recipe DelayedScaling with a graph first in an autocast that has no backward: a frozen layer, a teacher",
-    examine=SemanticPatch(PATCH, names={"FIRST": first_module_flag}),
+    patch=PATCH,
+    names={"FIRST": first_module_flag},
 )

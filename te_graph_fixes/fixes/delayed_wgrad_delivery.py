@@ -10,7 +10,7 @@ a capture are added to their ``.grad`` after each replay, before the hooks; warm
 GroupedLinear no longer returns buffers that its delayed wgrad has yet to fill.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 # `replay()` replaces itself, so that lines which `backward-dw-hooks` inserts below it come after the delivery.
 PATCH = """
@@ -225,7 +225,8 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="delay_wgrad_compute with biases, or with weights whose wgrads are not fused into main_grad",
     cost="memory for the gradients that a wgrad graph delivers, and an addition of each after its replay",
-    examine=SemanticPatch(PATCH + MODULES + HOOKS_OF_OPERATIONS, provides=("delayed_wgrad",)),
+    patch=PATCH + MODULES + HOOKS_OF_OPERATIONS,
+    provides=("delayed_wgrad",),
     requires=("backward-dw-hooks", "param-grad-lifetime", "wgrad-without-dgrad"),
     check_hints=("wgrad .grad",),
 )

@@ -10,7 +10,7 @@ graph's backward has set ``grad_added_to_main_grad``; a mark that another graph 
 0.81 to 0.95 of its time without the fix. `param-grad-lifetime` does the same for TE before 2.19.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from ..patching.source import Source
 from .shapes import SHARE_DUMMIES
 
@@ -40,9 +40,7 @@ FIX = Fix(
     group="speed",
     users="fuse_wgrad_accumulation (Megatron-Core gradient_accumulation_fusion)",
     affected=">=2.19",
-    examine=SemanticPatch(
-        SHARE_DUMMIES + PATCH,
-        absent=[(lacks_option, "TE before 2.19 copies no parameter grads")],
-        provides=("fused_wgrads",),
-    ),
+    patch=SHARE_DUMMIES + PATCH,
+    absent=[(lacks_option, "TE before 2.19 copies no parameter grads")],
+    provides=("fused_wgrads",),
 )

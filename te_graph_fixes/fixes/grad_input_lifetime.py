@@ -10,7 +10,7 @@ of norm 13 becomes 6e6. The gradients of the caller's inputs are released where 
 those of parameters stay with TE's rule.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 LOOP = """
 @@ graph.py _make_graphed_callables{or_}
@@ -70,6 +70,7 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron-Core overlap_moe_expert_parallel_comm with virtual pipeline stages of two or more layers",
     cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
-    examine=SemanticPatch(PATCH, provides=("graph_order",)),
+    patch=PATCH,
+    provides=("graph_order",),
     check_hints=("sent overwritten",),
 )

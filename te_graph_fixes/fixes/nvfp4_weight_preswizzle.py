@@ -10,7 +10,7 @@ a single graph writes to memory that nobody owns. There, weights now keep plain 
 swizzles a copy of them.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from ..patching.source import Source
 
 PATCH = """
@@ -41,10 +41,8 @@ FIX = Fix(
     group="FP8 state",
     users="recipe NVFP4BlockScaling with fp8_weight_caching on GPUs of capability 12.x",
     affected=">=2.18",
-    examine=SemanticPatch(
-        PATCH,
-        absent=[(cannot_be_asked, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
-        corrected=[(EARLIER, "only inputs and output grads get swizzled scales, not weights")],
-    ),
+    patch=PATCH,
+    absent=[(cannot_be_asked, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
+    corrected=[(EARLIER, "only inputs and output grads get swizzled scales, not weights")],
     check_hints=("fp8 output", "fp8 gradient"),
 )

@@ -8,7 +8,7 @@ for an evaluation too, where none does. They are now kept until that backward, a
 peak of a capture is at 0.79 of what it is without the fix.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -77,11 +77,9 @@ FIX = Fix(
     group="speed",
     users="pipelines: an _order with many microbatches and model chunks",
     affected=">=2.19,<2.20",
-    examine=SemanticPatch(
-        PATCH,
-        corrected=[
-            (UPSTREAM, "warmup lets go of outputs once they have been used"),
-            (EARLIER, "warmup runs one callable after the other, and keeps no outputs"),
-        ],
-    ),
+    patch=PATCH,
+    corrected=[
+        (UPSTREAM, "warmup lets go of outputs once they have been used"),
+        (EARLIER, "warmup runs one callable after the other, and keeps no outputs"),
+    ],
 )

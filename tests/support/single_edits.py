@@ -15,21 +15,35 @@ from collections.abc import Callable
 from typing import Any
 
 import te_graph_fixes
-from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fix import Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 
 
 def leave_out(fix_id: str, number: int) -> None:
     """Let a fix go without one of its edits, from TransformerEngine's import on; ``-1`` leaves none out."""
-    fix = CATALOGUE[fix_id]
 
-    def without_one(source: Source) -> Verdict:
-        verdict = fix.examine(source)
+    def without_one(source: Source, verdict: Verdict) -> Verdict:
         kept = tuple(edit for place, edit in enumerate(verdict.edits) if place != number)
         return dataclasses.replace(verdict, edits=kept)
 
-    CATALOGUE[fix_id] = dataclasses.replace(fix, examine=without_one)
+    alter(fix_id, without_one)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlteredFix(Fix):
+    """A fix whose verdicts are altered."""
+
+    altered: Callable[[Source, Verdict], Verdict] = lambda _, verdict: verdict
+
+    def verdict_on(self, source: Source) -> Verdict:
+        return self.altered(source, super().verdict_on(source))
+
+
+def alter(fix_id: str, altered: Callable[[Source, Verdict], Verdict]) -> None:
+    """Change the verdicts of a fix, from TransformerEngine's import on."""
+    fields = {field.name: getattr(CATALOGUE[fix_id], field.name) for field in dataclasses.fields(Fix)}
+    CATALOGUE[fix_id] = AlteredFix(**fields, altered=altered)
 
 
 def delivered() -> dict[str, Any]:
