@@ -19,8 +19,8 @@ PATCH = """
  module_param_start = len(static_grad_inputs) - len(module_params)
  return tuple(ANY_CHOICE for idx in range(len(static_grad_inputs)))
 @@
--idx >= module_param_start and not ANY_ALIASED
-+idx >= module_param_start and not ANY_ALIASED \
+-idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY)
++idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY) \
 and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_param_start])
 @@ graph.py _make_graphed_callables (2 times)
  _returned_param_grad_clone_slots(ANY, ANY, ...)
