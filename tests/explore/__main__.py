@@ -124,6 +124,8 @@ class Server:
     """Whether programs may break what a capture has fixed, and be refused for it."""
     limit = 120
     """Seconds that one program may take."""
+    pause = 0.0
+    """The longest pause before a replay, in seconds."""
 
     def __init__(self, switch: str = "on", disable: str = "", without_edit: tuple[str, int] | None = None) -> None:
         self._setting = switch, disable, without_edit
@@ -154,6 +156,8 @@ class Server:
         signal.alarm(Server.limit)
         try:
             activate(*self._setting)
+            if Server.pause:
+                pause_before_replays(Server.pause)
             gc.collect()
             gc.freeze()  # what is there is not looked through by every program
             answer(None)
@@ -229,6 +233,19 @@ def activate(switch: str, disable: str, without_edit: tuple[str, int] | None) ->
     for fix_id, fix in te_graph_fixes.report().fixes.items():
         if fix.status in ("failed", "unrecognized"):
             raise ValueError(f"{fix_id}: {fix.status}: {fix.reason}")
+
+
+def pause_before_replays(longest: float) -> None:
+    """Let each replay of a graph wait for a random time, another one in each run: it must not change a verdict."""
+    import torch
+
+    replay, chance = torch.cuda.CUDAGraph.replay, random.SystemRandom()
+
+    def replay_later(graph: Any) -> None:
+        time.sleep(chance.uniform(0, longest))
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = replay_later
 
 
 def has_gpu() -> bool:
@@ -397,6 +414,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="programs that may break what a capture has fixed")
+    parser.add_argument("--pause", type=float, default=0.0, help="wait before each replay, at most so many seconds")
     parser.add_argument("--found", action="store_true", help="run the programs that have found something, instead")
     parser.add_argument("--equal", help="for the next two: results with all fixes, of the same TE and device")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
@@ -414,7 +432,7 @@ def main() -> int:
         simulator.install()
         import transformer_engine.pytorch  # noqa: F401
     Server.forks = options.ranks = simulated and not options.no_fork
-    Server.limit, Server.broken = options.limit, options.broken
+    Server.limit, Server.broken, Server.pause = options.limit, options.broken, options.pause
     with contextlib.ExitStack() as stack:
         if not options.results:
             options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name
