@@ -10,7 +10,7 @@ refuses illegal orders (docs/maintainers/orders.md). Delayed wgrads that an orde
 their dgrad, as in TE 2.10, which knows no other place.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PLAN = """
 +from ._te_graph_order import make_plan
@@ -111,9 +111,7 @@ PATCH = f"""
 -                bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
 -            )
 +            per_callable_bwd_idx = _order_plan.index(i, l_no)
-             static_input_surface = per_callable_static_input_surfaces[per_callable_bwd_idx]
-             static_outputs = per_callable_static_outputs[per_callable_bwd_idx]
-             bwd_graph = bwd_graphs[per_callable_bwd_idx]
+             ...
              if _reuse_graph_input_output_buffers:
                  static_grad_outputs_keys = ANY_KEYS
 +                if not is_wgrad:
@@ -158,8 +156,9 @@ PATCH = f"""
 FIX = Fix(
     symptom="delayed wgrads: gradients of another microbatch, KeyError: -1, or 'already owns a captured graph'",
     group="pipelines and delayed wgrads",
-    users="Megatron-Core delay_wgrad_compute, and own callers of backward_dw() or of an _order with wgrads",
+    users="Megatron --delay-wgrad-compute; own callers of backward_dw() or of an _order with wgrads",
     requires=("capture-without-warmup",),
-    examine=SemanticPatch(PATCH, provides=("graph_order",)),
+    patch=PATCH,
+    provides=("graph_order",),
     check_hints=("wgrad .grad", "wgrad main_grad"),
 )

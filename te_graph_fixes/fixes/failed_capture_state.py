@@ -11,7 +11,7 @@ capture encountered unexpectedly". All of that is now put back in ``finally`` or
 exception is raised again.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _graph_context_wrapper
@@ -67,20 +67,11 @@ PATCH = """
 +        input_tensor.grad = original_grad
 
 @@ graph.py _make_graphed_callables
--outputs, _ = _tree_flatten(func(*args, **kwargs))
+-ANY_OUTPUTS = ANY_FORWARD
 -for hook in hooks:
 -    hook.remove()
 +try:
-+    outputs, _ = _tree_flatten(func(*args, **kwargs))
-+finally:
-+    for hook in hooks:
-+        hook.remove()
-@@ (or)
--outputs = func(*args, **kwargs)
--for hook in hooks:
--    hook.remove()
-+try:
-+    outputs = func(*args, **kwargs)
++    ANY_OUTPUTS = ANY_FORWARD
 +finally:
 +    for hook in hooks:
 +        hook.remove()
@@ -141,5 +132,5 @@ FIX = Fix(
     symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
     users="programs that catch an exception of a capture and go on",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
 )

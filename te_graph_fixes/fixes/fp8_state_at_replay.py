@@ -17,7 +17,7 @@ only for modules that it finds by ``modules()``, in the autocast of the capture.
 capture get no state there, and nothing is put back into them (``AssertionError``).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule.prepare_forward
@@ -58,10 +58,7 @@ PATCH = """
 -te_modules = visited_te_modules.get(i, set())
 +te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
 @@
- graphed = make_graphed_autograd_function(..., fwd_graphs[i], ...)
-+graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
-@@ (or)
- graphed, helpers = make_graphed_autograd_function(..., fwd_graphs[i], ...)
+ ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 +graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
 
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
@@ -91,8 +88,9 @@ PATCH = """
 FIX = Fix(
     symptom="FP8 scales stay at their first value: modules called by .forward(), te.ops.Linear alone, an own autocast",
     group="FP8 state",
-    users="recipe DelayedScaling (Megatron-Core fp8_recipe=delayed), and attention in FP8 (fp8_dpa) in current scaling",
-    examine=SemanticPatch(PATCH, provides=("captured_fp8",)),
+    users="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
+    patch=PATCH,
+    provides=("captured_fp8",),
     requires=("nested-autocast",),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

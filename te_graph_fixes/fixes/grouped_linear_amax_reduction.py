@@ -8,7 +8,7 @@ besides what its end does; with several ranks the graph holds a collective. Othe
 captured, since the replay does. GroupedLinear does not either now.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.backward
@@ -35,9 +35,7 @@ UPSTREAM = """
 FIX = Fix(
     symptom="delayed scaling, experts captured after some steps: FP8 scales change at each replay, off by 1.41",
     group="FP8 state",
-    users="recipe DelayedScaling with captured experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",
-    examine=SemanticPatch(
-        PATCH,
-        corrected=[(UPSTREAM, "GroupedLinear does not reduce amaxes while a graph is captured")],
-    ),
+    users="DelayedScaling (Megatron --fp8-recipe delayed) with captured te.GroupedLinear (--moe-grouped-gemm)",
+    patch=PATCH,
+    corrected=[(UPSTREAM, "GroupedLinear does not reduce amaxes while a graph is captured")],
 )

@@ -9,7 +9,7 @@ captured next to a layer that holds one, the inner modules run in bf16 (outputs 
 now run in the autocast that they are called in.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py make_graphed_callables
@@ -17,20 +17,8 @@ PATCH = """
 
 @@ graph.py make_graphed_callables.call_func
  with ..., ANY_AUTOCAST(
+     ...,
      enabled=module_uses_fp8.get(id(self), False),
-     calibrating=ANY_C,
-     recipe=ANY_R,
-     amax_reduction_group=ANY_G,
-     _graph=True,
--):
-+) if id(self) in module_uses_fp8 else contextlib.nullcontext():
-     outputs = old_call_funcs[block_cls](self, *args, **kwargs)
-@@ (or)
- with ..., ANY_AUTOCAST(
-     enabled=module_uses_fp8.get(id(self), False),
-     calibrating=ANY_C,
-     fp8_recipe=ANY_R,
-     fp8_group=ANY_G,
      _graph=True,
 -):
 +) if id(self) in module_uses_fp8 else contextlib.nullcontext():
@@ -41,6 +29,6 @@ FIX = Fix(
     symptom="inner modules lose FP8 if their class is captured elsewhere too, or te.ops.Sequential crashes",
     group="FP8 state",
     users="captured modules inside of which others of the same class run, or beside which such a class is captured",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
     check_hints=("fp8 output", "fp8 gradient"),
 )

@@ -7,7 +7,7 @@ Megatron's do. The capture that follows reads it and freezes "first microbatch" 
 ``main_grad`` at every replay. The loop is removed.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -32,9 +32,10 @@ UPSTREAM = """
 FIX = Fix(
     symptom="fused wgrad: only the last microbatch of a step counts, wgrads at 0.577 of their norm for three",
     group="gradients",
-    users="several microbatches with Megatron-Core gradient_accumulation_fusion or modules with is_first_microbatch",
+    users="several microbatches with fused wgrads, Megatron's default, or modules with is_first_microbatch",
     affected="<2.14",
-    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")]),
+    patch=PATCH,
+    corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")],
     requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),
     check_hints=("backward main_grad",),
 )
