@@ -19,7 +19,7 @@ from operator import eq
 from typing import Any, NamedTuple
 
 from .definition import Definition, unrecognized
-from .matching import Match, as_python, is_gap, is_placed
+from .matching import Match, as_python, is_gap
 from .source import Edit, ModuleSource, first_line
 
 START, END = 0, 1
@@ -151,7 +151,11 @@ class _Comparison:
             if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
                 nodes += ast.iter_child_nodes(node)
         self._is_expression = len(old.body) == len(new.body) == 1 and isinstance(new.body[0], ast.Expr)
-        self._nodes = [(node, span(old.module, node)) for node in nodes if is_placed(node)]
+        self._nodes = [
+            (node, span(old.module, node))
+            for node in nodes
+            if hasattr(node, "lineno") or isinstance(node, ast.withitem)
+        ]
 
     def changes(self) -> Iterator[Replacement]:
         """``-`` rows become the ``+`` rows after them; one that stays in part is one row on both sides."""
@@ -198,8 +202,9 @@ class _Comparison:
         for node, ends in self._nodes if rows else ():
             offset = rows[-1].tokens[-1].end if side == END else rows[0].tokens[0].start
             if isinstance(node, _STATEMENT) and (ends[side], node.col_offset) == (offset, indent):
-                is_bare = isinstance(node, ast.Expr) and not is_gap(node)
-                return Spot(node.value if is_bare else node, side) if side == START or not is_gap(node) else None
+                if is_gap(node):
+                    return Spot(node, side) if side == START else None
+                return Spot(node.value if isinstance(node, ast.Expr) else node, side)
         return None
 
     def _within(self, old: Row, new: Row) -> Iterator[Replacement]:
