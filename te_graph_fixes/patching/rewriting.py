@@ -146,16 +146,9 @@ def compare(old: Side, new: Side) -> list[Replacement]:
 class _Comparison:
     def __init__(self, old: Side, new: Side) -> None:
         self._old, self._new = old, new
-        nodes: list[Any] = [*old.body]
-        for node in nodes:  # outer ones first
-            if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
-                nodes += ast.iter_child_nodes(node)
         self._is_expression = len(old.body) == len(new.body) == 1 and isinstance(new.body[0], ast.Expr)
-        self._nodes = [
-            (node, span(old.module, node))
-            for node in nodes
-            if hasattr(node, "lineno") or isinstance(node, ast.withitem)
-        ]
+        self._nodes = _nodes(old)
+        self._new_spans = {ends for _, ends in _nodes(new)}
 
     def changes(self) -> Iterator[Replacement]:
         """``-`` rows become the ``+`` rows after them; one that stays in part is one row on both sides."""
@@ -214,7 +207,7 @@ class _Comparison:
         start = _in_common(old.words, new.words)
         rest = _in_common(old.words[start:][::-1], new.words[start:][::-1])
         stop = len(old.words) - rest
-        if start == stop and (spot := self._spot(old, start)):
+        if start == stop and (spot := self._spot(old, new, start)):
             left = right = spot
         else:
             different = old.tokens[start:stop] or old.tokens[max(start - 1, 0) : stop + 1]
@@ -236,21 +229,34 @@ class _Comparison:
         text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
         yield Replacement(left, right, _fillable(text, [new]), False)
 
-    def _spot(self, row: Row, index: int) -> Spot | None:
-        """Where to insert text in front of a token: where a node starts, or ends; none beside ``ANY``.
+    def _spot(self, old: Row, new: Row, index: int) -> Spot | None:
+        """Where to insert text in front of a token: where a node starts, or ends, that is a node of the new side too.
 
-        An operator there could take a part of what that stands for.
+        None beside ``ANY``: an operator there could take a part of what that stands for.
         """
-        before, after = row.tokens[:index][-1:], row.tokens[index:][:1]
+        before, after = old.tokens[:index][-1:], old.tokens[index:][:1]
         if any(token.word.startswith("ANY") for token in (*before, *after)):
             return None
-        spots = [Spot(node, START) for node, (start, _) in self._nodes if [start] == [token.start for token in after]]
-        ends = [
-            Spot(node, END)
-            for node, (_, end) in self._nodes
-            if [end] == [token.end for token in before] and not is_gap(node)
-        ]
-        return min([*spots[-1:], *ends[-1:]], key=lambda spot: is_gap(spot.node), default=None)
+        kept = [*new.tokens[:index], *new.tokens[len(new.tokens) - len(old.tokens) + index :]]
+        starts = {token.start: other.start for token, other in zip(old.tokens, kept, strict=True)}
+        ends = {token.end: other.end for token, other in zip(old.tokens, kept, strict=True)}
+        spots = []
+        for node, (start, end) in self._nodes:  # outer ones first: text goes outside of the parentheses around them
+            is_kept = (starts.get(start), ends.get(end)) in self._new_spans
+            if is_kept and (is_gap(node) or not isinstance(node, _STATEMENT)):
+                spots += [Spot(node, START)] if [start] == [token.start for token in after] else []
+                spots += [Spot(node, END)] if [end] == [token.end for token in before] and not is_gap(node) else []
+        return min(spots, key=lambda spot: (is_gap(spot.node), spot.side), default=None)
+
+
+def _nodes(side: Side) -> list[tuple[Any, tuple[int, int]]]:
+    """The nodes that have a position, outer ones first, with the character offsets of their ends."""
+    nodes: list[Any] = [*side.body]
+    for node in nodes:
+        if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
+            nodes += ast.iter_child_nodes(node)
+    placed = [node for node in nodes if hasattr(node, "lineno") or isinstance(node, ast.withitem)]
+    return [(node, span(side.module, node)) for node in placed]
 
 
 def _in_common(words: Sequence[str], others: Sequence[str]) -> int:

@@ -211,6 +211,9 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
         ("x = -(a and b)", "-x = -(a and b)\n+x = -(-(a or b) or b)", "x = -(-(a or b) or b)"),
         ("x = (a + b) * c", "-a + b\n+a + b * c", "x = (a + b * c) * c"),
         ("x = (a)", "-x = a\n+x = a + b", "x = (a) + b"),
+        ("x = a * (-b)", "-x = a * -b\n+x = a * -b + c", "x = a * (-b) + c"),
+        ("x = a and (not b)", "-a and not b\n+a and not b and c", "x = a and (not b) and c"),
+        ("x = (-a) * b", "-x = -a * b\n+x = c + -a * b", "x = c + (-a) * b"),
         ("x = (a + b)", "-x = a + b\n+x = a + b * c", "x = (a + b * c)"),
     ],
 )
