@@ -146,8 +146,6 @@ def listing() -> Iterator[str]:
         yield f"{group}\n"
         for fix in (fix for fix in CATALOGUE.values() if fix.group == group):
             yield f"  {fix.id}: {fix.symptom}\n    TransformerEngine {fix.versions}; {upstream(fix)}"
-            if fix.requires:
-                yield f"    requires {', '.join(fix.requires)}"
         yield ""
     yield "TE_GRAPH_FIXES=upstream applies those that are corrected in a later TransformerEngine, and what they require"
 

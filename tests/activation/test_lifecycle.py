@@ -129,7 +129,7 @@ def test_graphs_that_were_captured_before_are_not_forgotten() -> None:
         + """
 early = capture()
 (text,) = said(__import__, "te_graph_fixes")
-assert "1 graph captured before the fixes were in place will stay without them" in text, text
+assert " captured before the fixes were in place will stay without them" in text, text
 import te_graph_fixes
 assert without() == {1}, without()
 late = capture()
