@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,9 +69,9 @@ class Fix:
     one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
     ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager meets where the defect is.
 
-    ``patch`` is the change (`te_graph_fixes.patching.patch`). ``corrected`` are upstream's corrections, as patches of
-    context alone, with reasons. In these texts ``names`` are words that stand for others, which depend on the source.
-    ``absent`` are tests whether TE lacks the feature, with reasons. ``provides`` are the modules of
+    ``patch`` is the change (`te_graph_fixes.patching.patch`). ``absent`` says which sources lack the public feature,
+    ``corrected`` which hold upstream's correction, both as patches of context alone, with reasons. In these texts
+    ``names`` are words that stand for others, which depend on the source. ``provides`` are the modules of
     `te_graph_fixes.shipped` that the corrected text imports.
 
     ``id`` is the name of its file, ``summary`` and ``upstream``, the links, are the beginning of that file's docstring
@@ -85,7 +86,7 @@ class Fix:
     affected: str = f">={OLDEST}"
     requires: tuple[str, ...] = ()
     check_hints: tuple[str, ...] = ()
-    absent: Sequence[tuple[Callable[[Source], bool], str]] = ()
+    absent: Sequence[tuple[str, str]] = ()
     corrected: Sequence[tuple[str, str]] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
     provides: tuple[str, ...] = ()
@@ -137,8 +138,9 @@ class Fix:
 
     def _verdict_on(self, source: Source) -> Verdict:
         """Raises `UnrecognizedError` unless the source has the defect or one correction, or lacks the feature."""
-        for is_absent, reason in self.absent:
-            if is_absent(source):
+        for text, reason in self.absent:
+            with contextlib.suppress(UnrecognizedError):
+                self._edits(source, text)
                 return Verdict(State.NOT_APPLICABLE, reason)
         misfits, corrections = [], []
         for text, reason in self.corrected:

@@ -29,12 +29,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
 from ..decision import verdicts
-from ..difference import off_by
 from ..fix import Fix
 from ..fixes import CATALOGUE
 from ..patching.source import Source
 from ..state import State
 from . import DIFFERENT, Options
+from .difference import off_by
 
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where two eager runs differ by more, as in memory that nothing has written, none is told

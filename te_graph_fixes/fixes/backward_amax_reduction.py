@@ -10,7 +10,6 @@ says if weights are new is decided before that, as it was.
 """
 
 from ..fix import Fix
-from ..patching.source import Source
 from .shapes import global_state
 
 PATCH = """
@@ -53,16 +52,10 @@ PATCH = """
 +    FIRST = is_first_module
 """
 
-
-def first_module_flag(source: Source) -> str:
-    """How this TE names the flag."""
-    return global_state(source, "is_first_fp8_module", "IS_FIRST_FP8_MODULE")
-
-
 FIX = Fix(
     symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
     group="FP8 state",
-    users="recipe DelayedScaling with a graph first in an autocast that has no backward: a frozen layer, a teacher",
+    users="DelayedScaling (Megatron --fp8-recipe delayed) with a frozen layer or a teacher first in an autocast",
     patch=PATCH,
-    names={"FIRST": first_module_flag},
+    names={"FIRST": lambda source: global_state(source, "is_first_fp8_module", "IS_FIRST_FP8_MODULE")},
 )

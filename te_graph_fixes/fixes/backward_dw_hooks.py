@@ -39,9 +39,7 @@ PATCH = """
 
 UPSTREAM = """
 @@ graph.py _make_graphed_callables.backward_dw
- bwd_dw_graphs[graph_idx].replay()
-@@ (or)
- bwd_dw_graph.replay()
+ ANY_GRAPH.replay()
 @@
  for module in te_modules:
      if isinstance(module, TransformerEngineBaseModule) and module.need_backward_dw():
@@ -65,7 +63,7 @@ UPSTREAM = """
 FIX = Fix(
     symptom="delayed wgrads: Megatron's DDP never reduces the gradients of captured layers",
     group="pipelines and delayed wgrads",
-    users="Megatron-Core delay_wgrad_compute with its DDP",
+    users="Megatron --delay-wgrad-compute with its DDP",
     affected=">=2.10,<2.13",
     patch=PATCH,
     corrected=[(UPSTREAM, "the hooks are run after the replay")],

@@ -111,9 +111,7 @@ PATCH = f"""
 -                bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
 -            )
 +            per_callable_bwd_idx = _order_plan.index(i, l_no)
-             static_input_surface = per_callable_static_input_surfaces[per_callable_bwd_idx]
-             static_outputs = per_callable_static_outputs[per_callable_bwd_idx]
-             bwd_graph = bwd_graphs[per_callable_bwd_idx]
+             ...
              if _reuse_graph_input_output_buffers:
                  static_grad_outputs_keys = ANY_KEYS
 +                if not is_wgrad:
@@ -158,7 +156,7 @@ PATCH = f"""
 FIX = Fix(
     symptom="delayed wgrads: gradients of another microbatch, KeyError: -1, or 'already owns a captured graph'",
     group="pipelines and delayed wgrads",
-    users="Megatron-Core delay_wgrad_compute, and own callers of backward_dw() or of an _order with wgrads",
+    users="Megatron --delay-wgrad-compute; own callers of backward_dw() or of an _order with wgrads",
     requires=("capture-without-warmup",),
     patch=PATCH,
     provides=("graph_order",),

@@ -42,12 +42,8 @@ PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions
  return backward_dw, reset
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
--bwd_dw_graphs[graph_idx].replay()
-+bwd_dw_graphs[graph_idx].replay()
-+deliver_grads(delayed_grads)
-@@ (or)
--bwd_dw_graph.replay()
-+bwd_dw_graph.replay()
+-ANY_GRAPH.replay()
++ANY_GRAPH.replay()
 +deliver_grads(delayed_grads)
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset
  bwd_dw_graphs[graph_idx].reset()
@@ -223,7 +219,7 @@ HOOKS_OF_OPERATIONS = """
 FIX = Fix(
     symptom="delayed wgrads: gradients of biases and unfused weights never arrive, are garbage, or stop with an error",
     group="pipelines and delayed wgrads",
-    users="delay_wgrad_compute with biases, or with weights whose wgrads are not fused into main_grad",
+    users="Megatron --delay-wgrad-compute (delay_wgrad_compute) with biases, or with wgrads that are not fused",
     cost="memory for the gradients that a wgrad graph delivers, and an addition of each after its replay",
     patch=PATCH + MODULES + HOOKS_OF_OPERATIONS,
     provides=("delayed_wgrad",),

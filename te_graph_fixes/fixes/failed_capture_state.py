@@ -67,20 +67,11 @@ PATCH = """
 +        input_tensor.grad = original_grad
 
 @@ graph.py _make_graphed_callables
--outputs, _ = _tree_flatten(func(*args, **kwargs))
+-ANY_OUTPUTS = ANY_FORWARD
 -for hook in hooks:
 -    hook.remove()
 +try:
-+    outputs, _ = _tree_flatten(func(*args, **kwargs))
-+finally:
-+    for hook in hooks:
-+        hook.remove()
-@@ (or)
--outputs = func(*args, **kwargs)
--for hook in hooks:
--    hook.remove()
-+try:
-+    outputs = func(*args, **kwargs)
++    ANY_OUTPUTS = ANY_FORWARD
 +finally:
 +    for hook in hooks:
 +        hook.remove()

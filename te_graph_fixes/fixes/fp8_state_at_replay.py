@@ -58,10 +58,7 @@ PATCH = """
 -te_modules = visited_te_modules.get(i, set())
 +te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
 @@
- graphed = make_graphed_autograd_function(..., fwd_graphs[i], ...)
-+graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
-@@ (or)
- graphed, helpers = make_graphed_autograd_function(..., fwd_graphs[i], ...)
+ ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 +graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
 
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
@@ -91,7 +88,7 @@ PATCH = """
 FIX = Fix(
     symptom="FP8 scales stay at their first value: modules called by .forward(), te.ops.Linear alone, an own autocast",
     group="FP8 state",
-    users="recipe DelayedScaling (Megatron-Core fp8_recipe=delayed), and attention in FP8 (fp8_dpa) in current scaling",
+    users="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
     patch=PATCH,
     provides=("captured_fp8",),
     requires=("nested-autocast",),

@@ -5,21 +5,21 @@ Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; that this is 
 With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` gives a chunk's static grad input back to the
 graph pool once the next chunk's dgrad is captured, for by then Megatron-Core has waited for the send. Where every layer
 is passed as a chunk (``--overlap-moe-expert-parallel-comm``), Megatron waits only after the next *model* chunk's
-backward, and graphs captured in between write into the buffer: if a stage receives some milliseconds late, a gradient
-of norm 13 becomes 6e6. The gradients of the caller's inputs are released where `grad_input_releases` says instead;
-those of parameters stay with TE's rule.
+backward, and graphs captured in between write into the buffer while a stage that is some milliseconds late receives it.
+The gradients of the caller's inputs are released where `grad_input_releases` says instead; those of parameters stay
+with TE's rule.
 """
 
 from ..fix import Fix
 
-LOOP = """
-@@ graph.py _make_graphed_callables{or_}
+PATCH = """
+@@ graph.py _make_graphed_callables
  previous_chunk_last_callable_bwd_idx = None
 +if _reuse_graph_input_output_buffers:
 +    from ._te_graph_order import grad_input_releases
 +
 +    released_grad_inputs = iter(grad_input_releases(_order, _num_layers_per_chunk))
- for {entries}:
+ for ANY_ENTRY in ANY_ENTRIES:
 +    if _reuse_graph_input_output_buffers:
 +        for idx in next(released_grad_inputs):
 +            per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
@@ -55,20 +55,14 @@ LOOP = """
                  ...
              ...
          ...
-"""
-PATCH = (
-    LOOP.format(entries="c_id in _order", or_="")
-    + LOOP.format(entries="i, c_id in enumerate(_order)", or_=" (or)")
-    + """
 @@
  per_callable_len_user_args = [len(args) for args in flatten_sample_args]
 """
-)
 
 FIX = Fix(
     symptom="pipelines with EP overlap: a late stage receives garbage, NaN or gradient norms of millions",
     group="pipelines and delayed wgrads",
-    users="Megatron-Core overlap_moe_expert_parallel_comm with virtual pipeline stages of two or more layers",
+    users="Megatron --overlap-moe-expert-parallel-comm with virtual pipeline stages of two or more layers",
     cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
     patch=PATCH,
     provides=("graph_order",),

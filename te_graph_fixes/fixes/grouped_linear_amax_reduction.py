@@ -35,7 +35,7 @@ UPSTREAM = """
 FIX = Fix(
     symptom="delayed scaling, experts captured after some steps: FP8 scales change at each replay, off by 1.41",
     group="FP8 state",
-    users="recipe DelayedScaling with captured experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",
+    users="DelayedScaling (Megatron --fp8-recipe delayed) with captured te.GroupedLinear (--moe-grouped-gemm)",
     patch=PATCH,
     corrected=[(UPSTREAM, "GroupedLinear does not reduce amaxes while a graph is captured")],
 )

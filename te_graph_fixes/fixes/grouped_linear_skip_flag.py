@@ -17,9 +17,7 @@ from .shapes import skip_flag_state
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.forward
- (*ANY, skip_fp8_weight_update, save_original_input, debug) = non_tensor_args
-@@ (or)
- (*ANY, skip_fp8_weight_update, save_original_input) = non_tensor_args
+ (*ANY, skip_fp8_weight_update, save_original_input, *ANY) = non_tensor_args
 
 @@ module/grouped_linear.py GroupedLinear.forward
  non_tensor_args = (
@@ -27,14 +25,7 @@ PATCH = """
 -    None,
 +    skip_fp8_weight_update,
      self.save_original_input,
-     debug,
- )
-@@ (or)
- non_tensor_args = (
-     ...,
--    None,
-+    skip_fp8_weight_update,
-     self.save_original_input,
+     ...
  )
 @@ module/grouped_linear.py GroupedLinear.forward (at its start)
 +from ..graph import is_graph_capturing
@@ -91,7 +82,7 @@ def skip_tensor(source: Source) -> str:
 FIX = Fix(
     symptom="FP8 experts: outputs off by 1.0 after the first optimizer step, or wgrads at 0.577 of their norm",
     group="gradients",
-    users="fp8_weight_caching with captured FP8 experts (te.GroupedLinear, Megatron-Core moe_grouped_gemm)",
+    users="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) and fp8_weight_caching (Megatron sets it)",
     affected=">=2.10,<2.17",
     patch=PATCH,
     names={"FLAG": skip_tensor},

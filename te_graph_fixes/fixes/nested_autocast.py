@@ -17,20 +17,8 @@ PATCH = """
 
 @@ graph.py make_graphed_callables.call_func
  with ..., ANY_AUTOCAST(
+     ...,
      enabled=module_uses_fp8.get(id(self), False),
-     calibrating=ANY_C,
-     recipe=ANY_R,
-     amax_reduction_group=ANY_G,
-     _graph=True,
--):
-+) if id(self) in module_uses_fp8 else contextlib.nullcontext():
-     outputs = old_call_funcs[block_cls](self, *args, **kwargs)
-@@ (or)
- with ..., ANY_AUTOCAST(
-     enabled=module_uses_fp8.get(id(self), False),
-     calibrating=ANY_C,
-     fp8_recipe=ANY_R,
-     fp8_group=ANY_G,
      _graph=True,
 -):
 +) if id(self) in module_uses_fp8 else contextlib.nullcontext():

@@ -11,7 +11,6 @@ swizzles a copy of them.
 """
 
 from ..fix import Fix
-from ..patching.source import Source
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule._enable_weight_preswizzle
@@ -29,20 +28,18 @@ EARLIER = """
  weight_quantizer.optimize_for_gemm = ANY
 """
 
-
-def cannot_be_asked(source: Source) -> bool:
-    """Whether quantizers cannot be asked for swizzled scales."""
-    quantizer = source.module("transformer_engine.pytorch.quantized_tensor").definition("Quantizer")
-    return not quantizer.has("optimize_for_gemm: ANY_TYPE")
-
+CANNOT_BE_ASKED = """
+@@ quantized_tensor.py Quantizer (0 times)
+ optimize_for_gemm: ANY_TYPE
+"""
 
 FIX = Fix(
     symptom="NVFP4 with cached weights on RTX Blackwell: outputs and dgrads off by 0.2 to 0.6",
     group="FP8 state",
-    users="recipe NVFP4BlockScaling with fp8_weight_caching on GPUs of capability 12.x",
+    users="NVFP4BlockScaling (Megatron --fp4-recipe nvfp4) with cached weights on GPUs of capability 12.x",
     affected=">=2.18",
     patch=PATCH,
-    absent=[(cannot_be_asked, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
+    absent=[(CANNOT_BE_ASKED, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
     corrected=[(EARLIER, "only inputs and output grads get swizzled scales, not weights")],
     check_hints=("fp8 output", "fp8 gradient"),
 )

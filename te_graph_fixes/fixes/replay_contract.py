@@ -2,16 +2,13 @@
 
 Upstream: none yet, TE 2.10 to main
 
-All graphs that share a memory pool have a place in the sequence of their captures. Each replay now looks at what its
-capture has fixed: what was replayed since its input was written, where modules, parameters and ``main_grad`` are, and
-which parameters are trained. It raises `RuntimeError` where its result would not be that of eager training
-(docs/maintainers/replay-contract.md). That depends on the program alone.
+Each replay now looks at what its capture has fixed: what was replayed since its input was written, where modules,
+parameters and ``main_grad`` are, and which parameters are trained. It raises `RuntimeError` where its result would not
+be that of eager training (docs/maintainers/replay-contract.md). That depends on the program alone.
 
 Some programs are made right instead. A tensor that is the sample of several inputs is copied for each of them. Copies
 of a module have no graph, which reads the original's parameters. Outputs and gradients are copied where a checkpoint
 may run a graph again before they are read (with ``leaf-grad-lifetime``).
-
-The shipped modules are `own_copies` and `replay_contract`, which uses `replay_order`, `module_tensors`, `warn_once`.
 """
 
 from ..fix import Fix
@@ -92,10 +89,7 @@ PATCH = """
 +contract = contracts[graph_idx]
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
 +contract.before_wgrad()
- bwd_dw_graphs[graph_idx].replay()
-@@ (or)
-+contract.before_wgrad()
- bwd_dw_graph.replay()
+ ANY_GRAPH.replay()
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset (at its start)
 +contract.release()
 """

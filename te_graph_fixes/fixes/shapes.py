@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from ..patching.source import Source
 
-MODULES = {
-    "linear": "Linear",
-    "layernorm_linear": "LayerNormLinear",
-    "layernorm_mlp": "LayerNormMLP",
-    "grouped_linear": "GroupedLinear",
-}
-"""The classes of layers, by their files."""
-
 
 def global_state(source: Source, field: str, earlier: str) -> str:
     """How a field of TE's global FP8 state is written; up to 2.14 it is an attribute of the manager with that name."""

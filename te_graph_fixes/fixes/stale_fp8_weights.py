@@ -14,7 +14,7 @@ It happens
 """
 
 from ..fix import Fix
-from .shapes import MODULES, skip_flag_state
+from .shapes import skip_flag_state
 
 GRAPH = """
 @@ graph.py _make_graphed_callables
@@ -80,14 +80,22 @@ EARLIER_EXPERTS = """
  non_tensor_args = (..., None, self.save_original_input, ...)
 """
 """The other shape of the last hunk of `LAYERS`, of experts: up to 2.16 `grouped-linear-skip-flag` gives their flag."""
-LAYERS = "".join(LAYER.replace("FILE", file).replace("CLASS", name) for file, name in MODULES.items())
+LAYERS = "".join(
+    LAYER.replace("FILE", file).replace("CLASS", name)
+    for file, name in (
+        ("linear", "Linear"),
+        ("layernorm_linear", "LayerNormLinear"),
+        ("layernorm_mlp", "LayerNormMLP"),
+        ("grouped_linear", "GroupedLinear"),
+    )
+)
 PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 
 
 FIX = Fix(
     symptom="FP8 without cached weights: graphs go on with the weights of their capture, outputs off by 1.0",
     group="FP8 state",
-    users="FP8 graphs without fp8_weight_caching, and graphs after another FP8 module in one autocast",
+    users="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in one autocast",
     patch=PATCH,
     names={"STATE": skip_flag_state},
     provides=("first_microbatches",),

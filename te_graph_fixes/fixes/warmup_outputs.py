@@ -4,8 +4,7 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 
 From TE 2.19 on warmup runs the forwards and backwards of all callables in their order. It keeps the outputs of each
 forward, and what autograd has saved for them, until the iteration is over, though the backward that needs them has run;
-for an evaluation too, where none does. They are now kept until that backward, and without training not at all: the
-peak of a capture is at 0.79 of what it is without the fix.
+for an evaluation too, where none does. They are now kept until that backward, and without training not at all.
 """
 
 from ..fix import Fix
@@ -75,7 +74,7 @@ EARLIER = """
 FIX = Fix(
     symptom="a capture takes a quarter more memory at its peak than it needs",
     group="speed",
-    users="pipelines: an _order with many microbatches and model chunks",
+    users="pipelines (Megatron --pipeline-model-parallel-size): an _order with many microbatches and model chunks",
     affected=">=2.19,<2.20",
     patch=PATCH,
     corrected=[

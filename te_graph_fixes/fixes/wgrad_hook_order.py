@@ -31,6 +31,6 @@ PATCH = """
 FIX = Fix(
     symptom="ranks run their gradient hooks in different orders: hangs, or sums of different buckets",
     group="pipelines and delayed wgrads",
-    users="several ranks with Megatron-Core delay_wgrad_compute and its DDP",
+    users="several ranks with Megatron --delay-wgrad-compute and its DDP",
     patch=PATCH,
 )

@@ -70,23 +70,23 @@ class ReturnedGrads:
 
     def __init__(self, grads: Sequence[Tensor | None], copied: Sequence[bool]) -> None:
         self._grads = grads
+        self._alone: dict[int, Tensor] = {}
         vectors: dict[torch.dtype, dict[int, Tensor]] = {}
         for index, grad in enumerate(grads):
-            if copied[index] and grad is not None and grad.dim() == 1 and grad.nbytes % self.ALIGNMENT == 0:
-                vectors.setdefault(grad.dtype, {})[index] = grad
+            if copied[index] and grad is not None:
+                is_vector = grad.dim() == 1 and grad.nbytes % self.ALIGNMENT == 0
+                group = vectors.setdefault(grad.dtype, {}) if is_vector else self._alone
+                group[index] = grad
         self._together = [
             (tuple(alike), tuple(alike.values()), [grad.numel() for grad in alike.values()])
             for alike in vectors.values()
-            if len(alike) > 1
         ]
-        joined = {index for indexes, _, _ in self._together for index in indexes}
-        self._alone = [(index, grad) for index, grad in enumerate(grads) if copied[index] and index not in joined]
 
     def __call__(self) -> tuple[Tensor | None, ...]:
         returned = [None if grad is None else grad.detach() for grad in self._grads]
         for indexes, vectors, sizes in self._together:
             for index, copy in zip(indexes, torch.cat(vectors).split_with_sizes(sizes), strict=True):
                 returned[index] = copy
-        for index, grad in self._alone:
-            returned[index] = None if grad is None else grad.detach().clone()
+        for index, grad in self._alone.items():
+            returned[index] = grad.detach().clone()
         return tuple(returned)

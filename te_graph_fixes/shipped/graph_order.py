@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 FORWARD, DGRAD, WGRAD = KINDS = ("forward", "dgrad", "wgrad")
@@ -213,25 +213,12 @@ def _copy(tensor: Any) -> Any:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-@dataclass(frozen=True)
-class _Dgrad:
-    """The dgrad of a chunk (counted from 0) and microbatch.
-
-    ``first_callable`` is TE's index of its first layer; ``end`` the entry after it, and after the forwards of a model
-    chunk that is under way.
-    """
-
-    chunk: int
-    first_callable: int
-    end: int
-
-
-def grad_input_releases(order: Sequence[float], layers_per_chunk: Sequence[int]) -> list[list[int]]:
+def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -> list[list[int]]:
     """Which grad inputs may go back to the graph pool just before each entry of ``order`` is captured.
 
-    Element ``i`` of the result lists callables by TE's index (by chunk, microbatch, layer): of each, the gradient that
-    its dgrad returns is read for the last time before entry ``i`` runs. Only the first layer of a chunk occurs; for the
-    others TE has a rule of its own, which is right.
+    Element ``i`` of the result lists callables by `Plan.index`: of each, the gradient that its dgrad returns is read
+    for the last time before entry ``i`` runs. Only the first layer of a chunk occurs; for the others TE has a rule of
+    its own, which is right. ValueError for an order that is not legal.
 
     The gradient of a model chunk's first layer is sent to the previous pipeline stage. Megatron-Core waits for that
     send once the next model chunk's backward, and the forward that overlaps it, have been issued: it is held through
@@ -240,81 +227,66 @@ def grad_input_releases(order: Sequence[float], layers_per_chunk: Sequence[int])
     sends something. Where a chunk has several layers the chunks are the model chunks. Where each is one layer the order
     does not name the model chunks, and they are taken to be as long as it allows (docs/maintainers/lifetimes.md).
     """
-    if any(layers != 1 for layers in layers_per_chunk):
-        model_chunks = list(range(len(layers_per_chunk)))
+    plan = Plan(parse(order), layers_per_chunk)
+    entries = plan.entries
+    if set(plan.layers) == {1}:
+        model_chunks = _longest_model_chunks(entries, len(plan.layers))
     else:
-        model_chunks = _longest_model_chunks(order, len(layers_per_chunk))
-    steps = _steps(_dgrads(order, layers_per_chunk, model_chunks), model_chunks)
-    ends = [step[-1].end for step in steps]
-    sends = [model_chunks[step[0].chunk] > 0 for step in steps]
-    last_forward = max(i for i, entry in enumerate(order) if entry > 0)
-    last_steady = next((s for s, end in enumerate(ends) if end > last_forward), None)
+        model_chunks = list(range(len(plan.layers)))
+    steps = _steps(plan, model_chunks)
+    ends = [_end_of_forwards(entries, step[-1], model_chunks) for step in steps]
+    sends = [model_chunks[entries[step[0]].chunk] > 0 for step in steps]
+    last_forward = max(position for position, entry in enumerate(entries) if entry.kind == FORWARD)
+    last_steady = next((number for number, end in enumerate(ends) if end > last_forward), None)
 
-    releases: list[list[int]] = [[] for _ in range(len(order) + 1)]
-    for s, step in enumerate(steps):
+    releases: list[list[int]] = [[] for _ in range(len(entries) + 1)]
+    for number, step in enumerate(steps):
         for dgrad in step[:-1]:
-            releases[ends[s]].append(dgrad.first_callable)
-        if s + 1 < len(steps):
-            waited = s + 1
-            if s == last_steady and sends[s]:
-                waited = next((later for later in range(s + 1, len(steps)) if sends[later]), waited)
-            releases[ends[waited]].append(step[-1].first_callable)
+            releases[ends[number]].append(plan.index(dgrad, 0))
+        if number + 1 < len(steps):
+            waited = number + 1
+            if number == last_steady and sends[number]:
+                waited = next((later for later in range(waited, len(steps)) if sends[later]), waited)
+            releases[ends[waited]].append(plan.index(step[-1], 0))
     return releases[:-1]
 
 
-def _dgrads(order: Sequence[float], layers_per_chunk: Sequence[int], model_chunks: Sequence[int]) -> list[_Dgrad]:
-    """The dgrads of an order, less those of chunks without layers."""
-    microbatches = sum(entry > 0 for entry in order) // len(layers_per_chunk)
-    next_callable = [microbatches * layers for layers in accumulate(layers_per_chunk, initial=0)]
-    dgrads = []
-    for i, entry in enumerate(order):
-        chunk = -int(entry) - 1
-        if _is_dgrad(entry) and layers_per_chunk[chunk]:
-            dgrads.append(_Dgrad(chunk, next_callable[chunk], _end_of_forwards(order, i, model_chunks)))
-            next_callable[chunk] += layers_per_chunk[chunk]
-    return dgrads
+def _longest_model_chunks(entries: Sequence[Entry], chunks: int) -> list[int]:
+    """The number of each chunk's model chunk, where these are as long as an order with one layer a chunk allows."""
+    forwards = [entry.chunk for entry in entries if entry.kind == FORWARD]
+    dgrads = [entry.chunk for entry in reversed(entries) if entry.kind == DGRAD]
+    neighbours = list(pairwise([None, *forwards, None, *dgrads, None]))
+    numbers = [0]
+    for chunk in range(1, chunks):
+        is_one = all((first == chunk - 1) == (second == chunk) for first, second in neighbours)
+        numbers.append(numbers[-1] if is_one else numbers[-1] + 1)
+    return numbers
 
 
-def _steps(dgrads: Iterable[_Dgrad], model_chunks: Sequence[int]) -> list[list[_Dgrad]]:
-    """The dgrads of each model chunk and microbatch, which run one after the other."""
-    steps: list[list[_Dgrad]] = []
-    for dgrad in dgrads:
-        if steps and _are_neighbours(dgrad.chunk, steps[-1][-1].chunk, model_chunks):
-            steps[-1].append(dgrad)
-        else:
-            steps.append([dgrad])
+def _steps(plan: Plan, model_chunks: Sequence[int]) -> list[list[int]]:
+    """The positions of the dgrads of each model chunk and microbatch, which run one after the other."""
+    steps: list[list[int]] = []
+    for position, entry in enumerate(plan.entries):
+        if entry.kind == DGRAD and plan.layers[entry.chunk]:
+            if steps and _are_neighbours(entry, plan.entries[steps[-1][-1]], model_chunks):
+                steps[-1].append(position)
+            else:
+                steps.append([position])
     return steps
 
 
-def _are_neighbours(lower: int, upper: int, model_chunks: Sequence[int]) -> bool:
-    """Whether a chunk is directly below another one of its model chunk; they are counted from 0."""
-    return 0 <= lower == upper - 1 and model_chunks[lower] == model_chunks[upper]
+def _are_neighbours(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
+    """Whether the chunk of an entry is directly below that of another one, in one model chunk."""
+    return lower.chunk == upper.chunk - 1 and model_chunks[lower.chunk] == model_chunks[upper.chunk]
 
 
-def _is_dgrad(entry: float) -> bool:
-    return entry < 0 and math.ceil(entry) == entry
-
-
-def _end_of_forwards(order: Sequence[float], dgrad: int, model_chunks: Sequence[int]) -> int:
-    """The entry after ``dgrad``, or after the last forward before the next dgrad of the model chunk under way there."""
+def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
+    """The position after ``dgrad``, or after the last forward before the next dgrad of the model chunk under way."""
     end = dgrad + 1
-    under_way = next((int(entry) - 1 for entry in reversed(order[:dgrad]) if entry > 0), -1)
-    for i in range(dgrad + 1, len(order)):
-        chunk = int(order[i]) - 1
-        if order[i] > 0 and _are_neighbours(under_way, chunk, model_chunks):
-            under_way, end = chunk, i + 1
-        elif order[i] > 0 or _is_dgrad(order[i]):
+    under_way = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)
+    for position, entry in enumerate(entries[end:], end):
+        if entry.kind == FORWARD and _are_neighbours(under_way, entry, model_chunks):
+            under_way, end = entry, position + 1
+        elif entry.kind != WGRAD:
             break
     return end
-
-
-def _longest_model_chunks(order: Sequence[float], num_chunks: int) -> list[int]:
-    """The number of each chunk's model chunk, where these are as long as an order with one layer a chunk allows."""
-    forwards = [entry for entry in order if entry > 0]
-    dgrads = [-entry for entry in reversed(order) if _is_dgrad(entry)]
-    neighbours = list(pairwise([0, *forwards, 0, *dgrads, 0]))
-    numbers = [0]
-    for chunk in range(1, num_chunks):
-        is_one = all((first == chunk) == (second == chunk + 1) for first, second in neighbours)
-        numbers.append(numbers[-1] if is_one else numbers[-1] + 1)
-    return numbers

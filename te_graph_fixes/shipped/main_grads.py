@@ -1,8 +1,4 @@
-"""Backwards of warmup: what they add to ``main_grad`` is no gradient, and must not stay there.
-
-Nobody reads the sums, so all parameters can add to the same memory: that of the largest ``main_grad``. Its content is
-all that has to be kept, in host memory.
-"""
+"""Backwards of warmup: what they add to ``main_grad`` is no gradient, and must not stay there."""
 
 from __future__ import annotations
 
@@ -17,14 +13,12 @@ import torch
 def main_grads_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Run a warmup; each ``main_grad`` of the ``modules`` is as before afterwards, also where the warmup fails.
 
-    Takes no memory on the GPU, and on the host the size of the largest ``main_grad``, if that is not zero.
+    Nobody reads the sums, so all parameters add to the same memory: that of the largest ``main_grad``. Its content is
+    kept in host memory, where it is not zero.
     """
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    main_grads: list[tuple[Any, torch.Tensor]] = [
-        (parameter, parameter.main_grad)
-        for parameter in parameters
-        if getattr(parameter, "main_grad", None) is not None
-    ]
+    parameters: list[Any] = [parameter for module in modules for parameter in module.parameters()]
+    fused = [parameter for parameter in parameters if getattr(parameter, "main_grad", None) is not None]
+    main_grads = [(parameter, parameter.main_grad) for parameter in fused]
     if not main_grads:
         yield
         return

@@ -31,7 +31,7 @@ class WarmupRecord:
         manager = FP8GlobalStateManager
         if manager.is_fp8_enabled() and manager.fp8_graph_capturing():
             recipe = manager.get_fp8_recipe()
-            of_operations = (getattr(each, "_fp8_metas", None) for each in module.modules())
+            of_operations = (getattr(inner, "_fp8_metas", None) for inner in module.modules())
             quantizes = hasattr(module, "fp8_meta") or any(of_operations)
             if quantizes and (recipe.fp8_dpa or not hasattr(module, "unfused_attention")):
                 self.recipes[number] = recipe
@@ -47,12 +47,12 @@ class CallableTensors:
         own = {parameter for module in ran for parameter in module.parameters(recurse=False) if parameter.numel()}
         self.frozen = [parameter for parameter in own if not parameter.requires_grad]
         fused = [module for module in ran if any(getattr(module, name, False) for name in FUSES_WGRADS)]
-        weights = [each for module in fused for each in module.parameters(recurse=False) if each.requires_grad]
-        self.fused = {each for each in weights if each.dim() > 1 and _address(vars(each), "main_grad")}
+        weights = [weight for module in fused for weight in module.parameters(recurse=False) if weight.requires_grad]
+        self.fused = {weight for weight in weights if weight.dim() > 1 and _address(vars(weight), "main_grad")}
         self.members = Members(modules_of(function), {*own, *filter(torch.Tensor.numel, parameters)})
         held, names = self.members.parameters, self.members.names
         slots: list[Slot] = [(held, number, f"a parameter ({name})") for number, name in enumerate(names)]
-        quantized = [(vars(each), part) for each in held for part in QUANTIZED if each is not None]
+        quantized = [(vars(parameter), part) for parameter in held if parameter is not None for part in QUANTIZED]
         slots += [(attributes, part, f"the {part} of a parameter") for attributes, part in quantized]
         self.read = Addresses(slots)
         self.written = Addresses((vars(weight), "main_grad", "the main_grad of a parameter") for weight in self.fused)
@@ -67,27 +67,23 @@ class Members:
     def __init__(self, modules: Sequence[torch.nn.Module], reads: Collection[torch.Tensor]) -> None:
         self._children = [module._modules for module in modules]
         self._children_then = [*map(dict, self._children)]
-        registries = [module._parameters for module in modules]
-        slots = [(each, name) for each in registries for name in each if each[name] is None or each[name] in reads]
-        self._registries, self.names = [registry for registry, _ in slots], [name for _, name in slots]
-        self.parameters = [registry[name] for registry, name in slots]
+        slots = [(module._parameters, name, value) for module in modules for name, value in module._parameters.items()]
+        slots = [(registry, name, value) for registry, name, value in slots if value is None or value in reads]
+        self._registries, self.names = [registry for registry, _, _ in slots], [name for _, name, _ in slots]
+        self.parameters = [value for _, _, value in slots]
 
     def require_same(self, callable_name: str) -> None:
         """RuntimeError where one was replaced, or a module or a parameter that was None was added."""
-        parameters = map(dict.get, self._registries, self.names)
+        parameters = [*map(dict.get, self._registries, self.names)]
         if self._children == self._children_then and all(map(is_, parameters, self.parameters)):
             return
         for children, then in zip(self._children, self._children_then, strict=True):
-            for name, module in then.items():
-                if module is not None and children.get(name) is not module:
+            for name in {**then, **children}:
+                if children.get(name) is not then.get(name):
                     raise _not_there(callable_name, f"a module ({name})")
-        for registry, name, parameter in zip(self._registries, self.names, self.parameters, strict=True):
-            if parameter is not None and registry.get(name) is not parameter:
+        for name, parameter, before in zip(self.names, parameters, self.parameters, strict=True):
+            if parameter is not before:
                 raise _not_there(callable_name, f"a parameter ({name})")
-        raise RuntimeError(
-            f"{callable_name}: modules or parameters were added inside since this graph was captured, and it would run "
-            "without them. Capture again"
-        )
 
 
 class Addresses:
@@ -120,8 +116,8 @@ def _address(owner: Any, key: Any) -> int:
 
 def _not_there(callable_name: str, what: str) -> RuntimeError:
     return RuntimeError(
-        f"{callable_name}: {what} is not where it was when this graph was captured (its data was replaced, moved or "
-        "resized), and the graph would go on with the old memory. Write into it in place, or capture again"
+        f"{callable_name}: {what} is not where it was when this graph was captured (it was added, replaced, moved or "
+        "resized), and the graph would still use what it was captured with. Write into it in place, or capture again"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,14 +10,16 @@ import torch
 
 
 @contextmanager
-def hooks_put_aside(owner: torch.nn.Module | Callable[..., Any] | Sequence[Any]) -> Iterator[None]:
-    """Within the block no hook of the parameters runs: those of a module, or those in a sequence of tensors.
+def hooks_put_aside(owner: Any) -> Iterator[None]:
+    """Within the block no hook of the parameters of ``owner`` runs, which has some if it is a module.
 
     Neither hooks of a tensor's gradient, nor those for after its accumulation, nor those that are registered with the
     node that accumulates, as data-parallel wrappers do. Nothing is unregistered: their handles stay valid.
     """
-    tensors = owner.parameters() if isinstance(owner, torch.nn.Module) else () if callable(owner) else owner
-    registries = [hooks for tensor in tensors if _has_hooks(tensor) for hooks in _hooks(tensor)]
+    # In inference mode no backward is recorded.
+    is_module = isinstance(owner, torch.nn.Module) and not torch.is_inference_mode_enabled()
+    parameters = owner.parameters() if is_module else ()
+    registries = [hooks for parameter in parameters if parameter.requires_grad for hooks in _hooks(parameter)]
     held = [dict(hooks) for hooks in registries]
     for hooks in registries:
         hooks.clear()
@@ -30,12 +32,6 @@ def hooks_put_aside(owner: torch.nn.Module | Callable[..., Any] | Sequence[Any])
             hooks.update({**before, **added})
 
 
-def _has_hooks(tensor: Any) -> bool:
-    if torch.is_inference_mode_enabled():
-        return False  # no backward is recorded there
-    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-
-
 def _hooks(parameter: Any) -> Iterator[MutableMapping[int, Any]]:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name, None)
@@ -45,12 +41,8 @@ def _hooks(parameter: Any) -> Iterator[MutableMapping[int, Any]]:
         view = parameter.expand_as(parameter)  # where its class does this in Python, the node lives as long as the view
     node = view.grad_fn.next_functions[0][0]
     for register in (node.register_hook, node.register_prehook):
-        handle = register(_nothing)
+        handle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()
         handle.remove()
         if hooks:
             yield hooks
-
-
-def _nothing(*_: Any) -> None:
-    pass

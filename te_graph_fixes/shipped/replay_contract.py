@@ -1,12 +1,9 @@
-"""What a capture of CUDA graphs has fixed, required at each replay: the order of replays, and where tensors are.
+"""What a capture of CUDA graphs has fixed, required at each replay that depends on it.
 
-ORDER. What one graph has left for another may not have been overwritten since (`_te_replay_order`).
+What another graph has left for this one has not been overwritten since (`_te_replay_order`). The modules, parameters
+and ``main_grad`` that it uses are where they were (`_te_module_tensors`).
 
-ADDRESSES. A graph reads and writes where its module's tensors were. So each forward looks whether its module has the
-same modules and parameters, and each replay whether what it reads or adds to is where it was (`_te_module_tensors`).
-What was replaced raises at the first replay that would use the old memory.
-
-RECOMPUTATION. A checkpoint runs a forward again, in a backward. Then
+Where a checkpoint runs a forward again, in a backward,
 
 1. an output that it may read has to be intact: one that is its input, or that somebody holds while its backward is to
    come, as an operation in front of the forward in the checkpoint may do;
@@ -59,10 +56,10 @@ _pools: weakref.WeakValueDictionary[Any, _Pool] = globals().get("_pools", weakre
 
 
 def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
-    """Give a graph that is about to be captured the next place in its memory pool; ``_`` are `torch.cuda.graph`'s."""
+    """Give a graph that is about to be captured the next position in its memory pool."""
     if cuda_graph is not None:
         state = _pools.setdefault(pool, _Pool())
-        cuda_graph.place = (state, state.new_place())
+        cuda_graph.position = (state, state.new_position())
 
 
 class Contract:
@@ -85,22 +82,22 @@ class Contract:
         retains_graph: bool,
         warmup: WarmupRecord,
     ) -> None:
-        # The memory pool of each graph, and its place there; 0 if it was not captured.
-        places: Iterable[tuple[Any, int]] = (getattr(graph, "place", (None, 0)) for graph in graphs)
-        (self.pool, self.forward), (_, self.backward), (wgrad_pool, wgrad) = places
+        # The memory pool of each graph, and its position there; 0 if it was not captured.
+        positions: Iterable[tuple[Any, int]] = (getattr(graph, "position", (None, 0)) for graph in graphs)
+        (self.pool, self.forward), (_, self.backward), (wgrad_pool, wgrad) = positions
         # Without an order `wgrad-memory-reuse` captures wgrads after all else, in a pool of their own.
         self._wgrad = wgrad if wgrad_pool is self.pool else 0
-        self._end = self._wgrad or self.pool.places + 1
+        self._end = self._wgrad or self.pool.count + 1
         self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph
         self._dgrad_time = 0  # of one whose wgrad is to come
         self._microbatch = sum(other is functions[number] for other in functions[:number])
         self.pool.captures += number == 0
         self.name = _name(functions, number, self._microbatch, self.pool.captures)
         kinds = {self.forward: "forward", self.backward: "backward", self._wgrad: "backward_dw"}
-        names = {place: f"the {kind} of {self.name}" for place, kind in kinds.items() if place}
+        names = {position: f"the {kind} of {self.name}" for position, kind in kinds.items() if position}
         self.pool.names.update(names)
         self.pool.contracts[self.forward] = self
-        self._release_places = weakref.finalize(self, self.pool.release, [*names])
+        self._release_positions = weakref.finalize(self, self.pool.release, [*names])
 
         self._tensors = CallableTensors(functions[number], parameters, warmup.modules.get(number, ()))
         self._frozen = self._tensors.frozen if self.backward else []
@@ -113,11 +110,11 @@ class Contract:
         self._recomputed: list[int] = []  # when checkpoints have run the forward again since the last backward
 
     def release(self) -> None:
-        """Let go of what the graphs use, which were reset, and of their places."""
+        """Let go of what the graphs use, which were reset, and forget its positions."""
         self._tensors = CallableTensors(None, (), ())
         self._outputs, self._frozen = [], []
         self.pool.contracts.pop(self.forward, None)
-        self._release_places()
+        self._release_positions()
 
     def scales(self) -> int:
         """How often the scales that the dgrad reads were given other values, as by an evaluation in another recipe."""
@@ -137,7 +134,7 @@ class Contract:
         in_backward = _current_graph_task_id() != -1
         saves_by_hooks = _saved_tensors_hooks(True) is not None
         if in_backward:
-            self._require_recomputable({each.untyped_storage()._cdata for each in _tensors(inputs)})
+            self._require_recomputable({value.untyped_storage()._cdata for value in _tensors(inputs)})
         elif self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             warn_once(
                 f"{self.name}: this graph was captured in FP8 and is replayed outside of an autocast: it computes in "
@@ -148,7 +145,7 @@ class Contract:
             for output in self._outputs:  # autograd raises where an eager operation still has to read the old values
                 torch.autograd.graph.increment_version(output)
         in_checkpoint = saves_by_hooks or not takes_grads
-        pool.may_recompute = in_backward or in_checkpoint or (pool.may_recompute and self.forward > pool.place)
+        pool.may_recompute = in_backward or in_checkpoint or (pool.may_recompute and self.forward > pool.position)
         pool.keeps_outputs = pool.may_recompute and not in_checkpoint
         pool.in_checkpoint = saves_by_hooks and not in_backward
         pool.note_replay(self.forward)
@@ -181,7 +178,7 @@ class Contract:
         ran = pool.time(other.forward)
         backward_is_to_come = other.backward and pool.time(other.backward) < ran
         if outputs.is_among(inputs) or (backward_is_to_come and outputs.are_held()):
-            what, end = f"forward of {self.name}", other.backward or pool.places + 1
+            what, end = f"forward of {self.name}", other.backward or pool.count + 1
             pool.require_untouched(what, other.forward, ran, end, f"the forward of {other.name}")
 
     def _require_harmless(self, other: Contract) -> None:
@@ -255,18 +252,18 @@ class _GivenOut:
     """The memory that a graph gives out, by references that do not own it, so that ``reset()`` frees it."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        self._storages = [StorageWeakRef(each.untyped_storage()) for each in _tensors(tensors) if each.numel()]
+        self._storages = [StorageWeakRef(value.untyped_storage()) for value in _tensors(tensors) if value.numel()]
         self._uses_then = self._uses()
 
     def _uses(self) -> list[int]:
-        return [0 if each.expired() else torch._C._storage_Use_Count(each.cdata) for each in self._storages]
+        return [0 if ref.expired() else torch._C._storage_Use_Count(ref.cdata) for ref in self._storages]
 
     def are_held(self) -> bool:
         """Whether more use something than at the capture."""
         return any(map(gt, self._uses(), self._uses_then))
 
     def is_among(self, storages: set[int]) -> bool:
-        return any(each.cdata in storages for each in self._storages)
+        return any(ref.cdata in storages for ref in self._storages)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -8,11 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformer_engine.pytorch.distributed import (
-    CudaRNGStatesTracker,
-    get_all_rng_states,
-    graph_safe_rng_available,
-)
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, get_all_rng_states, graph_safe_rng_available
 
 
 def graph_maker() -> Callable[[], Any]:

@@ -71,7 +71,7 @@ CACHED, EVALUATION, STALE = "cached-weight-lifetime", "state-after-evaluation", 
 NO_WARMUP, UNREACHED, MEMORY = "capture-without-warmup", "wgrad-without-dgrad", "wgrad-memory-reuse"
 EXPERTS, RECOMPUTE, CONTRACT = "grouped-linear-amax-reduction", "recompute-in-graphs", "replay-contract"
 LEAVES, NESTED, REDUCTION = "leaf-grad-lifetime", "nested-autocast", "backward-amax-reduction"
-STATE = "fp8-state-at-replay"
+STATE, NOT_CACHED = "fp8-state-at-replay", (STALE, WARMUP, PARAM_GRADS)
 
 
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
@@ -122,13 +122,21 @@ def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
 
 def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False, **options: Any) -> Case:
     """A program that runs graphs in other sequences, or ``breaks`` what their capture has fixed."""
-    given = {
-        "modules": ("layernorm_mlp",),
-        "bias": options.get("modules") != ("linear",),
-        "takes_grads": False,
-        **options,
-    }
-    return _program(name, fixes or (CONTRACT,), quick, breaks=breaks, **given)
+    given = {"modules": ("layernorm_mlp",), "bias": options.get("modules") != ("linear",), "takes_grads": False}
+    return _program(name, fixes or (CONTRACT,), quick, breaks=breaks, **{**given, **options})
+
+
+def _outputs(name: str, outputs: Iterable[str]) -> Case:
+    """Modules of the driver's `outputs`, with two microbatches in flight that share buffers."""
+    programs = {output: {"modules": (f"{output} output",)} for output in outputs}
+    options = {"order": (1, 1, -1, 1, -1, -1), "reuse": True, "takes_grads": True, "events": ("step",)}
+    return _programs(name, ("weak-reference-layout",), programs, quick=True, **options)
+
+
+def _recomputed(name: str, recipe: str) -> Case:
+    """Weights that are not cached, in a module that recomputes; also after another model, which caches its own."""
+    programs = {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}}
+    return _programs(name, NOT_CACHED, programs, modules=("Recomputed",), recipe=recipe, weights="marked")
 
 
 def _changed(*changes: str) -> tuple[str, ...]:
@@ -169,14 +177,11 @@ _ALL = (
     _training("flag-set-by-caller", ("skip-flag-accessors",), recipe="delayed", sets_flag=True, quick=True),
     _training("weights-not-cached", (STALE, WARMUP), recipe="current", weights="marked", fit=True, events=_STEPS * 2,
         quick=True),
-    *(
-        _training(f"{name}-kept", (STALE,), module=module, recipe="delayed", weights="marked")
-        for name, module in (("weights", "linear"), ("experts", "grouped_linear"))
-    ),
-    *(
-        _training(f"{name}-not-cached", (STALE, WARMUP, PARAM_GRADS), module=module, recipe="current", weights="marked")
-        for name, module in (("norm", "layernorm_linear"), ("mlp", "layernorm_mlp"), ("experts", "grouped_linear"))
-    ),
+    _training("weights-kept", (STALE,), recipe="delayed", weights="marked"),
+    _training("experts-kept", (STALE,), module="grouped_linear", recipe="delayed", weights="marked"),
+    _training("norm-not-cached", NOT_CACHED, module="layernorm_linear", recipe="current", weights="marked"),
+    _training("mlp-not-cached", NOT_CACHED, module="layernorm_mlp", recipe="current", weights="marked"),
+    _training("experts-not-cached", NOT_CACHED, module="grouped_linear", recipe="current", weights="marked"),
     _training("other-module-first", (STALE,), recipe="current", first="eager"),
     _training("cached-nvfp4", (PRESWIZZLE,), module="Wide", recipe="nvfp4", order=(1, 1, 1, -1, -1, -1), quick=True),
     _order("forward-before-wgrad", (1, -1, 1, -1.5, -1, -1.5), quick=True),
@@ -208,58 +213,27 @@ _ALL = (
     _program("hook-order", (HOOK_ORDER, HOOKS), True, modules=("ListBlock",), fused=True, delay=True, wgrad_hooks=True),
     _program("plain-data-delayed", (UNREACHED, DELIVERY), True, modules=("linear", "layernorm_linear"), delay=True,
         input_grads=False),
-    _programs(
-        *("reused-buffers", ("static-buffer-reuse",)),
-        {
-            "gradients": {"input_grads": False},
-            "tensors": {
-                "modules": ("SumOfOne", "Sum"),
-                "input_grads": False,
-                "layers_as_chunks": False,
-                "order": (1, 2, -2, -1) * 2,
-            },
-            "outputs": {"modules": ("SignsFirst", "Signed")},
-        },
-        quick=True,
-        modules=("Sum", "Sum"),
-        order=(1, -1) * 2,
-        layers_as_chunks=True,
-        reuse=True,
-        takes_grads=True,
-    ),
-    *(
-        _programs(
-            *(name, ("weak-reference-layout",), {output: {"modules": (f"{output} output",)} for output in outputs}),
-            quick=True,
-            order=(1, 1, -1, 1, -1, -1),
-            reuse=True,
-            takes_grads=True,
-            events=("step",),
-        )
-        for name, outputs in (("output-strides", VIEWS), ("output-dtypes", ("conjugate", *DTYPES)))
-    ),
+    _programs("reused-buffers", ("static-buffer-reuse",), {
+        "gradients": {"input_grads": False},
+        "tensors": {"modules": ("SumOfOne", "Sum"), "input_grads": False, "layers_as_chunks": False,
+            "order": (1, 2, -2, -1) * 2},
+        "outputs": {"modules": ("SignsFirst", "Signed")},
+    }, quick=True, modules=("Sum", "Sum"), order=(1, -1) * 2, layers_as_chunks=True, reuse=True, takes_grads=True),
+    _outputs("output-strides", VIEWS),
+    _outputs("output-dtypes", ("conjugate", *DTYPES)),
     _memory("memory-of-microbatches", ("warmup-outputs",),
         {"two": {"order": (1, -1) * 2}, "16": {"order": (1, -1) * 16}}, quick=True, modules=("layernorm_mlp",),
         hidden=256, fused=True, reuse=True),
-    _programs(
-        *("none-output", ("none-outputs",), {"without an order": {}, "in order": {"order": (1, -1)}}),
-        quick=True,
-        modules=("WithNone",),
-        takes_grads=True,
-    ),
+    _programs("none-output", ("none-outputs",), {"without an order": {}, "in order": {"order": (1, -1)}}, quick=True,
+        modules=("WithNone",), takes_grads=True),
     _training("samples-in-tuple", ("tuple-samples",), quick=True, order=(1, -1) * 2, weights="plain", reuse=True,
         tuples=True),
-    _programs(
-        *("failed-capture", ("failed-capture-state",)),
-        {
-            "warmup": {"events": ("failed_capture 0 1", "step")},
-            "capture": {"events": ("failed_capture 2 3", "step", "recapture")},
-            "wgrad": {"events": ("failed_capture 4", "step"), "delay": True},
-            "arguments": {"events": ("failed_capture 7 8", "step")},
-        },
-        quick=True,
-        recipe="delayed",
-    ),
+    _programs("failed-capture", ("failed-capture-state",), {
+        "warmup": {"events": ("failed_capture 0 1", "step")},
+        "capture": {"events": ("failed_capture 2 3", "step", "recapture")},
+        "wgrad": {"events": ("failed_capture 4", "step"), "delay": True},
+        "arguments": {"events": ("failed_capture 7 8", "step")},
+    }, quick=True, recipe="delayed"),
     _program("subclass-after-capture", ("subclass-autocast",), True, modules=("linear", "subclassed"), together=True,
         other="current", events=("train_another",)),
     _program("nested-modules", (NESTED,), True, modules=("nested", "Block", "linear"), recipe="delayed", together=True),
@@ -290,15 +264,11 @@ _ALL = (
     _program("calibration", ("calibration-recipe",), True, modules=("Block",), recipe="delayed", calibrating=True),
     _program("other-rng-states", ("rng-states-at-replay",), True, modules=("Dropped",), recipe="delayed", tracker=True,
         events=("step", "save", "reseed_tracker", "step", "load", "step")),
-    _programs(
-        *("misused-arguments", ("replay-arguments",)),
-        {
-            "named": {"modules": ("Named",), "events": MISUSES},
-            "keys": {"modules": ("Structured",), "events": ("misuse_keys", "misuse_key", "step")},
-            "gradient": {"input_grads": False, "events": ("misuse_grad", "step")},
-        },
-        quick=True,
-    ),
+    _programs("misused-arguments", ("replay-arguments",), {
+        "named": {"modules": ("Named",), "events": MISUSES},
+        "keys": {"modules": ("Structured",), "events": ("misuse_keys", "misuse_key", "step")},
+        "gradient": {"input_grads": False, "events": ("misuse_grad", "step")},
+    }, quick=True),
     _contract("more-microbatches", breaks=True, quick=True, order=_TWO, reuse=True, events=_THREE_UNDER_WAY),
     _contract("fewer-microbatches", order=(1, 1, 1, -1, 1, -1, -1, -1), reuse=True, events=_BOTH),
     _contract("other-recipe-under-way", CONTRACT, breaks=True, recipe="delayed", other="current", order=_TWO,
@@ -397,51 +367,22 @@ _ALL = (
     _program("ops-after-other-recipe", (EVALUATION,), modules=("one_operation",), recipe="delayed", other="current",
         events=("step", "evaluate_in_other", "step", "save", "evaluate_in_other", "step", "save")),
     _training("norm-and-bias", (PARAM_GRADS,), module="layernorm_linear", bias=True, weights="plain"),
-    *(
-        _programs(
-            *(name, (STALE, WARMUP, PARAM_GRADS)),
-            {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}},
-            modules=("Recomputed",),
-            recipe=recipe,
-            weights="marked",
-        )
-        for name, recipe in (
-            ("recomputed-weights", "current"),
-            ("recomputed-weights-mxfp8", "mxfp8"),
-            ("recomputed-weights-nvfp4", "nvfp4"),
-        )
-    ),
-    _programs(
-        *("main-grads-at-capture", ("warmup-main-grads",), {"backward": {}, "delayed": {"delay": True}}),
-        quick=True,
-        modules=("Routed",),
-        fused=True,
-    ),
+    _recomputed("recomputed-weights", "current"),
+    _recomputed("recomputed-weights-mxfp8", "mxfp8"),
+    _recomputed("recomputed-weights-nvfp4", "nvfp4"),
+    _programs("main-grads-at-capture", ("warmup-main-grads",), {"backward": {}, "delayed": {"delay": True}}, quick=True,
+        modules=("Routed",), fused=True),
     _program("tied-weight", (PARAM_GRADS,), True, modules=("linear", "Tied"), fused=True, events=(*("forward 0 0",
         "backward", "drop_grads", "forward 0 1", "backward", "keep_grads") * 3, "read_kept_grads", "update")),
-    _programs(
-        *("fused-mlps", (PARAM_GRADS, "fused-dummy-copies")),
-        {
-            "in order": {"modules": ("layernorm_mlp",) * 4, "order": INTERLEAVED, "events": ("step", "dummies")},
-            "without an order": {"modules": ("layernorm_mlp",), "events": ("dummies",)},
-        },
-        quick=True,
-        bias=True,
-        fused=True,
-        reuse=True,
-        clean_start=True,
-    ),
-    _programs(
-        *("parameter-hooks", ("parameter-hooks", PARAM_GRADS)),
-        {
-            f"{hooks}{' in order' if order else ''}": {"hooks": hooks, "order": order}
-            for hooks in ("adds", "takes", "doubles", "of the node")
-            for order in ((), (1, -1))
-        },
-        quick=True,
-        modules=("layernorm_linear",),
-        bias=True,
-    ),
+    _programs("fused-mlps", (PARAM_GRADS, "fused-dummy-copies"), {
+        "in order": {"modules": ("layernorm_mlp",) * 4, "order": INTERLEAVED, "events": ("step", "dummies")},
+        "without an order": {"modules": ("layernorm_mlp",), "events": ("dummies",)},
+    }, quick=True, bias=True, fused=True, reuse=True, clean_start=True),
+    _programs("parameter-hooks", ("parameter-hooks", PARAM_GRADS), {
+        f"{hooks}{' in order' if order else ''}": {"hooks": hooks, "order": order}
+        for hooks in ("adds", "takes", "doubles", "of the node")
+        for order in ((), (1, -1))
+    }, quick=True, modules=("layernorm_linear",), bias=True),
 )
 # fmt: on
 

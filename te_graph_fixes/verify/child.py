@@ -15,7 +15,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from typing import Any
 
 import te_graph_fixes
@@ -29,7 +28,7 @@ def main(arguments: list[str]) -> int:
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to stderr
     broken = _broken()
-    for text in arguments or _lines():
+    for text in arguments or map(str.strip, sys.stdin):
         case = Case.from_json(text) if text.startswith("{") else CASES[text]
         start = time.perf_counter()
         result: dict[str, Any] = broken or _measure(case)
@@ -43,10 +42,6 @@ def main(arguments: list[str]) -> int:
         if last:
             return 1
     return 0
-
-
-def _lines() -> Iterable[str]:
-    return (line.strip() for line in sys.stdin)
 
 
 def _broken() -> dict[str, Any] | None:

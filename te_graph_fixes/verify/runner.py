@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """One cell of the table."""
+        """The error, or what happened instead."""
         if self.outcome != "measured" or self.error is None:
             return {"failed": self.detail, "unable": "could not run"}.get(self.outcome, self.outcome)
         return f"{self.error:.3g}"
@@ -163,16 +163,10 @@ class Child:
         self._stderr.close()
 
     def _end(self) -> None:
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.kill()
-        self._process.wait()
-        self._process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process = None
+        if self._process is not None:
+            with contextlib.suppress(BrokenPipeError), self._process as process:
+                process.kill()
+            self._process = None
 
     def _last_words(self) -> str:
         self._stderr.seek(0)
@@ -234,7 +228,7 @@ def table(rows: Iterable[Row]) -> str:
     lines: list[tuple[str, ...]] = [("FIX", "CASE", "TE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
     for row in rows:
         te = row.with_fixes.te or (row.without and row.without.te) or "?"
-        cells = [_short(outcome.text) if outcome else "-" for outcome in (row.without, row.with_fixes)]
+        cells = [_cell(outcome) for outcome in (row.without, row.with_fixes)]
         lines.append((", ".join(row.case.fixes), row.case.name, te, *cells, row.verdict))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -242,8 +236,9 @@ def table(rows: Iterable[Row]) -> str:
     )
 
 
-def _short(text: str, width: int = 40) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _cell(outcome: Outcome | None) -> str:
+    text = outcome.text if outcome else "-"
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def no_gpu() -> str | None:

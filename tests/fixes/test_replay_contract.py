@@ -23,7 +23,7 @@ REFUSED = {
     "module-twice-in-a-tuple": "the backward of callable 0 (LayerNormMLP) of microbatch 1 cannot be replayed",
     "captures-nested-in-a-pool": "callable 0 (LayerNormMLP) of capture 2 in its memory pool was replayed since",
     "replaced-module": "callable 0 (Sequential): a module (2) is not where it was",
-    "added-module": "callable 0 (Sequential): modules or parameters were added inside since this graph was captured",
+    "added-module": "a module (3) is not where it was when this graph was captured (it was added",
     "forward-in-a-backward": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
     "frozen-fused-weight": "callable 0 (Linear): a weight was frozen since this graph was captured",
     "moved-before-the-backward": "callable 0 (LayerNormMLP): a parameter (layer_norm_weight) is not where it was",

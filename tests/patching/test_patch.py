@@ -147,7 +147,7 @@ def test_errors_of_a_patch_name_its_line(patch: str, error: str) -> None:
 
 @pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
 def test_every_patch_of_the_catalogue_can_be_read(fix: Fix) -> None:
-    for text in (fix.patch, *(text for text, _ in fix.corrected)):
+    for text in (fix.patch, *(text for text, _ in (*fix.absent, *fix.corrected))):
         read(text)
 
 

@@ -6,21 +6,18 @@ python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a line
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import te_graph_fixes
 from te_graph_fixes.fix import Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.installation import patched
-from te_graph_fixes.patching.source import Edit, ModuleSource, Source
+from te_graph_fixes.patching.source import Source
 
 
 def leave_out(fix_id: str, number: int) -> None:
@@ -47,52 +44,6 @@ def alter(fix_id: str, altered: Callable[[Source, Verdict], Verdict]) -> None:
     """Change the verdicts of a fix, from TransformerEngine's import on."""
     fields = {field.name: getattr(CATALOGUE[fix_id], field.name) for field in dataclasses.fields(Fix)}
     CATALOGUE[fix_id] = AlteredFix(**fields, altered=altered)
-
-
-def conditions(source: Source, verdict: Verdict) -> list[tuple[Edit | str, int, int]]:
-    """The conditions, and operands of ``and`` and ``or``, that a fix brings: edit or new module, start, end."""
-    found: list[tuple[Edit | str, int, int]] = []
-    for name, (before, text) in patched(source, {"": verdict}).items():
-        module, shift = ModuleSource(name, name, text), 0
-        places = sorted({module.span(node) for node in _conditions(module.tree)})
-        found += [(name, start, end) for start, end in places if not before]
-        for edit in sorted(verdict.edits, key=lambda edit: (edit.start, edit.end)):
-            if edit.module == name:
-                first, size = edit.start + shift, len(edit.text)
-                found += [
-                    (edit, start - first, end - first) for start, end in places if first <= start < end <= first + size
-                ]
-                shift += size - (edit.end - edit.start)
-    return found
-
-
-def _conditions(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            yield node.test
-        elif isinstance(node, ast.comprehension):
-            yield from node.ifs
-        elif isinstance(node, ast.BoolOp):
-            yield from node.values
-
-
-def turn_round(fix_id: str, number: int) -> None:
-    """Let a fix go with one of its `conditions` negated, wherever its text is, from TransformerEngine's import on."""
-    fix = CATALOGUE[fix_id]
-    found = functools.cache(lambda source: conditions(source, fix.verdict_on(source))[number])
-
-    def turned(source: Source, verdict: Verdict) -> Verdict:
-        where, start, end = found(source)
-
-        def negated(text: str) -> str:
-            return f"{text[:start]}(not ({text[start:end]})){text[end:]}"
-
-        edits = (each._replace(text=negated(each.text)) if each == where else each for each in verdict.edits)
-        texts = {name: negated(text) if name == where else text for name, text in verdict.new_modules.items()}
-        return dataclasses.replace(verdict, edits=tuple(edits), new_modules=texts)
-
-    for name in CATALOGUE:
-        alter(name, turned)
 
 
 def delivered() -> dict[str, Any]:

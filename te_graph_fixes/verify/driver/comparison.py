@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...difference import off_by
+from ...checking.difference import off_by
 from .events import OF_GRAPHS
 
 

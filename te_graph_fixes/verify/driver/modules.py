@@ -17,16 +17,15 @@ MODULES: dict[str, Callable[[], Any]] = {}
 Make = TypeVar("Make", bound=Callable[[], Any])
 
 
-def module(make: Make) -> Make:
+def module(make: Make, name: str = "") -> Make:
     """A class or a function that programs may name."""
-    MODULES[make.__name__] = make
+    MODULES[name or make.__name__] = make
     return make
 
 
 def made(name: str, kind: Any, *experts: int, width: int = 1) -> Any:
     """What makes a module with the program's options, ``width`` times as wide inside as its input."""
-    MODULES[name] = lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS)
-    return MODULES[name]
+    return module(lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS), name)
 
 
 linear = made("linear", te.Linear)
@@ -64,33 +63,19 @@ def operation() -> Any:
 
 
 @module
-def one_operation() -> Any:
-    return te.ops.Sequential(operation())
-
-
-@module
-def nested_operations() -> Any:
-    return te.ops.Sequential(te.ops.Sequential(operation()), operation())
-
-
-@module
 def torch_linear() -> Any:
     return torch.nn.Linear(hidden(), hidden(), bias=program.bias, dtype=torch.bfloat16, device="cuda")
 
 
 @module
-def sequential() -> Any:
-    return torch.nn.Sequential(linear(), torch.nn.ReLU(), linear())
-
-
-@module
-def torch_mlp() -> Any:
-    return torch.nn.Sequential(torch_linear(), torch.nn.GELU(), torch_linear())
-
-
-@module
 def nested() -> Any:
     return torch.nn.Sequential(torch.nn.Sequential(linear()), te.LayerNorm(hidden(), dtype=torch.bfloat16), linear())
+
+
+one_operation = module(lambda: te.ops.Sequential(operation()), "one_operation")
+nested_operations = module(lambda: te.ops.Sequential(te.ops.Sequential(operation()), operation()), "nested_operations")
+sequential = module(lambda: torch.nn.Sequential(linear(), torch.nn.ReLU(), linear()), "sequential")
+torch_mlp = module(lambda: torch.nn.Sequential(torch_linear(), torch.nn.GELU(), torch_linear()), "torch_mlp")
 
 
 @module
