@@ -108,7 +108,7 @@ def explain(fix: Fix, decision: Decision | None) -> Iterator[str]:
         "symptom": fix.symptom,
         "affected": fix.users,
         "versions": f"TransformerEngine {fix.versions}",
-        "cost": fix.cost or "none known of this fix alone",
+        "cost": fix.cost or "none known",
         "leave out": f"{DISABLE}={fix.id}",
         "requires": ", ".join(fix.requires),
         "upstream": upstream(fix),
