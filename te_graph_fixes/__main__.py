@@ -6,32 +6,33 @@ import sys
 
 
 def main() -> int:
-    """Run one command and return its exit status, also where nobody reads on or there is no space for its output."""
+    """Run one command and return its exit status, also where its output cannot be written."""
     try:
-        try:
-            from .activation import require_wrapt
-
-            require_wrapt()
-            if sys.argv[1:2] == ["run"]:  # has to start fast, so it does without the other commands
-                from .commands.run import main as run
-
-                return run(sys.argv[2:])
-            from .commands.cli import main as others
-
-            return others()
-        finally:
-            sys.stdout.flush()
+        status = _start()
+        sys.stdout.flush()
+        return status
     except ImportError as error:
         print(f"te-graph-fixes: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename is not None:  # not of standard output
-            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
-        print(f"te-graph-fixes: cannot write: {error.strerror}", file=sys.stderr)
+        print(f"te-graph-fixes: {error}", file=sys.stderr)
         return 1
+
+
+def _start() -> int:
+    from .activation import require_wrapt
+
+    require_wrapt()
+    if sys.argv[1:2] == ["run"]:  # has to start fast, so it does without the other commands
+        from .commands.run import main as run
+
+        return run(sys.argv[2:])
+    from .commands.cli import main as others
+
+    return others()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .importing import PACKAGE, Finder, loaded, runs_unchecked_bytecode
-from .messages import announce, problem_summary, rank
-from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning, copies_of_graphs
+from .report import (
+    FixNotAppliedError,
+    FixStatus,
+    Report,
+    TEGraphFixesWarning,
+    announce,
+    copies_of_graphs,
+    problem_summary,
+)
 from .settings import Settings, unknown_variables
 from .shipped.warn_once import warn_once
 from .state import State
@@ -69,7 +76,7 @@ class _Activation:
         """
         require_wrapt()
         settings, early = Settings.read(only, disable, strict), None
-        for text in unknown_variables() if rank() in (None, "0") else ():
+        for text in unknown_variables():
             warn_once(text, category=TEGraphFixesWarning)
         if settings.only is not None or settings.disable:
             from .decision import Decision, disagreement

@@ -11,14 +11,13 @@ from packaging.version import InvalidVersion, Version
 
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
-from .messages import named
 from .patching.installation import REPLACED, Installation, InstallationError, not_as_in_file
 from .patching.source import Source, TENotFoundError, without_collections
-from .settings import COMMAND, Settings
-from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source, option
-from .state import State
+from .report import named
+from .settings import COMMAND, Settings, option
+from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
+from .state import ON_DISK, State
 
-ON_DISK = "corrected on disk by"
 _WELL = (State.APPLICABLE, State.NOT_NEEDED, State.NOT_APPLICABLE)
 
 
@@ -41,12 +40,15 @@ def verdicts(source: Source) -> dict[str, Verdict]:
         advice = "upgrade it, or switch graphs off"
         reason = f"version {source.version} is older than {OLDEST}, the oldest that is tested: {advice}"
         return dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, reason))
-    found = {fix.id: fix.verdict_on(source) for fix in CATALOGUE.values()}
-    for fix_id, verdict in found.items():
-        if verdict.state == State.NOT_APPLICABLE and version and _must_have_defect(version, CATALOGUE[fix_id]):
-            reason = f"TransformerEngine {source.version} should have this defect, but its feature was not found"
-            found[fix_id] = Verdict(State.UNRECOGNIZED, f"{reason}: {verdict.reason}")
-    return found
+    return {fix.id: _checked(fix, fix.verdict_on(source), version) for fix in CATALOGUE.values()}
+
+
+def _checked(fix: Fix, verdict: Verdict, version: Version | None) -> Verdict:
+    """The verdict, unless it says that a version lacks a feature which it should have."""
+    if verdict.state != State.NOT_APPLICABLE or version is None or not _must_have_defect(version, fix):
+        return verdict
+    reason = f"TransformerEngine {version} should have this defect, but its feature was not found: {verdict.reason}"
+    return Verdict(State.UNRECOGNIZED, reason)
 
 
 def on_disk(source: Source) -> dict[str, Verdict] | None:
@@ -60,10 +62,10 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     where = option(source)
     when = f"when {stamp.by} corrected the rest on disk"
     known = {
-        MADE: (State.NOT_NEEDED, f"{ON_DISK} {stamp.by}"),
+        MADE: (State.NOT_NEEDED, f"{ON_DISK} by {stamp.by}"),
         LEFT_OUT: (State.DISABLED, f"left out {when}: to have it, `{COMMAND} bake --undo{where}`, then bake with it"),
-        State.NOT_NEEDED: (State.NOT_NEEDED, f"not needed, as was found {when}"),
-        State.NOT_APPLICABLE: (State.NOT_APPLICABLE, f"not applicable, as was found {when}"),
+        State.NOT_NEEDED: (State.NOT_NEEDED, f"upstream's correction was there {when}"),
+        State.NOT_APPLICABLE: (State.NOT_APPLICABLE, f"the feature was not there {when}"),
     }
     undo = f"take that back with `{COMMAND} bake --undo{where}`, or `patch -p1 -R`"
     advice = f"bake again with `{COMMAND} bake{where}`" if stamp.is_outdated else undo
@@ -258,7 +260,8 @@ class Decision:
     @property
     def left_out_on_disk(self) -> list[str]:
         """The fixes that a bake left out on purpose."""
-        return [fix_id for fix_id, it in self.verdicts.items() if it.stamped and it.state == State.DISABLED]
+        by_stamp = {fix_id: verdict for fix_id, verdict in self.verdicts.items() if verdict.stamped}
+        return [fix_id for fix_id, verdict in by_stamp.items() if verdict.state == State.DISABLED]
 
     @property
     def refused(self) -> dict[str, list[str]]:
@@ -271,9 +274,9 @@ class Decision:
 
     @property
     def refusal(self) -> str:
-        """Why no fix at all can be applied; "" where some can."""
-        reason, ids = next(iter(self.refused.items()), ("", []))
-        return reason if len(ids) == len(CATALOGUE) else ""
+        """Why no fix at all can be applied, whatever the settings are; "" where some can."""
+        (state, reason), *others = {(verdict.state, verdict.reason) for verdict in self.verdicts.values()}
+        return reason if state == State.UNRECOGNIZED and not others else ""
 
     @property
     def to_apply(self) -> dict[str, Verdict]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from .patching.definition import UnrecognizedError
-from .patching.patch import edits, functions, read
+from .patching.patch import edits, functions
 from .patching.source import Edit, Source
 from .shipped import new_module
 from .state import State
@@ -59,93 +59,37 @@ class Verdict:
         return tuple(sorted({edit.module for edit in self.edits} | set(self.new_modules)))
 
 
-def applicable(reason: str, edits: Sequence[Edit], new_modules: Mapping[str, str] | None = None) -> Verdict:
-    """The defect is there and these edits correct it."""
-    return Verdict(State.APPLICABLE, reason, tuple(edits), dict(new_modules or {}))
-
-
-def not_needed(reason: str) -> Verdict:
-    """This TE holds the corrected shape."""
-    return Verdict(State.NOT_NEEDED, reason)
-
-
-def not_applicable(reason: str) -> Verdict:
-    """This TE lacks the feature that has the defect."""
-    return Verdict(State.NOT_APPLICABLE, reason)
-
-
 @dataclass(frozen=True)
-class SemanticPatch:
-    """The ``examine`` of a `Fix` that is a ``patch`` (`te_graph_fixes.patching.patch`).
+class Fix:
+    """One catalogue record: the catalogue has one for each module of `te_graph_fixes.fixes`.
 
-    ``absent`` says which sources lack the public feature, and ``corrected`` which hold upstream's correction, both as
-    patches of context alone, with reasons. ``names`` are words that stand for text which depends on the source;
-    ``provides`` modules of `te_graph_fixes.shipped`.
+    ``symptom`` is one line for ``te-graph-fixes status``, ``users`` are those who have the defect, with the option that
+    leads there, ``group`` is one of `GROUPS`. ``cost`` is that of the fix alone, if it has any
+    (docs/results/single-fixes.md). ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
+    one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
+    ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager meets where the defect is.
+
+    ``patch`` is the change (`te_graph_fixes.patching.patch`). ``absent`` says which sources lack the public feature,
+    ``corrected`` which hold upstream's correction, both as patches of context alone, with reasons. In these texts
+    ``names`` are words that stand for others, which depend on the source. ``provides`` are the modules of
+    `te_graph_fixes.shipped` that the corrected text imports.
+
+    ``id`` is the name of its file, ``summary`` and ``upstream``, the links, are the beginning of that file's docstring
+    (`described_by`).
     """
 
+    symptom: str
     patch: str
-    _: KW_ONLY
+    group: str = ""
+    users: str = ""
+    cost: str = ""
+    affected: str = f">={OLDEST}"
+    requires: tuple[str, ...] = ()
+    check_hints: tuple[str, ...] = ()
     absent: Sequence[tuple[str, str]] = ()
     corrected: Sequence[tuple[str, str]] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
     provides: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Compile all its patches; raises `PatchError`."""
-        for text in (self.patch, *(text for text, _ in (*self.absent, *self.corrected))):
-            read(text)
-
-    def __call__(self, source: Source) -> Verdict:
-        for text, reason in self.absent:
-            with contextlib.suppress(UnrecognizedError):
-                self._edits(source, text)
-                return not_applicable(reason)
-        misfits, corrections = [], []
-        for text, reason in self.corrected:
-            try:
-                self._edits(source, text)
-                corrections.append(replace(not_needed(reason), rests_on=functions(source, text)))
-            except UnrecognizedError as error:
-                misfits.append((f"for the correction {reason!r}", error))
-        try:
-            changes = self._edits(source, self.patch)
-        except UnrecognizedError as error:
-            if len(corrections) == 1:
-                return corrections[0]
-            lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the defect", error), *misfits)]
-            raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
-        if corrections:
-            raise UnrecognizedError("looked for a defect or one correction, found several of them")
-        modules = {name: text for module in self.provides for name, text in new_module(module).items()}
-        return applicable("", changes, modules)
-
-    def _edits(self, source: Source, text: str) -> list[Edit]:
-        return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})
-
-
-@dataclass(frozen=True)
-class Fix:
-    """One catalogue record.
-
-    ``id`` is the name of its file. ``summary`` and ``upstream``, the links, are what that file's docstring says first
-    (`described_by`). ``symptom`` is one line for ``status``.
-    ``examine`` is its change: called with a `Source` it returns a `Verdict`, or raises `UnrecognizedError` where it
-    finds neither the defect nor the corrected shape. ``affected`` are the versions in which one expects the defect:
-    ``>=2.10,<2.17``, or one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one
-    to be applied.
-    ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager finds where the defect is.
-    ``group`` is one of `GROUPS`. ``users`` are those who have the defect, with the option that leads there.
-    ``cost`` is that of the fix alone, if it has any (docs/results/benchmark.md, single-fixes.md).
-    """
-
-    symptom: str
-    examine: SemanticPatch
-    affected: str = f">={OLDEST}"
-    requires: tuple[str, ...] = ()
-    check_hints: tuple[str, ...] = ()
-    group: str = ""
-    users: str = ""
-    cost: str = ""
     id: str = ""
     summary: str = ""
     upstream: tuple[str, ...] = ()
@@ -184,14 +128,38 @@ class Fix:
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def verdict_on(self, source: Source) -> Verdict:
-        """What `examine` returns; an unknown shape is ``unrecognized``, an error of ours ``failed``.
-
-        The reason why a fix is applicable is its summary, unless `examine` has a better one.
-        """
+        """The verdict on a source: an unknown shape is ``unrecognized``, an error of ours ``failed``."""
         try:
-            verdict = self.examine(source)
-            return replace(verdict, reason=verdict.reason or self.summary)
+            return self._verdict_on(source)
         except UnrecognizedError as error:
             return Verdict(State.UNRECOGNIZED, error.closest().text, details=error.details)
         except Exception as error:
             return Verdict(State.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
+
+    def _verdict_on(self, source: Source) -> Verdict:
+        """Raises `UnrecognizedError` unless the source has the defect or one correction, or lacks the feature."""
+        for text, reason in self.absent:
+            with contextlib.suppress(UnrecognizedError):
+                self._edits(source, text)
+                return Verdict(State.NOT_APPLICABLE, reason)
+        misfits, corrections = [], []
+        for text, reason in self.corrected:
+            try:
+                self._edits(source, text)
+                corrections.append(Verdict(State.NOT_NEEDED, reason, rests_on=functions(source, text)))
+            except UnrecognizedError as error:
+                misfits.append((f"for the correction {reason!r}", error))
+        try:
+            changes = self._edits(source, self.patch)
+        except UnrecognizedError as error:
+            if len(corrections) == 1:
+                return corrections[0]
+            lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the defect", error), *misfits)]
+            raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
+        if corrections:
+            raise UnrecognizedError("looked for a defect or one correction, found several of them")
+        modules = {name: text for module in self.provides for name, text in new_module(module).items()}
+        return Verdict(State.APPLICABLE, self.summary, tuple(changes), modules)
+
+    def _edits(self, source: Source, text: str) -> list[Edit]:
+        return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})

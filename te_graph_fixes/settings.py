@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .patching.source import Source
 
 SWITCH = "TE_GRAPH_FIXES"
 DISABLE = "TE_GRAPH_FIXES_DISABLE"
@@ -26,20 +32,29 @@ def _started_as() -> str:
     return "te-graph-fixes" if os.path.basename(name) == "te-graph-fixes" else ""
 
 
-def _at_hand() -> str:
-    """How the interpreter of a program starts a command of this package."""
-    script = os.path.join(os.path.dirname(sys.executable), "te-graph-fixes")
-    return "te-graph-fixes" if os.path.exists(script) else f"{sys.executable} -m te_graph_fixes"
-
-
 STARTED_AS = _started_as()
-COMMAND = STARTED_AS or _at_hand()
-"""What messages call the command, for the next one to be typed."""
+_SCRIPT = os.path.join(os.path.dirname(sys.executable), "te-graph-fixes")
+COMMAND = STARTED_AS or ("te-graph-fixes" if os.path.exists(_SCRIPT) else f"{sys.executable} -m te_graph_fixes")
+"""What messages call the command, for the next one to be typed: as it was started, or as this interpreter has it."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
-_TYPOS = 2
-"""A variable that is as few characters away from one of ours is taken for a mistyped one."""
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def option(source: Source) -> str:
+    """What to add to a command for this TransformerEngine, with a space before it; "" for the installed one."""
+    from .patching.source import Source, TENotFoundError
+
+    with contextlib.suppress(TENotFoundError):
+        if Source.installed().location == source.location:
+            return ""
+    return f" --source {shlex.quote(os.path.dirname(source.location))}"
+
+
+def rank() -> str | None:
+    """The rank of this process, as its launcher names it."""
+    return next((os.environ[name] for name in _RANKS if os.environ.get(name)), None)
 
 
 @dataclass(frozen=True)
@@ -94,23 +109,23 @@ class Settings:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A sentence for each variable that begins as ours do and is no setting, as an image's TE_GRAPH_FIXES_VERSION."""
+    """A sentence for each variable that begins as ours do and is no setting, as an image's TE_GRAPH_FIXES_VERSION.
+
+    None on a rank that is not the first, which would say the same.
+    """
     unknown = [name for name in sorted(environ) if name.startswith(SWITCH) and name not in VARIABLES]
-    return [f"{name} is not a setting of te-graph-fixes: it changes nothing" for name in unknown]
+    is_first = rank() in (None, "0")
+    return [f"{name} is not a setting of te-graph-fixes: it changes nothing" for name in unknown if is_first]
 
 
 def _intended(name: str) -> str:
-    """The variable of ours that a name is a mistyped form of; "" if there is none."""
+    """The variable of ours that a name is a mistyped form of, by two characters at most; "" if there is none."""
     if name in VARIABLES or not name.upper().startswith("TE_"):
         return ""
-    from difflib import SequenceMatcher
+    from difflib import ndiff
 
-    def typos(variable: str) -> int:
-        changes = SequenceMatcher(None, name.upper(), variable).get_opcodes()
-        return sum(max(end - start, new_end - new) for tag, start, end, new, new_end in changes if tag != "equal")
-
-    nearest_one = min(VARIABLES, key=typos)
-    return nearest_one if typos(nearest_one) <= _TYPOS else ""
+    typos = {variable: sum(change[0] != " " for change in ndiff(name.upper(), variable)) for variable in VARIABLES}
+    return next((variable for variable in VARIABLES if typos[variable] <= 2), "")
 
 
 def _split(environ: Mapping[str, str], name: str) -> list[str]:

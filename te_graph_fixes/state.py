@@ -2,6 +2,9 @@
 
 from enum import Enum
 
+ON_DISK = "corrected on disk"
+"""How the reason begins why a fix is not needed, where this package has put it into the files."""
+
 
 class State(str, Enum):
     """What the source says of a fix (the first four), or what was made of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 NEXT = "0.1.0"
@@ -19,12 +20,15 @@ def _of_checkout(git: Path) -> str | None:
         return None
 
 
-def _of_build() -> str:
-    try:
-        from ._version import version  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:  # a copy of a checkout, without git
-        return f"{NEXT}.dev0"
-    return str(version)
+try:
+    from ._version import version as _of_build  # type: ignore[import-not-found, unused-ignore]
+except ImportError:  # a checkout, or a copy of one
+    _of_build = f"{NEXT}.dev0"
+__version__: str = _of_checkout(Path(__file__).parents[1] / ".git") or _of_build
 
 
-__version__ = _of_checkout(Path(__file__).parents[1] / ".git") or _of_build()
+def fixes_digest() -> str:
+    """A digest of the fixes and of the modules that they ship: all copies without git have the same version."""
+    here = Path(__file__).parent
+    files = sorted([*here.glob("fixes/*.py"), *here.glob("shipped/*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -11,7 +11,6 @@ import re
 
 from te_graph_fixes.fix import GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.messages import PLACEHOLDER
 from te_graph_fixes.stamp import NAME as STAMP
 from te_graph_fixes.state import State
 from tests.support.child import ROOT, python
@@ -73,10 +72,8 @@ def model() -> str:
 def address() -> str:
     """Where reports go."""
     url = urls()["Issues"]
-    where = (
-        "whoever gave you the package: the project has no public address yet" if url.startswith(PLACEHOLDER) else url
-    )
-    return f"Reports go to {where}."
+    nowhere = "whoever gave you the package: the project has no public address yet"
+    return f"Reports go to {nowhere if '.invalid/' in url else url}."
 
 
 def urls() -> dict[str, str]:

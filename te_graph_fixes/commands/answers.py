@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -14,63 +15,80 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import fixes
-from ..decision import Decision, with_required
+from ..decision import Decision, expected, with_required
 from ..fix import GROUPS, Fix
 from ..fixes import CATALOGUE
 from ..patching.installation import patched
 from ..patching.source import TE, Source
 from ..report import te_name
-from ..settings import COMMAND, DISABLE
-from ..stamp import LEFT_OUT, MADE, NAME, Stamp, digest, option, own_text
-from ..state import State
-from ..version import __version__
+from ..settings import COMMAND, DISABLE, SWITCH, option
+from ..stamp import LEFT_OUT, MADE, NAME, Stamp, digest
+from ..state import ON_DISK, State
+from ..version import __version__, fixes_digest
+
+
+def outcomes(decision: Decision) -> dict[str, list[str]]:
+    """The fixes for the defects that a TE has, or may have, by what becomes of them."""
+    lists = {
+        "not recognised": [fix_id for ids in decision.refused.values() for fix_id in ids],
+        "can be corrected": list(decision.to_apply),
+    }
+    if decision.stamp:
+        lists[f"{ON_DISK} by {decision.stamp.by}"] = [fix_id for fix_id in decision.stamp.made if fix_id in CATALOGUE]
+    lists[f"left out by {decision.settings.chosen_by}"] = decision.left_out
+    lists["left out on disk"] = decision.left_out_on_disk
+    return {outcome: ids for outcome, ids in lists.items() if ids}
 
 
 def status(decision: Decision, everything: bool) -> Iterator[str]:
-    """The lines of ``status``: the answer, the defects by group, what cannot be corrected, on demand ``everything``."""
+    """The lines of ``status``: the answer, and the defects by what becomes of them; ``everything``: and all others."""
     yield answer(decision)
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
     if decision.disagreement:
         yield f"warning: {decision.disagreement}"
     if decision.refusal:
         return
-    refused = [fix_id for ids in decision.refused.values() for fix_id in ids]
-    on_disk = decision.stamp.made if decision.stamp else []
     where = option(decision.source)
-    sections = {group: [i for i in decision.to_apply if CATALOGUE[i].group == group] for group in GROUPS}
-    sections["corrected on disk"] = [fix_id for fix_id in on_disk if fix_id in CATALOGUE]
-    sections[f"not recognised, so it may be there ({COMMAND} issue{where} says why)"] = refused
-    sections[f"left out by {decision.settings.chosen_by}"] = decision.left_out
-    sections["left out on disk"] = decision.left_out_on_disk
-    named = {fix_id for ids in sections.values() for fix_id in ids}
+    if decision.refused:
+        yield f"it may have the defects that are not recognised; `{COMMAND} issue{where}` says why they are not"
+    if not where and (decision.refused or decision.to_apply):
+        yield f"is your own job hit? `{SWITCH}=off {COMMAND} run --check CMD` compares its graphs with eager"
     width = max(map(len, CATALOGUE))
-    for title, ids in sections.items():
-        if ids:
-            yield f"\n{title}"
-        for fix_id in ids:
+    by_outcome = outcomes(decision)
+    for (outcome, ids), group in itertools.product(by_outcome.items(), GROUPS):
+        members = [fix_id for fix_id in ids if CATALOGUE[fix_id].group == group]
+        if members:
+            yield f"\n{group}, {outcome}"
+        for fix_id in members:
             yield f"  {fix_id:{width}}  {CATALOGUE[fix_id].symptom}"
             yield f"  {'':{width}}  who: {CATALOGUE[fix_id].users}"
-            if everything and fix_id in refused:
-                yield from (f"  {'':{width}}  {line}" for line in decision.decisions[fix_id].explanation.split("\n"))
     if everything:
         yield "\nnot affected"
-        for fix_id in sorted(CATALOGUE.keys() - named):
-            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].state}: {decision.reason(fix_id, bool(where))}"
+        for fix_id in sorted(CATALOGUE.keys() - set().union(*by_outcome.values())):
+            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].state}: {decision.reason(fix_id)}"
+
+
+def record(decision: Decision) -> dict[str, Any]:
+    """``status --json``."""
+    fixes = {
+        fix_id: {
+            "verdict": verdict.state,
+            "expected": expected(CATALOGUE[fix_id], decision.version),
+            "reason": decision.reason(fix_id),
+            "upstream": CATALOGUE[fix_id].upstream,
+        }
+        for fix_id, verdict in decision.decisions.items()
+    }
+    about = {"te_version": decision.version, "source": decision.source.location, "fixes": fixes}
+    return {"te_graph_fixes_version": __version__, **about}
 
 
 def answer(decision: Decision) -> str:
     """One line: how many defects this TE has and what becomes of them, and what to type next."""
-    name, settings, stamp = te_name(decision.version), decision.settings, decision.stamp
+    name, chosen_by = te_name(decision.version), decision.settings.chosen_by
     if decision.refusal:
         return f"{name}: nothing is applied: {decision.refusal}"
-    counts = {
-        "can be corrected": len(decision.to_apply),
-        f"corrected on disk by {stamp.by if stamp else ''}": len(stamp.made) if stamp else 0,
-        f"left out by {settings.chosen_by}": len(decision.left_out),
-        "left out on disk": len(decision.left_out_on_disk),
-        "not recognised": sum(map(len, decision.refused.values())),
-    }
-    said = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+    said = ", ".join(f"{len(ids)} {outcome}" for outcome, ids in outcomes(decision).items())
     where = option(decision.source)
     bake = f"{COMMAND} bake{where}"
     if decision.is_outdated:
@@ -80,17 +98,17 @@ def answer(decision: Decision) -> str:
     elif decision.to_apply:
         next_one = bake if where else f"{COMMAND} run CMD, or {bake}"
     else:
-        next_one = f"unset {settings.chosen_by}" if decision.left_out else "nothing to do"
+        next_one = f"unset {chosen_by}" if decision.left_out else "nothing to do"
     return f"{name}: of {len(CATALOGUE)} known defects, {said or 'none'}. Next: {next_one}"
 
 
-def explain(fix: Fix, decision: Decision | None = None) -> Iterator[str]:
-    """The lines of ``explain``, with what holds for the TE of ``decision``."""
+def explain(fix: Fix, decision: Decision | None) -> Iterator[str]:
+    """The lines of ``explain``, with what holds for the TE of ``decision``, if there is one."""
     rows = {
         "symptom": fix.symptom,
         "affected": fix.users,
         "versions": f"TransformerEngine {fix.versions}",
-        "cost": fix.cost,
+        "cost": fix.cost or "none known of this fix alone",
         "leave out": f"{DISABLE}={fix.id}",
         "requires": ", ".join(fix.requires),
         "upstream": upstream(fix),
@@ -111,7 +129,7 @@ def explain(fix: Fix, decision: Decision | None = None) -> Iterator[str]:
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
     yield f"{fix.id} ({fix.group}): {fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
-    yield f"\n{account}\n\nThe change, in TE's own lines:\n{fix.examine.patch.rstrip()}"
+    yield f"\n{account}\n\nThe change, in TE's own lines:\n{fix.patch.rstrip()}"
 
 
 def upstream(fix: Fix) -> str:
@@ -160,7 +178,7 @@ def corrected(decision: Decision) -> dict[str, tuple[str, str]]:
     }
     made = {fix_id: str(verdict.state) for fix_id, verdict in decision.verdicts.items()}
     made |= dict.fromkeys(decision.to_apply, MADE) | dict.fromkeys(decision.left_out, LEFT_OUT)
-    stamp = Stamp(__version__, own_text(), decision.version, made, digests)
+    stamp = Stamp(__version__, fixes_digest(), decision.version, made, digests)
     return {**files, f"{TE}/{NAME}": ("", json.dumps(asdict(stamp), indent=1) + "\n")}
 
 

@@ -7,7 +7,6 @@ Then the program takes the place of this process, so that its signals, exit stat
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import os
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 
 from ..checking import Options, require_comparable
 from ..launcher.te_graph_fixes_run import FILTER
-from ..settings import CHECK, COMMAND, STRICT, Settings, nearest
+from ..settings import CHECK, COMMAND, STRICT, Settings, unknown_variables
 
 USAGE = f"""\
 usage: {COMMAND} run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
@@ -35,7 +34,6 @@ exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 
 example: {COMMAND} run torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher")
-OPTIONS = ("--check", "--print-env")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
@@ -48,48 +46,42 @@ def main(arguments: Sequence[str]) -> int:
     command = list(arguments[len(options) :])
     if command[:1] == ["--"]:
         del command[0]
+    for text in unknown_variables():
+        _say(text)
     try:
         settings = Settings.read()
-        if settings.only:
-            from ..decision import Decision
-
-            Decision.installed(settings)  # that a fix is named without one that it requires shows before the start
         if list(arguments) == ["--print-env"]:
             print(*(f"export {name}={shlex.quote(value)}" for name, value in variables().items()), sep="\n")
             return 0
         for option in options:
-            _obey(option)
+            os.environ[CHECK] = _check_of(option)
         if Options.parse(os.environ.get(CHECK, "")):
             require_comparable(settings)
-        _require_startable(command)
+        if not command or not command[0]:
+            raise ValueError(f"no command; write for example: {COMMAND} run python train.py")
     except ValueError as error:
         if "--print-env" in arguments:
             print("false")  # so that `eval` fails too
-        return _fail(BAD_USAGE, error)
+        return _say(error, BAD_USAGE)
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these at its start, and a program would inherit that
         signal.signal(name, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables()})
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        return _fail(NOT_FOUND if missing else NOT_EXECUTABLE, f"cannot start {command[0]}: {error.strerror}")
+        status = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        return _say(f"cannot start {command[0]}: {error.strerror}", status)
 
 
-def _obey(option: str) -> None:
-    """Set the variable that asks for a check, if this option does; ValueError where it is not understood."""
+def _check_of(option: str) -> str:
+    """The value of `CHECK` for ``--check`` and its forms; ValueError for any other option."""
     name, _, value = option.partition("=")
     if option == "--print-env":
         raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
     if name != "--check":
-        raise ValueError(f"unknown option {option}; {nearest([name], OPTIONS)}see {COMMAND} run -h")
-    os.environ[CHECK] = value if "=" in option else "on"
-    asked = None
-    with contextlib.suppress(ValueError):
-        asked = Options.parse(os.environ[CHECK])
-    if asked is None:
-        raise ValueError(f"{option} is not understood; valid: --check, --check=N, --check=N,layers=K, --check=N,strict")
+        raise ValueError(f"unknown option {option}; see {COMMAND} run -h")
     if importlib.util.find_spec("transformer_engine") is None:
-        _fail(0, f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
+        _say(f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
+    return value or "on"
 
 
 def variables() -> dict[str, str]:
@@ -104,14 +96,6 @@ def variables() -> dict[str, str]:
     }
 
 
-def _require_startable(command: Sequence[str]) -> None:
-    """Raise ValueError where there is no command."""
-    if not command or not command[0]:
-        raise ValueError(f"no command; write for example: {COMMAND} run python train.py")
-    if command[0].isdecimal():
-        raise ValueError(f"no program is called {command[0]}; write --check={command[0]} for the steps")
-
-
-def _fail(status: int, message: object) -> int:
+def _say(message: object, status: int = 0) -> int:
     print(f"te-graph-fixes run: {message}", file=sys.stderr)
     return status

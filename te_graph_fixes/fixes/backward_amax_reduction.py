@@ -9,7 +9,7 @@ module where no output needs a gradient, and where the graph holds no FP8 module
 says if weights are new is decided before that, as it was.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from .shapes import global_state
 
 PATCH = """
@@ -56,7 +56,6 @@ FIX = Fix(
     symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
     group="FP8 state",
     users="DelayedScaling (Megatron --fp8-recipe delayed) with a frozen layer or a teacher first in an autocast",
-    examine=SemanticPatch(
-        PATCH, names={"FIRST": lambda source: global_state(source, "is_first_fp8_module", "IS_FIRST_FP8_MODULE")}
-    ),
+    patch=PATCH,
+    names={"FIRST": lambda source: global_state(source, "is_first_fp8_module", "IS_FIRST_FP8_MODULE")},
 )

@@ -7,7 +7,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/2999
 callable only replays. It now runs the hooks of its modules after the replay, in the order of its modules.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables.backward_dw
@@ -65,6 +65,7 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron --delay-wgrad-compute with its DDP",
     affected=">=2.10,<2.13",
-    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "the hooks are run after the replay")]),
+    patch=PATCH,
+    corrected=[(UPSTREAM, "the hooks are run after the replay")],
     check_hints=("hooks",),
 )

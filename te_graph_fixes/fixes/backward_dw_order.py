@@ -10,7 +10,7 @@ refuses illegal orders (docs/maintainers/orders.md). Delayed wgrads that an orde
 their dgrad, as in TE 2.10, which knows no other place.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PLAN = """
 +from ._te_graph_order import make_plan
@@ -158,6 +158,7 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron --delay-wgrad-compute; own callers of backward_dw() or of an _order with wgrads",
     requires=("capture-without-warmup",),
-    examine=SemanticPatch(PATCH, provides=("graph_order",)),
+    patch=PATCH,
+    provides=("graph_order",),
     check_hints=("wgrad .grad", "wgrad main_grad"),
 )

@@ -9,7 +9,7 @@ takes over what its modules have instead, or gives these the update that it make
 (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)
@@ -35,5 +35,6 @@ FIX = Fix(
     group="evaluation and checkpoints",
     users="fp8_weight_caching (Megatron sets it) with a graph for inference, or an evaluation in another recipe",
     cost="memory for the FP8 weights that modules have replaced since the capture",
-    examine=SemanticPatch(PATCH, provides=("fp8_weights",)),
+    patch=PATCH,
+    provides=("fp8_weights",),
 )

@@ -6,7 +6,7 @@ Upstream: none yet
 whatever ``recipe.amax_history_len`` is. It is now kept where ``calibrating`` is set.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py make_graphed_callables
@@ -25,5 +25,5 @@ FIX = Fix(
     group="FP8 state",
     users="make_graphed_callables(enabled=False, calibrating=True, recipe=...)",
     requires=("fp8-state-at-replay",),
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
 )

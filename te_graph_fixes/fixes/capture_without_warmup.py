@@ -6,7 +6,7 @@ TE learns from forward hooks in the warmup which of its modules a callable runs,
 get gradients. Without a warmup nothing is known, and taken to be none. At least one iteration is run now.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -22,5 +22,5 @@ FIX = Fix(
     group="crashes",
     users="own callers of make_graphed_callables(num_warmup_iters=0)",
     cost="one warmup iteration, where none was asked for",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
 )

@@ -10,7 +10,7 @@ a capture are added to their ``.grad`` after each replay, before the hooks; warm
 GroupedLinear no longer returns buffers that its delayed wgrad has yet to fill.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 # `replay()` replaces itself, so that lines which `backward-dw-hooks` inserts below it come after the delivery.
 PATCH = """
@@ -221,7 +221,8 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron --delay-wgrad-compute (delay_wgrad_compute) with biases, or with wgrads that are not fused",
     cost="memory for the gradients that a wgrad graph delivers, and an addition of each after its replay",
-    examine=SemanticPatch(PATCH + MODULES + HOOKS_OF_OPERATIONS, provides=("delayed_wgrad",)),
+    patch=PATCH + MODULES + HOOKS_OF_OPERATIONS,
+    provides=("delayed_wgrad",),
     requires=("backward-dw-hooks", "param-grad-lifetime", "wgrad-without-dgrad"),
     check_hints=("wgrad .grad",),
 )

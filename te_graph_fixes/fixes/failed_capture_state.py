@@ -11,7 +11,7 @@ capture encountered unexpectedly". All of that is now put back in ``finally`` or
 exception is raised again.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _graph_context_wrapper
@@ -132,5 +132,5 @@ FIX = Fix(
     symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
     users="programs that catch an exception of a capture and go on",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
 )

@@ -17,7 +17,7 @@ only for modules that it finds by ``modules()``, in the autocast of the capture.
 capture get no state there, and nothing is put back into them (``AssertionError``).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule.prepare_forward
@@ -89,7 +89,8 @@ FIX = Fix(
     symptom="FP8 scales stay at their first value: modules called by .forward(), te.ops.Linear alone, an own autocast",
     group="FP8 state",
     users="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
-    examine=SemanticPatch(PATCH, provides=("captured_fp8",)),
+    patch=PATCH,
+    provides=("captured_fp8",),
     requires=("nested-autocast",),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

@@ -13,7 +13,7 @@ The graph now holds the transposes that it reads, and before its replay those ar
 elsewhere (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)
@@ -36,5 +36,6 @@ FIX = Fix(
     group="FP8 state",
     users="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     cost="a transpose before the replay, for each weight that has lost its own",
-    examine=SemanticPatch(PATCH, provides=("fp8_weights",)),
+    patch=PATCH,
+    provides=("fp8_weights",),
 )

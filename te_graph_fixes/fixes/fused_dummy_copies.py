@@ -9,7 +9,7 @@ graph's backward has set ``grad_added_to_main_grad``; a mark that another graph 
 `param-grad-lifetime` does the same for TE before 2.19.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from .shapes import SHARE_DUMMIES
 
 PATCH = """
@@ -19,8 +19,8 @@ PATCH = """
  module_param_start = len(static_grad_inputs) - len(module_params)
  return tuple(ANY_CHOICE for idx in range(len(static_grad_inputs)))
 @@
--idx >= module_param_start and not ANY_ALIASED
-+idx >= module_param_start and not ANY_ALIASED \
+-idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY)
++idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY) \
 and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_param_start])
 @@ graph.py _make_graphed_callables (2 times)
  _returned_param_grad_clone_slots(ANY, ANY, ...)
@@ -36,9 +36,7 @@ FIX = Fix(
     group="speed",
     users="fuse_wgrad_accumulation (Megatron, unless --no-gradient-accumulation-fusion)",
     affected=">=2.19",
-    examine=SemanticPatch(
-        SHARE_DUMMIES + PATCH,
-        absent=[(EARLIER, "TE before 2.19 copies no parameter grads")],
-        provides=("fused_wgrads",),
-    ),
+    patch=SHARE_DUMMIES + PATCH,
+    absent=[(EARLIER, "TE before 2.19 copies no parameter grads")],
+    provides=("fused_wgrads",),
 )

@@ -10,7 +10,7 @@ The gradients of the caller's inputs are released where `grad_input_releases` sa
 with TE's rule.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -64,6 +64,7 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="Megatron --overlap-moe-expert-parallel-comm with virtual pipeline stages of two or more layers",
     cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
-    examine=SemanticPatch(PATCH, provides=("graph_order",)),
+    patch=PATCH,
+    provides=("graph_order",),
     check_hints=("sent overwritten",),
 )

@@ -8,7 +8,7 @@ besides what its end does; with several ranks the graph holds a collective. Othe
 captured, since the replay does. GroupedLinear does not either now.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.backward
@@ -36,7 +36,6 @@ FIX = Fix(
     symptom="delayed scaling, experts captured after some steps: FP8 scales change at each replay, off by 1.41",
     group="FP8 state",
     users="DelayedScaling (Megatron --fp8-recipe delayed) with captured te.GroupedLinear (--moe-grouped-gemm)",
-    examine=SemanticPatch(
-        PATCH, corrected=[(UPSTREAM, "GroupedLinear does not reduce amaxes while a graph is captured")]
-    ),
+    patch=PATCH,
+    corrected=[(UPSTREAM, "GroupedLinear does not reduce amaxes while a graph is captured")],
 )

@@ -11,7 +11,7 @@ and ``is_first_microbatch=False`` is forced; but not in captures by `torch.cuda.
 The slot differs by version (16, 18 or 19), so it is found by its name.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from ..patching.source import Source
 from .shapes import skip_flag_state
 
@@ -84,14 +84,12 @@ FIX = Fix(
     group="gradients",
     users="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) and fp8_weight_caching (Megatron sets it)",
     affected=">=2.10,<2.17",
-    examine=SemanticPatch(
-        PATCH,
-        names={"FLAG": skip_tensor},
-        provides=("first_microbatches",),
-        corrected=[
-            (UPSTREAM.format(reads=reads, assignments=2 * reads), "GroupedLinear passes the skip flag on")
-            for reads in (1, 2)
-        ],
-    ),
+    patch=PATCH,
+    names={"FLAG": skip_tensor},
+    provides=("first_microbatches",),
+    corrected=[
+        (UPSTREAM.format(reads=reads, assignments=2 * reads), "GroupedLinear passes the skip flag on")
+        for reads in (1, 2)
+    ],
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),
 )

@@ -7,7 +7,7 @@ that is a leaf accumulates the last microbatch's gradient over and over. It is n
 inputs are read at once, and stay the buffers.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -27,6 +27,7 @@ FIX = Fix(
     group="gradients",
     users="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
     cost="the gradients of inputs that are leaves are copied; not measured",
-    examine=SemanticPatch(PATCH, provides=("leaf_grads",)),
+    patch=PATCH,
+    provides=("leaf_grads",),
     check_hints=("use overwritten",),
 )

@@ -9,7 +9,7 @@ captured next to a layer that holds one, the inner modules run in bf16 (outputs 
 now run in the autocast that they are called in.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py make_graphed_callables
@@ -29,6 +29,6 @@ FIX = Fix(
     symptom="inner modules lose FP8 if their class is captured elsewhere too, or te.ops.Sequential crashes",
     group="FP8 state",
     users="captured modules inside of which others of the same class run, or beside which such a class is captured",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
     check_hints=("fp8 output", "fp8 gradient"),
 )

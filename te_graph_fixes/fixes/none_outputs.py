@@ -6,7 +6,7 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2657 (TE 2.13)
 and put back into what a replay returns.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -49,5 +49,6 @@ FIX = Fix(
     group="crashes",
     users="callables that return None among their outputs, such as vision encoders",
     affected="<2.13",
-    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "outputs may be None")]),
+    patch=PATCH,
+    corrected=[(UPSTREAM, "outputs may be None")],
 )

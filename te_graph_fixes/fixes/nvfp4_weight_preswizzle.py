@@ -10,7 +10,7 @@ a single graph writes to memory that nobody owns. There, weights now keep plain 
 swizzles a copy of them.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule._enable_weight_preswizzle
@@ -38,10 +38,8 @@ FIX = Fix(
     group="FP8 state",
     users="NVFP4BlockScaling (Megatron --fp4-recipe nvfp4) with cached weights on GPUs of capability 12.x",
     affected=">=2.18",
-    examine=SemanticPatch(
-        PATCH,
-        absent=[(CANNOT_BE_ASKED, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
-        corrected=[(EARLIER, "only inputs and output grads get swizzled scales, not weights")],
-    ),
+    patch=PATCH,
+    absent=[(CANNOT_BE_ASKED, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
+    corrected=[(EARLIER, "only inputs and output grads get swizzled scales, not weights")],
     check_hints=("fp8 output", "fp8 gradient"),
 )

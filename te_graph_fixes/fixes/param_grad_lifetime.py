@@ -9,7 +9,7 @@ marks with ``grad_added_to_main_grad`` is returned as TE's shared dummy, which i
 (`te_graph_fixes/shipped/fused_wgrads.py`).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from .shapes import SHARE_DUMMIES
 
 PATCH = """
@@ -78,10 +78,8 @@ FIX = Fix(
     affected="<2.19",
     cost="gradients that are not fused are copied: for biases and norm weights 3 µs of the GPU a replay, and one "
     "kernel for each unfused wgrad",
-    examine=SemanticPatch(
-        SHARE_DUMMIES + PATCH,
-        corrected=[(UPSTREAM, "parameter grads are returned as copies")],
-        provides=("fused_wgrads",),
-    ),
+    patch=SHARE_DUMMIES + PATCH,
+    corrected=[(UPSTREAM, "parameter grads are returned as copies")],
+    provides=("fused_wgrads",),
     check_hints=("use overwritten",),
 )

@@ -9,7 +9,7 @@ warmup and capture (`te_graph_fixes/shipped/parameter_hooks.py`). `torch.autogra
 leaves out only the hooks of accumulation, and `te.checkpoint` within a graph refuses it.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -69,5 +69,6 @@ FIX = Fix(
     symptom="gradient hooks also run during capture, so what they sum counts twice",
     group="gradients",
     users="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",
-    examine=SemanticPatch(PATCH, provides=("parameter_hooks",)),
+    patch=PATCH,
+    provides=("parameter_hooks",),
 )

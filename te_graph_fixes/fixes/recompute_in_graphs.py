@@ -11,7 +11,7 @@ another graph's first microbatch in between would have weights quantized again. 
 of `torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from .shapes import skip_flag_state
 
 PATCH = """
@@ -80,6 +80,7 @@ FIX = Fix(
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
     users="DelayedScaling (Megatron --fp8-recipe delayed) with te.checkpoint in captured modules (--recompute-modules)",
-    examine=SemanticPatch(PATCH, names={"STATE": skip_flag_state}),
+    patch=PATCH,
+    names={"STATE": skip_flag_state},
     check_hints=("fp8 gradient",),
 )

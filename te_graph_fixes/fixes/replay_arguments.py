@@ -12,7 +12,7 @@ gives other numbers in bf16 (0.002). Keywords that were not among the samples ar
 ``is_first_microbatch``.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -61,5 +61,6 @@ FIX = Fix(
     group="misuse",
     users="own callers of make_graphed_callables that pass other arguments than their samples",
     cost="3 µs of the CPU a call, with a dict of tensors 9",
-    examine=SemanticPatch(PATCH, provides=("warn_once", "replay_arguments")),
+    patch=PATCH,
+    provides=("warn_once", "replay_arguments"),
 )

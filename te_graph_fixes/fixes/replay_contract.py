@@ -11,7 +11,7 @@ of a module have no graph, which reads the original's parameters. Outputs and gr
 may run a graph again before they are read (with ``leaf-grad-lifetime``).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _graph_context_wrapper (at its start)
@@ -99,8 +99,7 @@ FIX = Fix(
     group="misuse",
     users="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="a look at the modules, parameters and addresses of a callable at each replay",
-    examine=SemanticPatch(
-        PATCH, provides=("own_copies", "module_tensors", "replay_order", "warn_once", "replay_contract")
-    ),
+    patch=PATCH,
+    provides=("own_copies", "module_tensors", "replay_order", "warn_once", "replay_contract"),
     requires=("leaf-grad-lifetime",),
 )

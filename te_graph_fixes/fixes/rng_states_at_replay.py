@@ -7,7 +7,7 @@ Graphs are registered with the generators themselves, so TE cannot follow a trac
 states are lent to those of the capture (`te_graph_fixes/shipped/rng_states.py`).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -31,5 +31,6 @@ FIX = Fix(
     symptom="dropout repeats itself, or differs from eager, after an RNG tracker's reset() or set_states()",
     group="evaluation and checkpoints",
     users="dropout with an RNG tracker (Megatron has one) that is reset or set after the capture, as by loading",
-    examine=SemanticPatch(PATCH, provides=("rng_states",)),
+    patch=PATCH,
+    provides=("rng_states",),
 )

@@ -7,7 +7,7 @@ TE 2.15 moved the skip tensor from the class into ``quantization_state`` and dro
 again, reading and writing the tensor where it lives now. Graphs that TE makes for Megatron-Core do without.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager
@@ -51,5 +51,6 @@ FIX = Fix(
     group="crashes",
     users="Megatron-Core 0.11.0 to 0.17.1 with graphs of its own (--cuda-graph-impl local) in FP8",
     affected=">=2.15,<2.17",
-    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")]),
+    patch=PATCH,
+    corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")],
 )

@@ -8,7 +8,7 @@ learn whether their weights are new. They keep the flag now, and set it where it
 after the ``reset()`` that do not cache weights do not see it.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from .shapes import skip_flag_state
 
 PATCH = """
@@ -34,6 +34,7 @@ FIX = Fix(
     symptom="after FP8GlobalStateManager.reset() earlier graphs keep old FP8 weights, or read memory of others",
     group="FP8 state",
     users="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching (Megatron sets it)",
-    examine=SemanticPatch(PATCH, names={"STATE": skip_flag_state}),
+    patch=PATCH,
+    names={"STATE": skip_flag_state},
     requires=("stale-fp8-weights",),
 )

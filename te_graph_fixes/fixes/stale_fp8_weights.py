@@ -13,7 +13,7 @@ It happens
    still has the value of another graph or microbatch. Every graph that caches weights sets it now.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 from .shapes import skip_flag_state
 
 GRAPH = """
@@ -96,7 +96,9 @@ FIX = Fix(
     symptom="FP8 without cached weights: graphs go on with the weights of their capture, outputs off by 1.0",
     group="FP8 state",
     users="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in one autocast",
-    examine=SemanticPatch(PATCH, names={"STATE": skip_flag_state}, provides=("first_microbatches",)),
+    patch=PATCH,
+    names={"STATE": skip_flag_state},
+    provides=("first_microbatches",),
     requires=("grouped-linear-skip-flag",),
     check_hints=("fp8 output", "fp8 gradient"),
 )

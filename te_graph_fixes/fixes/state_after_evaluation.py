@@ -9,7 +9,7 @@ among those that are updated: after another recipe its scales stayed at 1.0 for 
 by ``sub.forward(x)``, which TE's hooks do not see, are covered where the recipe is that of the capture.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -45,5 +45,6 @@ FIX = Fix(
     group="evaluation and checkpoints",
     users="an evaluation in bf16 or another recipe between two training steps",
     requires=("fp8-state-at-replay",),
-    examine=SemanticPatch(PATCH, provides=("recipe_states",)),
+    patch=PATCH,
+    provides=("recipe_states",),
 )

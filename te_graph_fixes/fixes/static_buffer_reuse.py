@@ -9,7 +9,7 @@ same. Buffers of grad outputs are put where this layer has outputs with gradient
 with as many has them. (Inputs of wgrads: `te_graph_fixes/shipped/graph_order.py`.)
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -40,5 +40,5 @@ FIX = Fix(
     symptom="mixed layer types in one pipeline order: gradients off by 1.0, or wrong outputs",
     group="pipelines and delayed wgrads",
     users="_reuse_graph_input_output_buffers (Megatron sets it) with layers of several kinds, as dense and MoE",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
 )

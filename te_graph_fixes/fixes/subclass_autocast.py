@@ -9,7 +9,7 @@ that were not captured lose FP8. A class that inherits a replaced ``__call__`` i
 modules apart, not classes.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py make_graphed_callables
@@ -27,5 +27,5 @@ FIX = Fix(
     symptom="after a capture, eager calls of a captured class's subclass keep the recipe of the capture",
     group="FP8 state",
     users="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
 )

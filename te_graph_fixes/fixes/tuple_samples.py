@@ -6,7 +6,7 @@ Where buffers are reused, TE asserts that ``sample_args`` is a list, or assigns 
 ``sample_kwargs``. Tuples are now made into lists.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -29,5 +29,6 @@ FIX = Fix(
     group="crashes",
     users="own callers that give samples in a tuple with _reuse_graph_input_output_buffers",
     affected=">=2.6,<2.12",
-    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "samples may be tuples")]),
+    patch=PATCH,
+    corrected=[(UPSTREAM, "samples may be tuples")],
 )

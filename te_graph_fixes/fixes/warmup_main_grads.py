@@ -7,7 +7,7 @@ In warmup all parameters now share the memory of the largest ``main_grad``, whic
 where the warmup fails (`te_graph_fixes/shipped/main_grads.py`).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -25,5 +25,6 @@ FIX = Fix(
     group="gradients",
     users="fused wgrads in training loops that zero main_grad only before the capture; Megatron zeroes it after",
     cost="host memory for the largest main_grad during warmup, where it is not zero",
-    examine=SemanticPatch(PATCH, provides=("main_grads",)),
+    patch=PATCH,
+    provides=("main_grads",),
 )

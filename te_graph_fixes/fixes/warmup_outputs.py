@@ -7,7 +7,7 @@ forward, and what autograd has saved for them, until the iteration is over, thou
 for an evaluation too, where none does. They are now kept until that backward, and without training not at all.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -76,11 +76,9 @@ FIX = Fix(
     group="speed",
     users="pipelines (Megatron --pipeline-model-parallel-size): an _order with many microbatches and model chunks",
     affected=">=2.19,<2.20",
-    examine=SemanticPatch(
-        PATCH,
-        corrected=[
-            (UPSTREAM, "warmup lets go of outputs once they have been used"),
-            (EARLIER, "warmup runs one callable after the other, and keeps no outputs"),
-        ],
-    ),
+    patch=PATCH,
+    corrected=[
+        (UPSTREAM, "warmup lets go of outputs once they have been used"),
+        (EARLIER, "warmup runs one callable after the other, and keeps no outputs"),
+    ],
 )

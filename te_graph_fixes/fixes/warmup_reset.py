@@ -7,7 +7,7 @@ Megatron's do. The capture that follows reads it and freezes "first microbatch" 
 ``main_grad`` at every replay. The loop is removed.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -34,7 +34,8 @@ FIX = Fix(
     group="gradients",
     users="several microbatches with fused wgrads, Megatron's default, or modules with is_first_microbatch",
     affected="<2.14",
-    examine=SemanticPatch(PATCH, corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")]),
+    patch=PATCH,
+    corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")],
     requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),
     check_hints=("backward main_grad",),
 )

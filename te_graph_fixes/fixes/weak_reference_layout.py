@@ -9,7 +9,7 @@ some kinds of float8, and int16 up to 2.17 stop the capture. They are now made o
 its dtype and strides (`te_graph_fixes/shipped/weak_references.py`).
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ utils.py make_weak_ref
@@ -25,5 +25,6 @@ FIX = Fix(
     symptom="outputs that are not contiguous (.t(), chunk) come back as garbage, or 'Could not infer dtype'",
     group="gradients",
     users="_reuse_graph_input_output_buffers (Megatron sets it) with strided outputs or --moe-router-dtype fp64",
-    examine=SemanticPatch(PATCH, provides=("weak_references",)),
+    patch=PATCH,
+    provides=("weak_references",),
 )

@@ -8,7 +8,7 @@ ready in one ``backward_dw``, as with weights larger than a bucket, ranks start 
 are kept in a ``dict`` now, in the order of their forwards.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -32,5 +32,5 @@ FIX = Fix(
     symptom="ranks run their gradient hooks in different orders: hangs, or sums of different buckets",
     group="pipelines and delayed wgrads",
     users="several ranks with Megatron --delay-wgrad-compute and its DDP",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
 )

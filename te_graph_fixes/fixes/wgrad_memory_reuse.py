@@ -7,7 +7,7 @@ of the callable before it takes it. Autograd replays all dgrads before ``backwar
 captured after all dgrads now, in a pool of their own, so that they may be replayed in any order too.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -34,6 +34,6 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     users="own callers of make_graphed_callables((a, b), ...) without _order, with delay_wgrad_compute",
     cost="a memory pool of the wgrads' own",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
     check_hints=("wgrad .grad",),
 )

@@ -8,7 +8,7 @@ gradient, or, in front of other layers, its wgrad graph is replayed without its 
 instead where the callable's outputs need a gradient.
 """
 
-from ..fix import Fix, SemanticPatch
+from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -23,5 +23,5 @@ FIX = Fix(
     symptom="a first layer with delayed wgrads and without bias: RuntimeError in backward, or wrong wgrads",
     group="pipelines and delayed wgrads",
     users="delay_wgrad_compute (Megatron --delay-wgrad-compute) in a first layer whose input needs no gradient",
-    examine=SemanticPatch(PATCH),
+    patch=PATCH,
 )

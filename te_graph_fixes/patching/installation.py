@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import io
 import linecache
+import re
 import sys
 import textwrap
 from collections import defaultdict
@@ -158,7 +159,7 @@ def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
 def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> Iterator[FunctionPatch]:
     """The functions of a module that the edits, which lead to ``text``, change or add."""
     functions = {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
-    changes = defaultdict[str, set[str]](set)
+    by_function = defaultdict[str, list[tuple[Edit, str]]](list)
     makers: dict[str, CodeType] = {}
     for edit, owner in edits:
         names = [name for name, node in functions.items() if _is_inside(module, node, edit)]
@@ -166,15 +167,19 @@ def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> 
             maker, names = _class_with_added_methods(module, edit, owner)
             makers |= dict.fromkeys(names, maker)
         for name in names:
-            changes[name].add(owner)
+            by_function[name].append((edit, owner))
     before, after = _compiled(module.name, module.text), _compiled(module.name, text)
     old, new = _functions(before), _functions(after)
-    known = {*vars(builtins), *before.co_names, *(getattr(node, "name", "") for node in module.tree.body)}
-    for name, owners in changes.items():
-        code = None if name in makers else old[name]
-        patch = FunctionPatch(module.name, name, code, new[name], frozenset(owners), makers.get(name))
-        _require_fit(patch, known, module.path)
-        yield patch
+    defined = {*vars(builtins), *before.co_names, *(getattr(node, "name", "") for node in module.tree.body)}
+    for name, inside in by_function.items():
+        code, owners = None if name in makers else old[name], frozenset(owner for _, owner in inside)
+        if code and code.co_freevars != new[name].co_freevars:
+            reason = f"the edits change the free variables of {name} in {module.path}"
+            raise InstallationError(dict.fromkeys(owners, reason))
+        for unset in sorted(_unset_names(code, new[name], defined)):
+            reason = f"the edits read {unset} in {name} of {module.path}, where nothing sets it"
+            raise InstallationError({owner: reason for edit, owner in inside if re.search(rf"\b{unset}\b", edit.text)})
+        yield FunctionPatch(module.name, name, code, new[name], owners, makers.get(name))
 
 
 def _compiled(name: str, text: str) -> CodeType:
@@ -214,18 +219,11 @@ def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> t
     return maker, [f"{classes[0]}.{cast(ast.FunctionDef, node).name}" for node in added]
 
 
-def _require_fit(patch: FunctionPatch, known: set[str], path: str) -> None:
-    """Raise `InstallationError` where code needs another closure than before, or reads a name that nobody sets."""
-    if patch.before and patch.before.co_freevars != patch.after.co_freevars:
-        reason = f"the edits change the free variables of {patch.qualname} in {path}"
-        raise InstallationError(dict.fromkeys(patch.changes, reason))
-    known = known.union(*(part.co_names for part in code_parts(patch.before)))
-    for part in code_parts(patch.after):
-        if new := set(part.co_names) - known:  # attributes, too
-            read = {step.argval for step in dis.get_instructions(part) if step.opname == "LOAD_GLOBAL"}
-            if unset := new & read:
-                reason = f"the edits read {min(unset)} in {patch.qualname} of {path}, where nothing sets it"
-                raise InstallationError(dict.fromkeys(patch.changes, reason))
+def _unset_names(before: CodeType | None, after: CodeType, defined: set[str]) -> set[str]:
+    """The names that a function reads now, and did not before, and that are not ``defined`` in its module."""
+    old = defined.union(*(part.co_names for part in code_parts(before)))
+    steps = (step for part in code_parts(after) for step in dis.get_instructions(part))
+    return {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} - old
 
 
 def code_parts(code: CodeType | None) -> list[CodeType]:

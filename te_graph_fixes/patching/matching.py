@@ -100,6 +100,10 @@ class Pattern:
             return
         first, *rest = wanted
         if is_gap(first):
+            if first in self._located:
+                if not nodes:
+                    return
+                bindings = {**bindings, first: nodes[0]}
             for length in range(len(nodes) + 1):
                 yield from self._match_sequence(rest, nodes[length:], bindings)
         elif nodes:

@@ -37,7 +37,7 @@ from itertools import pairwise
 
 from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Match, Pattern
-from .rewriting import START, Change, Line, LineChange, PatchError, Side, compare, indented, whole_lines
+from .rewriting import START, Line, PatchError, Replacement, Side, compare, indented, whole_lines
 from .source import Edit, Source
 
 PYTORCH = "transformer_engine.pytorch"
@@ -143,7 +143,7 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
     if not old.body:
         raise PatchError(f"line {number}: a hunk that looks for nothing")
     changes = compare(old, new)
-    if all(isinstance(change, LineChange) and change.start == change.end for change in changes):
+    if all(change.whole_lines and change.start == change.end for change in changes):
         signs = [Pattern.of(change.text) for change in changes]
     else:
         signs = [whole] if any(line.mark == "+" for line in lines) else []
@@ -164,7 +164,7 @@ class Hunk:
     place: str
     notes: list[str]
     pattern: Pattern | None
-    changes: tuple[Change, ...]
+    changes: tuple[Replacement, ...]
     signs: tuple[Pattern, ...]
     start_text: str = ""
 

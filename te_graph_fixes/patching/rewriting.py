@@ -1,28 +1,30 @@
-"""From the two sides of a hunk to edits: where their syntax differs, the text between two matched nodes is replaced.
+"""From the two sides of a hunk to edits of the source.
 
-`compare` walks both syntax trees together. It notes a `Change` for each run of statements that differs, and for the
-smallest part of one where only that does. A change starts and ends at nodes of the pattern, and a match says where
-these are.
+`compare` goes through both sides by their lines of code. Those that are added or taken away are whole lines of the
+source, too. Of one that becomes another, all from the first token that differs to the last is replaced. A change starts
+and ends at nodes of the pattern, and a match says where these are in the source.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import keyword
 import re
 import textwrap
+import tokenize
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from itertools import pairwise, takewhile
-from typing import Any, NamedTuple, TypeAlias
+from itertools import accumulate, chain, groupby, takewhile
+from operator import eq
+from typing import Any, NamedTuple
 
 from .definition import Definition, unrecognized
-from .matching import Match, as_python, blocks_of, is_any, is_gap, is_placed
+from .matching import Match, as_python, is_gap
 from .source import Edit, ModuleSource, first_line
 
 START, END = 0, 1
-_NEAR = 200
-"""How many characters are looked through for a parenthesis."""
+_NEAR = 100
+"""How many characters the name of a callee may have."""
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
 
 
@@ -38,6 +40,34 @@ class Line(NamedTuple):
     number: int
 
 
+class Token(NamedTuple):
+    word: str
+    start: int
+    end: int
+
+
+class Row(NamedTuple):
+    """A line of code: its tokens, and the lines of a hunk that it is on; ``above`` are comments and blank lines."""
+
+    tokens: list[Token]
+    indent: int
+    above: list[Line]
+    lines: list[Line]
+
+    @property
+    def words(self) -> list[str]:
+        return [token.word for token in self.tokens]
+
+    @property
+    def mark(self) -> str:
+        """The mark of its lines, a blank where a part stays."""
+        return min(line.mark for line in self.lines)
+
+    @property
+    def kept(self) -> list[Line]:
+        return [line for line in self.lines if line.mark == " "]
+
+
 class Side:
     """The lines of a hunk with one of the ``marks``: the pattern, or what becomes of it."""
 
@@ -49,54 +79,53 @@ class Side:
         except SyntaxError as error:
             number = self.lines[min(error.lineno or 1, len(self.lines)) - 1].number
             raise PatchError(f"line {number}: {what} is no Python: {error.msg}") from error
+        self.rows = [*self._rows()]
 
-    def lines_of(self, node: Any) -> list[Line]:
-        return self.lines[first_line(node) - 1 : node.end_lineno]
+    def _rows(self) -> Iterator[Row]:
+        read: list[tokenize.TokenInfo] = []
+        done = 0
+        for token in tokenize.generate_tokens(io.StringIO(self.module.text).readline):
+            if token.type == tokenize.NEWLINE:
+                (first, indent), (last, _) = read[0].start, read[-1].end
+                tokens = [Token(part.string, self._offset(part.start), self._offset(part.end)) for part in read]
+                yield Row(tokens, indent, self.lines[done : first - 1], self.lines[first - 1 : last])
+                read, done = [], last
+            elif token.string.strip() and token.type != tokenize.COMMENT:
+                read.append(token)
 
-    def indent(self, node: Any) -> str:
-        return _indent_at(self.module.text, self.module.starts[node.lineno])
+    def _offset(self, position: tuple[int, int]) -> int:
+        return self.module.starts[position[0]] + position[1]
 
-    def kept(self, statements: Sequence[Any]) -> set[int]:
-        """Which lines of the patch some statements have on both sides."""
-        return {line.number for node in statements for line in self.lines_of(node) if line.mark == " "}
-
-    def added(self, first: int, last: int) -> str:
-        """The text of these lines, with the comments above and the blank lines around that are added with them."""
-        above = [*takewhile(lambda line: _is_filling(line, "#"), reversed(self.lines[: first - 1]))]
-        below = [*takewhile(lambda line: _is_filling(line, "\n"), self.lines[last:])]
-        lines = self.lines[first - 1 - len(above) : last + len(below)]
-        return textwrap.dedent("\n".join(line.text for line in lines)) + "\n"
-
-
-def _is_filling(line: Line, start: str) -> bool:
-    """Whether a line is added, and is blank or starts so."""
-    return line.mark == "+" and (line.text.strip() or start).startswith(start)
+    def added(self, rows: Sequence[Row]) -> str:
+        """The text of new rows, with the comments above and the blank lines around that are added with them."""
+        lines = [line for row in rows for line in (*row.above, *row.lines)]
+        below = self.lines[self.lines.index(lines[-1]) + 1 :]
+        lines += takewhile(lambda line: line.mark == "+" and not line.text.strip(), below)
+        return textwrap.dedent("\n".join(line.text for line in lines if line.mark == "+")) + "\n"
 
 
 class Spot(NamedTuple):
-    """Where a node of the pattern starts or ends; with a ``field``, where the first node of that list in it does."""
+    """Where a node of the pattern starts or ends; ``...`` starts with the first node that it stands for."""
 
     node: Any
     side: int
-    field: str = ""
-
-    def node_in(self, match: Match) -> Any:
-        """The node of the source."""
-        node = match.bound[self.node]
-        return getattr(node, self.field)[0] if self.field else node
 
 
-class LineChange(NamedTuple):
-    """Put ``text`` in the place of the lines between two spots, or between two lines where both are one spot."""
+class Replacement(NamedTuple):
+    """Put ``text`` in the place of all between two spots, or at one: in ``whole_lines``, or within a line."""
 
     start: Spot
     end: Spot
     text: str
+    whole_lines: bool
 
     def edit(self, definition: Definition, match: Match) -> Edit:
-        module, first, last = definition.module, self.start.node_in(match), self.end.node_in(match)
-        start = whole_lines(definition, first)[self.start.side]
-        end = whole_lines(definition, last)[self.end.side]
+        module, first, last = definition.module, match.bound[self.start.node], match.bound[self.end.node]
+        if not self.whole_lines:
+            start, end = span(module, first)[self.start.side], span(module, last)[self.end.side]
+            text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
+            return Edit(module.name, start, end, _filled(definition, match, text))
+        start, end = whole_lines(definition, first)[self.start.side], whole_lines(definition, last)[self.end.side]
         if self.start != self.end and self.end.side == START:  # comments stay with the block below them
             end = _start_of_comments(module, last)
         if not self.text:
@@ -104,210 +133,143 @@ class LineChange(NamedTuple):
         return Edit(module.name, start, end, indented(module, first, _filled(definition, match, self.text)))
 
 
-class TextChange(NamedTuple):
-    """Put ``text`` in the place of what is between two spots of an expression, or at one."""
-
-    start: Spot
-    end: Spot
-    text: str
-
-    def edit(self, definition: Definition, match: Match) -> Edit:
-        module = definition.module
-        start, end = (span(module, spot.node_in(match))[spot.side] for spot in (self.start, self.end))
-        text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
-        return Edit(module.name, start, end, _filled(definition, match, text))
-
-
-Change: TypeAlias = "LineChange | TextChange"
-
-
-def compare(old: Side, new: Side) -> list[Change]:
+def compare(old: Side, new: Side) -> list[Replacement]:
     """The changes that make ``new`` of ``old``; raises `PatchError`."""
-    return [*_Comparison(old, new).block(old.body, new.body)]
-
-
-class _UnlikeError(Exception):
-    """Two nodes have too little in common for a change within one of them."""
+    return [*_Comparison(old, new).changes()]
 
 
 class _Comparison:
-    """The changes between nodes of two sides; those of parts raise `_UnlikeError`."""
+    """The changes between two sides. Nodes of the old one are known by the character offsets of their ends."""
 
     def __init__(self, old: Side, new: Side) -> None:
         self._old, self._new = old, new
+        nodes: list[Any] = [*old.body]
+        for node in nodes:  # outer ones first
+            if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
+                nodes += ast.iter_child_nodes(node)
+        nodes = [node for node in nodes if isinstance(node, ast.withitem) or hasattr(node, "lineno")]
+        self._innermost = {old.module.span(node): node for node in nodes}
+        self._spots: dict[tuple[int, ...], Spot] = {}
+        for node in nodes:
+            for side in (START,) if is_gap(node) else (START, END):
+                offset = old.module.span(node)[side]
+                self._spots[side, offset] = Spot(node, side)
+                if isinstance(node, (ast.stmt, ast.excepthandler)):
+                    is_bare = isinstance(node, ast.Expr) and not is_gap(node)
+                    self._spots[side, offset, node.col_offset] = Spot(node.value if is_bare else node, side)
 
-    def block(self, olds: Sequence[Any], news: Sequence[Any]) -> Iterator[Change]:
-        """The changes of a block. Statements with a line in common are the same one; between them all differ."""
-        same = [
-            (number, other)
-            for number, old in enumerate(olds)
-            for other, new in enumerate(news)
-            if self._old.kept([old]) & self._new.kept([new])
-        ]
-        for (above, above_new), (below, below_new) in pairwise([(-1, -1), *same, (len(olds), len(news))]):
-            gone, made = olds[above + 1 : below], news[above_new + 1 : below_new]
-            if gone and made:
-                yield from self._rewritten(gone, made)
-            elif gone:
-                yield LineChange(Spot(_unwrapped(gone[0]), START), Spot(_unwrapped(gone[-1]), END), "")
-            elif made:
-                yield self._inserted(olds[max(above, 0) : above + 1], olds[below : below + 1], made)
-            if below < len(olds):
-                yield from self._rewritten([olds[below]], [news[below_new]])
+    def changes(self) -> Iterator[Replacement]:
+        """``-`` rows become the ``+`` rows after them; one that stays in part is one row on both sides."""
+        kept = [row for row in self._new.rows if row.mark == " "]
+        if [row.kept for row in self._old.rows if row.kept] != [row.kept for row in kept]:
+            raise PatchError(f"line {self._old.lines[0].number}: lines that stay are of other lines of code then")
+        rows = [*self._old.rows, *(row for row in self._new.rows if row.mark == "+")]
+        runs = groupby(sorted(rows, key=lambda row: row.lines[0].number), key=lambda row: row.mark)
+        gone: list[Row] = []
+        count = 0
+        for mark, run in chain(runs, [(" ", ())]):
+            rows = [*run]
+            if mark != "-" and (gone or mark == "+"):
+                yield from self._replaced(gone, rows if mark == "+" else [], count)
+            gone = rows if mark == "-" else []
+            count += len(rows) if mark != "+" else 0
+            if mark == " ":
+                for row in rows:
+                    yield from self._within(row, kept.pop(0))
 
-    def _inserted(self, above: Sequence[Any], below: Sequence[Any], made: Sequence[Any]) -> Change:
-        """New statements, below the one above them, or else above the next one."""
-        for neighbours, side in ((above, END), (below, START)):
-            if neighbours and not is_gap(neighbours[0]):
-                spot = Spot(_unwrapped(neighbours[0]), side)
-                return LineChange(spot, spot, self._new.added(first_line(made[0]), made[-1].end_lineno))
-        number = self._new.lines_of(made[0])[0].number
-        raise PatchError(f"line {number}: no statement of the same block above or below")
+    def _replaced(self, gone: list[Row], made: list[Row], count: int) -> Iterator[Replacement]:
+        """The changes of rows that follow each other; ``count`` is that of the old rows up to here."""
+        is_commented = any("#" in line.text for row in made for line in row.lines)
+        if [row.indent for row in gone] == [row.indent for row in made] and not is_commented:
+            for old, new in zip(gone, made, strict=True):
+                yield from self._within(old, new)
+            return
+        indent = min(row.indent for row in (*gone, *made))
+        above, below = self._old.rows[:count], self._old.rows[count:][:1]
+        end = self._statement(END, above, indent) or self._statement(
+            START, below, below[0].indent if gone and below else indent
+        )
+        start = self._statement(START, gone, indent) if gone else end
+        if not start or not end or any(rows[0].indent != indent for rows in (gone, made) if rows):
+            raise _error(made or gone, "no statement of the same block above or below")
+        text = self._new.added(made) if made else ""
+        yield Replacement(start, end, _fillable(text, made) if gone else text, True)
 
-    def _rewritten(self, gone: Sequence[Any], made: Sequence[Any]) -> Iterator[Change]:
-        """Statements that become others: in a part of one, or else in whole lines."""
-        old, new = _unwrapped(gone[0]), _unwrapped(made[0])
-        if self._old.indent(gone[0]) != self._new.indent(made[0]):  # `elif` has become `else`, or the reverse
-            raise _UnlikeError
-        start, end, last = Spot(old, START), Spot(_unwrapped(gone[-1]), END), made[-1].end_lineno
-        if len(gone) == len(made) == 1:
-            with suppress(_UnlikeError):
-                if not self._has_comment(new):
-                    yield from self._part(old, new)
-                    return
-            if block := self._common_block(old, new):  # it gets another head
-                owner, field = block
-                yield from self.block(getattr(owner, field), new.body)
-                end, last = Spot(owner, START, field), first_line(new.body[0]) - 1
-        text = self._new.added(first_line(new), last)
-        if _has_gap(text):
-            number = self._new.lines_of(new)[0].number
-            raise PatchError(f"line {number}: neither whole statements nor a part of an expression")
-        yield LineChange(start, end, text)
+    def _statement(self, side: int, rows: list[Row], indent: int) -> Spot | None:
+        """Where a statement with this indent starts with the first of some rows, or ends with the last."""
+        offset = (rows[0].tokens[0].start, rows[-1].tokens[-1].end)[side] if rows else -1
+        return self._spots.get((side, offset, indent))
 
-    def _has_comment(self, new: Any) -> bool:
-        """Whether the head of a statement is all new, and has a comment."""
-        body = getattr(new, "body", None)
-        end = first_line(body[0]) - 1 if isinstance(body, list) else new.end_lineno
-        head = self._new.lines[first_line(new) - 1 : end]
-        return all(line.mark == "+" for line in head) and any("#" in line.text for line in head)
-
-    def _common_block(self, old: Any, new: Any) -> tuple[Any, str] | None:
-        """The owner and the name of the innermost block of ``old`` that is the body of ``new``, at the end of both."""
-        body = getattr(new, "body", None)
-        kept = self._new.kept(body) if isinstance(body, list) and body[-1].end_lineno == new.end_lineno else None
-        for owner in reversed([*ast.walk(old)]) if kept else ():
-            for field in blocks_of(owner):
-                block = getattr(owner, field)
-                if block and block[-1].end_lineno == old.end_lineno and self._old.kept(block) == kept:
-                    return owner, field
-        return None
-
-    def _part(self, old: Any, new: Any) -> list[Change]:
-        """The changes from one node to another: in it, around it where ``new`` contains it, or all of it."""
-        if _is_same(old, new):
-            return []
-        if not (isinstance(old, ast.AST) and isinstance(new, ast.AST)) or is_gap(old) or is_gap(new):
-            raise _UnlikeError
-        with suppress(_UnlikeError):
-            return [*self._within(old, new)]
-        if isinstance(old, ast.stmt) or isinstance(new, ast.stmt) or not is_placed(old):
-            raise _UnlikeError
-        before, after = Spot(old, START), Spot(old, END)
-        start, end = span(self._new.module, new)
-        for inner in ast.walk(new) if not is_any(old) else ():
-            if _is_same(old, inner):
-                inner_start, inner_end = span(self._new.module, inner)
-                return [
-                    *self._text(before, before, start, inner_start),
-                    *self._text(after, after, inner_end, end),
-                ]
-        return [*self._text(before, after, start, end)]
-
-    def _within(self, old: Any, new: Any) -> Iterator[Change]:
-        """The changes of the parts of two nodes of the same kind."""
-        if type(old) is not type(new) or isinstance(old, ast.JoinedStr):  # Python 3.10 does not place parts of these
-            raise _UnlikeError
-        for field in old._fields:
-            ours, theirs = (_field(node, field) for node in (old, new))
-            if field in blocks_of(old):
-                if bool(ours) != bool(theirs) or self._old.kept(ours) != self._new.kept(theirs):
-                    raise _UnlikeError
-                yield from self.block(ours, theirs)
-            elif not isinstance(ours, list):
-                yield from self._part(ours, theirs)
-            elif len(ours) == len(theirs):
-                for one, other in zip(ours, theirs, strict=True):
-                    yield from self._part(one, other)
-            elif field in ("args", "elts", "items", "values") and not isinstance(old, ast.Dict):
-                yield from self._added(old, field, ours, theirs)
+    def _within(self, old: Row, new: Row) -> Iterator[Replacement]:
+        """The change from the first token that differs to the last, widened to ends of nodes and to whole brackets."""
+        if old.words == new.words:
+            return
+        start = _in_common(old.words, new.words)
+        rest = _in_common(old.words[start:][::-1], new.words[start:][::-1])
+        while start >= 0 and rest >= 0:
+            stop, new_stop = len(old.words) - rest, len(new.words) - rest
+            left, right = self._spot(old, start), self._spot(old, stop)
+            if start < stop and (ends := (old.tokens[start].start, old.tokens[stop - 1].end)) in self._innermost:
+                left, right = (Spot(self._innermost[ends], side) for side in (START, END))
+            depths = _depths(old.words[start:stop]), _depths(new.words[start:new_stop])
+            # An operator beside ANY could take a part of what that stands for.
+            if not left or min(map(min, depths)) < 0 or _is_any(old.words[:start][-1:]):
+                start -= 1
+            elif not right or max(depth[-1] for depth in depths) > 0 or _is_any(old.words[stop:][:1]):
+                rest -= 1
             else:
-                raise _UnlikeError
+                first = new.tokens[start].start if left.side == START else new.tokens[start - 1].end
+                last = new.tokens[new_stop].start if right.side == START else new.tokens[new_stop - 1].end
+                text = self._new.module.text
+                text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
+                yield Replacement(left, right, _fillable(text, [new]), False)
+                return
+        raise _error([new], "neither whole statements nor a part of an expression")
 
-    def _added(self, owner: Any, field: str, olds: Sequence[Any], news: Sequence[Any]) -> Iterator[Change]:
-        """Items that are added to a list, before the next one or else after the one before."""
-        first = len([*takewhile(bool, map(_is_same, olds, news))])
-        last = len([*takewhile(bool, map(_is_same, reversed(olds[first:]), reversed(news)))])
-        if first + last < len(olds):
-            raise _UnlikeError
-        spans = [span(self._new.module, item) for item in news]
-        if last and not is_gap(olds[first]):
-            spot, start, end = Spot(olds[first], START), spans[first][START], spans[-last][START]
-        elif first and not is_gap(olds[first - 1]):
-            spot, start, end = Spot(olds[first - 1], END), spans[first - 1][END], spans[-last - 1][END]
-        elif last and not first and field == "items":  # in front of `...`
-            spot, start, end = Spot(owner, START, field), spans[0][START], spans[-last][START]
-        else:
-            raise _UnlikeError
-        yield from self._text(spot, spot, start, end)
-
-    def _text(self, spot: Spot, other: Spot, start: int, end: int) -> Iterator[Change]:
-        """The change to what is between two characters of the new side."""
-        text = self._new.module.text[start:end]
-        if _has_gap(text):
-            raise _UnlikeError
-        if text:
-            yield TextChange(spot, other, text.replace("\n" + _indent_at(self._new.module.text, start), "\n"))
+    def _spot(self, row: Row, index: int) -> Spot | None:
+        """Where a node starts with a token, or else ends with the one before; at ``...`` if there is no other."""
+        keys = [(START, token.start) for token in row.tokens[index:][:1]]
+        keys += [(END, token.end) for token in row.tokens[:index][-1:]]
+        return min(
+            (self._spots[key] for key in keys if key in self._spots), key=lambda spot: is_gap(spot.node), default=None
+        )
 
 
-def _unwrapped(statement: Any) -> Any:
-    """The expression that is a statement; else the statement."""
-    return statement.value if isinstance(statement, ast.Expr) else statement
+def _in_common(words: Sequence[str], others: Sequence[str]) -> int:
+    """How many tokens are the same at the beginning."""
+    return len([*takewhile(bool, map(eq, words, others))])
 
 
-def _field(node: Any, name: str) -> Any:
-    """A part of a node; all arguments of a call are one list."""
-    if isinstance(node, ast.Call) and name in ("args", "keywords"):
-        arguments = [*node.args, *node.keywords]
-        return sorted(arguments, key=lambda each: (each.lineno, each.col_offset)) if name == "args" else []
-    return getattr(node, name, None)
+def _depths(words: Sequence[str]) -> list[int]:
+    """How many brackets are open after each token."""
+    return [0, *accumulate((word in ("(", "[", "{")) - (word in (")", "]", "}")) for word in words)]
 
 
-def _is_same(old: Any, new: Any) -> bool:
-    return ast.dump(old) == ast.dump(new) if isinstance(old, ast.AST) and isinstance(new, ast.AST) else old == new
+def _is_any(words: Sequence[str]) -> bool:
+    return any(word.startswith("ANY") for word in words)
 
 
-def _has_gap(text: str) -> bool:
-    """Whether a text has parts that stand for any others, so that it cannot be put anywhere."""
-    return re.search(r"\.\.\.|\bANY\b", text) is not None
+def _fillable(text: str, rows: Sequence[Row]) -> str:
+    """The text of some rows; raises `PatchError` if a part of it stands for any other, and cannot be put anywhere."""
+    if re.search(r"\.\.\.|\bANY\b", text):
+        raise _error(rows, "neither whole statements nor a part of an expression")
+    return text
+
+
+def _error(rows: Sequence[Row], text: str) -> PatchError:
+    return PatchError(f"line {rows[0].lines[0].number}: {text}")
 
 
 def span(module: ModuleSource, node: Any) -> tuple[int, int]:
     """Where a part of a statement starts and ends with the parentheses around it; those of a call are not."""
     text, (start, end) = module.text, module.span(node)
-    if text[start] == "(" and _is_called(text[:start]):  # a generator that is all that a call is given
-        return start + 1, end - 1
-    while True:
-        before, after = text[max(start - _NEAR, 0) : start].rstrip(), text[end : end + _NEAR].lstrip()
-        if before[-1:] != "(" or after[:1] != ")" or _is_called(before[:-1]):
-            return start, end
-        start, end = text.rindex("(", 0, start), text.index(")", end) + 1
-
-
-def _is_called(before: str) -> bool:
-    """Whether a parenthesis after this text is that of a call."""
-    callee = re.search(r"(\w+|[)\]]) *\Z", before[-_NEAR:])
-    return callee is not None and not keyword.iskeyword(callee[1])
+    while text[:start].rstrip()[-1:] == "(" and text[end:].lstrip()[:1] == ")":
+        opening = text.rindex("(", 0, start)
+        callee = re.search(r"(\w+|[)\]]) *\Z", text[max(opening - _NEAR, 0) : opening])
+        if callee and not keyword.iskeyword(callee[1]):
+            break
+        start, end = opening, text.index(")", end) + 1
+    return start, end
 
 
 def _indent_at(text: str, offset: int) -> str:

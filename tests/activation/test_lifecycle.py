@@ -16,7 +16,7 @@ VERDICTS = {fix: verdict.state for fix, verdict in published.examined("installed
 NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == State.APPLICABLE)
 
 PRELUDE = """
-import importlib, inspect, os, sys, threading
+import importlib, inspect, sys
 
 def check(active=True):
     import te_graph_fixes
@@ -51,13 +51,6 @@ from transformer_engine.pytorch import GroupedLinear, make_graphed_callables
 import te_graph_fixes
 import transformer_engine.pytorch as te
 assert GroupedLinear is te.GroupedLinear and make_graphed_callables is te.make_graphed_callables
-""",
-    "in a thread, while TE is imported": """
-thread = threading.Thread(target=importlib.import_module, args=("transformer_engine.pytorch",))
-thread.start()
-while "transformer_engine.pytorch" not in sys.modules: pass
-import te_graph_fixes
-thread.join()
 """,
     "reloaded, taken back, applied again": """
 import te_graph_fixes

@@ -93,7 +93,7 @@ def main(shape: str, recipe: str) -> None:
             return residual + routed * scores.amax(-1, keepdim=True).to(x.dtype)
 
     class Experts(Layer):
-        """Experts whose parameters are inputs of the graph. FSDP2 gathers them elsewhere in each step."""
+        """Experts whose parameters are inputs of the graph, as in NeMo Automodel. FSDP2 gathers them elsewhere."""
 
         def build(self) -> None:
             self.experts = te.GroupedLinear(2, HIDDEN, HIDDEN, **options)
@@ -345,6 +345,10 @@ def main(shape: str, recipe: str) -> None:
 )
 def test_graphs_give_eager_numbers(shape: str, recipe: str) -> None:
     assert json.loads(simulate(__file__, shape, recipe).splitlines()[-1]) == 0
+
+
+def test_without_the_fix_parameters_that_are_inputs_get_other_gradients() -> None:
+    assert json.loads(simulate(__file__, "experts", "bf16", TE_GRAPH_FIXES_DISABLE="leaf-grad-lifetime")) > 0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.fix import applicable
+from te_graph_fixes.fix import Verdict
 from te_graph_fixes.patching.installation import Installation
 from te_graph_fixes.patching.source import Edit, Source
+from te_graph_fixes.state import State
 
 CODE = "standin_of_torch.code"
 
@@ -32,7 +33,7 @@ def test_torch_runs_the_correction(way: str, tmp_path: Path, monkeypatch: pytest
     source = Source(str(package), None)
     found = source.module(CODE).definition("run")
     edit = Edit(CODE, *found.module.span(found.one("x + 1")), "x + 2")
-    installation = Installation(source, {"fix": applicable("a test", [edit])})
+    installation = Installation(source, {"fix": Verdict(State.APPLICABLE, "a test", (edit,))})
     instance = module.Module()
     saved = instance.forward
     installation.install()

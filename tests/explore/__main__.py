@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 from te_graph_fixes.verify.driver.program import Program
 from tests import simulator
 
-from .programs import FOUND, OPEN, draw, draw_broken, shrink
+from .programs import FOUND, draw, draw_broken, shrink
 from .scripts import script
 
 REFUSED = {
@@ -127,8 +127,8 @@ class Server:
     pause = 0.0
     """The longest pause before a replay, in seconds."""
 
-    def __init__(self, switch: str = "on", disable: str = "", breakage: tuple[str, str, int] | None = None) -> None:
-        self._setting = switch, disable, breakage
+    def __init__(self, switch: str = "on", disable: str = "", without_edit: tuple[str, int] | None = None) -> None:
+        self._setting = switch, disable, without_edit
         self._start()
 
     def _start(self) -> None:
@@ -215,14 +215,14 @@ class Server:
         self._answers.close()
 
 
-def activate(switch: str, disable: str, breakage: tuple[str, str, int] | None) -> None:
+def activate(switch: str, disable: str, without_edit: tuple[str, int] | None) -> None:
     """Apply the fixes in this process, and import TE."""
     import te_graph_fixes
-    from tests.support.single_edits import leave_out, turn_round
+    from tests.support.single_edits import leave_out
 
     if switch != "off":
-        if breakage:
-            {"edit": leave_out, "condition": turn_round}[breakage[0]](*breakage[1:])
+        if without_edit:
+            leave_out(*without_edit)
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
         te_graph_fixes.activate()
@@ -299,7 +299,7 @@ def noted(path: str) -> list[dict[str, Any]]:
 
 def find(options: argparse.Namespace) -> int:
     """Run programs with the fixes that the environment asks for; write a script for each finding."""
-    examples = [*(each.example for each in OPEN.values()), *FOUND.values()] if options.open else []
+    examples = [*FOUND.values()] if options.found else []
 
     def work(numbers: Iterable[int]) -> None:
         server = Server(options.switch, options.disable)
@@ -340,7 +340,7 @@ def find(options: argparse.Namespace) -> int:
 
 
 def search(options: argparse.Namespace) -> int:
-    """How many programs it takes to find each defect of the catalogue, or each breakage of a fix.
+    """How many programs it takes to find each defect of the catalogue, or each edit of a fix that is left out.
 
     Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
     program finds a defect if its fix alone is left out and the graph differs, and does not where only the fixes that
@@ -348,33 +348,30 @@ def search(options: argparse.Namespace) -> int:
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.patching.source import Source
-    from tests.support.single_edits import conditions
 
-    source = Source.installed()
-    needed = {
-        fix_id: each for fix_id, fix in CATALOGUE.items() if (each := fix.verdict_on(source)).state == "applicable"
-    }
+    verdicts = {fix_id: fix.verdict_on(Source.installed()) for fix_id, fix in CATALOGUE.items()}
+    needed = {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.state == "applicable"}
     first, *lines = noted(options.equal)
     if first != options.where:
         raise SystemExit(f"{options.equal} is of {first}, this is {options.where}")
     equal = sorted((line["seed"], line["digest"]) for line in lines if line["verdict"] == "equal")
     targets: list[dict[str, Any]] = [{"fix": fix_id} for fix_id in needed]
-    kind, broken = ("condition", options.turned) if options.turned else ("edit", options.breakages)
-    if broken:
-        places = {  # what several fixes bring is broken once
-            (each if kind == "condition" else (fix_id, number)): {"fix": fix_id, kind: number}
+    if options.breakages:
+        edits = {  # what several fixes bring is left out once
+            edit: {"fix": fix_id, "edit": number}
             for fix_id, verdict in needed.items()
-            for number, each in enumerate(conditions(source, verdict) if kind == "condition" else verdict.edits)
+            for number, edit in enumerate(verdict.edits)
         }
-        targets = random.Random(options.seed).sample([*places.values()], min(broken, len(places)))
+        targets = random.Random(options.seed).sample([*edits.values()], min(options.breakages, len(edits)))
     done = noted(options.results)[1:]
     targets = [target for target in targets if not any(target.items() <= line.items() for line in done)]
 
     def look(target: dict[str, Any]) -> dict[str, Any]:
         fix_id = target["fix"]
-        others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not broken]
+        others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not options.breakages]
         try:
-            servers = [Server(breakage=(kind, fix_id, target[kind])) if broken else Server(disable=fix_id)]
+            changed = {"without_edit": (fix_id, target["edit"])} if options.breakages else {"disable": fix_id}
+            servers = [Server(**changed)]
             servers.append(Server(disable=",".join(others)))
         except ValueError as error:
             return {"refused": str(error)}
@@ -418,11 +415,10 @@ def main() -> int:
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="programs that may break what a capture has fixed")
     parser.add_argument("--pause", type=float, default=0.0, help="wait before each replay, at most so many seconds")
-    parser.add_argument("--open", action="store_true", help="run the examples of what is open, or was found, instead")
+    parser.add_argument("--found", action="store_true", help="run the programs that have found something, instead")
     parser.add_argument("--equal", help="for the next two: results with all fixes, of the same TE and device")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
     parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")
-    parser.add_argument("--turned", type=int, metavar="N", help="turn single conditions of fixes round, N at random")
     options = parser.parse_args()
     os.environ["TE_GRAPH_FIXES"] = "off"  # each server says for itself
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")
@@ -442,7 +438,7 @@ def main() -> int:
             options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name
         if not Path(options.results).exists() or not noted(options.results):
             note(options, options.where, say=False)
-        return (search if options.defects or options.breakages or options.turned else find)(options)
+        return (search if options.defects or options.breakages else find)(options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from te_graph_fixes.verify.driver.program import Program
 
@@ -274,17 +274,6 @@ RULES: dict[str, Callable[[Program], Any]] = {
 """By their reason, what holds of a program; else it is misuse, or has nothing to compare."""
 
 
-class Open(NamedTuple):
-    """What was found and is not corrected: a program that shows it, what holds of programs without it, TE with it."""
-
-    example: Program
-    without: Callable[[Program], Any]
-    affected: str = ""
-
-
-OPEN: dict[str, Open] = {}
-"""What was found and is not corrected (docs/maintainers/survey.md), by its cause: such programs are not drawn."""
-
 FOUND = {
     "the skip flag of a recomputation, after the first microbatch of another graph": Program(
         modules=("linear", "Recomputed"),
@@ -420,8 +409,7 @@ RARE_FIELDS = (
 
 def broken_rule(program: Program) -> str | None:
     """The reason why a program is not run."""
-    rules = RULES | {why: each.without for why, each in OPEN.items()}
-    return next((why for why, holds in rules.items() if not holds(program)), None)
+    return next((why for why, holds in RULES.items() if not holds(program)), None)
 
 
 def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:

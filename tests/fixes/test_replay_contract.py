@@ -23,7 +23,7 @@ REFUSED = {
     "module-twice-in-a-tuple": "the backward of callable 0 (LayerNormMLP) of microbatch 1 cannot be replayed",
     "captures-nested-in-a-pool": "callable 0 (LayerNormMLP) of capture 2 in its memory pool was replayed since",
     "replaced-module": "callable 0 (Sequential): a module (2) is not where it was",
-    "added-module": "callable 0 (Sequential): a module (3) is not where it was when this graph was captured (it was added",
+    "added-module": "a module (3) is not where it was when this graph was captured (it was added",
     "forward-in-a-backward": "the forward of callable 0 (LayerNormMLP) was replayed since its forward",
     "frozen-fused-weight": "callable 0 (Linear): a weight was frozen since this graph was captured",
     "moved-before-the-backward": "callable 0 (LayerNormMLP): a parameter (layer_norm_weight) is not where it was",
@@ -613,7 +613,7 @@ def test_deactivate_takes_it_back() -> None:
 ACTIVATIONS = """
 import dataclasses, itertools, torch, te_graph_fixes
 import transformer_engine.pytorch as te
-from te_graph_fixes.fixes import CATALOGUE
+from tests.support.single_edits import alter
 
 def x():
     return torch.randn(32, 32, device="cuda", requires_grad=True)
@@ -643,14 +643,13 @@ def move(module):
     finally:
         weight.data = kept
 
-def examine(source, examine=CATALOGUE["replay-contract"].examine):
-    verdict = examine(source)
+def with_comments(source, verdict):
     texts.append("CHANGED" * len(texts))
     texts_of_modules = {name: f"{text}# {texts[-1]}\\n" for name, text in verdict.new_modules.items()}
     return dataclasses.replace(verdict, new_modules=texts_of_modules)
 
 texts, number = [], 0
-CATALOGUE["replay-contract"] = dataclasses.replace(CATALOGUE["replay-contract"], examine=examine)
+alter("replay-contract", with_comments)
 for steps in itertools.product((None, te_graph_fixes.deactivate, te_graph_fixes.activate), repeat=2):
     te_graph_fixes.activate()
     active, pool, modules, are_ours = True, te.graph.graph_pool_handle(), [], []

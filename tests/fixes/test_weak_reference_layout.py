@@ -1,16 +1,13 @@
-"""``weak-reference-layout`` on the simulator."""
+"""``weak-reference-layout`` on the simulator: weak references by themselves. `verify` has graphs that need them."""
 
 from __future__ import annotations
-
-import json
-from typing import Any
 
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import ModuleSource, Source
 from te_graph_fixes.state import State
-from tests.support.child import on_simulator, simulate
+from tests.support.child import simulate
 
 FIX = "weak-reference-layout"
 UTILS = "transformer_engine.pytorch.utils"
@@ -53,34 +50,10 @@ assert found["a"][0] is host and found["a"][1:] == [None, 2] and found["b"][0].t
 """
 
 
-def case(name: str, setting: str) -> dict[str, Any]:
-    done = on_simulator("-m", "te_graph_fixes.verify.child", name, TE_GRAPH_FIXES=setting)
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("name", ["output-strides", "output-dtypes"])
-def test_outputs_and_gradients_are_those_of_eager(name: str) -> None:
-    found = case(name, FIX)
-    assert found["outcome"] == "measured", found
-    assert found["error"] == 0.0, found
-
-
-def test_without_the_fix_what_is_not_contiguous_comes_out_wrong() -> None:
-    errors = {name: error for name, (error,) in case("output-strides", "off")["measures"]["errors"].items()}
-    assert errors.pop("contiguous") == 0.0
-    assert min(errors.values()) > 0.4, errors
-
-
-def test_without_the_fix_some_dtypes_cannot_be_captured() -> None:
-    found = case("output-dtypes", "off")
-    assert (found["outcome"], found["detail"]) == (
-        "failed",
-        "RuntimeError: Could not infer dtype of _WeakRefTensor",
-    )
-
-
 def test_a_weak_reference_is_the_tensor_itself() -> None:
     simulate("-c", REFERENCES, TE_GRAPH_FIXES=FIX)
+    with pytest.raises(AssertionError, match="Could not infer dtype of _WeakRefTensor"):
+        simulate("-c", REFERENCES, TE_GRAPH_FIXES="off")
 
 
 def test_another_way_to_make_them_is_not_recognized() -> None:

@@ -71,13 +71,6 @@ def test_where_the_version_is_unknown_the_source_decides(version: str | None) ->
     assert words(verdicts(Source(tree.location, version))) == words(known)
 
 
-def test_a_negative_verdict_on_a_folder_says_that_it_is_by_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    tree, known = examined(VERSIONS[-1])
-    assert main(["status", "--all", "--source", tree.location]) == 0
-    negative = [verdict for verdict in known.values() if verdict.state in (State.NOT_NEEDED, State.NOT_APPLICABLE)]
-    assert capsys.readouterr().out.count("by shape: ") == len(negative) > 0
-
-
 @pytest.mark.parametrize("origin", ["newest", "TE_SOURCE"])
 def test_the_newest_te_is_recognized(origin: str) -> None:
     if origin == "TE_SOURCE" and not os.environ.get("TE_SOURCE"):

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import pytest
 
-from te_graph_fixes.fix import SemanticPatch
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.definition import UnrecognizedError
 from te_graph_fixes.patching.installation import patched
@@ -84,10 +83,11 @@ def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
     tree, verdicts = examined(NEWEST)
     parts = {}
     for fix_id, verdict in verdicts.items():
-        examine = CATALOGUE[fix_id].examine
-        if verdict.state != State.NOT_NEEDED or not isinstance(examine, SemanticPatch):
+        if verdict.state != State.NOT_NEEDED:
             continue
-        for hunk in (hunk for text, _ in examine.corrected for ways in read(text) for hunk in ways if hunk.pattern):
+        for hunk in (
+            hunk for text, _ in CATALOGUE[fix_id].corrected for ways in read(text) for hunk in ways if hunk.pattern
+        ):
             definition = None
             with suppress(UnrecognizedError):
                 definition = hunk.find(tree)

@@ -10,7 +10,7 @@ import linecache
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import wrapt
 
-from te_graph_fixes.fix import Verdict, applicable
+from te_graph_fixes.fix import Verdict
 from te_graph_fixes.patching.installation import (
     Installation,
     InstallationError,
@@ -27,8 +27,13 @@ from te_graph_fixes.patching.installation import (
     patched,
 )
 from te_graph_fixes.patching.source import Edit, Source
+from te_graph_fixes.state import State
 
 CODE = "standin.code"
+
+
+def change(edits: Iterable[Edit], new_modules: Mapping[str, str] | None = None) -> Verdict:
+    return Verdict(State.APPLICABLE, "a test", tuple(edits), new_modules or {})
 
 
 class StandIn:
@@ -43,19 +48,19 @@ class StandIn:
         module = self.source.module(CODE)
         start, end = module.span(module.definition(qualname).one(old))
         indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
-        return applicable("a test", [Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
+        return change([Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
 
     def insert(self, qualname: str, below: str, text: str) -> Verdict:
         """A verdict that puts lines above the one statement ``below`` of a function."""
         (edit,) = self.edit(qualname, below, f"{text}\n").edits
-        return applicable("a test", [edit._replace(end=edit.start)])
+        return change([edit._replace(end=edit.start)])
 
     def add(self, after: str, text: str) -> Verdict:
         """A verdict that adds a definition below the definition ``after``."""
         module = self.source.module(CODE)
         node = module.definition(after).node
         end = module.starts[(node.end_lineno or 0) + 1]
-        return applicable("a test", [Edit(CODE, end, end, "\n" + textwrap.indent(text, " " * node.col_offset) + "\n")])
+        return change([Edit(CODE, end, end, "\n" + textwrap.indent(text, " " * node.col_offset) + "\n")])
 
     def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
         fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
@@ -329,7 +334,7 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
     text = "import sys\nX = 1\nclass A:\n    y: int = 0\n    def run(self):\n        return X\n"
     package = standin(text)
     start = text.index(pattern)
-    verdict = applicable("a test", [Edit(CODE, start, start + len(pattern), new)])
+    verdict = change([Edit(CODE, start, start + len(pattern), new)])
     with pytest.raises(InstallationError, match="not in a function"):
         compile_patches(package.source, {"fix": verdict})
 
@@ -345,7 +350,7 @@ def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> N
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
     text = "def run(x):\n    x.append(1)\n    x.append(2)\n"
     package = standin(text)
-    package.install(applicable("a test", [Edit(CODE, text.index("    x.append(2)"), len(text), "")]))
+    package.install(change([Edit(CODE, text.index("    x.append(2)"), len(text), "")]))
     package.module.run(found := [])
     assert found == [1]
 
@@ -455,7 +460,7 @@ class Plan:
 def with_module(package: StandIn, text: str, other: str = "") -> Verdict:
     edit = package.edit("run", "return 1", "from standin._plan import Plan\nreturn Plan(2).size")
     modules = {"standin._plan": text, **({"standin._other": other} if other else {})}
-    return applicable("a test", edit.edits, modules)
+    return change(edit.edits, modules)
 
 
 def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
@@ -481,7 +486,7 @@ def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[...,
     first, second = (f"held = [*globals().get('held', ()), {number}]\n" for number in (1, 2))
     added = []
     for text in (first, first, second):
-        installation = package.install(applicable("a test", [], {"standin._plan": text}))
+        installation = package.install(change([], {"standin._plan": text}))
         added.append(sys.modules["standin._plan"])
         installation.revert()
     assert added[0] is added[1] is added[2]
@@ -489,7 +494,7 @@ def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[...,
     for name in ("standin", CODE):
         del sys.modules[name]
     importlib.import_module(CODE)
-    package.install(applicable("a test", [], {"standin._plan": second}))
+    package.install(change([], {"standin._plan": second}))
     assert sys.modules["standin._plan"].held == [2]
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.fix import Fix, SemanticPatch, Verdict, applicable
+from te_graph_fixes.fix import Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.definition import UnrecognizedError
 from te_graph_fixes.patching.installation import InstallationError, compile_patches, patched
-from te_graph_fixes.patching.patch import PYTORCH, edits
+from te_graph_fixes.patching.patch import PYTORCH, edits, read
 from te_graph_fixes.patching.rewriting import PatchError
-from te_graph_fixes.patching.source import ModuleSource, Source
+from te_graph_fixes.patching.source import Edit, ModuleSource, Source
 from te_graph_fixes.state import State
 
 CODE = f"{PYTORCH}.code"
@@ -34,10 +34,14 @@ def function(body: str) -> str:
     return "def run(a, b, c, *xs):\n" + textwrap.indent(textwrap.dedent(body), "    ")
 
 
+def change_of(edits: list[Edit]) -> Verdict:
+    return Verdict(State.APPLICABLE, "", tuple(edits))
+
+
 def applied(text: str, *patches: str) -> str:
     """The text with the edits of patches that know nothing of each other."""
     source = source_of(text)
-    changes = {str(number): applicable("", edits(source, patch)) for number, patch in enumerate(patches)}
+    changes = {str(number): change_of(edits(source, patch)) for number, patch in enumerate(patches)}
     return patched(source, changes)[CODE][1]
 
 
@@ -138,13 +142,13 @@ def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
 )
 def test_errors_of_a_patch_name_its_line(patch: str, error: str) -> None:
     with pytest.raises(PatchError, match=error):
-        SemanticPatch(patch).check()
+        read(patch)
 
 
 @pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
 def test_every_patch_of_the_catalogue_can_be_read(fix: Fix) -> None:
-    if isinstance(fix.examine, SemanticPatch):
-        fix.examine.check()
+    for text in (fix.patch, *(text for text, _ in (*fix.absent, *fix.corrected))):
+        read(text)
 
 
 def test_the_examples_of_the_manual_can_be_read() -> None:
@@ -152,7 +156,7 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
     examples = re.findall(r"^```diff\n(.*?)^```", manual, re.MULTILINE | re.DOTALL)
     assert len(examples) == 2
     for example in [*examples, manual.partition('UPSTREAM = """')[2].partition('"""')[0]]:
-        SemanticPatch(example).check()
+        read(example)
 
 
 @pytest.mark.parametrize(
@@ -295,14 +299,15 @@ def test_a_patch_that_does_not_fit_says_which_hunk(patch: str, error: str) -> No
 def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
     for name, is_set in {"missing": False, "a": True, "run": True, "len": True, "np": True, "y": True}.items():
         source = source_of("import numpy as np\n\n\n" + TEXT)
-        verdict = applicable("", edits(source, hunk(change.replace("missing", name))))
+        verdict = change_of(edits(source, hunk(change.replace("missing", name))))
         if is_set:
             compile_patches(source, {"fix": verdict})
         else:
-            with pytest.raises(
-                InstallationError, match=r"the edits read missing in run of code\.py, where nothing sets it"
-            ):
-                compile_patches(source, {"fix": verdict})
+            other = change_of(edits(source, hunk("-run(x)\n+run(x, b)")))
+            with pytest.raises(InstallationError) as raised:
+                compile_patches(source, {"fix": verdict, "other": other})
+            reason = "the edits read missing in run of code.py, where nothing sets it"
+            assert raised.value.reasons == {"fix": reason}
 
 
 @pytest.mark.parametrize(
@@ -332,15 +337,15 @@ def test_places_are_nested() -> None:
     assert patched == text.replace("            x = 1", "            x = 2")
 
 
-def verdict(text: str, patch: SemanticPatch) -> Verdict:
-    return Fix("", patch).verdict_on(source_of(text))
-
-
 def test_a_fix_is_a_patch_or_upstreams() -> None:
     defect, upstream = hunk("-x = a\n+x = b"), hunk(" x = c")
-    patch = SemanticPatch(defect, corrected=[(upstream, "c is right")])
-    assert verdict(function("x = a\n"), patch).state == State.APPLICABLE
-    assert verdict(function("x = c\n"), patch).state == State.NOT_NEEDED
-    assert verdict(function("x = b\n"), patch).state == State.UNRECOGNIZED
-    both = verdict(function("x = a\nx = c\n"), patch)
+    fix = Fix("", defect, corrected=[(upstream, "c is right")])
+
+    def verdict(text: str) -> Verdict:
+        return fix.verdict_on(source_of(function(text)))
+
+    assert verdict("x = a\n").state == State.APPLICABLE
+    assert verdict("x = c\n").state == State.NOT_NEEDED
+    assert verdict("x = b\n").state == State.UNRECOGNIZED
+    both = verdict("x = a\nx = c\n")
     assert (both.state, "found several" in both.reason) == (State.UNRECOGNIZED, True)

@@ -42,8 +42,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (" and not calibrating", " and calibrating is False", "calibration-recipe: another text of transformer_engine"),
         pytest.param(
             *(
-                "+elif not any(enabled) and not calibrating:",
-                "+else:",
+                "recipe = get_default_fp8_recipe()",
+                "recipe = another_recipe()",
                 "calibration-recipe: unrecognized -> applicable: ",
             ),
             marks=pytest.mark.slow,

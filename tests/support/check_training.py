@@ -1,18 +1,25 @@
 """Trainings under ``te_graph_fixes.check``, in a child on the simulator: one JSON line for each.
 
-    python -m tests.simulator tests/support/check_training.py [--without FIX,FIX] OPTIONS ...
+    python -m tests.simulator tests/support/check_training.py [--without FIX,FIX] TRAINING ...
 
-OPTIONS are those of a `Program` as JSON, or the name of a case of `verify`. A line has what was found,
-whether the training was the same bit for bit as without the check, and how much was compared.
+A TRAINING is the options of a `Program` as JSON, the name of a case of `verify`, or ``others``: the functions below,
+which do what the driver does not. A line says whether the training was the same, bit for bit, as without the check,
+what the check found, how much it compared, and whether it had ended by itself.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
+from torch.utils._pytree import tree_leaves, tree_map
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_graph_fixes
 
@@ -24,34 +31,267 @@ if sys.argv[1:2] == ["--without"]:
 
 from te_graph_fixes.checking import twins
 from te_graph_fixes.verify.cases import CASES
+from te_graph_fixes.verify.driver import events, setting
 from te_graph_fixes.verify.driver.comparison import error
-from te_graph_fixes.verify.driver.events import train
 from te_graph_fixes.verify.driver.program import Program
-from te_graph_fixes.verify.driver.setting import use
 
 COMPUTED = ("outputs", "dgrads", "wgrads", "parameters", "FP8 state", "RNG state")
+OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
+OTHERS: dict[str, Callable[[], Iterator[Any]]] = {}
 
 
-def values() -> list[torch.Tensor | None]:
-    seen = train(graphed=True)
-    return [x for name, found in seen.items() if name.partition(": ")[2] in COMPUTED for x in found]
+def other(training: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+    OTHERS[training.__name__.replace("_", " ")] = training
+    return training
 
 
-def measure(options: dict[str, Any]) -> dict[str, Any]:
-    use(Program(**options))
-    without = values()
+def rand(*shape: int, grad: bool = True) -> Any:
+    return torch.randn(*(shape or (32, 32)), dtype=torch.bfloat16, device="cuda", requires_grad=grad)
+
+
+class Module(torch.nn.Module):
+    """Two layers, and a forward that is given."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b = (te.Linear(32, 32, **OPTIONS) for _ in range(2))
+        self.function = forward
+        self.calls: list[int] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def train(module: Any, *samples: Any, loss: Any = None, **options: Any) -> Iterator[Any]:
+    """Graph ``module`` as one and train it: what each microbatch and step computed."""
+    samples = samples or (rand(),)
+    kwargs = options.get("sample_kwargs") or {}
+    graphed = te.make_graphed_callables(module, samples, allow_unused_input=True, **options)
+    for _ in range(4):
+        for _ in range(2):
+            args, given = tree_map(lambda x: rand(*x.shape, grad=x.requires_grad), (samples, kwargs))
+            out = graphed(*args, **given)
+            used = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+            (loss(out) if loss else sum(x.float().square().mean() for x in used)).backward()
+            yield out, [x.grad for x in (*args, *given.values())]
+        yield update(module)
+
+
+def update(module: Any) -> list[Any]:
+    """Change each parameter by its gradient, and give the gradients."""
+    grads = [parameter.grad for parameter in module.parameters()]
+    with torch.no_grad():
+        for parameter, grad in zip(module.parameters(), grads, strict=True):
+            if grad is not None:
+                parameter -= 0.1 * grad
+            parameter.grad = None
+    return grads
+
+
+@other
+def keyword_arguments() -> Iterator[Any]:
+    def forward(module: Any, x: Any, *, scale: Any, shift: Any) -> Any:
+        return module.a(x) * scale + shift
+
+    return train(Module(forward), sample_kwargs={"shift": rand(), "scale": rand(grad=False)})
+
+
+@other
+def samples_by_position() -> Iterator[Any]:
+    module = Module(lambda module, x, *, scale: module.a(x) * scale)
+    graphed = te.make_graphed_callables(module, (rand(),), 3, True, {"scale": rand()})
+    for _ in range(4):
+        x, scale = rand(), rand()
+        out = graphed(x, scale=scale)
+        out.sum().backward()
+        yield out, x.grad, scale.grad, update(module)
+
+
+@other
+def outputs_in_a_dictionary() -> Iterator[Any]:
+    return train(Module(lambda module, x: {"b": module.a(x), "a": (x * 2, module.b(x), None)}))
+
+
+@other
+def an_output_that_nobody_uses() -> Iterator[Any]:
+    return train(Module(lambda module, x: (module.a(x), module.b(x))), loss=lambda out: out[0].float().sum())
+
+
+@other
+def no_elements() -> Iterator[Any]:
+    return train(Module(lambda module, x, empty: (module.a(x), empty * 2)), rand(), rand(0, 32))
+
+
+def infer(mode: Any) -> Iterator[Any]:
+    """Make, graph and replay a module without gradients."""
+    with mode:
+        graphed = te.make_graphed_callables(te.Linear(32, 32, **OPTIONS).eval(), (rand(grad=False),))
+        for _ in range(4):
+            yield graphed(rand(grad=False))
+
+
+@other
+def inference() -> Iterator[Any]:
+    return infer(torch.no_grad())
+
+
+@other
+def parameters_without_versions() -> Iterator[Any]:
+    return infer(torch.inference_mode())
+
+
+@other
+def evaluation_in_between() -> Iterator[Any]:
+    module = te.Linear(32, 32, **OPTIONS)
+    graphed = te.make_graphed_callables(module, (rand(),))
+    for _ in range(4):
+        with torch.no_grad():
+            yield graphed(rand(grad=False))
+            module.eval()
+            yield graphed(rand(grad=False))
+            module.train()
+        yield graphed(rand())  # nobody calls its backward
+        x = rand()
+        graphed(x).sum().backward()
+        yield x.grad, update(module)
+
+
+@other
+def weights_said_to_be_old() -> Iterator[Any]:
+    recipe = recipes.DelayedScaling()
+    module = te.Linear(32, 32, **OPTIONS)
+    graphed = te.make_graphed_callables(module, (rand(),), enabled=True, recipe=recipe, cache_quantized_params=True)
+    module.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([module.bias], lr=0.1)
+    for microbatch in range(8):
+        x = rand()
+        with te.autocast(enabled=True, recipe=recipe):
+            out = graphed(x, is_first_microbatch=microbatch == 0)
+        out.sum().backward()
+        yield x.grad, module.bias.grad
+        if microbatch % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@other
+def parameters_changed_by_their_data() -> Iterator[Any]:
+    module = te.Linear(32, 32, **OPTIONS)
+    graphed = te.make_graphed_callables(module, (rand(),))
+    for _ in range(4):
+        for _ in range(2):
+            graphed(rand()).sum().backward()
+        yield module.weight.grad
+        for parameter in module.parameters():
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
+@other
+def gradients_kept_and_clipped() -> Iterator[Any]:
+    module = te.Linear(32, 32, **OPTIONS)
+    graphed = te.make_graphed_callables(module, (rand(),))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(4):
+        for _ in range(3):
+            graphed(rand()).sum().backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        yield module.weight.grad, module.bias.grad
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@other
+def batches_that_fail() -> Iterator[Any]:
+    module = te.Linear(32, 32, delay_wgrad_compute=True, **OPTIONS)
+    order: dict[str, Any] = {"_order": [1, -1, -1.5], "_num_layers_per_chunk": [1], "allow_unused_input": True}
+    graphed = te.make_graphed_callables((module,), [(rand(),)], sample_kwargs=[{}], **order)[0]
+    for step in range(4):
+        for microbatch in range(2):
+            try:
+                x = rand(16 if (step, microbatch) == (0, 0) else 32, 32)
+                out = graphed(x)
+                out.sum().backward()
+                if microbatch == 0:
+                    raise ValueError("its wgrads are never computed")
+                graphed.backward_dw()
+                yield out, x.grad
+            except (ValueError, RuntimeError):
+                continue
+        yield update(module)
+
+
+@other
+def a_module_that_keeps_things() -> Iterator[Any]:
+    def forward(module: Any, x: Any) -> Any:
+        module.calls.append(1)
+        return module.a(x)
+
+    module = Module(forward)
+    yield from train(module)
+    yield torch.tensor(len(module.calls))
+
+
+@other
+def a_parameter_added_afterwards() -> Iterator[Any]:
+    module = Module(lambda module, x: module.b(module.a(x)))
+    graphed = te.make_graphed_callables(module, (rand(),))
+    module.b.extra = torch.nn.Parameter(rand().detach())
+    for _ in range(4):
+        x = rand()
+        graphed(x).sum().backward()
+        yield x.grad, update(module)
+
+
+@other
+def hooks_added_afterwards() -> Iterator[Any]:
+    module = te.Linear(32, 32, **OPTIONS)
+    graphed = te.make_graphed_callables(module, (rand(),))
+    graphed.register_forward_hook(lambda module, inputs, out: out * 2)
+    graphed.weight.register_hook(lambda grad: grad * 3)
+    for _ in range(4):
+        out = graphed(rand())
+        out.sum().backward()
+        yield out, update(module)
+
+
+def run_program(options: dict[str, Any]) -> Iterator[Any]:
+    setting.use(Program(**options))
+    seen = events.train(graphed=True)
+    yield [values for name, values in seen.items() if name.partition(": ")[2] in COMPUTED]
+
+
+def values(training: Callable[[], Iterator[Any]]) -> list[torch.Tensor | None]:
+    FP8GlobalStateManager.reset()
+    torch.manual_seed(7)
+    leaves = [leaf for computed in training() for leaf in tree_leaves(computed)]
+    tensors = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [*tensors, torch.get_rng_state()]
+
+
+def measure(name: str, training: Callable[[], Iterator[Any]]) -> dict[str, Any]:
+    without = values(training)
     te_graph_fixes.check(2)
-    checked = values()
-    found = twins.current[0].finish()
-    looks = [each.partition("; looks like ")[2] for each in found.mismatches]
+    checked = values(training)
+    check = twins.current[0]
+    ended = check.finished
+    check.finish()
+    looks = [text.partition("; looks like ")[2] for text in check.mismatches]
     return {
+        "name": name,
         "same": error(checked, without) == 0.0,
-        "found": found.mismatches,
+        "found": check.mismatches,
         "hints": sorted({fix for look in looks if look for fix in look.split(" or ")}),
-        **found.totals,
+        "ended": ended,
+        **check.totals,
     }
 
 
 for argument in sys.argv[1:]:
-    given = json.loads(argument) if argument.startswith("{") else dict(CASES[argument].options)
-    print(json.dumps(measure(given)), flush=True)
+    if argument == "others":
+        trainings = OTHERS
+    else:
+        options = json.loads(argument) if argument.startswith("{") else dict(CASES[argument].options)
+        trainings = {argument: partial(run_program, options)}
+    for name, training in trainings.items():
+        print(json.dumps(measure(name, training)), flush=True)

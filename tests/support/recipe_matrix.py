@@ -5,10 +5,6 @@
 prints one JSON line for each combination: its errors other than 0.0 ("right" where there are none), or why
 TransformerEngine (TE) does not take it. ``TE_GRAPH_FIXES=off`` gives those of TE as it is. PART, ``2/7`` say, is every
 seventh of them, from the second on. Each runs in a fork of this process, since a capture that fails may damage it.
-
-    python -m tests.support.recipe_matrix table < LINES
-
-makes a table of such lines: the largest error, ``crash`` for an exception, ``-`` for what TE does not take.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 IN_FLIGHT = (1, 1, -1, 1, -1, -1)
@@ -220,24 +216,8 @@ IN_THE_DRIVER = {
 }
 
 
-def table(lines: Iterable[str]) -> Iterator[str]:
-    """Rows of Markdown, one for each setting and module."""
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for line in map(json.loads, lines):
-        (module, recipe, setting), wrong = line["case"], line.get("wrong", {"": 0.0})
-        cell = "-" if "skipped" in line else "crash" if isinstance(wrong, str) else str(round(max(wrong.values()), 2))
-        cells.setdefault((setting, module), {})[recipe] = cell
-    yield f"| way | module | {' | '.join(RECIPES)} |"
-    yield "|---" * (2 + len(RECIPES)) + "|"
-    for (setting, module), found in cells.items():
-        yield f"| {setting} | `{module}` | {' | '.join(found.get(recipe, '') for recipe in RECIPES)} |"
-
-
 def main(*arguments: str) -> None:
     """What the module's docstring says."""
-    if arguments == ("table",):
-        print("\n".join(table(sys.stdin)))
-        return
     import transformer_engine.pytorch  # noqa: F401
 
     from te_graph_fixes.verify.driver import setting

@@ -6,79 +6,44 @@ python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a line
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import te_graph_fixes
-from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fix import Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.installation import patched
-from te_graph_fixes.patching.source import Edit, ModuleSource, Source
+from te_graph_fixes.patching.source import Source
 
 
 def leave_out(fix_id: str, number: int) -> None:
     """Let a fix go without one of its edits, from TransformerEngine's import on; ``-1`` leaves none out."""
-    fix = CATALOGUE[fix_id]
 
-    def without_one(source: Source) -> Verdict:
-        verdict = fix.examine(source)
+    def without_one(source: Source, verdict: Verdict) -> Verdict:
         kept = tuple(edit for place, edit in enumerate(verdict.edits) if place != number)
         return dataclasses.replace(verdict, edits=kept)
 
-    CATALOGUE[fix_id] = dataclasses.replace(fix, examine=without_one)
+    alter(fix_id, without_one)
 
 
-def conditions(source: Source, verdict: Verdict) -> list[tuple[Edit | str, int, int]]:
-    """The conditions, and operands of ``and`` and ``or``, that a fix brings: edit or new module, start, end."""
-    found: list[tuple[Edit | str, int, int]] = []
-    for name, (before, text) in patched(source, {"": verdict}).items():
-        module, shift = ModuleSource(name, name, text), 0
-        places = sorted({module.span(node) for node in _conditions(module.tree)})
-        found += [(name, start, end) for start, end in places if not before]
-        for edit in sorted(verdict.edits, key=lambda edit: (edit.start, edit.end)):
-            if edit.module == name:
-                first, size = edit.start + shift, len(edit.text)
-                found += [
-                    (edit, start - first, end - first) for start, end in places if first <= start < end <= first + size
-                ]
-                shift += size - (edit.end - edit.start)
-    return found
+@dataclasses.dataclass(frozen=True)
+class AlteredFix(Fix):
+    """A fix whose verdicts are altered."""
+
+    altered: Callable[[Source, Verdict], Verdict] = lambda _, verdict: verdict
+
+    def verdict_on(self, source: Source) -> Verdict:
+        return self.altered(source, super().verdict_on(source))
 
 
-def _conditions(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            yield node.test
-        elif isinstance(node, ast.comprehension):
-            yield from node.ifs
-        elif isinstance(node, ast.BoolOp):
-            yield from node.values
-
-
-def turn_round(fix_id: str, number: int) -> None:
-    """Let a fix go with one of its `conditions` negated, wherever its text is, from TransformerEngine's import on."""
-    examine = CATALOGUE[fix_id].examine
-    found = functools.cache(lambda source: conditions(source, examine(source))[number])
-
-    def turned(source: Source, verdict: Verdict) -> Verdict:
-        where, start, end = found(source)
-
-        def negated(text: str) -> str:
-            return f"{text[:start]}(not ({text[start:end]})){text[end:]}"
-
-        edits = (each._replace(text=negated(each.text)) if each == where else each for each in verdict.edits)
-        texts = {name: negated(text) if name == where else text for name, text in verdict.new_modules.items()}
-        return dataclasses.replace(verdict, edits=tuple(edits), new_modules=texts)
-
-    for name, fix in CATALOGUE.items():
-        CATALOGUE[name] = dataclasses.replace(fix, examine=lambda source, fix=fix: turned(source, fix.examine(source)))
+def alter(fix_id: str, altered: Callable[[Source, Verdict], Verdict]) -> None:
+    """Change the verdicts of a fix, from TransformerEngine's import on."""
+    fields = {field.name: getattr(CATALOGUE[fix_id], field.name) for field in dataclasses.fields(Fix)}
+    CATALOGUE[fix_id] = AlteredFix(**fields, altered=altered)
 
 
 def delivered() -> dict[str, Any]:
