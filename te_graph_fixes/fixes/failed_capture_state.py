@@ -81,10 +81,8 @@ PATCH = """
 @@
 -wrap_autocast(module)
 @@
--graphed_callables = _make_graphed_callables(
-+capture = lambda: _make_graphed_callables(
-     ...
- )
+-graphed_callables = ANY_CAPTURE
++capture = lambda: ANY_CAPTURE
 +
 +# What the capture changes is put back where it fails, too, as far as the device still answers.
 +submodules = [m for module in modules for m in module.modules()]
@@ -117,6 +115,8 @@ PATCH = """
 +    set_capture_end()
 +    for module_cls, old_call in old_call_funcs.items():
 +        module_cls.__call__ = old_call
+@@
+ graphed_callables = _make_graphed_callables(...)
 @@
  set_capture_end()
 @@

@@ -15,7 +15,7 @@ PATCH = """
 @@ utils.py make_weak_ref
 +from ._te_weak_references import weak_reference
 +
- def convert_to_torch_tensor(ANY): ...
+ def convert_to_torch_tensor(...): ...
 @@
 -convert_to_torch_tensor(_WeakRefTensor(x.data_ptr(), x.dtype, x.shape)) if ANY_ON_DEVICE else x
 +weak_reference(x) if ANY_ON_DEVICE else x

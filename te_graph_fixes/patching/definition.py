@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .matching import Match, Pattern, Slot, extent, first_name, heads_of, in_short, slots_in
+from .matching import Match, Pattern, extent, first_name, heads_of, without_blocks
 
 if TYPE_CHECKING:
     from .source import ModuleSource
@@ -58,20 +58,27 @@ class Definition:
         return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
 
     @cached_property
-    def slots(self) -> Mapping[tuple[type, str], list[Slot]]:
-        """All nodes in it, itself included, by their type and `first_name`, and by their type and ""."""
-        slots = defaultdict[tuple[type, str], list[Slot]](list)
-        for slot in slots_in(self.node):
-            for name in {"", first_name(slot.node)}:
-                slots[type(slot.node), name].append(slot)
-        return slots
+    def _nodes(self) -> dict[tuple[type, str], list[tuple[list[Any], int]]]:
+        """All nodes in it by type and `first_name`, and by type and "": the list that has the node, and the index."""
+        nodes = defaultdict[tuple[type, str], list[tuple[list[Any], int]]](list)
+        pending: list[tuple[list[Any], int]] = [([self.node], 0)]
+        for siblings, number in pending:
+            node = siblings[number]
+            for name in {"", first_name(node)}:
+                nodes[type(node), name].append((siblings, number))
+            for _, value in ast.iter_fields(node):
+                children = value if isinstance(value, list) else [value]
+                pending += [
+                    (children, i) for i, child in enumerate(children) if isinstance(child, ast.AST) and child._fields
+                ]
+        return nodes
 
     def matches(self, pattern: str | Pattern) -> list[Match]:
         """Every statement, run of statements or expression here that matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         matches: dict[object, Match] = {}
-        for slot in (slot for kind in pattern.kinds for slot in self.slots[kind, pattern.first_name]):
-            for match in pattern.match(slot.siblings, slot.number):
+        for siblings, number in (node for key in pattern.keys for node in self._nodes[key]):
+            for match in pattern.match(siblings, number):
                 matches[tuple(map(extent, (match.nodes[0], match.nodes[-1], *match.bound.values())))] = match
         return sorted(matches.values(), key=lambda match: (extent(match.nodes[0]), extent(match.nodes[-1])))
 
@@ -83,37 +90,32 @@ class Definition:
         """The first node of the only match; raises `UnrecognizedError` if there is none, or more."""
         return self.exactly(1, pattern)[0].nodes[0]
 
-    def exactly(self, count: int, pattern: str | Pattern) -> list[Match]:
-        """The matches; raises `UnrecognizedError` unless there are as many as ``count``."""
+    def exactly(self, count: int | None, pattern: str | Pattern) -> list[Match]:
+        """The matches; raises `UnrecognizedError` unless there are as many as ``count``, or at least one for None."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         matches = self.matches(pattern)
-        if len(matches) != count:
-            times = "once" if count == 1 else f"{count} times"
+        if len(matches) != count and not (count is None and matches):
+            times = {None: "at least once", 1: "exactly once"}.get(count, f"exactly {count} times")
             lines = f" (lines {', '.join(str(match.nodes[0].lineno) for match in matches)})" if matches else ""
             closest = None if matches else lambda: self.closest(pattern)
-            raise unrecognized(f"`{pattern}` exactly {times}", self, f"it {len(matches)} times{lines}", closest)
+            raise unrecognized(f"`{pattern}` {times}", self, f"it {len(matches)} times{lines}", closest)
         return matches
 
     def closest(self, pattern: Pattern) -> Miss:
         """Where the longest beginning of a pattern matches, and what differs after it."""
         heads = [*heads_of(self.node.body)]
-        ways = [pattern.beginning(heads[start:]) for start in range(len(heads))]
-        matched, wanted, found = max(ways, key=lambda way: way[0], default=(0, None, None))
-        looked = f"looked for `{_cut(in_short(wanted or pattern.nodes[0]))}`"
-        if not matched:
-            by_text = {in_short(head): head for head in reversed(heads)}
-            similar = difflib.get_close_matches(in_short(pattern.nodes[0]), by_text, 1)
-            if not similar:
-                return Miss(0, f"{self._line(self.node)}: {looked}, found none in {self.qualname}")
-            found = by_text[similar[0]]
-        elif wanted is None:
+        beginnings = [pattern.beginning(heads[start:]) for start in range(len(heads))]
+        count, wanted, other = max(beginnings, key=lambda beginning: beginning[0], default=(0, None, None))
+        looked = f"looked for {_in_short(wanted or pattern.nodes[0])}"
+        if count and not wanted:
             looked = "looked for the end of a block"
-        ending = f"`{_cut(in_short(found))}`" if found else "the end"
-        return Miss(matched, f"{self._line(found or self.node)}: {looked}, found {ending}")
-
-    def _line(self, node: Any) -> str:
+        elif not count:
+            by_text = {_in_short(head): head for head in reversed(heads)}
+            similar = difflib.get_close_matches(_in_short(pattern.nodes[0]), by_text, 1)
+            other = by_text[similar[0]] if similar else None
+        ending = _in_short(other) if other else "the end" if count else f"none in {self.qualname}"
         file = self.module.name.removeprefix("transformer_engine.pytorch.").replace(".", "/")
-        return f"{file}.py:{getattr(node, 'lineno', 1)}"
+        return Miss(count, f"{file}.py:{getattr(other or self.node, 'lineno', 1)}: {looked}, found {ending}")
 
     @property
     def parameters(self) -> set[str]:
@@ -124,8 +126,8 @@ class Definition:
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
         if name not in self._inner:
-            slots = [*self.slots[ast.FunctionDef, name], *self.slots[ast.ClassDef, name]]
-            nodes = [slot.node for slot in slots if slot.node is not self.node]
+            places = [*self._nodes[ast.FunctionDef, name], *self._nodes[ast.ClassDef, name]]
+            nodes = [siblings[number] for siblings, number in places if siblings[number] is not self.node]
             if len(nodes) != 1:
                 raise unrecognized(f"{name} exactly once", self, f"it {len(nodes)} times")
             self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", nodes[0])
@@ -136,5 +138,7 @@ class Definition:
         return self.module.text[slice(*self.module.span(node))]
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+def _in_short(head: Any) -> str:
+    """The first line of a statement, or an expression, as far as it is shown."""
+    text = ast.unparse(without_blocks(head)).partition("\n")[0]
+    return f"`{text if len(text) <= _LONGEST else f'{text[: _LONGEST - 3]}...'}`"

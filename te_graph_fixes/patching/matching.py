@@ -3,9 +3,10 @@
 In a pattern
 
 - ``ANY`` is any expression, ``ANY_NAME`` too; where the same name comes again it is the same text;
-- ``...`` is any number of statements, arguments, parameters, or items of a tuple or a ``with`` (``*ANY`` where Python
-  wants a target);
-- the keywords of a call are in any order; where ``...`` is last there are any others, as for parameters of a ``def``;
+- ``...`` is any number of statements, arguments, or items of a tuple or a ``with`` (``*ANY`` where Python wants a
+  target);
+- the keywords of a call are in any order; where ``...`` is last there are any others;
+- a ``def`` with ``...`` has these parameters, with these defaults, in any order and among any others;
 - a ``def`` without decorators, result or annotations has any of them.
 
 Statements of a pattern are adjacent, and a block in it is whole; whatever else may stand there is ``...``. A pattern
@@ -18,22 +19,24 @@ import ast
 import copy
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 Position: TypeAlias = "tuple[int, int]"
 Bindings: TypeAlias = "dict[Any, Any]"
 
 BLOCKS = ("body", "handlers", "orelse", "finalbody")
-_NO_SYNTAX = {"ctx", "kind", "type_comment"}
+_NO_SYNTAX = ("ctx", "kind", "type_comment")
+_GAP = ast.Constant(...)
 
 
 class Match(NamedTuple):
     """The expression or the statements that a pattern matched, and what is ``bound``.
 
     By name that is what stands where the pattern has ``ANY_NAME``, by a ``located`` node of the pattern the node that
-    it matched.
+    it matched; by a ``...`` the first node that this stands for, or else the next one.
     """
 
     nodes: list[Any]
@@ -48,43 +51,37 @@ class Pattern:
         is_expression = len(body) == 1 and isinstance(body[0], ast.Expr)
         self.nodes: list[Any] = [body[0].value] if is_expression else [*body]  # type: ignore[attr-defined]
 
-    @classmethod
+    @staticmethod
     @cache
-    def of(cls, text: str) -> Pattern:
+    def of(text: str) -> Pattern:
         text = textwrap.dedent(text)
-        return cls(text, ast.parse(as_python(text)).body)
-
-    @property
-    def kinds(self) -> tuple[type[ast.AST], ...]:
-        """The types of nodes that it may begin with."""
-        kind = type(self.nodes[0])
-        return (ast.Assign, ast.AnnAssign) if kind is ast.Assign else (kind,)
+        return Pattern(text, ast.parse(as_python(text)).body)
 
     @cached_property
-    def first_name(self) -> str:
-        """The name with which each match begins; "" where that may be any, or none."""
-        name = first_name(self.nodes[0])
-        return "" if name.startswith("ANY") else name
+    def keys(self) -> list[tuple[type, str]]:
+        """The types of nodes that it may begin with, and the name with which these do; "" for any, or none."""
+        kind, name = type(self.nodes[0]), first_name(self.nodes[0])
+        kinds = (ast.Assign, ast.AnnAssign) if kind is ast.Assign else (kind,)
+        return [(kind, "" if name.startswith("ANY") else name) for kind in kinds]
 
     def __str__(self) -> str:
         return self._text
 
     def beginning(self, heads: Sequence[Any]) -> tuple[int, Any, Any]:
-        """How much of the pattern's beginning these heads of statements match: how many, and the two that differ."""
-        matched = reached = 0
+        """How many heads of this pattern the first of ``heads`` match, and the two that differ then, or None."""
+        count = position = 0
         is_adjacent = True
-        wanted = [*heads_of(self.nodes)]
-        for head in wanted:
+        for head in heads_of(self.nodes):
             if is_gap(head):
                 is_adjacent = False
                 continue
-            bare = _without_blocks(head)
-            candidates = range(reached, len(heads))[: 1 if is_adjacent else None]
-            following = next((i for i in candidates if self._match(bare, _without_blocks(heads[i]), {})), None)
-            if following is None:
-                return matched, head, heads[reached] if reached < len(heads) else None
-            matched, reached, is_adjacent = matched + 1, following + 1, True
-        return matched, None, heads[reached] if reached < len(heads) else None
+            candidates = heads[position : position + 1] if is_adjacent else heads[position:]
+            bare = without_blocks(head)
+            is_match = [bool(self._match(bare, without_blocks(other), {})) for other in candidates]
+            if True not in is_match:
+                return count, head, next(iter(heads[position:]), None)
+            count, position, is_adjacent = count + 1, position + is_match.index(True) + 1, True
+        return count, None, next(iter(heads[position:]), None)
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
         """Each way in which the pattern fits where a node stands."""
@@ -117,7 +114,7 @@ class Pattern:
         if is_any(wanted):
             ways = _match_any(wanted.id, node, bindings)
         elif isinstance(wanted, ast.Assign) and isinstance(node, ast.AnnAssign):
-            ways = self._match_parts(wanted, without_annotation(node), bindings)
+            ways = self._match_parts(wanted, ast.Assign([node.target], node.value), bindings)  # type: ignore[arg-type]
         elif type(wanted) is not type(node):
             return []
         elif isinstance(wanted, ast.AST):
@@ -129,39 +126,34 @@ class Pattern:
         return ways
 
     def _match_parts(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
-        ignored = _ignored_parts(wanted)
+        if isinstance(wanted, ast.arguments) and wanted.vararg and wanted.vararg.arg == "ANY":
+            return self._match_named(_parameters(wanted), _parameters(node), [bindings])
         ways = [bindings]
-        for part in wanted._fields:
-            if ways and part not in _NO_SYNTAX and part not in ignored:
-                ours, theirs = getattr(wanted, part, None), getattr(node, part, None)
-                ways = [bound for known in ways for bound in self._match(ours, theirs, known)]
-        if isinstance(wanted, ast.Call):
-            return [bound for known in ways for bound in self._match_keywords(wanted, node, known)]
-        if ignored and isinstance(wanted, ast.arguments):
-            return self._match_parameters(wanted, node, bindings)
-        return ways
-
-    def _match_keywords(self, wanted: ast.Call, node: ast.Call, bindings: Bindings) -> list[Bindings]:
-        """Each way in which the keywords match, in any order; of a call that has ``...``, those that are named."""
-        given = {keyword.arg: keyword for keyword in node.keywords}
+        for part in _parts(wanted):
+            ours, theirs = getattr(wanted, part, None), getattr(node, part, None)
+            ways = [bound for way in ways for bound in self._match(ours, theirs, way)]
+        if not isinstance(wanted, ast.Call):
+            return ways
         is_open = bool(wanted.args) and is_gap(wanted.args[-1])
         if not is_open and len(node.keywords) != len(wanted.keywords):
             return []
-        ways = [bindings]
-        for keyword in wanted.keywords:
-            ways = [bound for known in ways for bound in self._match(keyword, given.get(keyword.arg), known)]
+        ours, theirs = ({keyword.arg: keyword for keyword in call.keywords} for call in (wanted, node))
+        return self._match_named(ours, theirs, ways)
+
+    def _match_named(self, wanted: Mapping[Any, Any], given: Mapping[Any, Any], ways: list[Bindings]) -> list[Bindings]:
+        """Each way in which all that is wanted is given, by name."""
+        for name, part in wanted.items():
+            ways = [bound for way in ways for bound in self._match(part, given.get(name), way)]
         return ways
 
-    def _match_parameters(self, wanted: ast.arguments, node: ast.arguments, bindings: Bindings) -> list[Bindings]:
-        """Each way in which parameters match that have ``...``, with the defaults of those that are named."""
-        ours, theirs = _defaults(wanted), _defaults(node)
-        ours.pop("ANY", None)
-        return [
-            bound
-            for known, rest in self._match_sequence(wanted.args, node.args + node.kwonlyargs, bindings)
-            if not rest
-            for bound in self._match([*ours.values()], [theirs.get(name) for name in ours], known)
-        ]
+
+def as_python(text: str) -> str:
+    """The text of a pattern with ``...`` replaced where Python does not take it: among the parameters of a ``def``."""
+
+    def with_stars(head: re.Match[str]) -> str:
+        return head.group().replace("...", "*ANY", 1).replace("...", "**ANY")
+
+    return re.sub(r"\bdef \w+\([^)]*\)", with_stars, text)
 
 
 def heads_of(body: Sequence[Any]) -> Iterator[Any]:
@@ -172,7 +164,7 @@ def heads_of(body: Sequence[Any]) -> Iterator[Any]:
             yield from heads_of(getattr(node, block))
 
 
-def _without_blocks(statement: Any) -> Any:
+def without_blocks(statement: Any) -> Any:
     """A statement without its blocks; an expression as it is."""
     bare = copy.copy(statement)
     for block in blocks_of(statement):
@@ -185,32 +177,14 @@ def blocks_of(node: Any) -> list[str]:
     return [] if isinstance(node, ast.expr) else [block for block in BLOCKS if hasattr(node, block)]
 
 
-def in_short(head: Any) -> str:
-    """The first line of a statement, or an expression."""
-    return ast.unparse(_without_blocks(head)).partition("\n")[0]
-
-
-def as_python(text: str) -> str:
-    """The text of a pattern with ``...`` replaced where Python does not take it."""
-    return re.sub(r"\bdef \w+\([^)]*\)", _name_parameters, text)
-
-
-def _name_parameters(head: re.Match[str]) -> str:
-    """The head of a function with ``ANY`` for ``...``."""
-    before, *others = head.group().split("...")
-    for text in others:
-        before += ("ANY=0" if "=" in before else "ANY") + text
-    return before
-
-
 def is_gap(node: Any) -> bool:
-    """Whether a part of a pattern stands for any number of statements, arguments, parameters or contexts."""
+    """Whether a part of a pattern stands for any number of statements, arguments or items."""
     match node:
         case ast.Expr(value=part) | ast.withitem(context_expr=part):
             return is_gap(part)
         case ast.Constant(value=value):
             return value is ...
-        case ast.Starred(value=ast.Name(id="ANY")) | ast.arg(arg="ANY"):
+        case ast.Starred(value=ast.Name(id="ANY")):
             return True
     return False
 
@@ -220,43 +194,31 @@ def is_any(node: Any) -> bool:
     return isinstance(node, ast.Name) and node.id.startswith("ANY")
 
 
-def is_placed(node: Any) -> bool:
-    """Whether a node has a position."""
-    return isinstance(node, ast.withitem) or hasattr(node, "lineno")
-
-
 def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
     if not isinstance(node, ast.expr) or isinstance(node, ast.Starred):
         return []
     if name == "ANY":
         return [bindings]
-    known = bindings.get(name, node)
-    is_same = known is node or ast.unparse(known) == ast.unparse(node)
+    bound = bindings.get(name, node)
+    is_same = bound is node or ast.unparse(bound) == ast.unparse(node)
     return [{name: node, **bindings}] if is_same else []
 
 
-def without_annotation(node: Any) -> Any:
-    """The node itself; of a variable that is set and annotated, the same without the annotation."""
-    if isinstance(node, ast.AnnAssign) and node.value:
-        return ast.copy_location(ast.Assign([node.target], node.value), node)
-    return node
-
-
-def _ignored_parts(wanted: Any) -> Sequence[str]:
-    """The parts of a node that need not be the same."""
+def _parts(wanted: Any) -> list[str]:
+    """The fields of a node that have to be the same."""
+    ignored = [*_NO_SYNTAX]
     if isinstance(wanted, ast.Call):
-        return ("keywords",)
-    if isinstance(wanted, ast.FunctionDef):
-        return [part for part in ("decorator_list", "returns") if not getattr(wanted, part)]
-    if isinstance(wanted, ast.arguments) and any(map(is_gap, wanted.args)):
-        return wanted._fields
-    return ("annotation",) if isinstance(wanted, ast.arg) and wanted.annotation is None else ()
+        ignored.append("keywords")
+    if isinstance(wanted, (ast.FunctionDef, ast.arg)):
+        ignored += [part for part in ("decorator_list", "returns", "annotation") if not getattr(wanted, part, None)]
+    return [part for part in wanted._fields if part not in ignored]
 
 
-def _defaults(arguments: ast.arguments) -> dict[str, ast.expr | None]:
-    by_place = zip(reversed(arguments.args), reversed(arguments.defaults), strict=False)
+def _parameters(arguments: ast.arguments) -> dict[str, list[ast.AST]]:
+    """Parameters by name, with their defaults, or ``...``."""
+    by_place = zip_longest(reversed(arguments.args), reversed(arguments.defaults))
     by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return {parameter.arg: default for parameter, default in (*by_place, *by_name)}
+    return {parameter.arg: [parameter, default or _GAP] for parameter, default in (*by_place, *by_name)}
 
 
 def extent(node: Any) -> tuple[Position, Position]:
@@ -264,29 +226,6 @@ def extent(node: Any) -> tuple[Position, Position]:
     first, last = getattr(node, "context_expr", node), getattr(node, "optional_vars", None) or node
     last = getattr(last, "context_expr", last)
     return (first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset)
-
-
-class Slot(NamedTuple):
-    """A node as the list that it is in, and its number there."""
-
-    siblings: list[Any]
-    number: int
-
-    @property
-    def node(self) -> Any:
-        return self.siblings[self.number]
-
-
-def slots_in(root: ast.AST) -> list[Slot]:
-    """A node and all that is in it."""
-    slots = [Slot([root], 0)]
-    for slot in slots:
-        for _, value in ast.iter_fields(slot.node):
-            siblings = value if isinstance(value, list) else [value]
-            for number, node in enumerate(siblings):
-                if isinstance(node, ast.AST) and node._fields:
-                    slots.append(Slot(siblings, number))
-    return slots
 
 
 def first_name(node: ast.AST) -> str:

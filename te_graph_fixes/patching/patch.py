@@ -1,7 +1,7 @@
 """The change of a fix as a diff: what has to be in TransformerEngine's source, and what becomes of it.
 
 A *semantic patch* is text like a unified diff. Its context and ``-`` lines are a pattern
-(`te_graph_fixes.patching.matching`), which has to match in a named place exactly once::
+(`te_graph_fixes.patching.matching`), which has to match in a named function or class exactly once::
 
     @@ graph.py _make_graphed_callables
      visited_te_modules = ANY_EMPTY
@@ -15,14 +15,14 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
 - ``N times``, ``at least once``: how often the pattern matches; a pattern that must not match stands ``0 times``;
 - ``if there``: the place, or what it is in, up to the file, may be missing;
 - ``at its start``: for ``+`` lines alone, which go below the docstring;
-- ``or``: of this hunk and the one before, exactly one matches.
+- ``or``: of this hunk and the one before, exactly one fits.
 
 ``+`` lines are inserted below the statement above them or, where that is ``...`` or of another block, above the next
-one. Behind ``-`` lines they take their place. Of a statement only the parts that differ are edited, so that other
-fixes may change the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines is the text that it has matched.
+one. After ``-`` lines they take the place of these. Of a line of code only the part that differs is edited, so that
+other fixes may change the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines is the text that it has matched.
 
-What ``+`` lines make must not be there yet. Where a hunk does not fit, the error names it, and the line of the patch
-at which it begins.
+The result of the ``+`` lines must not be there yet. Where a hunk does not fit, the error names it, and the line of the
+patch at which it begins.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from functools import cache
 from itertools import pairwise
 
 from .definition import Definition, UnrecognizedError, unrecognized
-from .matching import Match, Pattern
+from .matching import Pattern, is_gap
 from .rewriting import START, Line, PatchError, Replacement, Side, compare, indented, whole_lines
-from .source import Edit, Source
+from .source import Edit, ModuleSource, Source
 
 PYTORCH = "transformer_engine.pytorch"
 _HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py (?P<place>[\w.]+))?(?: +\((?P<notes>[^()]*)\))?")
@@ -49,7 +49,7 @@ def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> 
     """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit, or two edit the same text."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value.replace("\\", r"\\"), text)
-    pairs = [(edit, ways[0].number) for ways in read(text) for edit in _fit(source, ways)]
+    pairs = [(edit, alternatives[0].number) for alternatives in read(text) for edit in _fit(source, alternatives)]
     for (edit, line), (following, other) in pairwise(sorted(pairs)):
         if edit.module == following.module and edit.end > following.start:
             module = source.module(edit.module)
@@ -63,26 +63,23 @@ def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> 
 def functions(source: Source, text: str) -> tuple[tuple[str, str], ...]:
     """The outermost functions that a patch is about, as modules and qualified names, as far as they are there."""
     names = set()
-    for hunk in (hunk for ways in read(text) for hunk in ways):
-        name = f"{PYTORCH}.{hunk.file.replace('/', '.')}"
-        outer = ".".join(hunk.place.split(".")[:2])
-        definitions = module.definitions if (module := source.find(name)) else {}
-        for qualname in (outer, outer.partition(".")[0]):
-            if isinstance(definitions.get(qualname), ast.FunctionDef):
-                names.add((name, qualname))
+    for hunk in (hunk for alternatives in read(text) for hunk in alternatives):
+        definitions, outer, _ = hunk.location(source.find(hunk.module))
+        if isinstance(definitions.get(outer), ast.FunctionDef):
+            names.add((hunk.module, outer))
     return tuple(sorted(names))
 
 
-def _fit(source: Source, ways: Sequence[Hunk]) -> list[Edit]:
+def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
     """The edits of the only one of these hunks that fits."""
     fits, errors = [], []
-    for hunk in ways:
+    for hunk in alternatives:
         try:
             fits.append(hunk.fit(source))
         except UnrecognizedError as error:
-            errors.append((error, f"{error} (line {hunk.number} of the patch, `@@ {hunk.file}.py {hunk.place}`)"))
+            errors.append((error, f"{error} (line {hunk.number} of the patch, `{hunk.header}`)"))
     if len(fits) > 1:
-        raise UnrecognizedError(f"looked for one of {len(ways)} shapes in {ways[0].place}, found {len(fits)}")
+        raise UnrecognizedError(f"looked for one of {len(alternatives)} shapes in {hunk.place}, found {len(fits)}")
     if not fits:
         text = "; or ".join(text for _, text in errors)
         raise UnrecognizedError(text, lambda: max(error.closest() for error, _ in errors))
@@ -134,74 +131,85 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
     is_start = "at its start" in notes
     if is_start != all(line.mark == "+" for line in lines):
         raise PatchError(f"line {number}: `+` lines alone stand `at its start`, and nothing else does")
-    old = Side(lines, " -", "what the hunk looks for")
-    new = Side(lines, " +", "what the hunk makes")
+    counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
+    count = None if "at least once" in notes else counts[0] if counts else 1
+    old, new = Side(lines, " -", "what the hunk looks for"), Side(lines, " +", "what the hunk makes")
     whole = Pattern(new.module.text, new.body)
-    if is_start:
-        text = textwrap.dedent("\n".join(line.text for line in lines))
-        return Hunk(number, file, place, notes, None, (), (whole,), f"{text}\n")
-    if not old.body:
-        raise PatchError(f"line {number}: a hunk that looks for nothing")
-    changes = compare(old, new)
-    if all(change.whole_lines and change.start == change.end for change in changes):
-        signs = [Pattern.of(change.text) for change in changes]
-    else:
-        signs = [whole] if any(line.mark == "+" for line in lines) else []
-    located = frozenset(spot.node for change in changes for spot in (change.start, change.end))
-    return Hunk(number, file, place, notes, Pattern(old.module.text, old.body, located), tuple(changes), tuple(signs))
+    pattern, changes, signs = None, [], [whole]
+    if not is_start:
+        if not old.body or is_gap(old.body[0]):
+            raise PatchError(f"line {number}: a hunk that looks for nothing, or begins with `...`")
+        changes = compare(old, new)
+        located = frozenset(spot.node for change in changes for spot in (change.start, change.end))
+        pattern = Pattern(old.module.text, old.body, located)
+        if all(change.whole_lines and change.start == change.end for change in changes):
+            signs = [Pattern.of(change.text) for change in changes]
+        elif all(line.mark != "+" for line in lines):
+            signs = []
+    return Hunk(number, file, place, count, "if there" in notes, pattern, changes, signs, new.module.text)
 
 
 @dataclass(frozen=True)
 class Hunk:
-    """One hunk: the ``pattern`` that it looks for (None: at the start of a function), and the ``changes`` of a match.
+    """A hunk: the ``pattern`` that it looks for (None: at the start of a function), and the ``changes`` of a match.
 
-    ``signs`` show that it was applied already: its whole new side where it replaces text, each insertion alone where it
-    only inserts, nothing where it only deletes. ``start_text`` are the lines that go to a function's start.
+    ``count`` is the number of matches (None: at least one). ``signs`` show that the hunk was applied already: its whole
+    new side where it replaces text, each insertion alone where it only inserts, nothing where it only deletes.
     """
 
     number: int
     file: str
     place: str
-    notes: list[str]
+    count: int | None
+    may_be_missing: bool
     pattern: Pattern | None
-    changes: tuple[Replacement, ...]
-    signs: tuple[Pattern, ...]
-    start_text: str = ""
+    changes: Sequence[Replacement]
+    signs: Sequence[Pattern]
+    new_text: str
+
+    @property
+    def header(self) -> str:
+        return f"@@ {self.file}.py {self.place}"
+
+    @property
+    def module(self) -> str:
+        return f"{PYTORCH}.{self.file.replace('/', '.')}"
 
     def fit(self, source: Source) -> list[Edit]:
         """The edits where it fits, none if its place is missing and may be; else raises `UnrecognizedError`."""
         definition = self.find(source)
         if definition is None:
             return []
-        matches = self._matches(definition, self.pattern) if self.pattern else []
+        matches = definition.exactly(self.count, self.pattern) if self.pattern else []
         for sign in self.signs:
             if definition.has(sign):
                 raise unrecognized(f"no `{str(sign)[:80]}`", definition, "it already")
-        if not self.pattern:
-            module, body = definition.module, definition.node.body
-            first = body[1] if len(body) > 1 and ast.get_docstring(definition.node) is not None else body[0]
-            start = whole_lines(definition, first)[START]
-            return [Edit(module.name, start, start, indented(module, first, self.start_text))]
-        return [change.edit(definition, match) for match in matches for change in self.changes]
+        if self.pattern:
+            return [change.edit(definition, match) for match in matches for change in self.changes]
+        body = definition.node.body
+        first = body[1] if len(body) > 1 and ast.get_docstring(definition.node) is not None else body[0]
+        start = whole_lines(definition, first)[START]
+        return [Edit(self.module, start, start, indented(definition.module, first, f"{self.new_text}\n"))]
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
+        _, outer, inner = self.location(source.find(self.module))
         try:
-            module = source.module(f"{PYTORCH}.{self.file.replace('/', '.')}")
-            outer, *inner = self.place.split(".")
-            if inner and isinstance(module.definitions.get(outer), ast.ClassDef):
-                outer = f"{outer}.{inner.pop(0)}"  # a class is looked up with its method
-            definition = module.definition(outer)
+            definition = source.module(self.module).definition(outer)
             for name in inner:
                 definition = definition.inner(name)
         except UnrecognizedError:
-            if "if there" in self.notes:
+            if self.may_be_missing:
                 return None
             raise
         return definition
 
-    def _matches(self, definition: Definition, pattern: Pattern) -> list[Match]:
-        """As many matches as the notes say: at least one, or an exact number."""
-        matches = definition.matches(pattern) if "at least once" in self.notes else []
-        counts = [int(note.split()[0]) for note in self.notes if note.endswith("times")]
-        return matches or definition.exactly(counts[0] if counts else 1, pattern)
+    def location(self, module: ModuleSource | None) -> tuple[Mapping[str, ast.AST], str, list[str]]:
+        """The definitions of a module, the name of the outermost that this is about, and those of the ones in it.
+
+        A class is looked up with its method.
+        """
+        definitions = module.definitions if module else {}
+        names = self.place.split(".")
+        depth = 2 if isinstance(definitions.get(names[0]), ast.ClassDef) else 1
+        return definitions, ".".join(names[:depth]), names[depth:]

@@ -14,7 +14,7 @@ import re
 import textwrap
 import tokenize
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, groupby, takewhile
+from itertools import chain, groupby, takewhile
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from .matching import Match, as_python, is_gap
 from .source import Edit, ModuleSource, first_line
 
 START, END = 0, 1
+_STATEMENT = (ast.stmt, ast.excepthandler)
 _NEAR = 100
 """How many characters the name of a callee may have."""
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
@@ -57,6 +58,10 @@ class Row(NamedTuple):
     @property
     def words(self) -> list[str]:
         return [token.word for token in self.tokens]
+
+    @property
+    def number(self) -> int:
+        return (self.kept or self.lines)[0].number
 
     @property
     def mark(self) -> str:
@@ -130,7 +135,7 @@ class Replacement(NamedTuple):
             end = _start_of_comments(module, last)
         if not self.text:
             start = _start_of_comments(module, first)
-        return Edit(module.name, start, end, indented(module, first, _filled(definition, match, self.text)))
+        return Edit(module.name, start, end, _filled(definition, match, indented(module, first, self.text)))
 
 
 def compare(old: Side, new: Side) -> list[Replacement]:
@@ -139,114 +144,118 @@ def compare(old: Side, new: Side) -> list[Replacement]:
 
 
 class _Comparison:
-    """The changes between two sides. Nodes of the old one are known by the character offsets of their ends."""
-
     def __init__(self, old: Side, new: Side) -> None:
         self._old, self._new = old, new
         nodes: list[Any] = [*old.body]
         for node in nodes:  # outer ones first
             if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
                 nodes += ast.iter_child_nodes(node)
-        nodes = [node for node in nodes if isinstance(node, ast.withitem) or hasattr(node, "lineno")]
-        self._innermost = {old.module.span(node): node for node in nodes}
-        self._spots: dict[tuple[int, ...], Spot] = {}
-        for node in nodes:
-            for side in (START,) if is_gap(node) else (START, END):
-                offset = old.module.span(node)[side]
-                self._spots[side, offset] = Spot(node, side)
-                if isinstance(node, (ast.stmt, ast.excepthandler)):
-                    is_bare = isinstance(node, ast.Expr) and not is_gap(node)
-                    self._spots[side, offset, node.col_offset] = Spot(node.value if is_bare else node, side)
+        self._is_expression = len(old.body) == len(new.body) == 1 and isinstance(new.body[0], ast.Expr)
+        self._nodes = [
+            (node, span(old.module, node))
+            for node in nodes
+            if hasattr(node, "lineno") or isinstance(node, ast.withitem)
+        ]
 
     def changes(self) -> Iterator[Replacement]:
         """``-`` rows become the ``+`` rows after them; one that stays in part is one row on both sides."""
-        kept = [row for row in self._new.rows if row.mark == " "]
+        kept = [row for row in self._new.rows if row.kept]
         if [row.kept for row in self._old.rows if row.kept] != [row.kept for row in kept]:
-            raise PatchError(f"line {self._old.lines[0].number}: lines that stay are of other lines of code then")
-        rows = [*self._old.rows, *(row for row in self._new.rows if row.mark == "+")]
-        runs = groupby(sorted(rows, key=lambda row: row.lines[0].number), key=lambda row: row.mark)
+            raise _error(self._old.rows, "a line that stays is not of one line of code on both sides")
+        rows = [*self._old.rows, *(row for row in self._new.rows if not row.kept)]
+        runs = groupby(sorted(rows, key=lambda row: row.number), key=lambda row: row.mark)
         gone: list[Row] = []
-        count = 0
         for mark, run in chain(runs, [(" ", ())]):
             rows = [*run]
-            if mark != "-" and (gone or mark == "+"):
-                yield from self._replaced(gone, rows if mark == "+" else [], count)
+            if mark == "+" or (mark == " " and gone):
+                yield from self._replaced(gone, rows if mark == "+" else [])
             gone = rows if mark == "-" else []
-            count += len(rows) if mark != "+" else 0
-            if mark == " ":
-                for row in rows:
-                    yield from self._within(row, kept.pop(0))
+            for row in rows if mark == " " else ():
+                yield from self._within(row, kept.pop(0))
 
-    def _replaced(self, gone: list[Row], made: list[Row], count: int) -> Iterator[Replacement]:
-        """The changes of rows that follow each other; ``count`` is that of the old rows up to here."""
+    def _replaced(self, gone: list[Row], made: list[Row]) -> Iterator[Replacement]:
+        """The changes of rows that follow each other: one by one if they are alike, or else all at once."""
         is_commented = any("#" in line.text for row in made for line in row.lines)
-        if [row.indent for row in gone] == [row.indent for row in made] and not is_commented:
-            for old, new in zip(gone, made, strict=True):
-                yield from self._within(old, new)
+        if [row.indent for row in gone] != [row.indent for row in made] or is_commented:
+            yield self._in_lines(gone, made)
             return
+        for old, new in zip(gone, made, strict=True):
+            yield from self._within(old, new)
+
+    def _in_lines(self, gone: list[Row], made: list[Row]) -> Replacement:
         indent = min(row.indent for row in (*gone, *made))
-        above, below = self._old.rows[:count], self._old.rows[count:][:1]
-        end = self._statement(END, above, indent) or self._statement(
-            START, below, below[0].indent if gone and below else indent
-        )
+        number = (gone[-1] if gone else made[0]).number
+        above = [row for row in self._old.rows if row.number <= number]
+        below = self._old.rows[len(above) :]
+        end = self._statement(END, above, indent)
+        end = end or self._statement(START, below, below[0].indent if below and gone else indent)
         start = self._statement(START, gone, indent) if gone else end
-        if not start or not end or any(rows[0].indent != indent for rows in (gone, made) if rows):
+        is_of_one_block = all(rows[0].indent == indent for rows in (gone, made) if rows)
+        is_clause = made and made[0].words[0] in ("elif", "else", "except", "finally")
+        if not start or not end or not is_of_one_block or is_clause:
             raise _error(made or gone, "no statement of the same block above or below")
         text = self._new.added(made) if made else ""
-        yield Replacement(start, end, _fillable(text, made) if gone else text, True)
+        return Replacement(start, end, _fillable(text, made) if gone else text, True)
 
     def _statement(self, side: int, rows: list[Row], indent: int) -> Spot | None:
         """Where a statement with this indent starts with the first of some rows, or ends with the last."""
-        offset = (rows[0].tokens[0].start, rows[-1].tokens[-1].end)[side] if rows else -1
-        return self._spots.get((side, offset, indent))
+        for node, ends in self._nodes if rows else ():
+            offset = rows[-1].tokens[-1].end if side == END else rows[0].tokens[0].start
+            if isinstance(node, _STATEMENT) and (ends[side], node.col_offset) == (offset, indent):
+                if is_gap(node):
+                    return Spot(node, side) if side == START else None
+                return Spot(node.value if isinstance(node, ast.Expr) else node, side)
+        return None
 
     def _within(self, old: Row, new: Row) -> Iterator[Replacement]:
-        """The change from the first token that differs to the last, widened to ends of nodes and to whole brackets."""
+        """The change of the smallest part of a row that differs, or else of the row."""
         if old.words == new.words:
             return
         start = _in_common(old.words, new.words)
         rest = _in_common(old.words[start:][::-1], new.words[start:][::-1])
-        while start >= 0 and rest >= 0:
-            stop, new_stop = len(old.words) - rest, len(new.words) - rest
-            left, right = self._spot(old, start), self._spot(old, stop)
-            if start < stop and (ends := (old.tokens[start].start, old.tokens[stop - 1].end)) in self._innermost:
-                left, right = (Spot(self._innermost[ends], side) for side in (START, END))
-            depths = _depths(old.words[start:stop]), _depths(new.words[start:new_stop])
-            # An operator beside ANY could take a part of what that stands for.
-            if not left or min(map(min, depths)) < 0 or _is_any(old.words[:start][-1:]):
-                start -= 1
-            elif not right or max(depth[-1] for depth in depths) > 0 or _is_any(old.words[stop:][:1]):
-                rest -= 1
-            else:
-                first = new.tokens[start].start if left.side == START else new.tokens[start - 1].end
-                last = new.tokens[new_stop].start if right.side == START else new.tokens[new_stop - 1].end
-                text = self._new.module.text
-                text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
-                yield Replacement(left, right, _fillable(text, [new]), False)
+        stop = len(old.words) - rest
+        if start == stop and (spot := self._spot(old, start)):
+            left = right = spot
+        else:
+            different = old.tokens[start:stop] or old.tokens[max(start - 1, 0) : stop + 1]
+            first, last = different[0].start, different[-1].end
+            parts = [(node, ends) for node, ends in self._nodes if ends[START] <= first and last <= ends[END]]
+            node, (first, last) = parts[-1] if parts else (None, (0, 0))
+            start = sum(token.start < first for token in old.tokens)
+            rest = sum(token.end > last for token in old.tokens)
+            if node is None or isinstance(node, _STATEMENT) or (start == rest == 0 and not self._is_expression):
+                if old.kept:
+                    raise _error([new], "neither whole statements nor a part of an expression")
+                yield self._in_lines([old], [new])
                 return
-        raise _error([new], "neither whole statements nor a part of an expression")
+            left, right = Spot(node, START), Spot(node, END)
+        new_stop = len(new.words) - rest
+        first = new.tokens[start].start if left.side == START else new.tokens[start - 1].end
+        last = new.tokens[new_stop].start if right.side == START else new.tokens[new_stop - 1].end
+        text = self._new.module.text
+        text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
+        yield Replacement(left, right, _fillable(text, [new]), False)
 
     def _spot(self, row: Row, index: int) -> Spot | None:
-        """Where a node starts with a token, or else ends with the one before; at ``...`` if there is no other."""
-        keys = [(START, token.start) for token in row.tokens[index:][:1]]
-        keys += [(END, token.end) for token in row.tokens[:index][-1:]]
-        return min(
-            (self._spots[key] for key in keys if key in self._spots), key=lambda spot: is_gap(spot.node), default=None
-        )
+        """Where to insert text in front of a token: where a node starts, or ends; none beside ``ANY``.
+
+        An operator there could take a part of what that stands for.
+        """
+        before, after = row.tokens[:index][-1:], row.tokens[index:][:1]
+        if any(token.word.startswith("ANY") for token in (*before, *after)):
+            return None
+        spots = [Spot(node, START) for node, (start, _) in self._nodes if [start] == [token.start for token in after]]
+        ends = [
+            Spot(node, END)
+            for node, (_, end) in self._nodes
+            if [end] == [token.end for token in before] and not is_gap(node)
+        ]
+        return min([*spots[-1:], *ends[-1:]], key=lambda spot: is_gap(spot.node), default=None)
 
 
 def _in_common(words: Sequence[str], others: Sequence[str]) -> int:
     """How many tokens are the same at the beginning."""
     return len([*takewhile(bool, map(eq, words, others))])
-
-
-def _depths(words: Sequence[str]) -> list[int]:
-    """How many brackets are open after each token."""
-    return [0, *accumulate((word in ("(", "[", "{")) - (word in (")", "]", "}")) for word in words)]
-
-
-def _is_any(words: Sequence[str]) -> bool:
-    return any(word.startswith("ANY") for word in words)
 
 
 def _fillable(text: str, rows: Sequence[Row]) -> str:
@@ -257,7 +266,7 @@ def _fillable(text: str, rows: Sequence[Row]) -> str:
 
 
 def _error(rows: Sequence[Row], text: str) -> PatchError:
-    return PatchError(f"line {rows[0].lines[0].number}: {text}")
+    return PatchError(f"line {rows[0].number}: {text}")
 
 
 def span(module: ModuleSource, node: Any) -> tuple[int, int]:
