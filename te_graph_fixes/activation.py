@@ -125,7 +125,7 @@ class _Activation:
                 self._take_back()
                 self._decision, self._early = decision, None
         if settings.strict and not loaded(PACKAGE):
-            self._warn_or_raise(problem_summary(self.report(), strict=True), settings)
+            self._warn_or_raise(problem_summary(self.report()), settings)
 
     def after(self, name: str, late: bool = False) -> None:
         """``name`` has been executed: install what is chosen, if all that it changes has been.
@@ -145,7 +145,7 @@ class _Activation:
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
         report = self.report()
-        self._warn_or_raise(problem_summary(report, decision.settings.strict), decision.settings)
+        self._warn_or_raise(problem_summary(report), decision.settings)
         announce(report, decision.settings.verbose)
 
     def _take_back(self) -> None:

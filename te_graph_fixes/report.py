@@ -94,18 +94,16 @@ def copies_of_graphs(original: str) -> tuple[str, ...]:
     return tuple(sorted(copies))
 
 
-def problem_summary(report: Report, strict: bool) -> str:
+def problem_summary(report: Report) -> str:
     """What is wrong: first what to do, then a line for each reason with the fixes that have it; "" if nothing is."""
     bad, te = report.having(*_BAD), te_name(report.te_version)
     early = max((fix.earlier_graphs for fix in report.fixes.values()), default=0)
-    go_on = f"to go on without a fix, name it in {DISABLE} or set {STRICT}=0"
-    all_of_it = "te_graph_fixes.report() has all of it"
-    advice = f"Switch graphs off; {go_on}" if strict else f"Stop the job or switch graphs off; {all_of_it}"
     lines = []
     if bad:
         lines = [
-            f"{te}: {_count(len(bad), 'fix')} that it needs cannot be applied, so its graphs may give wrong gradients. "
-            f"{advice}; `{COMMAND} issue` prints what a report needs"
+            f"stop the job, or switch the graphs of {te} off: {_count(len(bad), 'fix')} that it needs cannot be "
+            f"applied, so they may give wrong gradients. To go on without a fix, name it in {DISABLE} (without all of "
+            f"these: {STRICT}=0). te_graph_fixes.report() has all of it; `{COMMAND} issue` prints what a report needs"
         ]
         by_reason: dict[str, list[str]] = {}
         for fix_id, reason in bad.items():
@@ -113,8 +111,8 @@ def problem_summary(report: Report, strict: bool) -> str:
         lines += [f"{named(ids)}: {reason}" for reason, ids in by_reason.items()]
     if early:
         lines.append(
-            f"{te}: {_count(early, 'graph')} captured before the fixes were in place will stay without them and may "
-            "give wrong gradients: import te_graph_fixes before graphs are captured"
+            f"import te_graph_fixes before graphs are captured: {_count(early, 'graph')} of {te} captured before the "
+            "fixes were in place will stay without them and may give wrong gradients"
         )
     return "\n  ".join(lines)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +40,8 @@ class Stamp:
     version: str
     text: str
     te_version: str | None
-    fixes: Mapping[str, str]
-    files: Mapping[str, tuple[str | None, str]]
+    fixes: dict[str, str]
+    files: dict[str, tuple[str | None, str]]
 
     @classmethod
     def read(cls, file: Path) -> Stamp:
@@ -55,8 +54,7 @@ class Stamp:
     @property
     def is_outdated(self) -> bool:
         """Whether other fixes than those of this package were put on disk, by no later release."""
-        theirs, ours = (Version(Version(version).public) for version in (self.version, __version__))  # without commits
-        return self.text != fixes_digest() and theirs <= ours
+        return self.text != fixes_digest() and Version(self.version).release <= Version(__version__).release
 
     @property
     def by(self) -> str:
@@ -83,10 +81,10 @@ def of_source(source: Source) -> Stamp | None:
         return None
     try:
         stamp = Stamp.read(location / NAME)
-        files = {path: location.parent / path for path in stamp.files}
     except (ValueError, TypeError) as error:
         raise ChangedStampError(f"take the edit of {location / NAME} back: it cannot be read ({error})") from error
-    here = {path: digest(file.read_bytes()) for path, file in files.items() if file.exists()}
+    root = location.parent
+    here = {path: digest((root / path).read_bytes()) for path in stamp.files if (root / path).exists()}
     changed = [path for path, (_, after) in stamp.files.items() if here.get(path) != after]
     if not changed:
         return stamp
@@ -96,8 +94,7 @@ def of_source(source: Source) -> Stamp | None:
             f"delete with {undo} what {stamp.by} has left: the TransformerEngine that it corrected was replaced since"
         )
     raise ChangedStampError(
-        f"take the edit back, or install TransformerEngine anew and {undo}: {', '.join(changed)} is not as "
-        f"{stamp.by} has written it"
+        f"take the edit back, or install TransformerEngine anew and {undo}: {', '.join(changed)} was changed since"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is compared, what differs, and the report. Nothing here waits for the GPU within a step.
+"""The comparisons, their mismatches, and the report. Nothing here waits for the GPU within a step.
 
 A comparison leaves a number on the GPU, and they are read together when a step is over. A check that stopped the host
 after each replay would hide what happens only where nobody waits.
@@ -200,7 +200,7 @@ class Check:
 
 
 def _sentence(totals: list[Counter[str]]) -> str:
-    """What was compared, and how many differ; ``totals`` are those of the ranks."""
+    """The number of comparisons and of mismatches; ``totals`` are those of the ranks."""
     total, steps = sum(totals, Counter[str]()), max(counts["steps"] for counts in totals)
     amounts = (steps, "step"), (total["callables"], "callable")
     counted = [f"{number:,} {word}{'s' * (number != 1)}" for number, word in amounts]
@@ -244,7 +244,7 @@ class Lifetimes:
             wrapt.wrap_function_wrapper(distributed_c10d, name, self._wait if name == "Work.wait" else self._send)
 
     def before_replay(self) -> None:
-        """What the program itself writes before this is no defect."""
+        """Begin to watch what is in use: the program itself may have written into it before."""
         used = [pair for _, sent in self._sends.values() for pair in sent]
         for address, subject in self.returned.items():
             parameter = subject.twin.parameters.get("".join(PARAMETER.findall(subject.kind)))

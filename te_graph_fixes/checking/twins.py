@@ -1,4 +1,4 @@
-"""What `make_graphed_callables` gives: each callable is compared with its module, run eagerly at every call.
+"""The callables of `make_graphed_callables`, each compared with its module, which is run eagerly at every call.
 
 The eager side is no copy of the module, which would leave closures and process groups behind. While it runs, the
 ``__dict__`` of the module and of all its submodules is exchanged for one with parameters that share the memory of the
@@ -194,7 +194,7 @@ class Checked:
 
 
 class Microbatch:
-    """What eager starts from, all of it copies, and what it has computed."""
+    """The inputs and the state from which eager starts, all of it copies, and its results."""
 
     backward: tuple[list[torch.Tensor | None], State]  # the gradient of each output, and the state that it begins in
 
@@ -229,7 +229,7 @@ class Twin:
             self.own[submodule] = own | empty
 
     def marks(self) -> dict[Module, bool | None]:
-        """What each submodule says itself of its next microbatch, as Megatron-Core's do."""
+        """Whether the next microbatch is a first one, where submodules say so themselves, as Megatron-Core's do."""
         return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_left_out(self) -> str:
@@ -348,7 +348,7 @@ class Twin:
         stack.enter_context(self._torch_autocast)
 
     def _dictionary(self, module: Module, run: Microbatch, aliases: dict[torch.Tensor, Any]) -> Values:
-        """What takes the place of the ``__dict__`` of a submodule, with containers of its own."""
+        """The replacement for the ``__dict__`` of a submodule, with containers of its own."""
         present = {name: value for name, value in vars(module).items() if name not in REPLACED}
         result: Values = tree_map_only(torch.Tensor, lambda tensor: aliases.get(tensor, tensor), present)
         result |= self.own[module] | {"_buffers": _copied(run.buffers[module]), FIRST: run.first[module]}

@@ -108,7 +108,7 @@ def explain(fix: Fix, decision: Decision | None) -> Iterator[str]:
         "symptom": fix.symptom,
         "affected": fix.users,
         "versions": f"TransformerEngine {fix.versions}",
-        "cost": fix.cost or "none known of this fix alone",
+        "cost": fix.cost or "none known",
         "leave out": f"{DISABLE}={fix.id}",
         "requires": ", ".join(fix.requires),
         "upstream": upstream(fix),
@@ -146,8 +146,6 @@ def listing() -> Iterator[str]:
         yield f"{group}\n"
         for fix in (fix for fix in CATALOGUE.values() if fix.group == group):
             yield f"  {fix.id}: {fix.symptom}\n    TransformerEngine {fix.versions}; {upstream(fix)}"
-            if fix.requires:
-                yield f"    requires {', '.join(fix.requires)}"
         yield ""
     yield "TE_GRAPH_FIXES=upstream applies those that are corrected in a later TransformerEngine, and what they require"
 

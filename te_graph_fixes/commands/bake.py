@@ -60,10 +60,9 @@ def in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
 
 
 def undo(source: Source) -> str:
-    """Give every module that was changed its very bytes back, and delete those that were added; returns what to say.
+    """Give each changed module its very bytes back, unless TE was installed anew, and delete the added ones.
 
-    In a TE that was installed anew since, only those are left. Raises `BakeError` where there is no bake, and
-    `ChangedStampError` where a module was edited after it.
+    Returns a sentence about that. Raises `BakeError` where there is no bake, `ChangedStampError` after a later edit.
     """
     location = Path(source.location)
     try:
@@ -91,10 +90,7 @@ def roll_back(location: Path) -> bool:
 
 
 def write(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write the new texts into a folder, with the permissions of the old ones, or of TE's first module.
-
-    ``files`` are texts before ("": there is no such file) and after, by their paths from ``root``, which holds TE.
-    """
+    """Write the texts after into a folder, with the permissions of those before, or of TE's first module."""
     for path, (before, after) in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(after.encode())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..decision import Decision, expected
 from ..fixes import CATALOGUE
+from ..importing import PACKAGE
 from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import COMMAND, DISABLE, Settings, fix_ids, option, unknown_variables
@@ -184,7 +185,7 @@ def _bake_in_place(source: Source) -> int:
 
 def _import_problem() -> str:
     """Why a new process cannot import the installed TE, which imports every module that is edited; "" where it can."""
-    command = [sys.executable, "-c", f"import {TE}.pytorch"]
+    command = [sys.executable, "-c", f"import {PACKAGE}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = done.stderr.strip().rpartition("\n")[2]
     return said or f"it ended with status {done.returncode}" if done.returncode else ""

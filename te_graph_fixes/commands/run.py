@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from ..checking import Options, require_comparable
+from ..importing import TE
 from ..launcher.te_graph_fixes_run import FILTER
 from ..settings import CHECK, COMMAND, STRICT, Settings, unknown_variables
 
@@ -79,7 +80,7 @@ def _check_of(option: str) -> str:
         raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
     if name != "--check":
         raise ValueError(f"unknown option {option}; see {COMMAND} run -h")
-    if importlib.util.find_spec("transformer_engine") is None:
+    if importlib.util.find_spec(TE) is None:
         _say(f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
     return value or "on"
 

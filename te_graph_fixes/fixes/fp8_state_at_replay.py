@@ -12,7 +12,7 @@ amax reduction, with the recipe of the autocast around it. It misses modules tha
 5. are in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 
 Modules now say in the capture which state they use, and a replay does the same with it
-(`te_graph_fixes/shipped/captured_fp8.py`). What the warmup has left in any of these states is taken back: TE does so
+(`te_graph_fixes/shipped/captured_fp8.py`). The values that the warmup leaves in these states are taken back: TE does so
 only for modules that it finds by ``modules()``, in the autocast of the capture. Operations that run without FP8 in a
 capture get no state there, and nothing is put back into them (``AssertionError``).
 """

@@ -56,13 +56,13 @@ GRAPH = """
 +if fwd_graph.marks.are_read:
 +    skip_fp8_weight_update = fwd_graph.marks.take()
 @@ graph.py make_graphed_callables
-+marked = [each for func in modules for each in func.modules() if hasattr(each, "is_first_microbatch")]
-+marks = [each.is_first_microbatch for each in marked]
++marked = [m for module in modules for m in module.modules() if hasattr(m, "is_first_microbatch")]
++marks = [m.is_first_microbatch for m in marked]
  saved_fp8_tensors = save_fp8_tensors(...)
 @@
  restore_fp8_tensors(modules, saved_fp8_tensors, ...)
-+for each, mark in zip(marked, marks):
-+    each.is_first_microbatch = mark
++for m, mark in zip(marked, marks):
++    m.is_first_microbatch = mark
 """
 
 LAYER = """

@@ -38,7 +38,7 @@ class UsedState:
 class Capture:
     """The states that modules use between the warmup and the last graph of one capture of TE's own.
 
-    It is noted as long as somebody has this object: others than TE set its sign of a capture too, as Megatron-Core.
+    They are noted as long as this object is alive: TE's sign of a capture is set by others too, as Megatron-Core.
     """
 
     def __init__(self) -> None:

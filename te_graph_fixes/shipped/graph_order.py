@@ -220,12 +220,10 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
     for the last time before entry ``i`` runs. Only the first layer of a chunk occurs; for the others TE has a rule of
     its own, which is right. ValueError for an order that is not legal.
 
-    The gradient of a model chunk's first layer is sent to the previous pipeline stage. Megatron-Core waits for that
-    send once the next model chunk's backward, and the forward that overlaps it, have been issued: it is held through
-    the next model chunk's last dgrad and the forwards of a model chunk that is under way then. For the last send before
-    the cooldown Megatron-Core waits at the very end; it is held through the next backward of another model chunk that
-    sends something. Where a chunk has several layers the chunks are the model chunks. Where each is one layer the order
-    does not name the model chunks, and they are taken to be as long as it allows (docs/maintainers/lifetimes.md).
+    Megatron-Core sends the gradient of a model chunk's first layer to the previous pipeline stage, and waits for that
+    once the next model chunk's backward, and the forward that overlaps it, have been issued; for the last send before
+    the cooldown, once there is a later one. Where each chunk is one layer the order does not name the model chunks, and
+    they are taken to be as long as it allows (docs/maintainers/lifetimes.md).
     """
     plan = Plan(parse(order), layers_per_chunk)
     entries = plan.entries

@@ -16,18 +16,15 @@ def leaf_inputs(inputs: Sequence[Tensor], number: int) -> list[int]:
 def with_copied_grads(backward: Callable[..., Any], inputs: int) -> Callable[..., Any]:
     """The ``backward`` of a graph with copies of the gradients that ``ctx.inputs_with_copied_grads`` names.
 
-    What it returns ends with the gradients of the graph's ``inputs``.
+    The last gradients that it returns are those of the graph's ``inputs``.
     """
 
     def backward_with_copies(ctx: Any, *grads: Any) -> Any:
-        returned = backward(ctx, *grads)
-        if not ctx.inputs_with_copied_grads:
-            return returned
-        copied = list(returned)
-        first = len(copied) - inputs
+        returned = list(backward(ctx, *grads))
+        first = len(returned) - inputs
         for index in ctx.inputs_with_copied_grads:
-            grad = copied[first + index]
-            copied[first + index] = None if grad is None else grad.clone()
-        return tuple(copied)
+            if (grad := returned[first + index]) is not None:
+                returned[first + index] = grad.clone()
+        return tuple(returned)
 
     return backward_with_copies

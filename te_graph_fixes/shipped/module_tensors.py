@@ -1,4 +1,4 @@
-"""What the graphs of a callable use: the same modules and parameters as at the capture, and the same addresses."""
+"""The modules, parameters and memory that the graphs of a callable use: the same as at the capture."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
 FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
-"""What modules call it that their backward adds wgrads to the ``main_grad`` of weights."""
+"""The attributes of modules that say that their backward adds wgrads to the ``main_grad`` of weights."""
 
 Slot = tuple[Any, Any, str]
-"""What a tensor is in, a dictionary or a list, its key there, and what errors call it."""
+"""The dictionary or list that holds a tensor, its key there, and its name in errors."""
 
 
 class WarmupRecord:
-    """What the warmup has run: modules by the number of their callable, and recipes of callables in FP8."""
+    """The modules that the warmup has run, and the recipes of callables in FP8, by the number of the callable."""
 
     def __init__(self) -> None:
         self.recipes: dict[int, Any] = {}
@@ -38,7 +38,7 @@ class WarmupRecord:
 
 
 class CallableTensors:
-    """What the graphs of one callable use: its ``members``, and tensors that they ``read``, or add to (``written``).
+    """The ``members`` that the graphs of one callable use, and the tensors that they ``read``, or add to (``written``).
 
     ``parameters`` are inputs of its graphs, ``ran`` the modules that its warmup has run.
     """
@@ -87,7 +87,7 @@ class Members:
 
 
 class Addresses:
-    """The addresses of tensors. What is there may be another object: a ``main_grad`` may be given up and made again."""
+    """The addresses of tensors. The object there may be another one: a ``main_grad`` may be given up and made again."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         # A tensor that consists of others, as one in FP8, has no address.

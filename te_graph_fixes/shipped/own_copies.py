@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 OF_A_CAPTURE = ("forward", "backward_dw", "reset", "__reduce_ex__", "__deepcopy__")
-"""What a capture sets on a module."""
+"""The attributes that a capture sets on a module."""
 
 
 def with_own_inputs(
@@ -20,8 +20,8 @@ def with_own_inputs(
 ) -> tuple[list[Any], list[Any]]:
     """The samples of a capture, where a tensor that takes a gradient has a copy for each input that it is given as.
 
-    Inputs of several callables stay one tensor where they ``are_handed_on``. What needs no gradient, as masks, has the
-    same values for all in each step. Parameters are not written.
+    Inputs of several callables stay one tensor where they ``are_handed_on``. Tensors that need no gradient, as masks,
+    have the same values for all in each step. Parameters are not written.
     """
     seen: set[int] = set()
     samples = []

@@ -12,7 +12,7 @@ from ._te_warn_once import warn_once
 
 
 def _of(leaf: Any) -> tuple[Any, ...]:
-    """What the graph takes from an argument, which need not be a tensor."""
+    """The properties of an argument that its graph has fixed; it need not be a tensor."""
     return getattr(leaf, "shape", None), getattr(leaf, "requires_grad", False), getattr(leaf, "dtype", None)
 
 

@@ -1,7 +1,7 @@
-"""What a capture of CUDA graphs has fixed, required at each replay that depends on it.
+"""Replays of CUDA graphs raise where they would not compute what their modules do.
 
-What another graph has left for this one has not been overwritten since (`_te_replay_order`). The modules, parameters
-and ``main_grad`` that it uses are where they were (`_te_module_tensors`).
+The data that another graph has left for this one must not have been overwritten since (`_te_replay_order`). The
+modules, parameters and ``main_grad`` that it uses must be where they were (`_te_module_tensors`).
 
 Where a checkpoint runs a forward again, in a backward,
 
@@ -63,7 +63,7 @@ def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
 
 
 class Contract:
-    """What the graphs of one callable and microbatch ask for at their replays.
+    """The conditions of the replays of one callable and microbatch.
 
     ``functions`` are the callables of a capture, each once for each microbatch; this is number ``number``. Its
     ``graphs`` are a forward, a dgrad and a wgrad. It has so many ``inputs``, after which come its ``parameters``.
@@ -281,7 +281,7 @@ def _name(functions: Sequence[Any], number: int, microbatch: int, capture: int) 
 
 
 def _recipe_states(function: Any) -> Iterator[Any]:
-    """What holds the FP8 scales of the gradients in a callable."""
+    """The recipe states that hold the FP8 scales of the gradients in a callable."""
     for module in modules_of(function):
         of_operation = (getattr(module, "_fp8_metas", None) or {}).get("backward")
         state = (of_operation or getattr(module, "fp8_meta", {})).get("scaling_bwd")

@@ -1,9 +1,9 @@
 """Whether what a graph reads is still there: the order in which the graphs of one memory pool are replayed.
 
-Graphs of one memory pool write where they wrote at capture. What graph X leaves for graph Y (a forward for its dgrad, a
-dgrad for its wgrad) is untouched by what was captured between the two, since it was in use then, and by nothing else:
-what was captured before X may have given up the memory that X got, what was captured after Y may have got what Y
-reads. So Y may be replayed if **all that was replayed since X was captured between X and Y**.
+Graphs of one memory pool write where they wrote at capture. The data that graph X leaves for graph Y (a forward for its
+dgrad, a dgrad for its wgrad) is untouched by graphs that were captured between the two, since it was in use then, but
+not by others: those captured before X may have given up the memory that X got, those captured after Y may have got the
+memory that Y reads. So Y may be replayed if **all that was replayed since X was captured between X and Y**.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReplayOrder:
         self._released: list[int] = []
 
     def new_position(self) -> int:
-        """A position for a graph that is about to be captured. What was released counts as one graph from now on."""
+        """A position for a graph that is about to be captured. All released graphs count as one from now on."""
         while self._released:
             position = self._released.pop()
             self.times[RELEASED] = max(self.time(RELEASED), self.times.pop(position, 0))

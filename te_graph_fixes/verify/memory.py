@@ -34,7 +34,7 @@ def _highest(program: Program) -> int:
 
 
 def peaks(program: Program) -> list[int]:
-    """What each capture of a program adds, at its peak, to the bytes that are allocated before it."""
+    """The bytes that each capture of a program adds, at its peak, to those allocated before it."""
     require(program.recipe, program.other)
     use(program)
     training = _Measured(graphed=True)

@@ -17,7 +17,7 @@ from .driver.events import train
 from .driver.program import Program, Skipped
 
 REFUSED = r"callable \d|captured with|modified by an inplace operation"
-"""What `replay-contract` says where it refuses, and autograd, which it tells that an output was overwritten."""
+"""The errors of `replay-contract`, and of autograd, which it tells that an output was overwritten."""
 LEFT_BEHIND = "left behind"
 """The kind of what concerns the process, which is not fit for another case where it differs."""
 
@@ -61,7 +61,7 @@ def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> di
 
 
 def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What a program computes through graphs, and eagerly."""
+    """The values that a program computes through graphs, and eagerly."""
     program = Program(**options)
     setting.require(program.recipe, program.other)
     if "Recomputed" in program.modules:

@@ -35,7 +35,7 @@ WITHOUT, WITH = "without", "with"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a child said of a case.
+    """The answer of a child for a case.
 
     ``outcome`` is ``measured`` (then ``error`` is a number, 0.0 for bit for bit), ``failed`` (the case raised
     ``detail``, or its process died), ``skipped`` or ``unmeasured`` (because of ``detail``), or ``unable``

@@ -122,7 +122,7 @@ def test_graphs_that_were_captured_before_are_not_forgotten() -> None:
         + """
 early = capture()
 (text,) = said(__import__, "te_graph_fixes")
-assert "1 graph captured before the fixes were in place will stay without them" in text, text
+assert " captured before the fixes were in place will stay without them" in text, text
 import te_graph_fixes
 assert without() == {1}, without()
 late = capture()
@@ -131,7 +131,7 @@ assert "(not in 1 graph captured before)" in str(te_graph_fixes.report())
 try:
     te_graph_fixes.activate(strict=True)
 except te_graph_fixes.FixNotAppliedError as error:
-    assert "1 graph captured before" in str(error), error
+    assert ": 1 graph of TransformerEngine " in str(error), error
 else:
     raise AssertionError("no error")
 assert without() == set()

@@ -1,25 +1,20 @@
-"""Rules for what the program says: short, one sentence, plain words, and in an error what to do."""
+"""Rules for what the program says: short, one sentence, plain words, first what to do; and who says it."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import te_graph_fixes
-from te_graph_fixes.checking import Options
 from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.report import FixStatus, Report, announce, problem_summary
-from te_graph_fixes.settings import COMMAND, Settings
+from te_graph_fixes.settings import COMMAND
 from te_graph_fixes.state import State
 from tests.support.published import VERSIONS, examined
-
-ADVICE = re.compile(r"valid: |must be |write |leave it out|unset |call |import |install |see |did you mean")
 
 
 def problems(text: str, longest: int) -> list[str]:
@@ -61,51 +56,26 @@ def test_a_reason_of_what_is_not_recognized(tmp_path: Path) -> None:
         assert re.search(r"looked for .*, found|should have|cannot ", reason), reason
 
 
-BAD_SETTINGS: dict[str, Callable[[], object]] = {
-    "no-such-fix": lambda: te_graph_fixes.activate(only=["no-such-fix"]),
-    "warmup-rest": lambda: te_graph_fixes.activate(disable=["warmup-rest"]),
-    "warmup-reset requires": lambda: te_graph_fixes.activate(only=["warmup-reset"]),
-    "perhaps": lambda: Settings.read(environ={"TE_GRAPH_FIXES_STRICT": "perhaps"}),
-    "loud": lambda: Settings.read(environ={"TE_GRAPH_FIXES_VERBOSE": "loud"}),
-    "','": lambda: Settings.read(environ={"TE_GRAPH_FIXES": ","}),
-    "two": lambda: Options.parse("two"),
-    "-1": lambda: Options(layers=-1),
-}
-
-
-@pytest.mark.parametrize("given", BAD_SETTINGS)
-def test_an_error_says_what_was_given_and_what_to_do(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(examined("2.12.0")[0].location).removesuffix("transformer_engine"))
-    with pytest.raises(ValueError, match=given) as raised:
-        BAD_SETTINGS[given]()
-    text = str(raised.value)
-    assert ADVICE.search(text), text
-    assert len(text) <= 300 or text.count(",") >= len(CATALOGUE) - 1, text  # all ids
-
-
 def test_a_warning_names_what_to_do_and_what_is_wrong() -> None:
     fixes = {
         "warmup-reset": FixStatus(State.UNRECOGNIZED, "looked for a loop, found none", (), ()),
         "none-outputs": FixStatus(State.APPLIED, "corrected: every output is taken for a tensor", (), (), 1),
     }
-    first, reason, graphs = problem_summary(Report("2.12.0", fixes), strict=False).split("\n  ")
+    first, reason, graphs = problem_summary(Report("2.12.0", fixes)).split("\n  ")
     assert first.startswith(
-        "TransformerEngine 2.12.0: 1 fix that it needs cannot be applied, so its graphs may give wr"
+        "stop the job, or switch the graphs of TransformerEngine 2.12.0 off: 1 fix that it needs cannot be applied, so"
     )
-    assert (
-        f"Stop the job or switch graphs off; te_graph_fixes.report() has all of it; `{COMMAND} issue` prints" in first
-    )
+    assert f"te_graph_fixes.report() has all of it; `{COMMAND} issue` prints" in first
     assert reason == "warmup-reset: looked for a loop, found none"
-    assert "1 graph captured before the fixes were in place" in graphs
-    assert graphs.endswith("import te_graph_fixes before graphs are captured")
+    assert graphs.startswith("import te_graph_fixes before graphs are captured: 1 graph of TransformerEngine 2.12.0 ca")
     right = FixStatus(State.APPLIED, "corrected", (), ())
-    assert problem_summary(Report("2.12.0", {"none-outputs": right}), strict=True) == ""
+    assert problem_summary(Report("2.12.0", {"none-outputs": right})) == ""
 
 
 def test_reasons_are_counted_and_not_fixes(capsys: pytest.CaptureFixture[str]) -> None:
     shared = FixStatus(State.FAILED, "AttributeError: no attribute '_cuda'", (), ())
     report = Report("2.99.0", dict.fromkeys(CATALOGUE, shared))
-    _, *lines = problem_summary(report, strict=True).split("\n  ")
+    _, *lines = problem_summary(report).split("\n  ")
     assert lines == [f"{len(CATALOGUE)} fixes: {shared.reason}"]
     announce(report, verbose=None)
     said = capsys.readouterr().err

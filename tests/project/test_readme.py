@@ -70,6 +70,7 @@ ELSEWHERE = {
     "python -m tests.explore --switch off --no-shrink": LONG,
     "python -m tests.explore --disable nested-autocast --scripts found": LONG,
     "python -m tests.explore --broken --programs 500 --jobs 16": LONG,
+    "python -m tests.explore --broken --pause 0.2 --limit 600": LONG,
     "python -m tests.explore --programs 500 --jobs 16 --results on.jsonl": LONG,
     "python -m tests.explore --equal on.jsonl --defects --jobs 16": LONG,
     "python -m tests.explore --equal on.jsonl --breakages 40 --jobs 16": LONG,

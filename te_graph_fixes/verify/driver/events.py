@@ -110,7 +110,7 @@ class Failing(Block):
 
 
 class NotAModule:
-    """What is refused once a capture has begun."""
+    """A callable that TE refuses once a capture has begun."""
 
     def modules(self) -> list[object]:
         return []
@@ -233,7 +233,7 @@ def dirty() -> None:
 
 
 OF_GRAPHS = "memory with graphs"
-"""What eager training has nothing to compare with: runs through graphs are compared by it, with and without a fix."""
+"""Eager training has nothing to compare with it; runs with and without a fix are compared."""
 
 
 def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:

@@ -107,7 +107,7 @@ class Captured:
         return range(number * self.per_chunk, (number + 1) * self.per_chunk)
 
     def prepare(self, number: int, layer: Any) -> None:
-        """What a training framework gives to modules and parameters: marks, ``main_grad``, hooks."""
+        """Give modules and parameters the marks, ``main_grad`` and hooks of a training framework."""
         if program.weights != "plain":
             for module in layer.modules():
                 if isinstance(module, TransformerEngineBaseModule) and not isinstance(module, te.DotProductAttention):

@@ -13,18 +13,18 @@ import transformer_engine.pytorch as te
 from .setting import OPTIONS, TOKENS, autocast, hidden, program, the_tracker, tracker
 
 MODULES: dict[str, Callable[[], Any]] = {}
-"""What makes a module, by its name in programs."""
+"""The makers of modules, by their names in programs."""
 Make = TypeVar("Make", bound=Callable[[], Any])
 
 
 def module(make: Make, name: str = "") -> Make:
-    """A class or a function that programs may name."""
+    """Register a class or a function for programs, by its own name or another."""
     MODULES[name or make.__name__] = make
     return make
 
 
 def made(name: str, kind: Any, *experts: int, width: int = 1) -> Any:
-    """What makes a module with the program's options, ``width`` times as wide inside as its input."""
+    """Register a module with the program's options, ``width`` times as wide inside as its input."""
     return module(lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS), name)
 
 

@@ -1,4 +1,4 @@
-"""What all parts of the driver share: the program that runs, its recipes, its values and its ranks."""
+"""The parts of the driver share this: the program that runs, its recipes, its values and its ranks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def sample() -> torch.Tensor:
 
 
 def the_tracker() -> Any:
-    """What TE asks for its RNG tracker."""
+    """The function that TE asks for its RNG tracker."""
     return (lambda: tracker) if program.tracker else None
 
 

@@ -21,12 +21,12 @@ from .graphs import Captured, arguments, delayed
 from .setting import RATE, TOKENS, autocast, program, random, the_tracker, tracker
 
 EVENTS: dict[str, Callable[..., None]] = {}
-"""What may happen in a training, by its name in programs. Numbers after the name are arguments."""
+"""The events of a training by their names in programs. Numbers after the name are arguments."""
 Event = TypeVar("Event", bound=Callable[..., None])
 
 
 def event(function: Event, name: str = "") -> Event:
-    """What programs may name."""
+    """Register an event for programs, by its own name or another."""
     EVENTS[name or function.__name__] = function
     return function
 
@@ -73,7 +73,7 @@ class Training(Captured):
         return main
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
-        """What runs first in the autocast."""
+        """Run the layer that is first in the autocast, if any."""
         marks = {}
         if program.weights == "cached":
             marks["is_first_microbatch"] = microbatch == 0
