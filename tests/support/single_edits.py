@@ -164,18 +164,6 @@ def wgrads_of_experts() -> dict[str, list[float]]:
     return found
 
 
-def copies_turned_off() -> int:
-    """Of how many buffers a weight's gradients are, where the caller wants no copies."""
-    import torch
-    import transformer_engine.pytorch as te
-
-    layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
-    sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    run = te.make_graphed_callables(layer, (sample,), clone_param_grads_on_return=False)
-    grads = [torch.autograd.grad(run(sample).sum(), layer.weight)[0] for _ in range(3)]
-    return len({grad.data_ptr() for grad in grads})
-
-
 def captured_operations() -> int:
     """How many kinds of operations can be captured: one by itself, and some in a `te.ops.Sequential`."""
     import torch
@@ -296,7 +284,6 @@ def weights_held_after_reset() -> int:
 OTHERS: dict[str, Callable[[], Any]] = {
     "delayed-wgrad-delivery": delivered,
     "grouped-linear-amax-reduction": reductions_in_capture,
-    "param-grad-lifetime": copies_turned_off,
     "replay-contract": weights_held_after_reset,
     "rng-states-at-replay": numbers_of_the_tracker,
     "stale-fp8-weights": first_microbatches,
