@@ -306,6 +306,13 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
             assert raised.value.reasons == {"fix": reason}
 
 
+def test_a_name_that_a_deletion_leaves_unset_is_refused() -> None:
+    source = source_of(function("x = a\ny = run(x)\n"))
+    with pytest.raises(InstallationError, match=r"the edits read x in run of code\.py") as raised:
+        compile_patches(source, {"fix": change_of(edits(source, hunk("-x = a")))})
+    assert set(raised.value.reasons) == {"fix"}
+
+
 @pytest.mark.parametrize(
     ("patch", "count"),
     [
