@@ -14,6 +14,7 @@ import re
 import textwrap
 import tokenize
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import chain, groupby, takewhile
 from operator import eq
 from typing import Any, NamedTuple
@@ -147,8 +148,14 @@ class _Comparison:
     def __init__(self, old: Side, new: Side) -> None:
         self._old, self._new = old, new
         self._is_expression = len(old.body) == len(new.body) == 1 and isinstance(new.body[0], ast.Expr)
-        self._nodes = _nodes(old)
-        self._new_spans = {ends for _, ends in _nodes(new)}
+
+    @cached_property
+    def _nodes(self) -> list[tuple[Any, tuple[int, int]]]:
+        return _nodes(self._old)
+
+    @cached_property
+    def _new_spans(self) -> set[tuple[int, int]]:
+        return {ends for _, ends in _nodes(self._new)}
 
     def changes(self) -> Iterator[Replacement]:
         """``-`` rows become the ``+`` rows after them; one that stays in part is one row on both sides."""
@@ -234,18 +241,23 @@ class _Comparison:
 
         None beside ``ANY``: an operator there could take a part of what that stands for.
         """
-        before, after = old.tokens[:index][-1:], old.tokens[index:][:1]
-        if any(token.word.startswith("ANY") for token in (*before, *after)):
+        beside = old.tokens[max(index - 1, 0) : index + 1]
+        if any(token.word.startswith("ANY") for token in beside):
             return None
+        end_before = old.tokens[index - 1].end if index else None
+        start_after = old.tokens[index].start if index < len(old.tokens) else None
         kept = [*new.tokens[:index], *new.tokens[len(new.tokens) - len(old.tokens) + index :]]
         starts = {token.start: other.start for token, other in zip(old.tokens, kept, strict=True)}
         ends = {token.end: other.end for token, other in zip(old.tokens, kept, strict=True)}
         spots = []
         for node, (start, end) in self._nodes:  # outer ones first: text goes outside of the parentheses around them
             is_kept = (starts.get(start), ends.get(end)) in self._new_spans
-            if is_kept and (is_gap(node) or not isinstance(node, _STATEMENT)):
-                spots += [Spot(node, START)] if [start] == [token.start for token in after] else []
-                spots += [Spot(node, END)] if [end] == [token.end for token in before] and not is_gap(node) else []
+            if not is_kept or (isinstance(node, _STATEMENT) and not is_gap(node)):
+                continue
+            if start == start_after:
+                spots.append(Spot(node, START))
+            if end == end_before and not is_gap(node):
+                spots.append(Spot(node, END))
         return min(spots, key=lambda spot: (is_gap(spot.node), spot.side), default=None)
 
 
