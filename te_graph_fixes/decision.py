@@ -13,10 +13,10 @@ from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
 from .patching.installation import REPLACED, Installation, InstallationError, not_as_in_file
 from .patching.source import Source, TENotFoundError, without_collections
-from .report import named
+from .report import by_reason, named
 from .settings import COMMAND, Settings, option
 from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
-from .state import ON_DISK, State
+from .state import ON_DISK, REFUSED, State
 
 _WELL = (State.APPLICABLE, State.NOT_NEEDED, State.NOT_APPLICABLE)
 
@@ -266,11 +266,8 @@ class Decision:
     @property
     def refused(self) -> dict[str, list[str]]:
         """The fixes that cannot be applied, by reason."""
-        by_reason: dict[str, list[str]] = {}
-        for fix_id, verdict in self.decisions.items():
-            if verdict.state in (State.UNRECOGNIZED, State.FAILED):
-                by_reason.setdefault(verdict.reason, []).append(fix_id)
-        return by_reason
+        refused = {fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.state in REFUSED}
+        return by_reason({fix_id: verdict.reason for fix_id, verdict in refused.items()})
 
     @property
     def refusal(self) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
 from .settings import COMMAND, DISABLE, STRICT, rank
-from .state import ON_DISK, State
+from .state import ON_DISK, REFUSED, State
 from .version import __version__
 
 COPIED = "_make_graphed_callables"
 """A function of TransformerEngine's graph.py, by which a copy of it is known."""
-_BAD = (State.UNRECOGNIZED, State.FAILED)
 _NAMED = 5
 """As many fixes are named in a message, more are counted."""
 _logger = logging.getLogger("te_graph_fixes")
@@ -96,7 +95,7 @@ def copies_of_graphs(original: str) -> tuple[str, ...]:
 
 def problem_summary(report: Report) -> str:
     """What is wrong: first what to do, then a line for each reason with the fixes that have it; "" if nothing is."""
-    bad, te = report.having(*_BAD), te_name(report.te_version)
+    bad, te = report.having(*REFUSED), te_name(report.te_version)
     early = max((fix.earlier_graphs for fix in report.fixes.values()), default=0)
     lines = []
     if bad:
@@ -105,10 +104,7 @@ def problem_summary(report: Report) -> str:
             f"applied, so they may give wrong gradients. To go on without a fix, name it in {DISABLE} (without all of "
             f"these: {STRICT}=0). te_graph_fixes.report() has all of it; `{COMMAND} issue` prints what a report needs"
         ]
-        by_reason: dict[str, list[str]] = {}
-        for fix_id, reason in bad.items():
-            by_reason.setdefault(reason, []).append(fix_id)
-        lines += [f"{named(ids)}: {reason}" for reason, ids in by_reason.items()]
+        lines += [f"{named(ids)}: {reason}" for reason, ids in by_reason(bad).items()]
     if early:
         lines.append(
             f"import te_graph_fixes before graphs are captured: {_count(early, 'graph')} of {te} captured before the "
@@ -148,7 +144,7 @@ def _in_short(report: Report) -> str:
         text = f"{te} has {_count(len(on_disk), 'fix')}, {on_disk[0]}"
     else:
         text = f"no fix applied to {te}"
-    for word, ids in (("missing", report.having(*_BAD)), ("left out", report.having(State.DISABLED))):
+    for word, ids in (("missing", report.having(*REFUSED)), ("left out", report.having(State.DISABLED))):
         text += f"; {word}: {named(list(ids))}" if ids else ""
     return "; ".join([text, *report.said_of_copies()])
 
@@ -156,6 +152,14 @@ def _in_short(report: Report) -> str:
 def te_name(version: str | None) -> str:
     """TransformerEngine with its version."""
     return f"TransformerEngine {version or '(version unknown)'}"
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """The reasons of fixes, each with all the fixes that have it."""
+    fixes: dict[str, list[str]] = {}
+    for fix_id, reason in reasons.items():
+        fixes.setdefault(reason, []).append(fix_id)
+    return fixes
 
 
 def named(fixes: Sequence[str]) -> str:

@@ -29,3 +29,7 @@ class State(str, Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+REFUSED = (State.UNRECOGNIZED, State.FAILED)
+"""A fix that TransformerEngine needs, or may need, cannot be applied."""

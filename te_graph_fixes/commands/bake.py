@@ -106,7 +106,7 @@ def _exchange(location: Path, side: str) -> None:
     files = Stamp.read(location / OPEN).files
     gate = next(path for path, (before, _) in files.items() if before)
     others = [path for path in files if path != gate]
-    for name, path in [(GUARD, gate), *zip(others, others, strict=True), (gate, gate)]:
+    for name, path in [(GUARD, gate), *((path, path) for path in others), (gate, gate)]:
         if os.path.lexists(new / name):
             for compiled in (root / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
                 compiled.unlink()  # Python may take it without a look at the text

@@ -23,7 +23,7 @@ from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import COMMAND, DISABLE, Settings, fix_ids, option, unknown_variables
 from ..stamp import ChangedStampError, ReplacedError, digest, of_source
-from ..state import State
+from ..state import REFUSED, State
 from ..version import __version__
 from . import answers, bake
 from .bake import BakeError
@@ -248,7 +248,7 @@ def _issue(options: argparse.Namespace) -> int:
         by_version = expected(CATALOGUE[fix_id], source.version)
         state = State.NOT_NEEDED if verdict.state == State.NOT_APPLICABLE else verdict.state
         print(f"{fix_id}: {verdict.state}" + (f" (expected: {by_version})" if by_version not in (None, state) else ""))
-        if verdict.state in (State.UNRECOGNIZED, State.FAILED):
+        if verdict.state in REFUSED:
             explanation = verdict.details or verdict.reason
             names = {source.location: TE, os.path.dirname(source.location): "DIR", sys.executable: "python"}
             for path, name in names.items():

@@ -6,12 +6,10 @@ folder a version, as `te_graph_fixes.patching.source.Source.at` takes it.
 
 from __future__ import annotations
 
-import builtins
 import fcntl
 import functools
 import os
 import subprocess
-import symtable
 import sys
 import tempfile
 import zipfile
@@ -120,15 +118,3 @@ def _fetch(version: str, folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(Path(scratch, "unpacked"))
         Path(scratch, "unpacked").rename(folder / version)
-
-
-def unset_names(text: str) -> set[str]:
-    """What functions take for a global name, and nobody sets."""
-    top = symtable.symtable(text, "module", "exec")
-    tables = [top]
-    for table in tables:
-        tables += table.get_children()
-    symbols = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_referenced()]
-    known = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    known |= {table.get_name() for table in top.get_children()} | set(dir(builtins)) | {"__file__", "__class__"}
-    return {symbol.get_name() for symbol in symbols if symbol.is_global()} - known
