@@ -59,6 +59,15 @@ def in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
         roll_back(location)
 
 
+def written(location: Path, stamp: Stamp) -> dict[str, tuple[str, str]]:
+    """The files of a bake as `in_place` takes them, to put the same bake in place again after an undo."""
+    added = {f"{TE}/{NAME}": (None, "")}
+    return {
+        path: (before or "", (location.parent / path).read_bytes().decode())
+        for path, (before, _) in {**stamp.files, **added}.items()
+    }
+
+
 def undo(source: Source) -> str:
     """Give each changed module its very bytes back, unless TE was installed anew, and delete the added ones.
 

@@ -148,18 +148,27 @@ def _check_bake(decision: Decision) -> int:
 
 
 def _bake_in_place(source: Source) -> int:
-    """Bake; before it, undo an older bake, or what is left of one.
-
-    Where TE could be imported before and no more, this is undone, too.
-    """
-    settings = _settings()
+    """Bake; before it, undo an older bake, or what is left of one. Where no new one can be made, the older one stays."""
+    settings, location = _settings(), Path(source.location)
     try:
         stamp = of_source(source)
-        is_outdated = stamp is not None and stamp.is_outdated
     except ReplacedError:
-        is_outdated = True
-    if is_outdated:
         print(bake.undo(source))
+        stamp = None
+    if stamp is None or not stamp.is_outdated:
+        return _bake_anew(source, settings)
+    older = bake.written(location, stamp)
+    print(bake.undo(source))
+    try:
+        return _bake_anew(source, settings)
+    except BakeError:
+        bake.in_place(location, older)
+        _say(f"the bake of {stamp.by} is in place again")
+        raise
+
+
+def _bake_anew(source: Source, settings: Settings) -> int:
+    """Bake. Where TE could be imported before and no more, this is undone."""
     decision = Decision(source, settings)
     if decision.disagreement:
         raise BakeError(decision.disagreement)

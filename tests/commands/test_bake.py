@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,26 @@ def test_a_bake_of_an_older_package_is_renewed(
     assert content(tree) == before
 
 
+def test_an_older_bake_stays_where_no_new_one_can_be_made(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = copy(tmp_path)
+    with monkeypatch.context() as older:
+        release(older, "0.0.9")
+        assert cli("bake", "--source", tree)[0] == 0
+    baked = modules(tree)
+    unrecognized = replace(CATALOGUE["warmup-reset"], patch=CATALOGUE["warmup-reset"].patch.replace("-", "-no_", 1))
+    monkeypatch.setitem(CATALOGUE, "warmup-reset", unrecognized)  # type: ignore[arg-type]
+    status, _, err = cli("bake", "--source", tree)
+    assert status == 1
+    assert "te-graph-fixes: the bake of te-graph-fixes 0.0.9 is in place again\n" in err
+    assert "these cannot be applied: warmup-reset: " in err
+    assert modules(tree) == baked
+    assert stamp.of_source(Source.at(tree)).by == "te-graph-fixes 0.0.9"  # type: ignore[union-attr]
+    assert cli("bake", "--undo", "--source", tree)[0] == 0
+    assert modules(tree) == modules(copy_of(source("2.12.0"), tmp_path / "new"))
+
+
 @pytest.mark.parametrize("unknown", [[], ["wgrad-hook-order"]])
 def test_a_bake_of_a_newer_package_is_left_alone(
     unknown: list[str], tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
@@ -483,6 +504,28 @@ def test_a_later_edit_is_said(kind: str, tree: Path, cli: Cli) -> None:
         status, out, err = cli(*command.split(), "--source", tree)
         assert (status, name in out + err) == (1, True)
     assert content(tree) == before
+
+
+def test_an_edit_and_another_version_are_not_a_new_installation(tmp_path: Path, cli: Cli) -> None:
+    """The copies of the originals stay until each module is as it was."""
+    tree, version = tmp_path, tmp_path / "build_tools" / "VERSION.txt"
+    copy_of(source("2.12.0"), tree)
+    shutil.rmtree(next(tree.glob("*.dist-info")), ignore_errors=True)
+    version.parent.mkdir(exist_ok=True)
+    version.write_text("2.12.0")
+    before = content(tree)
+    assert cli("bake", "--source", tree)[0] == 0
+    text = (tree / GRAPH).read_text()
+    version.write_text("2.12.0+local")
+    (tree / GRAPH).write_text(text + "# edited\n")
+    status, _, err = cli("bake", "--undo", "--source", tree)
+    assert (status, "take the edit back" in err) == (1, True)
+    (tree / GRAPH).write_text(text)
+    version.write_text("2.12.0")
+    assert cli("bake", "--undo", "--source", tree)[0] == 0
+    assert {name: digest for name, (_, _, digest) in content(tree).items()} == {
+        name: digest for name, (_, _, digest) in before.items()
+    }
 
 
 def test_a_module_that_was_not_changed_stays_as_it_is_now(tree: Path, cli: Cli) -> None:
