@@ -3,16 +3,19 @@
 Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 names the loss,
 https://github.com/NVIDIA/Megatron-LM/pull/5893 switches all copies off in Megatron-LM; no release up to 0.19.2 has it.
 
-From TE 2.19 on `Graphed.backward` copies every parameter grad that it returns. A grad that is a dummy in this graph
-is now returned as TE's shared dummy, without a copy and without memory in the graph's pool. It is a dummy if this
-graph's backward has set ``grad_added_to_main_grad``; a mark that another graph has left does not count.
+From TE 2.19 on `Graphed.backward` copies every parameter grad that it returns. TE's shared dummies, which stand for
+wgrads in ``main_grad``, are now returned as they are. `LayerNormMLP` made dummies of its own, in the graph's pool, and
+now takes the shared ones too.
 `param-grad-lifetime` does the same for TE before 2.19.
 """
 
 from ..fix import Fix
-from .shapes import SHARE_DUMMIES
+from .shapes import SHARED_DUMMIES
 
 PATCH = """
+@@ graph.py _make_graphed_callables
++from ._te_fused_wgrads import is_shared_dummy
+ visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots
  if not clone_param_grads_on_return:
      return (False,) * len(static_grad_inputs)
@@ -36,7 +39,7 @@ FIX = Fix(
     group="speed",
     users="fuse_wgrad_accumulation (Megatron, unless --no-gradient-accumulation-fusion)",
     affected=">=2.19",
-    patch=SHARE_DUMMIES + PATCH,
+    patch=SHARED_DUMMIES + PATCH,
     absent=[(EARLIER, "TE before 2.19 copies no parameter grads")],
     provides=("fused_wgrads",),
 )

@@ -4,19 +4,20 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2937 (TE 2.19)
 
 `Graphed.backward` returns the graph's static buffers, and autograd adopts them as ``.grad``; a grad that a hook keeps
 changes under it. Parameter grads are now returned as copies, vectors (biases, norm weights) by one kernel. Not copied
-are the grads of user inputs, and dummies that stand for a wgrad in ``main_grad``: a grad that this graph's backward
-marks with ``grad_added_to_main_grad`` is returned as TE's shared dummy, which is in no graph's memory
-(`te_graph_fixes/shipped/fused_wgrads.py`).
+are the grads of user inputs, and TE's shared dummies, which stand for wgrads in ``main_grad`` and are in no graph's
+memory. `LayerNormMLP` made dummies of its own, and now takes the shared ones too.
 """
 
 from ..fix import Fix
-from .shapes import SHARE_DUMMIES
+from .shapes import SHARED_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables (0 times)
  ANY_GRAD.clone()
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
++from ._te_fused_wgrads import ReturnedGrads, is_shared_dummy
++
 +# Which grads to return as copies: those of parameters, except dummies that stand for a wgrad in main_grad.
 +is_copied = tuple(
 +    index >= len_user_args
@@ -78,7 +79,7 @@ FIX = Fix(
     affected="<2.19",
     cost="gradients that are not fused are copied: for biases and norm weights 3 µs of the GPU a replay, and one "
     "kernel for each unfused wgrad",
-    patch=SHARE_DUMMIES + PATCH,
+    patch=SHARED_DUMMIES + PATCH,
     corrected=[(UPSTREAM, "parameter grads are returned as copies")],
     provides=("fused_wgrads",),
     check_hints=("use overwritten",),

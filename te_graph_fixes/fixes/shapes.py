@@ -22,26 +22,14 @@ def skip_flag_state(source: Source) -> str:
     return global_state(source, flag, flag).removesuffix(f".{flag}")
 
 
-SHARE_DUMMIES = """
-@@ graph.py _make_graphed_callables
-+from ._te_fused_wgrads import ReturnedGrads, dummy_wgrads, is_shared_dummy, share_dummies
- visited_te_modules = ANY_EMPTY
-@@ (2 times)
--with ..., _graph_context_wrapper(bwd_graph, ...):
-+with dummy_wgrads(static_input_surface) as dummies, ..., _graph_context_wrapper(bwd_graph, ...):
-     ...
-@@ (2 times)
- static_grad_inputs = tuple(static_grad_inputs)
-+if is_training:
-+    static_grad_inputs = share_dummies(static_grad_inputs, static_input_surface, dummies)
-
+SHARED_DUMMIES = """
 @@ module/layernorm_mlp.py _LayerNormMLP.backward (at its start)
 +from .base import get_dummy_wgrad
 @@ module/layernorm_mlp.py _LayerNormMLP.backward (2 times)
 -torch.empty(ANY_SHAPE, dtype=ANY_DTYPE, device=torch.cuda.current_device(), requires_grad=False)
 +get_dummy_wgrad(list(ANY_SHAPE), ANY_DTYPE)
 """
-"""The patch by which a graph returns the dummy of a wgrad that is in ``main_grad`` as TE's shared one.
+"""`LayerNormMLP` returns TE's shared dummies for wgrads that are in ``main_grad``, as all other modules do.
 
-`LayerNormMLP` alone makes dummies of its own: in a graph they would take their memory beside the shared ones.
+Those that it makes itself are in a graph's memory.
 """

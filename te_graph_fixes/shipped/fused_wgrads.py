@@ -6,57 +6,22 @@ parameters of a shape and dtype (`get_dummy_wgrad`), outside of every graph's me
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-MARK = "grad_added_to_main_grad"
-
-
-@contextmanager
-def dummy_wgrads(inputs: Sequence[Tensor]) -> Iterator[set[int]]:
-    """Run a backward; then the set holds the ids of those ``inputs`` whose gradients of this backward are dummies.
-
-    The mark of a parameter may come from another graph, or from eager training, so it is taken away before. Afterwards
-    a parameter that had it has it again. Where ``zero_out_wgrad`` is set the gradient is read: it is no dummy.
-    """
-    marked = [tensor for tensor in inputs if getattr(tensor, MARK, False)]
-    dummies: set[int] = set()
-    for tensor in marked:
-        setattr(tensor, MARK, False)
-    try:
-        yield dummies
-        dummies.update(id(tensor) for tensor in inputs if getattr(tensor, MARK, False) and not _is_read(tensor))
-    finally:
-        for tensor in marked:
-            setattr(tensor, MARK, True)
-
-
-def share_dummies(
-    grads: Sequence[Tensor | None], inputs: Sequence[Tensor], dummies: Collection[int]
-) -> tuple[Tensor | None, ...]:
-    """The ``grads`` of the ``inputs``, with TransformerEngine's own dummies for all ``dummies``."""
-    from transformer_engine.pytorch.module.base import get_dummy_wgrad
-
-    return tuple(
-        get_dummy_wgrad(list(grad.shape), grad.dtype) if grad is not None and id(tensor) in dummies else grad
-        for grad, tensor in zip(grads, inputs, strict=True)
-    )
-
 
 def is_shared_dummy(grad: Tensor | None, tensor: Tensor) -> bool:
-    """Whether ``grad``, that of ``tensor``, is one of TransformerEngine's own dummies, and nobody reads it."""
+    """Whether ``grad``, that of ``tensor``, is one of TransformerEngine's own dummies, and nobody reads it.
+
+    Where ``zero_out_wgrad`` is set it is read.
+    """
     from transformer_engine.pytorch.module.base import _dummy_wgrads
 
-    if grad is None or _is_read(tensor):
+    if grad is None or getattr(tensor, "zero_out_wgrad", False):
         return False
     return any(grad.data_ptr() == dummy.data_ptr() for dummy in _dummy_wgrads.values())
-
-
-def _is_read(tensor: Tensor) -> bool:
-    return bool(getattr(tensor, "zero_out_wgrad", False))
 
 
 class ReturnedGrads:

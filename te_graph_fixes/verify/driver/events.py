@@ -155,6 +155,7 @@ def failed_capture(t: Training, *numbers: int) -> None:
         layer.failure = ""
         vars(layer.second).pop("backward_dw", None)
         t.see("left behind", x.grad, torch.tensor([len(module._forward_hooks) for module in layer.modules()]))
+        t.see("left behind", torch.tensor([type(layer).__call__ is torch.nn.Module.__call__]))
         t.see("FP8 state of another", *fp8_state(layer))
         train_eagerly(t, layer, t.recipe)
 

@@ -23,14 +23,15 @@ def module(make: Make, name: str = "") -> Make:
     return make
 
 
-def made(name: str, kind: Any, *experts: int, width: int = 1) -> Any:
-    """Register a module with the program's options, ``width`` times as wide inside as its input."""
-    return module(lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS), name)
+def made(name: str, kind: Any, *experts: int, width: int = 1, **own: Any) -> Any:
+    """Register a module with the program's options and its own, ``width`` times as wide inside as its input."""
+    return module(lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS, **own), name)
 
 
 linear = made("linear", te.Linear)
 layernorm_linear = made("layernorm_linear", te.LayerNormLinear)
 layernorm_mlp = made("layernorm_mlp", te.LayerNormMLP, width=2)
+swiglu_mlp = made("swiglu_mlp", te.LayerNormMLP, width=2, activation="swiglu")
 
 
 class Experts(te.GroupedLinear):
