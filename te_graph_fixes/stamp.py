@@ -88,10 +88,10 @@ def of_source(source: Source) -> Stamp | None:
     changed = [path for path, (_, after) in stamp.files.items() if here.get(path) != after]
     if not changed:
         return stamp
-    modules = [(here.get(path), before, after) for path, (before, after) in stamp.files.items() if before]
-    is_baked = any(now == after for now, _, after in modules)
-    is_original = all(now in (before, None) for now, before, _ in modules)
-    if not is_baked and (is_original or stamp.te_version != source.version):
+    edited = {path: before for path, (before, _) in stamp.files.items() if before}
+    is_original = all(here.get(path) in (before, None) for path, before in edited.items())
+    is_another = stamp.te_version != source.version and edited.keys() <= set(changed)
+    if is_original or is_another:
         raise ReplacedError(
             f"delete with {undo} what {stamp.by} has left: the TransformerEngine that it corrected was replaced since"
         )

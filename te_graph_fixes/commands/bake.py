@@ -60,12 +60,9 @@ def in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
 
 
 def written(location: Path, stamp: Stamp) -> dict[str, tuple[str, str]]:
-    """The files of a bake as `in_place` takes them, to put the same bake in place again after an undo."""
-    added = {f"{TE}/{NAME}": (None, "")}
-    return {
-        path: (before or "", (location.parent / path).read_bytes().decode())
-        for path, (before, _) in {**stamp.files, **added}.items()
-    }
+    """The files of a bake as `in_place` takes them, to put it in place again; digests stand for the texts before."""
+    befores = {path: before or "" for path, (before, _) in stamp.files.items()} | {f"{TE}/{NAME}": ""}
+    return {path: (before, (location.parent / path).read_bytes().decode()) for path, before in befores.items()}
 
 
 def undo(source: Source) -> str:

@@ -148,7 +148,7 @@ def _check_bake(decision: Decision) -> int:
 
 
 def _bake_in_place(source: Source) -> int:
-    """Bake; before it, undo an older bake, or what is left of one. If no new one can be made, the older one stays."""
+    """Bake; before it, undo an older bake, or what is left of one. If the new one is refused, the older one stays."""
     settings, location = _settings(), Path(source.location)
     try:
         stamp = of_source(source)

@@ -374,8 +374,9 @@ def test_an_older_bake_stays_where_no_new_one_can_be_made(
         release(older, "0.0.9")
         assert cli("bake", "--source", tree)[0] == 0
     baked = modules(tree)
-    unrecognized = replace(CATALOGUE["warmup-reset"], patch=CATALOGUE["warmup-reset"].patch.replace("-", "-no_", 1))
-    monkeypatch.setitem(CATALOGUE, "warmup-reset", unrecognized)  # type: ignore[arg-type]
+    fix = CATALOGUE["warmup-reset"]
+    unrecognized = replace(fix, patch=fix.patch.replace("func.modules()", "func.another()"))
+    monkeypatch.setitem(CATALOGUE, fix.id, unrecognized)  # type: ignore[arg-type]
     status, _, err = cli("bake", "--source", tree)
     assert status == 1
     assert "te-graph-fixes: the bake of te-graph-fixes 0.0.9 is in place again\n" in err
@@ -508,20 +509,17 @@ def test_a_later_edit_is_said(kind: str, tree: Path, cli: Cli) -> None:
 
 def test_an_edit_and_another_version_are_not_a_new_installation(tmp_path: Path, cli: Cli) -> None:
     """The copies of the originals stay until each module is as it was."""
-    tree, version = tmp_path, tmp_path / "build_tools" / "VERSION.txt"
-    copy_of(source("2.12.0"), tree)
-    shutil.rmtree(next(tree.glob("*.dist-info")), ignore_errors=True)
-    version.parent.mkdir(exist_ok=True)
-    version.write_text("2.12.0")
+    tree = copy_of(source("2.12.0"), tmp_path)
+    metadata = next(tree.glob("*.dist-info/METADATA"))
     before = content(tree)
     assert cli("bake", "--source", tree)[0] == 0
     text = (tree / GRAPH).read_text()
-    version.write_text("2.12.0+local")
+    change(metadata, "Version: 2.12.0", "Version: 2.12.0+local")
     (tree / GRAPH).write_text(text + "# edited\n")
     status, _, err = cli("bake", "--undo", "--source", tree)
     assert (status, "take the edit back" in err) == (1, True)
     (tree / GRAPH).write_text(text)
-    version.write_text("2.12.0")
+    change(metadata, "+local", "")
     assert cli("bake", "--undo", "--source", tree)[0] == 0
     assert {name: digest for name, (_, _, digest) in content(tree).items()} == {
         name: digest for name, (_, _, digest) in before.items()

@@ -154,8 +154,8 @@ def failed_capture(t: Training, *numbers: int) -> None:
                 t.graph(modules, ((x,),) * len(modules), num_warmup_iters=2, **options)
         layer.failure = ""
         vars(layer.second).pop("backward_dw", None)
-        t.see("left behind", x.grad, torch.tensor([len(module._forward_hooks) for module in layer.modules()]))
-        t.see("left behind", torch.tensor([type(layer).__call__ is torch.nn.Module.__call__]))
+        hooks = torch.tensor([len(module._forward_hooks) for module in layer.modules()])
+        t.see("left behind", x.grad, hooks, torch.tensor([type(layer).__call__ is torch.nn.Module.__call__]))
         t.see("FP8 state of another", *fp8_state(layer))
         train_eagerly(t, layer, t.recipe)
 
