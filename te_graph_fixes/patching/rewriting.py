@@ -141,7 +141,12 @@ class Replacement(NamedTuple):
 
 def compare(old: Side, new: Side) -> list[Replacement]:
     """The changes that make ``new`` of ``old``; raises `PatchError`."""
-    return [*_Comparison(old, new).changes()]
+    changes = [*_Comparison(old, new).changes()]
+    for line in new.lines:
+        is_comment = line.mark == "+" and line.text.strip().startswith("#")
+        if is_comment and not any(line.text.strip() in change.text for change in changes):
+            raise PatchError(f"line {line.number}: put the comment above a new statement")
+    return changes
 
 
 class _Comparison:
@@ -175,7 +180,7 @@ class _Comparison:
 
     def _replaced(self, gone: list[Row], made: list[Row]) -> Iterator[Replacement]:
         """The changes of rows that follow each other: one by one if they are alike, or else all at once."""
-        is_commented = any("#" in line.text for row in made for line in row.lines)
+        is_commented = any("#" in line.text for row in made for line in (*row.above, *row.lines))
         if [row.indent for row in gone] != [row.indent for row in made] or is_commented:
             yield self._in_lines(gone, made)
             return

@@ -140,6 +140,9 @@ def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
         ("@@ code.py run\n if a:\n-    b = 1\n+    b = 2\n+c = 3\n", "line 4: no statement of the same block"),
         ("@@ code.py run\n f(\n     a,\n+)\n+g(\n     b,\n )\n", "line 2: a line that stays is not of one"),
         ("@@ code.py run\n-a = f(...)\n+a = f(*..., 1)\n", "line 3: neither whole statements"),
+        ("@@ code.py run\n a = 1\n+# why\n b = 2\n", "line 3: put the comment above a new statement"),
+        ("@@ code.py run\n-a = 1\n+# a is gone\n b = 2\n+c = 3\n", "line 3: put the comment above"),
+        ("@@ code.py run\n-a = 1\n+a = 2\n+# the end\n", "line 4: put the comment above"),
     ],
 )
 def test_errors_of_a_patch_name_its_line(patch: str, error: str) -> None:
@@ -180,6 +183,7 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
         ("x = a[b]", "-ANY_X[b]\n+ANY_X[b, ANY_X]", "x = a[b, a]"),
         ("x = a  # why", "-x = a\n+x = b", "x = b  # why"),
         ("x = a", "-x = a\n+x = b  # why", "x = b  # why"),
+        ("x = a", "-x = a\n+# why\n+x = b", "# why\nx = b"),
         ("x = a", " x = a\n+\n+y = b", "x = a\n\ny = b"),
         ("x = 'ü', a", "-'ü', a\n+'ü', b", "x = 'ü', b"),
         ("def g(x, y=1): return x", "-def g(x, ...): ...\n+def g(w, x, ...): ...", "def g(w, x, y=1): return x"),
