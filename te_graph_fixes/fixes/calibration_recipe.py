@@ -10,9 +10,6 @@ from ..fix import Fix
 
 PATCH = """
 @@ graph.py make_graphed_callables
- if calibrating is None:
-     calibrating = False
-@@
  if any(enabled) and recipe is None:
      recipe = get_default_fp8_recipe()
 -elif not any(enabled):
@@ -24,6 +21,5 @@ FIX = Fix(
     symptom="a capture with calibrating=True records its amaxes for the default recipe, not for yours",
     group="FP8 state",
     users="make_graphed_callables(enabled=False, calibrating=True, recipe=...)",
-    requires=("fp8-state-at-replay",),
     patch=PATCH,
 )

@@ -29,8 +29,8 @@ def decision(version: str, **variables: str) -> Decision:
         ("grouped-linear-skip-flag", ["warmup-reset", "stale-fp8-weights", "skip-flag-reset"]),
         ("capture-without-warmup", ["backward-dw-order"]),
         ("wgrad-without-dgrad", ["delayed-wgrad-delivery"]),
-        ("fp8-state-at-replay", ["state-after-evaluation", "calibration-recipe"]),
-        ("nested-autocast", ["fp8-state-at-replay", "state-after-evaluation", "calibration-recipe"]),
+        ("fp8-state-at-replay", ["state-after-evaluation"]),
+        ("nested-autocast", ["fp8-state-at-replay", "state-after-evaluation"]),
         ("param-grad-lifetime", ["warmup-reset", "delayed-wgrad-delivery"]),
     ],
 )

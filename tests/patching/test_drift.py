@@ -52,7 +52,7 @@ def test_verdicts(version: str) -> None:
         if verdict.state != wanted(fix, version)
     ]
     assert not others, "\n".join(others)
-    assert patched(examined(version)[0], needed(version)) or not needed(version)
+    assert compile_patches(examined(version)[0], needed(version)) or not needed(version)
 
 
 def test_te_before_the_oldest_that_is_tested_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
