@@ -108,6 +108,10 @@ class _Activation:
         if stamp := installed():
             warn_once(f"{undo_advice()}: deactivate() leaves all {len(stamp.made)} in", category=TEGraphFixesWarning)
 
+    def active_settings(self) -> Settings:
+        """Those of the last `activate`; after `deactivate`, that no fix is wanted."""
+        return self._settings or Settings(only=frozenset())
+
     def watches(self, name: str) -> bool:
         """Whether ``name`` is where TE starts, or a module to be changed."""
         return name == PACKAGE or (self._decision is not None and name in self._decision.targets)
@@ -231,3 +235,4 @@ def _captured_graphs() -> int:
 
 _activation = _Activation()
 activate, deactivate, report = _activation.activate, _activation.deactivate, _activation.report
+active_settings = _activation.active_settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..activation import active_settings
 from ..importing import PACKAGE
 from ..settings import CHECK, Settings
 
@@ -46,10 +47,10 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
     With ``layers``, that many modules are checked at a time, each in ``steps`` steps, which takes less memory. With
     ``strict`` the process ends with status 86 after a step that has a mismatch. Training goes on as it would without.
     docs/check.md says what is seen, what is not, and what it costs. ValueError for numbers that make no sense, and
-    where the settings leave out fixes that are in TransformerEngine's files.
+    where the settings that are active leave out fixes that are in TransformerEngine's files.
     """
     options = Options(steps, layers, strict)
-    require_comparable(Settings.read())
+    require_comparable(active_settings())
     from wrapt import when_imported
 
     @when_imported(PACKAGE)

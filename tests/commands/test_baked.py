@@ -97,6 +97,31 @@ def test_strict_mode_and_the_check_refuse_other_settings(baked: Path) -> None:
     assert (done.returncode, f"ValueError: {UNDO}" in done.stderr) == (1, True)
 
 
+ACTIVE = """
+import te_graph_fixes
+
+def refused():
+    try:
+        te_graph_fixes.check()
+    except ValueError as error:
+        return str(error)
+
+made = {fix for fix, status in te_graph_fixes.report().fixes.items() if "corrected on disk" in status.reason}
+assert "which the settings leave out" in refused()  # as the environment says
+te_graph_fixes.activate(only=made)
+assert not refused()
+te_graph_fixes.activate(only=made - {"replay-arguments"})
+assert "they hold replay-arguments, which the settings leave out" in refused()
+te_graph_fixes.activate(only=made)
+te_graph_fixes.deactivate()
+assert f"they hold {len(made)} fixes, which the settings leave out" in refused()
+"""
+
+
+def test_the_check_asks_the_settings_that_are_active(baked: Path) -> None:
+    simulate("-c", ACTIVE, path=baked, imported=(), TE_GRAPH_FIXES="off")
+
+
 def test_a_check_on_it_finds_nothing(baked: Path) -> None:
     lines = simulate("tests/support/check_training.py", CASES[0], CASES[1], path=baked).splitlines()
     assert [(found["same"], found["found"]) for found in map(json.loads, lines)] == [(True, [])] * 2
