@@ -51,7 +51,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "all layers of an order are captured": lambda p: not (p.order and (p.together or p.not_captured)),
     "layers in one capture are all captured": lambda p: not (p.together and p.not_captured),
     "only an order shares buffers, takes layers as chunks, or has a graph for each microbatch": lambda p: (
-        p.order or not (p.reuse or p.layers_as_chunks or p.tuples or p.late_reads)
+        p.order or not (p.reuse or p.layers_as_chunks or p.tuples or p.sends)
     ),
     "TE wants a chunk for each layer where wgrads are delayed": lambda p: (
         not (p.delay and p.order) or p.layers_as_chunks or len(p.modules) == max(p.order)
@@ -242,7 +242,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not p.fp8_mha or (p.fp8_attention and p.recipe == "current" and {*ATTENTION} & {*p.modules})
     ),
     "an input with new values is read no more": lambda p: (
-        not p.same_input or not (p.order or p.not_captured or p.late_reads or p.strided or p.recompute or p.in_place)
+        not p.same_input or not (p.order or p.not_captured or p.sends or p.strided or p.recompute or p.in_place)
     ),
     "distillation reads its input after another replay": lambda p: not (p.same_input and p.first == "distillation"),
     "an order gives no modules, which have hooks": lambda p: not (p.module_hooks and p.order),
@@ -331,6 +331,7 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "autocasts": lambda r, p: r.choice(("each", "nested")),
     "hooks": lambda r, p: r.choice(("adds", "takes", "doubles")),
     "input_grads": lambda r, p: False,
+    "sends": lambda r, p: (1, 2, 3, 4),  # all chunks
     "optimizer": lambda r, p: r.choice(("adam", "adam of master weights", "master weights")),
 }
 """How a field is drawn; others are switched on."""
@@ -347,7 +348,7 @@ COMPANIONS: tuple[tuple[str, ...], ...] = (
     ("order", "delay", "fused"),
     ("together", "delay"),
     ("delay", "input_grads"),
-    ("linear", "layernorm_linear", "order", "layers_as_chunks", "reuse", "late_reads"),
+    ("linear", "layernorm_linear", "order", "layers_as_chunks", "reuse", "sends"),
     ("linear", "linear", "order", "layers_as_chunks", "reuse", "input_grads"),
     ("WithNone", "linear", "order", "reuse"),
     ("linear", "subclassed", "together"),
@@ -456,8 +457,8 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
         changed = replace(program, **change)
         if not broken_rule(changed):
             program = changed
-    alone = dict.fromkeys(("layers_as_chunks", "reuse", "tuples", "late_reads", "delay", "wgrad_hooks", "fused"), False)
-    ddp = {"hooks": "ddp", "order": (), "frozen": (), **alone}
+    alone = dict.fromkeys(("layers_as_chunks", "reuse", "tuples", "delay", "wgrad_hooks", "fused"), False)
+    ddp = {"hooks": "ddp", "order": (), "sends": (), "frozen": (), **alone}
     shared = r.choice(({}, {"hooks": "reduces"}, ddp, {"modules": (*OF_RANKS, *program.modules[1:])}))
     if ranks and r.random() < 0.05 and not broken_rule(changed := replace(program, ranks=True, **shared)):
         program = changed

@@ -46,7 +46,7 @@ class Program:
     wgrad_hooks: bool = False  # modules that delay wgrads have hooks, which are called after each wgrad
     drops_dummies: bool = False  # the ``.grad`` of a weight with a ``main_grad`` is dropped after each dgrad
     keeps_grads: bool = False  # a ``.grad`` is zeroed after a step, not dropped
-    late_reads: bool = False  # input grads are read at the end of the next dgrad, as a send to another rank does
+    sends: tuple[int, ...] = ()  # chunks of the order, the first of their model chunks, whose input grads are sent
     tracker: bool = False  # dropout draws from an RNG tracker
     fit: bool = False  # each step has the same inputs, and squared distances to targets as its loss
     optimizer: str = ""  # what changes parameters; "master weights" as ZeRO's optimizers do
@@ -67,8 +67,6 @@ class Program:
     one_pool: bool = False  # all captures have the same memory pool
     one_sample: bool = False  # all layers are captured with the same tensor
     checkpoints: tuple[str, ...] = ()  # the kind of checkpoint that each layer is in
-    model_chunks: tuple[int, ...] = ()  # for `step_with_sends`: the number of layers of each
-    first_stage: bool = False  # for `step_with_sends`
     events: tuple[str, ...] = ("step", "step")  # what happens, in order
 
     def __str__(self) -> str:

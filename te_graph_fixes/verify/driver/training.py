@@ -7,7 +7,7 @@ import functools
 import gc
 import math
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -125,10 +125,12 @@ class Training(Captured):
         self.begin(eager)
         counts: dict[float, int] = {}
         live: dict[tuple[int, int], Any] = {}
-        late: list[torch.Tensor] = []
         if program.fit:
             torch.manual_seed(0)  # the inputs and targets of every step
-        for entry in program.order or (1, -1) * self.microbatches:
+        order = program.order or (1, -1) * self.microbatches
+        sends = Sends(order)
+        for position, entry in enumerate(order):
+            self.see("dgrads", *sends.received_before(position))
             chunk, microbatch = abs(math.ceil(entry)) - 1, counts.get(entry, 0)
             counts[entry] = microbatch + 1
             layers = self.chunk(chunk)
@@ -153,11 +155,8 @@ class Training(Captured):
                 if program.fit:
                     output_grad = (out.detach() - output_grad) * (2.5 / TOKENS / self.microbatches)
                 out.backward(output_grad)
-                if program.late_reads:
-                    self.see("dgrads", *late)
-                    late = [x.grad] if program.input_grads else []
-                elif program.input_grads:
-                    self.see("dgrads", x.grad)
+                if program.input_grads:
+                    self.see("dgrads", *sends.read_after(position, x.grad))
                 if interrupted and not microbatch:
                     self.evaluation(program.other)
                 if program.drops_dummies:
@@ -170,7 +169,7 @@ class Training(Captured):
                 if parameter.grad is not None:
                     parameter.taken.add_(parameter.grad)
                     parameter.grad = None
-        self.see("dgrads", *late)
+        self.see("dgrads", *sends.under_way)
         self.update(0.0 if skip else rate, skip)
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
@@ -266,6 +265,37 @@ class Training(Captured):
         ]
         self.called.clear()
         self.see("left behind", torch.tensor(list("\n".join(map(str, left)).encode())))
+
+
+class Sends:
+    """Input grads that a step sends to the previous pipeline stage, which reads them as late as Megatron-Core allows.
+
+    That waits for a send once the next model chunk's backward, and the forward that overlaps it, have been issued. A
+    stage that sends nothing for the first chunk is the first one, and waits in its cooldown for what it has just sent,
+    which comes after all that was sent before: Megatron-Core without ``overlap_p2p_comm_warmup_flush``.
+    """
+
+    def __init__(self, order: Sequence[float]) -> None:
+        self.order, self.under_way = order, list[torch.Tensor | None]()
+        self.first_layers = {1, *program.sends}
+        self.last_forward = max(i for i, entry in enumerate(order) if entry > 0)
+
+    def received_before(self, position: int) -> list[torch.Tensor | None]:
+        """The grad whose send is waited for before an entry of the order, if any."""
+        entry = self.order[position]
+        is_due = len(self.under_way) > 1 and (entry < 0 or entry in self.first_layers)
+        return [self.under_way.pop(0)] if is_due else []
+
+    def read_after(self, position: int, grad: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """The grads that are read right after a dgrad, which has given ``grad``."""
+        if -self.order[position] not in program.sends:
+            return [grad]
+        self.under_way.append(grad)
+        cooldown = {-entry for entry in self.order[self.last_forward + 1 : position]}
+        if 1 in program.sends or not cooldown & self.first_layers:
+            return []
+        read, self.under_way = self.under_way, []
+        return read
 
 
 def comparable(value: torch.Tensor) -> torch.Tensor:
