@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 import te_graph_fixes  # noqa: F401
+from te_graph_fixes.verify.driver.modules import Experts, made
 from te_graph_fixes.verify.driver.program import Program
 from te_graph_fixes.verify.driver.setting import random, use
 from te_graph_fixes.verify.driver.training import Training
 
+eight_experts = made("eight_experts", Experts, 8)
 PROGRAM = Program(
     modules=("linear", "eight_experts"),
     recipe="current",

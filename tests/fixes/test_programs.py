@@ -61,7 +61,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "events": ("step", "save", "step", "load", "eager_step", "step"),
     },
     "operation-by-forward": {
-        "modules": ("CallsOperation",),
+        "modules": ("CallsOperations",),
         "recipe": "current",
         "other": "delayed",
         "events": EVALUATED,

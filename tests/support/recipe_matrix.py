@@ -109,6 +109,19 @@ def recomputed() -> Any:
     return Recomputing()
 
 
+def uneven() -> Any:
+    """Three experts, the last of which gets no tokens."""
+    import transformer_engine.pytorch as te
+
+    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS, TOKENS
+
+    class Uneven(te.GroupedLinear):  # type: ignore[misc]
+        def forward(self, x: Any, **marks: bool) -> Any:
+            return super().forward(x, [TOKENS // 2, TOKENS // 2, 0], **marks)
+
+    return Uneven(3, HIDDEN, HIDDEN, **OPTIONS)
+
+
 def padded() -> Any:
     """Two experts with numbers of tokens that no recipe takes, padded and unpadded by TE's modules."""
     import transformer_engine.pytorch as te
@@ -205,6 +218,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "LayerNormMLP, recomputed": recomputed,
     "TransformerLayer, dropout": functools.partial(layer, 0.1),
     "GroupedLinear, padded": padded,
+    "uneven_experts": uneven,
     GPU_SPLITS: grouped_on_gpu,
 }
 """What makes modules that the driver does not have."""

@@ -41,20 +41,11 @@ class Experts(te.GroupedLinear):
         return super().forward(x, [TOKENS // self.num_gemms] * self.num_gemms, **marks)
 
 
-class Uneven(te.GroupedLinear):
-    """Three experts, the last of which gets no tokens."""
-
-    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
-        return super().forward(x, [TOKENS // 2, TOKENS // 2, 0], **marks)
-
-
 class Special(te.Linear):
     """A subclass, as Megatron-Core's MoE layer is one of its dense layer."""
 
 
 grouped_linear = made("grouped_linear", Experts, 2)
-eight_experts = made("eight_experts", Experts, 8)
-uneven_experts = made("uneven_experts", Uneven, 3)
 subclassed = made("subclassed", Special)
 
 
@@ -83,9 +74,9 @@ torch_mlp = module(lambda: torch.nn.Sequential(torch_linear(), torch.nn.GELU(), 
 class Block(torch.nn.Module):
     """Two projections."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Callable[[], Any] = linear, second: Callable[[], Any] = linear) -> None:
         super().__init__()
-        self.first, self.second = linear(), linear()
+        self.first, self.second = first(), second()
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(torch.relu(self.first(x)))
@@ -100,25 +91,7 @@ class Wide(torch.nn.Sequential):
         super().__init__(*(te.Linear(*shape, **OPTIONS) for shape in itertools.pairwise(sizes)))
 
 
-@module
-class SpecialInside(Block):
-    """One projection is of a subclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = subclassed()
-
-
-@module
-class CallsOperation(torch.nn.Module):
-    """Calls ``forward`` of an operation, not the operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operation = operation()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.operation.forward(x)
+special_inside = module(lambda: Block(subclassed), "SpecialInside")
 
 
 @module
@@ -142,6 +115,9 @@ class CallsForward(Block):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second.forward(torch.relu(self.first.forward(x)))
+
+
+calls_operations = module(lambda: CallsForward(operation, operation), "CallsOperations")
 
 
 @module
