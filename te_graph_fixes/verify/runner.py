@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
-import math
 import os
 import select
 import subprocess
@@ -13,10 +13,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 from ..settings import SWITCH, Settings
@@ -184,52 +183,47 @@ def environment(switch: str) -> dict[str, str]:
 def measure(
     cases: Sequence[Case],
     limit: float = LIMIT,
-    workers: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
-    command: Sequence[str] = CHILD,
     switches: Sequence[str] = (WITHOUT, WITH),
+    workers: int | None = None,
+    command: Sequence[str] = CHILD,
 ) -> list[Row]:
     """Measure ``cases`` without and with the fixes in ``workers`` processes (default: up to 8, by the CPUs).
 
     A TransformerEngine that is corrected on disk cannot be measured `WITHOUT`: it is left out of ``switches``.
-    ``say`` gets a line of progress at the start and for each result; ``command`` starts a child.
+    ``command`` starts a child. Progress goes to stderr.
     """
     number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
     children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]
-    idle: dict[str, SimpleQueue[Child]] = {switch: SimpleQueue() for switch in switches}
+    waiting = {switch: iter(cases) for switch in switches}
     results: dict[tuple[str, str], Outcome] = {}
-    measurements = [(switch, case) for case in cases for switch in switches]
-    total = len(measurements)
+    numbers, total = itertools.count(1), len(cases) * len(switches)
 
-    def work(switch: str, case: Case) -> None:
-        child = idle[switch].get()
-        try:
+    def work(switch: str, child: Child) -> None:
+        for case in waiting[switch]:
             outcome = results[switch, case.name] = child.measure(case, limit)
-        finally:
-            idle[switch].put(child)
-        say(f"[{len(results)}/{total}] {case.name}, {switch} the fixes: {outcome.text}")
+            _say(f"[{next(numbers)}/{total}] {case.name}, {switch} the fixes: {outcome.text}")
 
-    say(
+    _say(
         f"{total} measurements of {len(cases)} cases in {len(children)} processes, which import TransformerEngine first"
     )
-    with contextlib.ExitStack() as stack:
-        for switch, child in children:
-            stack.callback(child.close)
-            idle[switch].put(child)
-        pool = ThreadPoolExecutor(len(children))
-        stack.callback(pool.shutdown, cancel_futures=True)  # where one fails, nothing more is started
-        for done in [pool.submit(work, *measurement) for measurement in measurements]:
-            done.result()
+    with ThreadPoolExecutor(len(children)) as pool:
+        try:
+            for done in as_completed([pool.submit(work, *child) for child in children]):
+                done.result()
+        finally:  # where one fails, nothing more is started
+            for left in waiting.values():
+                list(left)
+            for _, child in children:
+                child.close()
     return [Row(case, results.get((WITHOUT, case.name)), results[WITH, case.name]) for case in cases]
 
 
 def table(rows: Iterable[Row]) -> str:
     """The rows as text, one line each."""
-    lines: list[tuple[str, ...]] = [("FIX", "CASE", "TE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
+    lines: list[tuple[str, ...]] = [("FIX", "CASE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
     for row in rows:
-        te = row.with_fixes.te or (row.without and row.without.te) or "?"
         cells = [_cell(outcome) for outcome in (row.without, row.with_fixes)]
-        lines.append((", ".join(row.case.fixes), row.case.name, te, *cells, row.verdict))
+        lines.append((", ".join(row.case.fixes), row.case.name, *cells, row.verdict))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -263,13 +257,11 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, o
     """
     start = time.perf_counter()
     if on_disk:
-        print(
+        _say(
             "te-graph-fixes: TransformerEngine is corrected on disk, so nothing can be measured without the fixes; "
-            "its graphs are compared with eager alone",
-            file=sys.stderr,
+            "its graphs are compared with eager alone"
         )
-    switches = (WITH,) if on_disk else (WITHOUT, WITH)
-    rows = measure(cases, limit, say=lambda line: print(line, file=sys.stderr, flush=True), switches=switches)
+    rows = measure(cases, limit, (WITH,) if on_disk else (WITHOUT, WITH))
     seconds = time.perf_counter() - start
     bad = [row for row in rows if not row.ok]
     gpu = next((row.with_fixes.gpu for row in rows if row.with_fixes.gpu), None)
@@ -286,8 +278,10 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, o
             "seconds": round(seconds, 1),
             "ok": not bad,
             "left_out": left_out,
+            "cases": [row.as_dict() for row in rows],
         }
-        print(json.dumps({**about, "cases": [_finite(row.as_dict()) for row in rows]}, indent=2, allow_nan=False))
+        without_inf = json.loads(json.dumps(about), parse_constant=lambda word: str(float(word)))  # JSON has none
+        print(json.dumps(without_inf, indent=2))
     else:
         print(table(row for row in rows if not row.skipped))
         for why, names in left_out.items():
@@ -297,14 +291,9 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, o
         print(f"{len(rows)} cases on {gpu or 'no GPU'}, TransformerEngine {te or '?'}, {seconds:.0f} s: {summary}")
     for row in bad:
         why = row.with_fixes.text if row.with_fixes.wrong else row.verdict
-        print(f"te-graph-fixes: {row.case.name}: {why}", file=sys.stderr)
+        _say(f"te-graph-fixes: {row.case.name}: {why}")
     return COULD_NOT_RUN if bad and all(row.unable for row in bad) else int(bool(bad))
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no inf and nan: they become strings that ``float`` reads."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

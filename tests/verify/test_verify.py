@@ -238,7 +238,6 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert out.splitlines()[1].split() == [
         "backward-dw-order",
         "wgrad-before-dgrad",
-        "?",
         "KeyError:",
         "-1",
         "0",
@@ -304,14 +303,13 @@ def test_the_users_choice_of_fixes_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert runner.environment("with")["TE_GRAPH_FIXES"] == "on"
 
 
-def test_progress_says_what_was_measured_and_how_much_there_is() -> None:
+def test_progress_says_what_was_measured_and_how_much_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     answer = {"case": "", "last": False, "outcome": "measured", "error": 0.0, "applied": [], "seconds": 0.0}
     child = f"import sys\nfor line in sys.stdin: print({json.dumps(json.dumps(answer))}, flush=True)"
-    lines: list[str] = []
     cases = list(CASES.values())[:3]
-    rows = runner.measure(cases, workers=4, say=lines.append, command=[sys.executable, "-c", child])
+    rows = runner.measure(cases, workers=4, command=[sys.executable, "-c", child])
     assert all(row.ok for row in rows)
-    first, *results = lines
+    first, *results = capsys.readouterr().err.splitlines()
     assert first == "6 measurements of 3 cases in 4 processes, which import TransformerEngine first"
     assert sorted(line.split("]")[0] for line in results) == [f"[{number}/6" for number in range(1, 7)]
     assert all(re.fullmatch(r"\[\d/6\] \S+, with(out)? the fixes: 0", line) for line in results)
