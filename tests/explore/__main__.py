@@ -31,7 +31,7 @@ from te_graph_fixes.verify.driver.program import Program
 from tests import simulator
 
 from .programs import FOUND, draw, draw_broken, shrink
-from .scripts import script
+from .scripts import as_python, script
 
 REFUSED = {
     r"captured for": "a graph's arguments are not those of its samples",
@@ -314,7 +314,7 @@ def find(options: argparse.Namespace) -> int:
             if found and options.shrink and not options.broken:
                 small = shrink(program, lambda p, kind=verdict["verdict"]: server(p)["verdict"] == kind)
                 verdict = server(small)
-            note(options, {"seed": seed, **verdict, "program": str(small)}, say=found)
+            note(options, {"seed": seed, **verdict, "program": as_python(small)}, say=found)
             if found and options.scripts:
                 Path(options.scripts).mkdir(parents=True, exist_ok=True)
                 title = f"Seed {seed}: {verdict['verdict']}: {verdict.get('why', '')}"
@@ -383,7 +383,7 @@ def search(options: argparse.Namespace) -> int:
                 program, tried = draw(seed, options.gpu, " " in wanted), seed - equal[0][0] + 1
                 found = servers[0](program, wanted)
                 if found["verdict"] in FINDINGS and servers[1](program, wanted)["verdict"] not in FINDINGS:
-                    return {"programs": tried, "why": found.get("why", found["verdict"]), "program": str(program)}
+                    return {"programs": tried, "why": found.get("why", found["verdict"]), "program": as_python(program)}
             return {"not in programs": tried}
         finally:
             for server in servers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from typing import Any
 
 from te_graph_fixes.verify.driver.program import Program
@@ -16,9 +17,17 @@ run({program})
 '''
 
 
+def as_python(program: Program) -> str:
+    """A program as Python, without what is as by default."""
+    plain = Program()
+    values = {field.name: getattr(program, field.name) for field in fields(program)}
+    changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(plain, name)]
+    return f"Program({', '.join(changed)})"
+
+
 def script(program: Program, title: str = "") -> str:
     """The text of a script that runs one program."""
-    return TEXT.format(title=title, program=program)
+    return TEXT.format(title=title, program=as_python(program))
 
 
 def run(program: Program) -> None:

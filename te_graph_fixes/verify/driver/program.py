@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 class Skipped(Exception):
@@ -68,8 +68,3 @@ class Program:
     one_sample: bool = False  # all layers are captured with the same tensor
     checkpoints: tuple[str, ...] = ()  # the kind of checkpoint that each layer is in
     events: tuple[str, ...] = ("step", "step")  # what happens, in order
-
-    def __str__(self) -> str:
-        plain = Program()
-        said = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return f"Program({', '.join(f'{name}={value!r}' for name, value in said if value != getattr(plain, name))})"
