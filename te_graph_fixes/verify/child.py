@@ -1,10 +1,9 @@
 """``python -m te_graph_fixes.verify.child [CASE ...]``: measure cases in this process, one JSON line for each.
 
 A CASE is the name of a registered case or a `Case` as JSON; without any they are read from standard input, one a line.
-``outcome`` of a line is ``measured`` (then ``error`` is the largest of the errors), ``failed`` (``detail`` is the
-exception: a crash in capture is a result), ``skipped``, ``unmeasured``, or ``unable`` (TransformerEngine does not have
-what the case imports). A process that an exception or a case may have damaged ends, with status 1; its line says
-``last``. The fixes are those that the environment asks for.
+A line is an `Outcome`, whose ``error`` is the largest of the errors: a crash in capture is a result. A process that an
+exception or a case may have damaged ends, with status 1; its line says ``last``. The fixes are those that the
+environment asks for.
 """
 
 from __future__ import annotations

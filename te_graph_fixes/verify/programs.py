@@ -18,8 +18,6 @@ from .driver.program import Program, Skipped
 
 REFUSED = r"callable \d|captured with|modified by an inplace operation"
 """The errors of `replay-contract`, and of autograd, which it tells that an output was overwritten."""
-LEFT_BEHIND = "left behind"
-"""The kind of what concerns the process, which is not fit for another case where it differs."""
 
 
 def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str, Any]:
@@ -38,7 +36,8 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
     for name, size in errors(graphed, eager).items():
         by_kind.setdefault(name.partition(": ")[2], []).append(size)
     norms = [_norm(graphed[name]) / _norm(eager[name]) for name in eager if name.endswith(" step: wgrads")]
-    return {"errors": by_kind, "wgrad_norm": norms, "damaged": any(by_kind.get(LEFT_BEHIND, ()))}
+    damaged = any(by_kind.get("left behind", ()))  # in the process
+    return {"errors": by_kind, "wgrad_norm": norms, "damaged": damaged}
 
 
 def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
@@ -50,13 +49,13 @@ def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> di
     damaged = False
     for name, own in programs.items():
         try:
-            sizes = errors(*_both({**shared, **own}))
+            measures = compare(**{**shared, **own})
         except Skipped:
             if name == [*programs][-1] and not largest:
                 raise
             continue
-        largest[name] = [max(sizes.values())]
-        damaged |= any(size for kind, size in sizes.items() if kind.endswith(LEFT_BEHIND))
+        largest[name] = [max(map(max, measures["errors"].values()))]
+        damaged |= measures["damaged"]
     return {"errors": largest, "damaged": damaged}
 
 
@@ -71,13 +70,11 @@ def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
     setting.use(program)
     try:
         eager = train(graphed=False)
-    except Skipped:
-        raise
     except Exception as why:
-        if program.recipe in BLACKWELL_RECIPES:
-            said = " ".join(str(why).split())
-            raise Skipped(f"{', '.join(program.modules)} does not take {program.recipe}: {said}") from why
-        raise
+        if program.recipe not in BLACKWELL_RECIPES:
+            raise
+        said = " ".join(str(why).split())
+        raise Skipped(f"{', '.join(program.modules)} does not take {program.recipe}: {said}") from why
     return train(graphed=True), eager
 
 
