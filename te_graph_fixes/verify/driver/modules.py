@@ -256,22 +256,10 @@ class Bare(torch.nn.Module):
         return (x, *self.given.values()), {}
 
 
-def fork() -> Any:
-    """Draws random numbers from the tracker, where there is one."""
-    return tracker.fork() if program.tracker else contextlib.nullcontext()
-
-
-class DropGrads(torch.autograd.Function):
-    """Dropout of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        with fork():
-            return torch.nn.functional.dropout(grad, 0.25)
+def dropped(x: torch.Tensor, training: bool = True) -> torch.Tensor:
+    """Dropout with random numbers of the tracker, where there is one."""
+    with tracker.fork() if program.tracker else contextlib.nullcontext():
+        return torch.nn.functional.dropout(x, 0.25, training)
 
 
 @module
@@ -279,10 +267,10 @@ class Dropped(Block):
     """Dropout between the projections, of what goes forward and of what comes back."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        x = self.first(x)
-        with fork():
-            x = torch.nn.functional.dropout(x, 0.25, self.training)
-        return self.second(DropGrads.apply(x))
+        x = dropped(self.first(x), self.training)
+        if x.requires_grad:
+            x.register_hook(dropped)
+        return self.second(x)
 
 
 @module
