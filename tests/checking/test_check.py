@@ -67,7 +67,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
         **PLAIN,
         "modules": ("layernorm_mlp",),
         "recipe": "delayed",
-        "recompute": True,
+        "checkpoints": ("te",),
     }
 }
 

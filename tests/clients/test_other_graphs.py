@@ -17,7 +17,7 @@ from tests.support.child import simulate
 DELAYED: dict[str, Any] = {"recipe": "delayed", "fused": True, "keeps_grads": True, "weights": "marked"}
 PROGRAMS = {
     "a step": Program(modules=("linear",) * 2, **DELAYED),
-    "microbatches": Program(modules=("layernorm_mlp", "linear"), recompute=True, **DELAYED),
+    "microbatches": Program(modules=("layernorm_mlp", "linear"), checkpoints=("te", "te"), **DELAYED),
     "after TE": Program(modules=("grouped_linear",), **DELAYED),
     "after TE was reset": Program(modules=("linear",) * 2, **{**DELAYED, "recipe": "current"}),
     "TE after TE was reset": Program(modules=("linear",) * 2, **{**DELAYED, "recipe": "current"}),

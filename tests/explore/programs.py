@@ -43,7 +43,7 @@ RECIPES = {
 
 def runs_twice(p: Program) -> bool:
     """Whether forwards without a backward run before or between those with one."""
-    return bool(p.recompute or p.inference or p.first == "distillation")
+    return bool(p.checkpoints or p.inference or p.first == "distillation")
 
 
 RULES: dict[str, Callable[[Program], Any]] = {
@@ -127,7 +127,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
     "dicts are no samples in a tuple, and te.checkpoint takes tensors": lambda p: (
-        "Structured" not in p.modules or not (p.tuples or p.recompute)
+        "Structured" not in p.modules or not (p.tuples or p.checkpoints)
     ),
     "only static inputs that are tensors are shared: TE asks each for its shape": lambda p: (
         "Structured" not in p.modules or not p.reuse
@@ -152,7 +152,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not p.in_bf16
             and not {"evaluate_in_other", "switch_recipe", "evaluate_in_bf16"} & {*p.events}
             and not {"OwnAutocast", "KeptInBf16"} & {*p.modules}
-            and not (p.inference or p.recompute or "Recomputed" in p.modules)
+            and not (p.inference or p.checkpoints or "Recomputed" in p.modules)
         )
     ),
     "a graph for inference is of an ordinary layer": lambda p: (
@@ -170,11 +170,11 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "there is such a layer": lambda p: max((*p.frozen, *p.in_bf16, *p.not_captured, 0)) < len(p.modules),
     "a pool is replayed in the order of its captures": lambda p: not p.own_pool or p.order or len(p.modules) == 1,
-    "recompute replays forwards again, which must not come between others of their pool": lambda p: (
-        not p.recompute or (not p.order and not (p.together and len(p.modules) > 1))
+    "a checkpoint replays forwards again, which must not come between others of their pool": lambda p: (
+        not p.checkpoints or (not p.order and not (p.together and len(p.modules) > 1))
     ),
     "a reentrant checkpoint needs an input with a gradient": lambda p: (
-        p.input_grads or not (p.recompute or "Recomputed" in p.modules)
+        p.input_grads or not (p.checkpoints or "Recomputed" in p.modules)
     ),
     "LayerNormMLP gives no dummy for one weight, whose hooks eager autograd calls with nothing": lambda p: (
         not (p.hooks and p.fused and {*MLPS} & {*p.modules} and "bf16" not in (p.recipe,))
@@ -195,7 +195,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (p.inference and p.weights != "plain" and p.recipe == "block" and p.modules[0] in MLPS)
     ),
     "torch's checkpoint, which runs what is not TE's, takes no keywords": lambda p: (
-        not (p.recompute and p.weights == "cached" and {*OTHERS} & {*p.modules})
+        not (p.checkpoints and p.weights == "cached" and {*OTHERS} & {*p.modules})
     ),
     "a capture makes FP8 state, eager training in its first forward": lambda p: (
         p.recipe == "bf16" or p.events[:1] in {(each,) for each in EVENTS[:4]}
@@ -208,7 +208,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "eager recompute takes the oldest FP8 state, which may be that of a forward without a backward": lambda p: (
         "delayed" not in (p.recipe, p.other)
-        or not (p.recompute or "Recomputed" in p.modules)
+        or not (p.checkpoints or "Recomputed" in p.modules)
         or not ("raise_in_autocast" in p.events or ("Recomputed" in p.modules and runs_twice(p)))
     ),
     "a GPU's eager wgrad of an operation before another in FP8 reads a transpose that nobody wrote": lambda p: (
@@ -228,12 +228,12 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "distillation uses the graph of its first layer twice": lambda p: p.first != "distillation" or not p.order,
     "te.checkpoint takes an operation for a module of torch, and eager training recomputes it in bf16": lambda p: (
-        not (p.recompute and {*OPERATIONS} & {*p.modules})
+        not (p.checkpoints and {*OPERATIONS} & {*p.modules})
     ),
     "what is captured inside of a layer is called as others are": lambda p: (
         not p.inside
         or not (
-            (p.order or p.together or p.delay or p.inference or p.recompute or p.in_bf16 or p.weights != "plain")
+            (p.order or p.together or p.delay or p.inference or p.checkpoints or p.in_bf16 or p.weights != "plain")
             or {"Named", "Structured", "Recomputed", "KeptInBf16", "Unused"} & {*p.modules}
             or any(each.startswith("misuse") for each in p.events)
         )
@@ -242,7 +242,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not p.fp8_mha or (p.fp8_attention and p.recipe == "current" and {*ATTENTION} & {*p.modules})
     ),
     "an input with new values is read no more": lambda p: (
-        not p.same_input or not (p.order or p.not_captured or p.sends or p.strided or p.recompute or p.in_place)
+        not p.same_input or not (p.order or p.not_captured or p.sends or p.strided or p.checkpoints or p.in_place)
     ),
     "distillation reads its input after another replay": lambda p: not (p.same_input and p.first == "distillation"),
     "an order gives no modules, which have hooks": lambda p: not (p.module_hooks and p.order),
@@ -332,6 +332,7 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "hooks": lambda r, p: r.choice(("adds", "takes", "doubles")),
     "input_grads": lambda r, p: False,
     "sends": lambda r, p: (1, 2, 3, 4),  # all chunks
+    "checkpoints": lambda r, p: ("te",) * len(p.modules),
     "optimizer": lambda r, p: r.choice(("adam", "adam of master weights", "master weights")),
 }
 """How a field is drawn; others are switched on."""
@@ -438,7 +439,7 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
         changes.append({"order": order})
     known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay", "ranks", *RARE_FIELDS}
     known |= {"takes_grads", "clean_start", "fit"}  # which are of `verify`: each of its cases shows one defect
-    known |= {"hidden", "freezes_first", "retain", "one_pool", "one_sample", "checkpoints"}  # those of others
+    known |= {"hidden", "freezes_first", "retain", "one_pool", "one_sample"}  # those of others
     names = [each.name for each in fields(program) if each.name not in known]
     for name in sorted(r.sample(names, len(names)), key=lambda name: name not in wanted):
         if name in wanted or r.random() < 0.2:

@@ -45,7 +45,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "checkpoints-of-graphs-and-eager": {
         "modules": ("Block", "linear", "linear"),
         "not_captured": (1,),
-        "recompute": True,
+        "checkpoints": ("te",) * 3,
     },
     "master-mlp": {**MASTER, "modules": ("layernorm_mlp",)},
     "master-operation": {**MASTER, "modules": ("operation",)},

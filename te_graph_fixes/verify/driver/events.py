@@ -118,9 +118,7 @@ class NotAModule:
 
 def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
     """A step of two microbatches of a layer that is none of the program's."""
-    for module in layer.modules():
-        if hasattr(module, "is_first_microbatch"):
-            module.is_first_microbatch = True
+    t.mark_first(layer)
     for _ in range(2):
         x = random().requires_grad_()
         with autocast(recipe):

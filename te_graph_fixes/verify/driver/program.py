@@ -39,7 +39,6 @@ class Program:
     sets_flag: bool = False  # the caller sets TE's flag that says whether weights are new, as Megatron-Core does
     first: str = ""  # what else runs first in the autocast; "cached" is a model of its own whose graph caches weights
     autocasts: str = "one"  # around all layers; or "each"; or "nested": each inside another one
-    recompute: bool = False  # each layer is in `te.checkpoint`
     residual: bool = False  # the input is added to the output
     input_grads: bool = True
     hooks: str = ""  # what those of parameters do; "of the node": take grads, as those of Megatron-Core's DDP do
@@ -66,5 +65,5 @@ class Program:
     retain: bool = False  # backwards can be replayed more than once
     one_pool: bool = False  # all captures have the same memory pool
     one_sample: bool = False  # all layers are captured with the same tensor
-    checkpoints: tuple[str, ...] = ()  # the kind of checkpoint that each layer is in
+    checkpoints: tuple[str, ...] = ()  # the kind of checkpoint that each layer is in, `te.checkpoint` for "te"
     events: tuple[str, ...] = ("step", "step")  # what happens, in order

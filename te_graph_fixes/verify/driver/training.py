@@ -43,13 +43,13 @@ class Training(Captured):
         kept = self.seen.setdefault(f"{self.event}: {what}", [])
         kept += [None if value is None else comparable(value) for value in values]
 
-    def marked(self) -> list[Any]:
-        """The modules that mark first microbatches."""
-        modules = [module for layer in self.layers for module in layer.modules()]
+    def marked(self, *layers: Any) -> list[Any]:
+        """The modules of these layers, or of all, that mark first microbatches."""
+        modules = [module for layer in layers or self.layers for module in layer.modules()]
         return [module for module in modules if hasattr(module, "is_first_microbatch")]
 
-    def mark_first(self) -> None:
-        for module in self.marked():
+    def mark_first(self, *layers: Any) -> None:
+        for module in self.marked(*layers):
             module.is_first_microbatch = True
 
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
@@ -60,9 +60,7 @@ class Training(Captured):
         if program.weights == "cached" and graphed and number not in program.not_captured:
             options["is_first_microbatch"] = microbatch == 0
         in_bf16 = number in program.in_bf16
-        if program.recompute and not in_bf16:
-            call = functools.partial(te.checkpoint, call, get_rng_state_tracker=the_tracker())
-        if program.checkpoints:
+        if program.checkpoints and not in_bf16:
             call = checkpointed(program.checkpoints[number], call)
         with te.autocast(enabled=False) if in_bf16 else contextlib.nullcontext():
             out = call(*given, **options)
@@ -309,7 +307,7 @@ def comparable(value: torch.Tensor) -> torch.Tensor:
 def checkpointed(kind: str, call: Any) -> Any:
     """A call in a checkpoint of TE or of torch, alone or between operations that are recomputed too."""
     if kind == "te":
-        return functools.partial(te.checkpoint, call)
+        return functools.partial(te.checkpoint, call, get_rng_state_tracker=the_tracker())
     if not kind:
         return call
 
