@@ -322,7 +322,9 @@ class Twin:
             for module in self.own:
                 object.__setattr__(module, "__dict__", self._dictionary(module, run, aliases))
             self._enter_autocasts(stack)
-            _enter_capture_of_megatron(stack)
+            for client in _megatron_flags():  # whose layers run less in a capture than in eager training
+                stack.callback(setattr, client, FLAG, getattr(client, FLAG))
+                setattr(client, FLAG, True)
             hooks: Any = torch._C._autograd  # those of a checkpoint around count what is saved
             while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
                 hooks._pop_saved_tensors_default_hooks()
@@ -362,13 +364,6 @@ class Twin:
 def _megatron_flags() -> list[Any]:
     """The modules of Megatron-Core that have its `FLAG`."""
     return [sys.modules[name] for name in CLIENTS if hasattr(sys.modules.get(name), FLAG)]
-
-
-def _enter_capture_of_megatron(stack: ExitStack) -> None:
-    """Let Megatron's layers run as in a capture, where they run less than in eager training."""
-    for module in _megatron_flags():
-        stack.callback(setattr, module, FLAG, getattr(module, FLAG))
-        setattr(module, FLAG, True)
 
 
 def _put(state: State) -> None:
