@@ -180,10 +180,6 @@ class Captured:
         return self.recipe != "bf16" and number not in program.in_bf16 and not program.calibrating
 
     def graph(self, modules: Any, samples: Any, **options: Any) -> Any:
-        if program.calibrating:
-            options["calibrating"] = True
-        if program.own_pool:
-            options["pool"] = torch.cuda.graph_pool_handle()
         return te.make_graphed_callables(
             modules,
             samples,
@@ -191,11 +187,12 @@ class Captured:
                 "num_warmup_iters": program.warmup,
                 "allow_unused_input": True,
                 "enabled": self.recipe != "bf16" and not program.calibrating,
+                "calibrating": program.calibrating,
                 "recipe": make_recipe(self.recipe),
                 "amax_reduction_group": everybody(),
                 "cache_quantized_params": program.weights == "cached",
                 "retain_graph_in_backward": program.retain,
-                "pool": self.pool,
+                "pool": torch.cuda.graph_pool_handle() if program.own_pool else self.pool,
                 **options,
             },
         )

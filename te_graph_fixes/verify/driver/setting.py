@@ -47,9 +47,9 @@ def autocast(name: str) -> Any:
     """The autocast of a recipe, by its name."""
     if name == "bf16":
         return te.autocast(enabled=False)
-    if program.calibrating:
-        return te.autocast(enabled=False, calibrating=True, recipe=make_recipe(name), amax_reduction_group=everybody())
-    return te.autocast(enabled=True, recipe=make_recipe(name), amax_reduction_group=everybody())
+    calibrating = program.calibrating
+    options = {"enabled": not calibrating, "calibrating": calibrating, "amax_reduction_group": everybody()}
+    return te.autocast(recipe=make_recipe(name), **options)
 
 
 def make_recipe(name: str) -> Any:
