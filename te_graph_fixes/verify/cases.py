@@ -418,15 +418,15 @@ CASES: dict[str, Case] = {case.name: case for case in (*_ALL, *_in_blackwell_rec
 
 
 def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
-    """The cases that fix ids and case names ask for, all if there are none; ValueError for an unknown one."""
+    """The cases that fix ids and case names ask for, all if there are none; ValueError where there is no such case."""
     names = list(wanted)
     unknown = [name for name in names if name not in CATALOGUE and name not in CASES]
     if unknown:
         near = nearest(unknown, [*CATALOGUE, *CASES])
         words = ", ".join(map(repr, unknown))
         raise ValueError(f"unknown fix or case {words}; {near}see te-graph-fixes list, or verify without names for all")
-    return [
-        case
-        for case in CASES.values()
-        if (case.quick or not quick) and (not names or case.name in names or set(case.fixes) & set(names))
-    ]
+    chosen = [case for case in CASES.values() if not names or {case.name, *case.fixes} & {*names}]
+    cases = [case for case in chosen if case.quick or not quick]
+    if not cases:
+        raise ValueError(f"leave --quick out: no case of {', '.join(names)} is quick")
+    return cases

@@ -118,6 +118,8 @@ def test_selection() -> None:
     assert 0 < len(select([], quick=True)) < len(CASES)
     with pytest.raises(ValueError, match="'nonsense'; see te-graph-fixes list"):
         select(["nonsense"])
+    with pytest.raises(ValueError, match="leave --quick out: no case of linear-bf16 is quick"):
+        select(["linear-bf16"], quick=True)
 
 
 def fake(script: str, **options: object) -> Outcome:
