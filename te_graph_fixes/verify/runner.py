@@ -46,7 +46,7 @@ class Outcome:
     detail: str = ""
     te: str | None = None
     gpu: str | None = None
-    applied: tuple[str, ...] = ()
+    applied: Sequence[str] = ()
     seconds: float = 0.0
     measures: Mapping[str, Any] = field(default_factory=dict)
 
@@ -154,7 +154,7 @@ class Child:
         if result.pop("last"):
             self._end()
         del result["case"]
-        return Outcome(**{**result, "applied": tuple(result["applied"])})
+        return Outcome(**result)
 
     def close(self) -> None:
         """End the process, whatever it does."""
