@@ -46,7 +46,7 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
     if decision.disagreement:
         yield f"warning: {decision.disagreement}"
-    if decision.refusal:
+    if decision.why_none:
         return
     where = option(decision.source)
     if decision.refused:
@@ -86,8 +86,8 @@ def record(decision: Decision) -> dict[str, Any]:
 def answer(decision: Decision) -> str:
     """One line: how many defects this TE has and what becomes of them, and what to type next."""
     name, chosen_by = te_name(decision.version), decision.settings.chosen_by
-    if decision.refusal:
-        return f"{name}: nothing is applied: {decision.refusal}"
+    if decision.why_none:
+        return f"{name}: nothing is applied: {decision.why_none}"
     said = ", ".join(f"{len(ids)} {outcome}" for outcome, ids in outcomes(decision).items())
     where = option(decision.source)
     bake = f"{COMMAND} bake{where}"

@@ -264,7 +264,7 @@ class Installation:
         self._changes = changes
         self._texts = patched(source, changes)
         self._patches = compile_patches(source, changes)
-        self._set: list[tuple[Any, str, Any, Any]] = []  # attributes: what each was (None: it is new), and became
+        self._attributes: list[tuple[Any, str, Any, Any]] = []  # what each was (None: it is new), and became
 
     def install(self) -> None:
         """Put all in place, or nothing: then `InstallationError` names the changes by which that failed."""
@@ -302,7 +302,7 @@ class Installation:
             _provided[name] = package, module, text
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
-        self._set.append((owner, name, _attribute(owner, name), value))
+        self._attributes.append((owner, name, _attribute(owner, name), value))
         setattr(owner, name, value)
 
     def _install(self, patch: FunctionPatch) -> None:
@@ -318,14 +318,14 @@ class Installation:
 
     def is_live(self, name: str) -> bool:
         """Whether what was put in place for a change is what runs."""
-        added = [value for *_, value in self._set if isinstance(value, ModuleType)]
+        added = [value for *_, value in self._attributes if isinstance(value, ModuleType)]
         return all(sys.modules.get(module) in added for module in self._changes[name].new_modules) and all(
             patch.runs(patch.after) for patch in self._patches if name in patch.changes
         )
 
     def revert(self) -> None:
         """Take back what is still ours, each function the very objects that it had."""
-        for owner, name, had, value in self._set:
+        for owner, name, had, value in self._attributes:
             now = _attribute(owner, name)
             if now is value and had is None:
                 delattr(owner, name)

@@ -37,7 +37,7 @@ from itertools import pairwise
 
 from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Pattern, is_gap
-from .rewriting import START, Line, PatchError, Replacement, Side, compare, indented, whole_lines
+from .rewriting import START, Line, PatchError, Replacement, Side, compare, indented, lines_of
 from .source import Edit, ModuleSource, Source
 
 PYTORCH = "transformer_engine.pytorch"
@@ -188,7 +188,7 @@ class Hunk:
             return [change.edit(definition, match) for match in matches for change in self.changes]
         body = definition.node.body
         first = body[1] if len(body) > 1 and ast.get_docstring(definition.node) is not None else body[0]
-        start = whole_lines(definition, first)[START]
+        start = lines_of(definition, first)[START]
         return [Edit(self.module, start, start, indented(definition.module, first, f"{self.new_text}\n"))]
 
     def find(self, source: Source) -> Definition | None:

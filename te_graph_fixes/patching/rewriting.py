@@ -24,6 +24,7 @@ from .matching import Match, as_python, is_gap
 from .source import Edit, ModuleSource, first_line
 
 START, END = 0, 1
+"""The edges of a node: indices of its span."""
 _STATEMENT = (ast.stmt, ast.excepthandler)
 _NEAR = 100
 """How many characters the name of a callee may have."""
@@ -114,7 +115,7 @@ class Spot(NamedTuple):
     """Where a node of the pattern starts or ends; ``...`` starts with the first node that it stands for."""
 
     node: Any
-    side: int
+    edge: int
 
 
 class Replacement(NamedTuple):
@@ -128,11 +129,12 @@ class Replacement(NamedTuple):
     def edit(self, definition: Definition, match: Match) -> Edit:
         module, first, last = definition.module, match.bound[self.start.node], match.bound[self.end.node]
         if not self.whole_lines:
-            start, end = span(module, first)[self.start.side], span(module, last)[self.end.side]
+            start = span_with_parentheses(module, first)[self.start.edge]
+            end = span_with_parentheses(module, last)[self.end.edge]
             text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
             return Edit(module.name, start, end, _filled(definition, match, text))
-        start, end = whole_lines(definition, first)[self.start.side], whole_lines(definition, last)[self.end.side]
-        if self.start != self.end and self.end.side == START:  # comments stay with the block below them
+        start, end = lines_of(definition, first)[self.start.edge], lines_of(definition, last)[self.end.edge]
+        if self.start != self.end and self.end.edge == START:  # comments stay with the block below them
             end = _start_of_comments(module, last)
         if not self.text:
             start = _start_of_comments(module, first)
@@ -202,14 +204,14 @@ class _Comparison:
         text = self._new.added(made) if made else ""
         return Replacement(start, end, _fillable(text, made) if gone else text, True)
 
-    def _statement(self, side: int, rows: list[Row], indent: int) -> Spot | None:
+    def _statement(self, edge: int, rows: list[Row], indent: int) -> Spot | None:
         """Where a statement with this indent starts with the first of some rows, or ends with the last."""
         for node, ends in self._nodes if rows else ():
-            offset = rows[-1].tokens[-1].end if side == END else rows[0].tokens[0].start
-            if isinstance(node, _STATEMENT) and (ends[side], node.col_offset) == (offset, indent):
+            offset = rows[-1].tokens[-1].end if edge == END else rows[0].tokens[0].start
+            if isinstance(node, _STATEMENT) and (ends[edge], node.col_offset) == (offset, indent):
                 if is_gap(node):
-                    return Spot(node, side) if side == START else None
-                return Spot(node.value if isinstance(node, ast.Expr) else node, side)
+                    return Spot(node, edge) if edge == START else None
+                return Spot(node.value if isinstance(node, ast.Expr) else node, edge)
         return None
 
     def _within(self, old: Row, new: Row) -> Iterator[Replacement]:
@@ -235,8 +237,8 @@ class _Comparison:
                 return
             left, right = Spot(node, START), Spot(node, END)
         new_stop = len(new.words) - rest
-        first = new.tokens[start].start if left.side == START else new.tokens[start - 1].end
-        last = new.tokens[new_stop].start if right.side == START else new.tokens[new_stop - 1].end
+        first = new.tokens[start].start if left.edge == START else new.tokens[start - 1].end
+        last = new.tokens[new_stop].start if right.edge == START else new.tokens[new_stop - 1].end
         text = self._new.module.text
         text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
         yield Replacement(left, right, _fillable(text, [new]), False)
@@ -263,7 +265,7 @@ class _Comparison:
                 spots.append(Spot(node, START))
             if end == end_before and not is_gap(node):
                 spots.append(Spot(node, END))
-        return min(spots, key=lambda spot: (is_gap(spot.node), spot.side), default=None)
+        return min(spots, key=lambda spot: (is_gap(spot.node), spot.edge), default=None)
 
 
 def _nodes(side: Side) -> list[tuple[Any, tuple[int, int]]]:
@@ -273,7 +275,7 @@ def _nodes(side: Side) -> list[tuple[Any, tuple[int, int]]]:
         if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
             nodes += ast.iter_child_nodes(node)
     placed = [node for node in nodes if hasattr(node, "lineno") or isinstance(node, ast.withitem)]
-    return [(node, span(side.module, node)) for node in placed]
+    return [(node, span_with_parentheses(side.module, node)) for node in placed]
 
 
 def _in_common(words: Sequence[str], others: Sequence[str]) -> int:
@@ -292,7 +294,7 @@ def _error(rows: Sequence[Row], text: str) -> PatchError:
     return PatchError(f"line {rows[0].number}: {text}")
 
 
-def span(module: ModuleSource, node: Any) -> tuple[int, int]:
+def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
     """Where a part of a statement starts and ends with the parentheses around it; those of a call are not."""
     text, (start, end) = module.text, module.span(node)
     while text[:start].rstrip()[-1:] == "(" and text[end:].lstrip()[:1] == ")":
@@ -320,7 +322,7 @@ def _filled(definition: Definition, match: Match, text: str) -> str:
     return re.sub(r"\bANY_\w+", fill, text)
 
 
-def whole_lines(definition: Definition, statement: Any) -> tuple[int, int]:
+def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
     """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
     module, number = definition.module, first_line(statement)
     start, end = module.starts[number], module.starts[statement.end_lineno + 1]
