@@ -271,17 +271,6 @@ class Decision:
         """The fixes that are chosen to be applied."""
         return _applicable(self.decisions)
 
-    def reason(self, fix_id: str) -> str:
-        """Why a fix has its verdict; and that the published release of this version is otherwise, where it is."""
-        verdict, version = self.decisions[fix_id], _parsed(self.version)
-        is_defective = verdict.state == State.APPLICABLE
-        if verdict.stamped or verdict.state not in _WELL or version is None:
-            return verdict.reason
-        if is_defective == CATALOGUE[fix_id].affects(version):
-            return verdict.reason
-        published = "does not have" if is_defective else "has"
-        return f"{verdict.reason} (the published {version.base_version} {published} this defect)"
-
 
 def with_required(fix_id: str) -> set[str]:
     """A fix with all that it requires, and that these require."""
