@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
-from .patching.installation import REPLACED, Installation, InstallationError, not_as_in_file
+from .patching.installation import Installation, InstallationError, changed_since_import
 from .patching.source import Source, TENotFoundError, without_collections
 from .report import by_reason, named
 from .settings import COMMAND, Settings, option
@@ -72,7 +72,7 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     advice = f"bake again with `{COMMAND} bake{where}`" if stamp.is_outdated else undo
     unknown = State.UNRECOGNIZED, f"{advice}: it was not corrected {when}"
     reasons = {fix_id: known.get(stamp.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
-    modules = tuple((path.removesuffix(".py").replace("/", "."), "") for path in stamp.files)
+    modules = frozenset(path.removesuffix(".py").replace("/", ".") for path in stamp.files)
     return {
         fix_id: Verdict(state, reason, rests_on=modules, stamped=True) for fix_id, (state, reason) in reasons.items()
     }
@@ -173,7 +173,7 @@ class Decision:
 
         With ``compare``, what is not needed by TE's files has to be loaded as they say.
         """
-        failures = self._not_as_in_file() if compare else {}
+        failures = self._of_changed_files() if compare else {}
         try:
             if not failures:
                 self.installation.install()
@@ -182,12 +182,21 @@ class Decision:
             failures = error.reasons
         return Decision(self.source, self.settings, self.verdicts, self.failures | failures).install(False)
 
-    def _not_as_in_file(self) -> dict[str, str]:
-        """The fixes that are not needed by TE's files, while something else is loaded; with reasons."""
+    def _of_changed_files(self) -> dict[str, str]:
+        """The fixes that are not needed by TE's files, while other ones are loaded; with reasons."""
+        not_needed = {
+            fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.state == State.NOT_NEEDED
+        }
+        changed = changed_since_import(
+            self.source, {name for verdict in not_needed.values() for name in verdict.rests_on}
+        )
         failures = {}
-        for fix_id, verdict in self.decisions.items():
-            if verdict.state == State.NOT_NEEDED and (names := not_as_in_file(self.source, verdict.rests_on)):
-                failures[fix_id] = f"{names[0]} {REPLACED}"
+        for fix_id, verdict in not_needed.items():
+            if names := sorted(changed & verdict.rests_on):
+                failures[fix_id] = (
+                    "start the process again, without TransformerEngine's bytecode (__pycache__): "
+                    f"{', '.join(names)} was imported from other files than are there now"
+                )
         return failures
 
     def _wanted(self) -> set[str]:

@@ -111,7 +111,7 @@ class FunctionPatch(NamedTuple):
         return function is None if code is None else type(function) is FunctionType and function.__code__ == code
 
 
-def loaded_function(module: str, qualname: str, codes: tuple[CodeType | None, ...]) -> Any:
+def loaded_function(module: str, qualname: str, codes: Collection[CodeType | None]) -> Any:
     """What a function's name stands for now; None if for nothing.
 
     Wrappers that have `__wrapped__` are followed down to a function with one of these codes, or to the innermost.
@@ -125,21 +125,18 @@ def loaded_function(module: str, qualname: str, codes: tuple[CodeType | None, ..
     return None
 
 
-def not_as_in_file(source: Source, functions: Collection[tuple[str, str]]) -> list[str]:
-    """Those of the ``functions``, of modules and qualified names, that are not loaded as their files say.
-
-    Without a name they are those of the module that come from its file.
-    """
-    different = set()
-    in_files = {name: _functions(_compiled(name, source.module(name).text)) for name, _ in functions}
-    for name, asked in functions:
-        for qualname in [asked] if asked else in_files[name].keys() & source.module(name).definitions.keys():
-            code = in_files[name][qualname]
-            function = loaded_function(name, qualname, (code,))
+def changed_since_import(source: Source, modules: Iterable[str]) -> set[str]:
+    """Those of the modules in which a function is loaded from their file that is not in the file now."""
+    changed = set()
+    for module in modules:
+        in_file = _compiled(module, source.module(module).text)
+        codes = set(code_parts(in_file))
+        for qualname in _functions(in_file):
+            function = loaded_function(module, qualname, codes)
             live = function.__code__ if type(function) is FunctionType else None
-            if live != code and (asked or (live and live.co_filename == sys.modules[name].__file__)):
-                different.add(f"{qualname} of {name}")
-    return sorted(different)
+            if live and live not in codes and live.co_filename == sys.modules[module].__file__:
+                changed.add(module)
+    return changed
 
 
 def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
@@ -270,8 +267,11 @@ class Installation:
         """Put all in place, or nothing: then `InstallationError` names the changes by which that failed."""
         replaced = [patch for patch in self._patches if not patch.runs(patch.before)]
         if replaced:
+            reason = (
+                "is not what its file says: another package has replaced it, or the file has changed since the import"
+            )
             raise InstallationError(
-                {name: f"{patch.qualname} of {patch.module} {REPLACED}" for patch in replaced for name in patch.changes}
+                {name: f"{patch.qualname} of {patch.module} {reason}" for patch in replaced for name in patch.changes}
             )
         try:
             for name, (before, text) in self._texts.items():
@@ -334,9 +334,6 @@ class Installation:
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]
         self.is_in_place = False
-
-
-REPLACED = "is not what its file says: another package has replaced it, or the file has changed since the import"
 
 
 def _attribute(owner: Any, name: str) -> Any:
