@@ -1,8 +1,18 @@
 """From the two sides of a hunk to edits of the source.
 
-`compare` goes through both sides by their lines of code. Those that are added or taken away are whole lines of the
-source, too. Of one that becomes another, all from the first token that differs to the last is replaced. A change starts
-and ends at nodes of the pattern, and a match says where these are in the source.
+`compare` goes through both sides by *rows*, which are lines of code, however many lines of text they are on::
+
+     with a:
+    -    x = f(u, v)
+    +    x = f(u, w, v)
+    +    y = x
+     z = 1
+
+The first row and the last stay. The rows between do not pair up, so that whole lines take the place of whole lines
+(`_Comparison._in_lines`). Without ``y = x`` they would, and only a part of the row would change (`_within`): both begin
+with ``x = f(u,`` and end with ``v)``, and ``w, `` is inserted where ``v`` starts (`_spot`).
+
+A change starts and ends where nodes of the pattern do, and a match says where these are in the source.
 """
 
 from __future__ import annotations
@@ -165,7 +175,7 @@ class _Comparison:
         return {ends for _, ends in _nodes(self._new)}
 
     def changes(self) -> Iterator[Replacement]:
-        """``-`` rows become the ``+`` rows after them; one that stays in part is one row on both sides."""
+        """The changes in order: ``-`` rows become the ``+`` rows after them, and one that stays may change in part."""
         kept = [row for row in self._new.rows if row.kept]
         if [row.kept for row in self._old.rows if row.kept] != [row.kept for row in kept]:
             raise _error(self._old.rows, "a line that stays is not of one line of code on both sides")
@@ -190,6 +200,7 @@ class _Comparison:
             yield from self._within(old, new)
 
     def _in_lines(self, gone: list[Row], made: list[Row]) -> Replacement:
+        """Whole rows in the place of whole rows, or below the statement above them."""
         indent = min(row.indent for row in (*gone, *made))
         number = (gone[-1] if gone else made[0]).number
         above = [row for row in self._old.rows if row.number <= number]
@@ -246,7 +257,8 @@ class _Comparison:
     def _spot(self, old: Row, new: Row, index: int) -> Spot | None:
         """Where to insert text in front of a token: where a node starts, or ends, that is a node of the new side too.
 
-        None beside ``ANY``: an operator there could take a part of what that stands for.
+        From ``a or b`` to ``a or b and c`` that is the end of ``b``. It is not that of ``a or b``, which the source may
+        have in parentheses. None beside ``ANY``: an operator there could take a part of what that stands for.
         """
         beside = old.tokens[max(index - 1, 0) : index + 1]
         if any(token.word.startswith("ANY") for token in beside):
