@@ -12,54 +12,39 @@ their dgrad, as in TE 2.10, which knows no other place.
 
 from ..fix import Fix
 
-PLAN = """
-+from ._te_graph_order import make_plan
+PATCH = """
+@@ graph.py _make_graphed_callables
++from ._te_graph_order import Plan, parse
 +
-+_order_plan = make_plan(
-+    _order,
-+    _num_layers_per_chunk,
-+    callables=len(callables),
-+    sample_args=len(sample_args),
-+    sample_kwargs=len(sample_kwargs),
-+    training=is_training,
-+)
-+_order, _num_layers_per_chunk = _order_plan.order, _order_plan.layers
-+if _order_plan.delayed:
++_order_entries = parse(_order)
+ _order_without_wgrad = []
+@@ (or)
++from ._te_graph_order import Plan, parse
++
++_order_entries = parse(_order)
+ num_model_chunks = max(_order)
+-num_microbatches = len(_order) // num_model_chunks // 2
+-assert num_model_chunks * num_microbatches * 2 == len(_order)
++num_microbatches = _order.count(1)
+@@
+ total_num_layers = sum(_num_layers_per_chunk)
++_order_plan = Plan(_order_entries, _num_layers_per_chunk)
+@@
++if _order is not None and _order_plan.delayed:
 +    sample_args, sample_kwargs = _order_plan.assign_inputs(
 +        sample_args,
 +        sample_kwargs,
 +        reuse=_reuse_graph_input_output_buffers,
 +        flatten=_tree_flatten,
 +        unflatten=_tree_unflatten,
-+    )"""
-
-PATCH = f"""
-@@ graph.py _make_graphed_callables{PLAN}
- _order_without_wgrad = []
-@@ (or)
--num_model_chunks = max(_order)
--num_microbatches = len(_order) // num_model_chunks // 2
--assert num_model_chunks * num_microbatches * 2 == len(_order){PLAN}
-+num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches
++    )
+ per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
 @@
- fwd_sample_qs = {{}}
- consumed_sample_q = {{}}
+ consumed_sample_q = {}
  fwd_idx = [0] * num_model_chunks
 -for c_id in _order:
 +for c_id in () if _order_plan.delayed else _order:
-     m_chunk = ANY_CHUNK
-     if c_id > 0:
-         ...
-     else:
-         ...
-@@
- reuse_fwd_idx = ANY_SAMPLE
-@@
- if static_grad_outputs_keys in static_grad_outputs_dict:
-     static_grad_outputs = static_grad_outputs_dict[static_grad_outputs_keys]
- else:
-     static_grad_outputs = ANY_BUFFERS
-     static_grad_outputs_dict[static_grad_outputs_keys] = static_grad_outputs
+     ...
 @@
  for i, c_id in enumerate(_order):
      ...
@@ -81,6 +66,7 @@ PATCH = f"""
 -                    ...
 -            elif ceil(c_id) != c_id:
 +            if is_wgrad:
+-                per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
                  ...
                  bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
                  ...
@@ -137,20 +123,11 @@ PATCH = f"""
              ...
          ...
 @@
--per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
--assert is_training, ANY
 -assert ceil(c_id) - c_id == 0.5, ANY
--assert need_bwd_dw_graph[per_callable_bwd_idx], ANY
 @@ (or)
--per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
--if not is_training: raise RuntimeError(ANY)
 -if ceil(c_id) - c_id != 0.5: raise ValueError(ANY)
--if not need_bwd_dw_graph[per_callable_bwd_idx]: raise RuntimeError(ANY)
 @@ (or, 0 times)
  _order_without_wgrad = []
-@@ (2 times)
- with ..., _graph_context_wrapper(bwd_dw_graph, ...):
-     ...
 """
 
 FIX = Fix(
