@@ -39,8 +39,6 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
 +delayed_grads = static_delayed_grads.get(graph_idx, [])
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions
- return backward_dw, reset
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
 -ANY_GRAPH.replay()
 +ANY_GRAPH.replay()
@@ -156,8 +154,6 @@ MODULES = """
 +from .._te_delayed_wgrad import accumulate_grads
  if not self.need_backward_dw(): return
 @@
- (_, grad_biases_, _), tensor_list = self.wgrad_store.pop()
-@@
 -weight_params[i].grad = ANY_WGRADS[i].to(weight_params[i].dtype)
 +accumulate_grads([weight_params[i]], ANY_WGRADS[i])
 @@
@@ -189,8 +185,6 @@ MODULES = """
 @@ ops/basic/grouped_linear.py GroupedLinear.backward_dw (if there)
 +from ..._te_delayed_wgrad import accumulate_grads
  if not self.need_backward_dw(): return
-@@ (if there)
- _, tensor_list = self.wgrad_store.pop()
 @@ (if there)
 -self.weight.grad = torch.stack(grad_weights, dim=0).to(self.weight.dtype)
 +accumulate_grads([self.weight], torch.stack(grad_weights, dim=0))

@@ -53,8 +53,6 @@ PATCH = """
 +    failure = None
 +    if gc_is_enabled:
 +        gc.enable()
-@@
- yield
 
 @@ graph.py _none_grad_context_wrapper (if there)
 -yield
@@ -115,17 +113,6 @@ PATCH = """
 +    set_capture_end()
 +    for module_cls, old_call in old_call_funcs.items():
 +        module_cls.__call__ = old_call
-@@
- graphed_callables = _make_graphed_callables(...)
-@@
- set_capture_end()
-@@
- saved_fp8_tensors = ANY
-@@
- original_rng_states = [state.get_state() for state in generators]
-@@
- for module_cls, old_call in old_call_funcs.items():
-     module_cls.__call__ = old_call
 """
 
 FIX = Fix(

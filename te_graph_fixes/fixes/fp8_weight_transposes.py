@@ -27,8 +27,6 @@ PATCH = """
      if ANY_OTHER:
          static_input_surface[i].copy_(inputs[i])
 +fwd_graph.primary_weights.refresh()
-@@ (at least once)
- fwd_graph.replay()
 """
 
 FIX = Fix(
