@@ -50,17 +50,12 @@ PATCH = """
  helpers.release_static_state()
 +delayed_grads.clear()
 
-@@ graph.py _make_graphed_callables
+@@ graph.py _make_graphed_callables._returned_param_grad_clone_slots (if there, at its start)
 +from ._te_delayed_wgrad import delayed_biases
 +
 +# A dgrad may return the grads of these, although their module delays its wgrads.
 +static_delayed_biases = delayed_biases(callables)
 +
- def _returned_param_grad_clone_slots(...):
-     ...
-@@ (or, 0 times)
- def _returned_param_grad_clone_slots(...):
-     ...
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots (if there)
 -getattr(module_params[idx - module_param_start], "skip_backward_post_hook", ANY)
 +(
@@ -165,10 +160,7 @@ MODULES = """
 @@ (or, 0 times)
  weight_params[0].grad = ANY
 @@
--if bias_params[i].grad is None: bias_params[i].grad = grad_biases_[i].to(bias_params[i].dtype)
-+accumulate_grads([bias_params[i]], grad_biases_[i])
-@@ (or)
--if has_grad_biases[i] and bias_params[i].grad is None: bias_params[i].grad = grad_biases_[i].to(ANY)
+-if ANY_GRAD_IS_MISSING: bias_params[i].grad = grad_biases_[i].to(ANY)
 +accumulate_grads([bias_params[i]], grad_biases_[i])
 @@
 -gstack = torch.stack(grad_biases_, dim=0).to(grouped_bias.dtype)
