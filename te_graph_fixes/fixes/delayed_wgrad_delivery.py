@@ -73,7 +73,7 @@ PATCH = """
  else:
      ...
  del outputs, grad_inputs
-+# What stays of warmup keeps AccumulateGrad nodes of its stream alive, which no capture can wait for.
++# The last outputs of warmup keep AccumulateGrad nodes of its stream alive, which no capture can wait for.
 +outputs_requiring_grad = None
 @@ (or, at least once)
  tuple(o for o in outputs if o.requires_grad)

@@ -82,7 +82,7 @@ PATCH = """
 -graphed_callables = ANY_CAPTURE
 +capture = lambda: ANY_CAPTURE
 +
-+# What the capture changes is put back where it fails, too, as far as the device still answers.
++# Put back what the capture changes where it fails, too, as far as the device still answers.
 +submodules = [m for module in modules for m in module.modules()]
 +first_microbatch = [
 +    (m, m.is_first_microbatch) for m in submodules if hasattr(m, "is_first_microbatch")

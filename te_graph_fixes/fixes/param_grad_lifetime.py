@@ -31,8 +31,6 @@ PATCH = """
 """
 
 UPSTREAM = """
-@@ graph.py _make_graphed_callables
- def _make_graphed_callables(..., clone_param_grads_on_return=True, ...): ...
 @@ graph.py make_graphed_callables
  def make_graphed_callables(..., clone_param_grads_on_return=True, ...): ...
 @@
