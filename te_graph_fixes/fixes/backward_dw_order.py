@@ -48,39 +48,8 @@ PATCH = """
 @@
  for i, c_id in enumerate(_order):
      ...
-     if c_id > 0:
-         ...
-     else:
-         m_chunk = -ceil(c_id) - 1
-         previous_per_callable_bwd_idx = None
--        for l_no in list(reversed(range(_num_layers_per_chunk[m_chunk]))):
-+        for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph):
-             ...
--            per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
--                bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
--            )
-+            per_callable_bwd_idx = _order_plan.index(i, l_no)
-             ...
--            if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
--                if wgrad_validation_list[i] is None:
--                    ...
--            elif ceil(c_id) != c_id:
-+            if is_wgrad:
--                per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
-                 ...
-                 bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-                 ...
-                 continue
-             ...
-             if _reuse_graph_input_output_buffers:
-                 static_grad_outputs_keys = ANY_KEYS
-+                static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)
-                 ...
-             else:
-                 ...
-             ...
-         ...
 @@ (or)
+ previous_chunk_last_callable_bwd_idx = None
 -for c_id in _order:
 +for i, c_id in enumerate(_order):
      ...
@@ -89,39 +58,48 @@ PATCH = """
      else:
 -        m_chunk = -c_id - 1
 +        m_chunk = _order_plan.entries[i].chunk
-         previous_per_callable_bwd_idx = None
--        for l_no in list(reversed(range(_num_layers_per_chunk[m_chunk]))):
-+        for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph):
-             ...
--            per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
--                bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
--            )
-+            per_callable_bwd_idx = _order_plan.index(i, l_no)
-             ...
-             if _reuse_graph_input_output_buffers:
-                 static_grad_outputs_keys = ANY_KEYS
-+                if not is_wgrad:
-+                    static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)
-                 ...
-             else:
-                 ...
-             if is_training:
-                 ...
--                with _graph_context_wrapper(bwd_graph, ...):
--                    grad_inputs = ANY_GRADS
-+                with _graph_context_wrapper(bwd_graph, ...) if not is_wgrad else contextlib.nullcontext():
-+                    grad_inputs = ANY_GRADS if not is_wgrad else ()
-                 ...
--                if need_bwd_dw_graph[per_callable_bwd_idx]:
-+                if is_wgrad:
-                     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-                     ...
-             ...
-+            if is_wgrad:
-+                continue
-             static_grad_inputs = []
-             ...
          ...
+@@
+ previous_per_callable_bwd_idx = None
+-for l_no in list(reversed(range(_num_layers_per_chunk[m_chunk]))):
++for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph):
+     ...
+-    per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
+-        bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
+-    )
++    per_callable_bwd_idx = _order_plan.index(i, l_no)
+     ...
+@@
+ static_grad_outputs_keys = ANY_KEYS
++if not is_wgrad:
++    static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)
+@@
+-if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
+-    if wgrad_validation_list[i] is None:
+-        ...
+-elif ceil(c_id) != c_id:
++if is_wgrad:
+-    per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
+     ...
+     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+     ...
+     continue
+@@ (or)
+ if is_training:
+     ...
+-    with _graph_context_wrapper(bwd_graph, ...):
+-        grad_inputs = ANY_GRADS
++    with _graph_context_wrapper(bwd_graph, ...) if not is_wgrad else contextlib.nullcontext():
++        grad_inputs = ANY_GRADS if not is_wgrad else ()
+     ...
+-    if need_bwd_dw_graph[per_callable_bwd_idx]:
++    if is_wgrad:
+         bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+         ...
+ ...
++if is_wgrad:
++    continue
+ static_grad_inputs = []
 @@
 -assert ceil(c_id) - c_id == 0.5, ANY
 @@ (or)
