@@ -36,8 +36,9 @@ PATCH = """
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +warmup_run.note(func_idx, module)
 @@ graph.py _make_graphed_callables
++contracts = {}
 +for i in range(len(graph_callables)):
-+    fwd_graphs[i].contract = Contract(
++    contracts[fwd_graphs[i]] = Contract(
 +        i,
 +        graph_callables,
 +        (fwd_graphs[i], bwd_graphs[i], bwd_dw_graphs[i]),
@@ -51,17 +52,18 @@ PATCH = """
 +    )
  ret = []
 
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function (at its start)
++contract = contracts[fwd_graph]
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
-+contract = fwd_graph.contract
 +contract.before_forward((*flatten_user_args, *flatten_user_kwargs))
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
  out = Graphed.apply(...)
 +if contract.pool.keeps_outputs:
 +    out = tuple(None if o is None else o.clone() for o in out)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+fwd_graph.contract.note_forward(ctx)
++ctx.time, ctx.in_checkpoint, ctx.scales = contract.pool.now, contract.pool.in_checkpoint, contract.scales()
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
-+ctx.contract.before_backward(ctx)
++contract.before_backward(ctx)
 
 @@ graph.py _make_graphed_callables
 +from ._te_own_copies import let_copies_be_eager
@@ -70,7 +72,7 @@ PATCH = """
 +let_copies_be_eager(func)
 
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
-+contract = fwd_graphs[graph_idx].contract
++contract = contracts[fwd_graphs[graph_idx]]
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
 +contract.before_wgrad()
  ANY_GRAPH.replay()

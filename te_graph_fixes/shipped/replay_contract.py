@@ -198,11 +198,6 @@ class Contract:
                 "no other graph, or put the checkpoint into the module that is captured"
             )
 
-    def note_forward(self, ctx: Any) -> None:
-        """Note in autograd's context the replay of the forward, for its backward."""
-        ctx.contract, ctx.time, ctx.scales = self, self.pool.now, self.scales()
-        ctx.in_checkpoint = self.pool.in_checkpoint
-
     def before_backward(self, ctx: Any) -> None:
         """Note the replay of the dgrad; RuntimeError where what its forward, at ``ctx.time``, has left is gone."""
         pool, since, scales = self.pool, ctx.time, ctx.scales
