@@ -27,10 +27,11 @@ PATCH = """
 -assert num_model_chunks * num_microbatches * 2 == len(_order)
 +num_microbatches = _order.count(1)
 @@
- total_num_layers = sum(_num_layers_per_chunk)
+ for m_chunk in range(num_model_chunks):
+     num_layers = _num_layers_per_chunk[m_chunk]
+     _prefix_num_layers.append(ANY)
 +_order_plan = Plan(_order_entries, _num_layers_per_chunk)
-@@
-+if _order is not None and _order_plan.delayed:
++if _order_plan.delayed:
 +    sample_args, sample_kwargs = _order_plan.assign_inputs(
 +        sample_args,
 +        sample_kwargs,
@@ -38,7 +39,6 @@ PATCH = """
 +        flatten=_tree_flatten,
 +        unflatten=_tree_unflatten,
 +    )
- per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
 @@
  consumed_sample_q = {}
  fwd_idx = [0] * num_model_chunks
