@@ -201,7 +201,7 @@ class _Activation:
                 return State.REVERTED, "deactivate() took it back"
             return State.DISABLED, "te_graph_fixes is not active"
         if decision:
-            state, reason = decision.decisions[fix_id].state, decision.reason(fix_id)
+            state, reason = decision.decisions[fix_id].state, decision.decisions[fix_id].reason
             if state != State.APPLICABLE:
                 return state, reason
             if decision.installation.is_in_place:

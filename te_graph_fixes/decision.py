@@ -11,14 +11,15 @@ from packaging.version import InvalidVersion, Version
 
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
-from .patching.installation import REPLACED, Installation, InstallationError, not_as_in_file
+from .patching.installation import Installation, InstallationError, changed_since_import
 from .patching.source import Source, TENotFoundError, without_collections
 from .report import by_reason, named
 from .settings import COMMAND, Settings, option
 from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
 from .state import ON_DISK, REFUSED, State
 
-_WELL = (State.APPLICABLE, State.NOT_NEEDED, State.NOT_APPLICABLE)
+_WITHOUT_DEFECT = (State.NOT_NEEDED, State.NOT_APPLICABLE)
+_WELL = (State.APPLICABLE, *_WITHOUT_DEFECT)
 
 
 @without_collections()
@@ -71,7 +72,7 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     advice = f"bake again with `{COMMAND} bake{where}`" if stamp.is_outdated else undo
     unknown = State.UNRECOGNIZED, f"{advice}: it was not corrected {when}"
     reasons = {fix_id: known.get(stamp.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
-    modules = tuple((path.removesuffix(".py").replace("/", "."), "") for path in stamp.files)
+    modules = frozenset(path.removesuffix(".py").replace("/", ".") for path in stamp.files)
     return {
         fix_id: Verdict(state, reason, rests_on=modules, stamped=True) for fix_id, (state, reason) in reasons.items()
     }
@@ -139,12 +140,12 @@ class Decision:
         verdicts_: Mapping[str, Verdict] | None = None,
         failures: Mapping[str, str] | None = None,
     ) -> None:
-        self.source, self.version, self.settings = source, source.version, settings
+        self.version, self.settings = source.version, settings
         self.verdicts = verdicts(source) if verdicts_ is None else verdicts_
         self.targets = {name for verdict in self.verdicts.values() for name in verdict.targets}
         self.failures = dict(failures or {})
-        self.decisions, self.installation = self._build()
-        source.forget_trees()
+        self.decisions, self.installation = self._build(source)
+        self.source = source.without_trees()
 
     @classmethod
     def installed(cls, settings: Settings, early: Decision | None = None) -> Decision:
@@ -155,34 +156,24 @@ class Decision:
             return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error))))
         return early if early and early.source == source else cls(source, settings)
 
-    def _build(self) -> tuple[dict[str, Verdict], Installation]:
+    def _build(self, source: Source) -> tuple[dict[str, Verdict], Installation]:
         """The decisions, and what puts them in place: without the fixes that cannot be compiled together."""
         wanted = self._wanted()
         while True:
             decisions = {fix_id: self._decide(fix_id, wanted) for fix_id in self.verdicts}
             try:
-                return decisions, Installation(self.source, _applicable(decisions))
+                return decisions, Installation(source, _applicable(decisions))
             except InstallationError as error:
                 self.failures |= error.reasons
             except Exception as error:  # one of ours must not reach the import of TE
-                self.failures |= self._failing_alone(decisions) or dict.fromkeys(_applicable(decisions), repr(error))
-
-    def _failing_alone(self, decisions: Mapping[str, Verdict]) -> dict[str, str]:
-        """The fixes that cannot be compiled by themselves, with reasons."""
-        failures = {}
-        for fix_id, verdict in _applicable(decisions).items():
-            try:
-                Installation(self.source, {fix_id: verdict})
-            except Exception as error:
-                failures[fix_id] = repr(error)
-        return failures
+                self.failures |= _failing_alone(source, decisions) or dict.fromkeys(_applicable(decisions), repr(error))
 
     def install(self, compare: bool) -> Decision:
         """Put in place what can be; the decision as it is then.
 
         With ``compare``, what is not needed by TE's files has to be loaded as they say.
         """
-        failures = self._not_as_in_file() if compare else {}
+        failures = self._of_changed_files() if compare else {}
         try:
             if not failures:
                 self.installation.install()
@@ -191,12 +182,21 @@ class Decision:
             failures = error.reasons
         return Decision(self.source, self.settings, self.verdicts, self.failures | failures).install(False)
 
-    def _not_as_in_file(self) -> dict[str, str]:
-        """The fixes that are not needed by TE's files, while something else is loaded; with reasons."""
+    def _of_changed_files(self) -> dict[str, str]:
+        """The fixes that are not needed by TE's files, while other ones are loaded; with reasons."""
+        not_needed = {
+            fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.state == State.NOT_NEEDED
+        }
+        changed = changed_since_import(
+            self.source, {name for verdict in not_needed.values() for name in verdict.rests_on}
+        )
         failures = {}
-        for fix_id, verdict in self.decisions.items():
-            if verdict.state == State.NOT_NEEDED and (names := not_as_in_file(self.source, verdict.rests_on)):
-                failures[fix_id] = f"{names[0]} {REPLACED}"
+        for fix_id, verdict in not_needed.items():
+            if names := sorted(changed & verdict.rests_on):
+                failures[fix_id] = (
+                    "start the process again, without TransformerEngine's bytecode (__pycache__): "
+                    f"{', '.join(names)} was imported from other files than are there now"
+                )
         return failures
 
     def _wanted(self) -> set[str]:
@@ -218,7 +218,7 @@ class Decision:
             return replace(verdict, state=State.FAILED, reason=self.failures[fix_id])
         for required in CATALOGUE[fix_id].requires if verdict.state == State.APPLICABLE else ():
             state, by_source = self._decide(required, wanted).state, self.verdicts[required].state
-            if state in _WELL or (state == State.DISABLED and by_source in _WELL[1:]):
+            if state in _WELL or (state == State.DISABLED and by_source in _WITHOUT_DEFECT):
                 continue
             if state == State.DISABLED:
                 self._require_chosen(fix_id, required)
@@ -254,7 +254,7 @@ class Decision:
     def left_out(self) -> list[str]:
         """The fixes that the settings leave out though this TE may need them."""
         by_source = {fix_id: verdict for fix_id, verdict in self.verdicts.items() if not verdict.stamped}
-        needed = [fix_id for fix_id, verdict in by_source.items() if verdict.state not in _WELL[1:]]
+        needed = [fix_id for fix_id, verdict in by_source.items() if verdict.state not in _WITHOUT_DEFECT]
         return [fix_id for fix_id in needed if self.decisions[fix_id].state == State.DISABLED]
 
     @property
@@ -270,7 +270,7 @@ class Decision:
         return by_reason({fix_id: verdict.reason for fix_id, verdict in refused.items()})
 
     @property
-    def refusal(self) -> str:
+    def why_none(self) -> str:
         """Why no fix at all can be applied, whatever the settings are; "" where some can."""
         (state, reason), *others = {(verdict.state, verdict.reason) for verdict in self.verdicts.values()}
         return reason if state == State.UNRECOGNIZED and not others else ""
@@ -280,17 +280,6 @@ class Decision:
         """The fixes that are chosen to be applied."""
         return _applicable(self.decisions)
 
-    def reason(self, fix_id: str) -> str:
-        """Why a fix has its verdict; and that the published release of this version is otherwise, where it is."""
-        verdict, version = self.decisions[fix_id], _parsed(self.version)
-        is_defective = verdict.state == State.APPLICABLE
-        if verdict.stamped or verdict.state not in _WELL or version is None:
-            return verdict.reason
-        if is_defective == CATALOGUE[fix_id].affects(version):
-            return verdict.reason
-        published = "does not have" if is_defective else "has"
-        return f"{verdict.reason} (the published {version.base_version} {published} this defect)"
-
 
 def with_required(fix_id: str) -> set[str]:
     """A fix with all that it requires, and that these require."""
@@ -299,3 +288,14 @@ def with_required(fix_id: str) -> set[str]:
 
 def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
     return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.state == State.APPLICABLE}
+
+
+def _failing_alone(source: Source, verdicts_: Mapping[str, Verdict]) -> dict[str, str]:
+    """The fixes that cannot be compiled by themselves, with reasons."""
+    failures = {}
+    for fix_id, verdict in _applicable(verdicts_).items():
+        try:
+            Installation(source, {fix_id: verdict})
+        except Exception as error:
+            failures[fix_id] = repr(error)
+    return failures

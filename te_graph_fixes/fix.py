@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from .patching.definition import UnrecognizedError
-from .patching.patch import edits, functions
+from .patching.patch import edits, modules
 from .patching.source import Edit, Source
 from .shipped import new_module
 from .state import State
@@ -36,7 +36,7 @@ class Verdict:
     """What a source says of one fix: its ``state``, the ``reason``, and the change where it is applicable.
 
     ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
-    ``rests_on`` are the functions, as modules and qualified names, that show that the fix is not needed.
+    ``rests_on`` are the modules that show that the fix is not needed.
     ``details`` say at length why a source is not recognized. ``stamped``: by our stamp, not by the source's shape.
     """
 
@@ -44,7 +44,7 @@ class Verdict:
     reason: str
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=dict)
-    rests_on: tuple[tuple[str, str], ...] = ()
+    rests_on: frozenset[str] = frozenset()
     details: str = ""
     stamped: bool = False
 
@@ -146,7 +146,7 @@ class Fix:
         for text, reason in self.corrected:
             try:
                 self._edits(source, text)
-                corrections.append(Verdict(State.NOT_NEEDED, reason, rests_on=functions(source, text)))
+                corrections.append(Verdict(State.NOT_NEEDED, reason, rests_on=modules(source, text)))
             except UnrecognizedError as error:
                 misfits.append((f"for the correction {reason!r}", error))
         try:
@@ -158,8 +158,8 @@ class Fix:
             raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
         if corrections:
             raise UnrecognizedError("looked for a defect or one correction, found several of them")
-        modules = {name: text for module in self.provides for name, text in new_module(module).items()}
-        return Verdict(State.APPLICABLE, self.summary, tuple(changes), modules)
+        new_modules = {name: text for module in self.provides for name, text in new_module(module).items()}
+        return Verdict(State.APPLICABLE, self.summary, tuple(changes), new_modules)
 
     def _edits(self, source: Source, text: str) -> list[Edit]:
         return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})

@@ -46,7 +46,7 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
     if decision.disagreement:
         yield f"warning: {decision.disagreement}"
-    if decision.refusal:
+    if decision.why_none:
         return
     where = option(decision.source)
     if decision.refused:
@@ -65,7 +65,7 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
     if everything:
         yield "\nnot affected"
         for fix_id in sorted(CATALOGUE.keys() - set().union(*by_outcome.values())):
-            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].state}: {decision.reason(fix_id)}"
+            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].state}: {decision.decisions[fix_id].reason}"
 
 
 def record(decision: Decision) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def record(decision: Decision) -> dict[str, Any]:
         fix_id: {
             "verdict": verdict.state,
             "expected": expected(CATALOGUE[fix_id], decision.version),
-            "reason": decision.reason(fix_id),
+            "reason": verdict.reason,
             "upstream": CATALOGUE[fix_id].upstream,
         }
         for fix_id, verdict in decision.decisions.items()
@@ -86,8 +86,8 @@ def record(decision: Decision) -> dict[str, Any]:
 def answer(decision: Decision) -> str:
     """One line: how many defects this TE has and what becomes of them, and what to type next."""
     name, chosen_by = te_name(decision.version), decision.settings.chosen_by
-    if decision.refusal:
-        return f"{name}: nothing is applied: {decision.refusal}"
+    if decision.why_none:
+        return f"{name}: nothing is applied: {decision.why_none}"
     said = ", ".join(f"{len(ids)} {outcome}" for outcome, ids in outcomes(decision).items())
     where = option(decision.source)
     bake = f"{COMMAND} bake{where}"
@@ -115,9 +115,9 @@ def explain(fix: Fix, decision: Decision | None) -> Iterator[str]:
     }
     if decision:
         decided, where = decision.decisions[fix.id], option(decision.source)
-        reason = f"{decided.state}: {decision.reason(fix.id)}"
+        reason = f"{decided.state}: {decided.reason}"
         if decided.state == State.APPLICABLE:
-            reason = "it has this defect" + decision.reason(fix.id).removeprefix(fix.summary)
+            reason = "it has this defect"
             rows["change"] = f"{COMMAND} diff {' '.join(sorted(with_required(fix.id)))}{where}"
         if decided.stamped:
             rows["leave out"] = f"{COMMAND} bake --undo{where}, then bake with {DISABLE}={fix.id}"

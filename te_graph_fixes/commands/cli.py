@@ -214,8 +214,8 @@ def _overlay(decision: Decision, folder: Path) -> int:
 
 def _require_complete(decision: Decision) -> None:
     """Raise `BakeError` where a fix that TE needs cannot be applied."""
-    if decision.refusal:
-        raise BakeError(f"nothing was written: {decision.refusal}")
+    if decision.why_none:
+        raise BakeError(f"nothing was written: {decision.why_none}")
     if decision.refused:
         reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
         advice = f"to go on without a fix, name it in {DISABLE}; `{COMMAND} issue` prints what a report needs"

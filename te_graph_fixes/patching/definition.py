@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .matching import Match, Pattern, extent, first_name, heads_of, without_blocks
+from .matching import Match, Pattern, extent, heads_of, without_blocks
 
 if TYPE_CHECKING:
     from .source import ModuleSource
@@ -58,14 +58,13 @@ class Definition:
         return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
 
     @cached_property
-    def _nodes(self) -> dict[tuple[type, str], list[tuple[list[Any], int]]]:
-        """All nodes in it by type and `first_name`, and by type and "": the list that has the node, and the index."""
-        nodes = defaultdict[tuple[type, str], list[tuple[list[Any], int]]](list)
+    def _nodes(self) -> dict[type, list[tuple[list[Any], int]]]:
+        """All nodes in it by type: the list that has the node, and its index there."""
+        nodes = defaultdict[type, list[tuple[list[Any], int]]](list)
         pending: list[tuple[list[Any], int]] = [([self.node], 0)]
         for siblings, number in pending:
             node = siblings[number]
-            for name in {"", first_name(node)}:
-                nodes[type(node), name].append((siblings, number))
+            nodes[type(node)].append((siblings, number))
             for _, value in ast.iter_fields(node):
                 children = value if isinstance(value, list) else [value]
                 pending += [
@@ -77,7 +76,7 @@ class Definition:
         """Every statement, run of statements or expression here that matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         matches: dict[object, Match] = {}
-        for siblings, number in (node for key in pattern.keys for node in self._nodes[key]):
+        for siblings, number in (node for kind in pattern.kinds for node in self._nodes[kind]):
             for match in pattern.match(siblings, number):
                 matches[tuple(map(extent, (match.nodes[0], match.nodes[-1], *match.bound.values())))] = match
         return sorted(matches.values(), key=lambda match: (extent(match.nodes[0]), extent(match.nodes[-1])))
@@ -126,8 +125,8 @@ class Definition:
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
         if name not in self._inner:
-            places = [*self._nodes[ast.FunctionDef, name], *self._nodes[ast.ClassDef, name]]
-            nodes = [siblings[number] for siblings, number in places if siblings[number] is not self.node]
+            inside = [siblings[i] for kind in (ast.FunctionDef, ast.ClassDef) for siblings, i in self._nodes[kind]]
+            nodes = [node for node in inside if node.name == name and node is not self.node]
             if len(nodes) != 1:
                 raise unrecognized(f"{name} exactly once", self, f"it {len(nodes)} times")
             self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", nodes[0])

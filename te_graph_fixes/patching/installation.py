@@ -111,7 +111,7 @@ class FunctionPatch(NamedTuple):
         return function is None if code is None else type(function) is FunctionType and function.__code__ == code
 
 
-def loaded_function(module: str, qualname: str, codes: tuple[CodeType | None, ...]) -> Any:
+def loaded_function(module: str, qualname: str, codes: Collection[CodeType | None]) -> Any:
     """What a function's name stands for now; None if for nothing.
 
     Wrappers that have `__wrapped__` are followed down to a function with one of these codes, or to the innermost.
@@ -125,21 +125,18 @@ def loaded_function(module: str, qualname: str, codes: tuple[CodeType | None, ..
     return None
 
 
-def not_as_in_file(source: Source, functions: Collection[tuple[str, str]]) -> list[str]:
-    """Those of the ``functions``, of modules and qualified names, that are not loaded as their files say.
-
-    Without a name they are those of the module that come from its file.
-    """
-    different = set()
-    in_files = {name: _functions(_compiled(name, source.module(name).text)) for name, _ in functions}
-    for name, asked in functions:
-        for qualname in [asked] if asked else in_files[name].keys() & source.module(name).definitions.keys():
-            code = in_files[name][qualname]
-            function = loaded_function(name, qualname, (code,))
+def changed_since_import(source: Source, modules: Iterable[str]) -> set[str]:
+    """Those of the modules in which a function is loaded from their file that is not in the file now."""
+    changed = set()
+    for module in modules:
+        in_file = _compiled(module, source.module(module).text)
+        codes = set(code_parts(in_file))
+        for qualname in _functions(in_file):
+            function = loaded_function(module, qualname, codes)
             live = function.__code__ if type(function) is FunctionType else None
-            if live != code and (asked or (live and live.co_filename == sys.modules[name].__file__)):
-                different.add(f"{qualname} of {name}")
-    return sorted(different)
+            if live and live not in codes and live.co_filename == sys.modules[module].__file__:
+                changed.add(module)
+    return changed
 
 
 def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
@@ -264,14 +261,17 @@ class Installation:
         self._changes = changes
         self._texts = patched(source, changes)
         self._patches = compile_patches(source, changes)
-        self._set: list[tuple[Any, str, Any, Any]] = []  # attributes: what each was (None: it is new), and became
+        self._attributes: list[tuple[Any, str, Any, Any]] = []  # what each was (None: it is new), and became
 
     def install(self) -> None:
         """Put all in place, or nothing: then `InstallationError` names the changes by which that failed."""
         replaced = [patch for patch in self._patches if not patch.runs(patch.before)]
         if replaced:
+            reason = (
+                "is not what its file says: another package has replaced it, or the file has changed since the import"
+            )
             raise InstallationError(
-                {name: f"{patch.qualname} of {patch.module} {REPLACED}" for patch in replaced for name in patch.changes}
+                {name: f"{patch.qualname} of {patch.module} {reason}" for patch in replaced for name in patch.changes}
             )
         try:
             for name, (before, text) in self._texts.items():
@@ -302,7 +302,7 @@ class Installation:
             _provided[name] = package, module, text
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
-        self._set.append((owner, name, _attribute(owner, name), value))
+        self._attributes.append((owner, name, _attribute(owner, name), value))
         setattr(owner, name, value)
 
     def _install(self, patch: FunctionPatch) -> None:
@@ -318,14 +318,14 @@ class Installation:
 
     def is_live(self, name: str) -> bool:
         """Whether what was put in place for a change is what runs."""
-        added = [value for *_, value in self._set if isinstance(value, ModuleType)]
+        added = [value for *_, value in self._attributes if isinstance(value, ModuleType)]
         return all(sys.modules.get(module) in added for module in self._changes[name].new_modules) and all(
             patch.runs(patch.after) for patch in self._patches if name in patch.changes
         )
 
     def revert(self) -> None:
         """Take back what is still ours, each function the very objects that it had."""
-        for owner, name, had, value in self._set:
+        for owner, name, had, value in self._attributes:
             now = _attribute(owner, name)
             if now is value and had is None:
                 delattr(owner, name)
@@ -334,9 +334,6 @@ class Installation:
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]
         self.is_in_place = False
-
-
-REPLACED = "is not what its file says: another package has replaced it, or the file has changed since the import"
 
 
 def _attribute(owner: Any, name: str) -> Any:

@@ -20,7 +20,7 @@ import copy
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
@@ -57,12 +57,11 @@ class Pattern:
         text = textwrap.dedent(text)
         return Pattern(text, ast.parse(as_python(text)).body)
 
-    @cached_property
-    def keys(self) -> list[tuple[type, str]]:
-        """The types of nodes that it may begin with, and the name with which these do; "" for any, or none."""
-        kind, name = type(self.nodes[0]), first_name(self.nodes[0])
-        kinds = (ast.Assign, ast.AnnAssign) if kind is ast.Assign else (kind,)
-        return [(kind, "" if name.startswith("ANY") else name) for kind in kinds]
+    @property
+    def kinds(self) -> list[type]:
+        """The types of nodes that it may begin with."""
+        kind = type(self.nodes[0])
+        return [ast.Assign, ast.AnnAssign] if kind is ast.Assign else [kind]
 
     def __str__(self) -> str:
         return self._text
@@ -132,6 +131,8 @@ class Pattern:
         for part in _parts(wanted):
             ours, theirs = getattr(wanted, part, None), getattr(node, part, None)
             ways = [bound for way in ways for bound in self._match(ours, theirs, way)]
+            if not ways:
+                return []
         if not isinstance(wanted, ast.Call):
             return ways
         is_open = bool(wanted.args) and is_gap(wanted.args[-1])
@@ -226,15 +227,3 @@ def extent(node: Any) -> tuple[Position, Position]:
     first, last = getattr(node, "context_expr", node), getattr(node, "optional_vars", None) or node
     last = getattr(last, "context_expr", last)
     return (first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset)
-
-
-def first_name(node: ast.AST) -> str:
-    """The name of a definition, or the variable with which a node begins; "" where it begins with something else."""
-    while not isinstance(node, ast.Name):
-        if isinstance(name := getattr(node, "name", None), str):
-            return name
-        child = next(ast.iter_child_nodes(node), None)
-        if child is None:
-            return ""
-        node = child
-    return node.id

@@ -37,8 +37,8 @@ from itertools import pairwise
 
 from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Pattern, is_gap
-from .rewriting import START, Line, PatchError, Replacement, Side, compare, indented, whole_lines
-from .source import Edit, ModuleSource, Source
+from .rewriting import START, Line, PatchError, Replacement, Side, compare, indented, lines_of
+from .source import Edit, Source
 
 PYTORCH = "transformer_engine.pytorch"
 _HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py (?P<place>[\w.]+))?(?: +\((?P<notes>[^()]*)\))?")
@@ -60,14 +60,10 @@ def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> 
     return [edit for edit, _ in pairs]
 
 
-def functions(source: Source, text: str) -> tuple[tuple[str, str], ...]:
-    """The outermost functions that a patch is about, as modules and qualified names, as far as they are there."""
-    names = set()
-    for hunk in (hunk for alternatives in read(text) for hunk in alternatives):
-        definitions, outer, _ = hunk.location(source.find(hunk.module))
-        if isinstance(definitions.get(outer), ast.FunctionDef):
-            names.add((hunk.module, outer))
-    return tuple(sorted(names))
+def modules(source: Source, text: str) -> frozenset[str]:
+    """The modules that a patch is about, as far as they are there."""
+    names = {hunk.module for alternatives in read(text) for hunk in alternatives}
+    return frozenset(name for name in names if source.find(name))
 
 
 def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
@@ -188,28 +184,21 @@ class Hunk:
             return [change.edit(definition, match) for match in matches for change in self.changes]
         body = definition.node.body
         first = body[1] if len(body) > 1 and ast.get_docstring(definition.node) is not None else body[0]
-        start = whole_lines(definition, first)[START]
+        start = lines_of(definition, first)[START]
         return [Edit(self.module, start, start, indented(definition.module, first, f"{self.new_text}\n"))]
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
-        _, outer, inner = self.location(source.find(self.module))
+        module = source.find(self.module)
+        names = self.place.split(".")
+        is_method = module and isinstance(module.definitions.get(names[0]), ast.ClassDef)
+        depth = 2 if is_method else 1
         try:
-            definition = source.module(self.module).definition(outer)
-            for name in inner:
+            definition = source.module(self.module).definition(".".join(names[:depth]))
+            for name in names[depth:]:
                 definition = definition.inner(name)
         except UnrecognizedError:
             if self.may_be_missing:
                 return None
             raise
         return definition
-
-    def location(self, module: ModuleSource | None) -> tuple[Mapping[str, ast.AST], str, list[str]]:
-        """The definitions of a module, the name of the outermost that this is about, and those of the ones in it.
-
-        A class is looked up with its method.
-        """
-        definitions = module.definitions if module else {}
-        names = self.place.split(".")
-        depth = 2 if isinstance(definitions.get(names[0]), ast.ClassDef) else 1
-        return definitions, ".".join(names[:depth]), names[depth:]

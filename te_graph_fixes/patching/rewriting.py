@@ -1,8 +1,18 @@
 """From the two sides of a hunk to edits of the source.
 
-`compare` goes through both sides by their lines of code. Those that are added or taken away are whole lines of the
-source, too. Of one that becomes another, all from the first token that differs to the last is replaced. A change starts
-and ends at nodes of the pattern, and a match says where these are in the source.
+`compare` goes through both sides by *rows*, which are lines of code, however many lines of text they are on::
+
+     with a:
+    -    x = f(u, v)
+    +    x = f(u, w, v)
+    +    y = x
+     z = 1
+
+The first row and the last stay. The rows between do not pair up, so that whole lines take the place of whole lines
+(`_Comparison._in_lines`). Without ``y = x`` they would, and only a part of the row would change (`_within`): both begin
+with ``x = f(u,`` and end with ``v)``, and ``w, `` is inserted where ``v`` starts (`_spot`).
+
+A change starts and ends where nodes of the pattern do, and a match says where these are in the source.
 """
 
 from __future__ import annotations
@@ -24,6 +34,7 @@ from .matching import Match, as_python, is_gap
 from .source import Edit, ModuleSource, first_line
 
 START, END = 0, 1
+"""The edges of a node: indices of its span."""
 _STATEMENT = (ast.stmt, ast.excepthandler)
 _NEAR = 100
 """How many characters the name of a callee may have."""
@@ -114,7 +125,7 @@ class Spot(NamedTuple):
     """Where a node of the pattern starts or ends; ``...`` starts with the first node that it stands for."""
 
     node: Any
-    side: int
+    edge: int
 
 
 class Replacement(NamedTuple):
@@ -128,11 +139,12 @@ class Replacement(NamedTuple):
     def edit(self, definition: Definition, match: Match) -> Edit:
         module, first, last = definition.module, match.bound[self.start.node], match.bound[self.end.node]
         if not self.whole_lines:
-            start, end = span(module, first)[self.start.side], span(module, last)[self.end.side]
+            start = span_with_parentheses(module, first)[self.start.edge]
+            end = span_with_parentheses(module, last)[self.end.edge]
             text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
             return Edit(module.name, start, end, _filled(definition, match, text))
-        start, end = whole_lines(definition, first)[self.start.side], whole_lines(definition, last)[self.end.side]
-        if self.start != self.end and self.end.side == START:  # comments stay with the block below them
+        start, end = lines_of(definition, first)[self.start.edge], lines_of(definition, last)[self.end.edge]
+        if self.start != self.end and self.end.edge == START:  # comments stay with the block below them
             end = _start_of_comments(module, last)
         if not self.text:
             start = _start_of_comments(module, first)
@@ -163,7 +175,7 @@ class _Comparison:
         return {ends for _, ends in _nodes(self._new)}
 
     def changes(self) -> Iterator[Replacement]:
-        """``-`` rows become the ``+`` rows after them; one that stays in part is one row on both sides."""
+        """The changes in order: ``-`` rows become the ``+`` rows after them, and one that stays may change in part."""
         kept = [row for row in self._new.rows if row.kept]
         if [row.kept for row in self._old.rows if row.kept] != [row.kept for row in kept]:
             raise _error(self._old.rows, "a line that stays is not of one line of code on both sides")
@@ -188,6 +200,7 @@ class _Comparison:
             yield from self._within(old, new)
 
     def _in_lines(self, gone: list[Row], made: list[Row]) -> Replacement:
+        """Whole rows in the place of whole rows, or below the statement above them."""
         indent = min(row.indent for row in (*gone, *made))
         number = (gone[-1] if gone else made[0]).number
         above = [row for row in self._old.rows if row.number <= number]
@@ -202,14 +215,14 @@ class _Comparison:
         text = self._new.added(made) if made else ""
         return Replacement(start, end, _fillable(text, made) if gone else text, True)
 
-    def _statement(self, side: int, rows: list[Row], indent: int) -> Spot | None:
+    def _statement(self, edge: int, rows: list[Row], indent: int) -> Spot | None:
         """Where a statement with this indent starts with the first of some rows, or ends with the last."""
         for node, ends in self._nodes if rows else ():
-            offset = rows[-1].tokens[-1].end if side == END else rows[0].tokens[0].start
-            if isinstance(node, _STATEMENT) and (ends[side], node.col_offset) == (offset, indent):
+            offset = rows[-1].tokens[-1].end if edge == END else rows[0].tokens[0].start
+            if isinstance(node, _STATEMENT) and (ends[edge], node.col_offset) == (offset, indent):
                 if is_gap(node):
-                    return Spot(node, side) if side == START else None
-                return Spot(node.value if isinstance(node, ast.Expr) else node, side)
+                    return Spot(node, edge) if edge == START else None
+                return Spot(node.value if isinstance(node, ast.Expr) else node, edge)
         return None
 
     def _within(self, old: Row, new: Row) -> Iterator[Replacement]:
@@ -235,8 +248,8 @@ class _Comparison:
                 return
             left, right = Spot(node, START), Spot(node, END)
         new_stop = len(new.words) - rest
-        first = new.tokens[start].start if left.side == START else new.tokens[start - 1].end
-        last = new.tokens[new_stop].start if right.side == START else new.tokens[new_stop - 1].end
+        first = new.tokens[start].start if left.edge == START else new.tokens[start - 1].end
+        last = new.tokens[new_stop].start if right.edge == START else new.tokens[new_stop - 1].end
         text = self._new.module.text
         text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
         yield Replacement(left, right, _fillable(text, [new]), False)
@@ -244,7 +257,8 @@ class _Comparison:
     def _spot(self, old: Row, new: Row, index: int) -> Spot | None:
         """Where to insert text in front of a token: where a node starts, or ends, that is a node of the new side too.
 
-        None beside ``ANY``: an operator there could take a part of what that stands for.
+        From ``a or b`` to ``a or b and c`` that is the end of ``b``. It is not that of ``a or b``, which the source may
+        have in parentheses. None beside ``ANY``: an operator there could take a part of what that stands for.
         """
         beside = old.tokens[max(index - 1, 0) : index + 1]
         if any(token.word.startswith("ANY") for token in beside):
@@ -263,7 +277,7 @@ class _Comparison:
                 spots.append(Spot(node, START))
             if end == end_before and not is_gap(node):
                 spots.append(Spot(node, END))
-        return min(spots, key=lambda spot: (is_gap(spot.node), spot.side), default=None)
+        return min(spots, key=lambda spot: (is_gap(spot.node), spot.edge), default=None)
 
 
 def _nodes(side: Side) -> list[tuple[Any, tuple[int, int]]]:
@@ -273,7 +287,7 @@ def _nodes(side: Side) -> list[tuple[Any, tuple[int, int]]]:
         if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
             nodes += ast.iter_child_nodes(node)
     placed = [node for node in nodes if hasattr(node, "lineno") or isinstance(node, ast.withitem)]
-    return [(node, span(side.module, node)) for node in placed]
+    return [(node, span_with_parentheses(side.module, node)) for node in placed]
 
 
 def _in_common(words: Sequence[str], others: Sequence[str]) -> int:
@@ -292,7 +306,7 @@ def _error(rows: Sequence[Row], text: str) -> PatchError:
     return PatchError(f"line {rows[0].number}: {text}")
 
 
-def span(module: ModuleSource, node: Any) -> tuple[int, int]:
+def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
     """Where a part of a statement starts and ends with the parentheses around it; those of a call are not."""
     text, (start, end) = module.text, module.span(node)
     while text[:start].rstrip()[-1:] == "(" and text[end:].lstrip()[:1] == ")":
@@ -320,7 +334,7 @@ def _filled(definition: Definition, match: Match, text: str) -> str:
     return re.sub(r"\bANY_\w+", fill, text)
 
 
-def whole_lines(definition: Definition, statement: Any) -> tuple[int, int]:
+def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
     """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
     module, number = definition.module, first_line(statement)
     start, end = module.starts[number], module.starts[statement.end_lineno + 1]

@@ -101,12 +101,11 @@ class Source:
         """The modules that were looked at."""
         return sorted(name for name, module in self._modules.items() if module)
 
-    def forget_trees(self) -> None:
-        """Free the syntax trees, which are large; a module that is used again is parsed again."""
-        for name, module in self._modules.items():
-            if module:
-                module.used.clear()  # a definition holds its module
-                self._modules[name] = replace(module)
+    def without_trees(self) -> Source:
+        """The same texts without their syntax trees, which are large."""
+        source = Source(self.location, self.version)
+        source._modules.update((name, module and replace(module)) for name, module in self._modules.items())
+        return source
 
     def _read(self, name: str) -> ModuleSource | None:
         parent = os.path.join(self.location, *name.split(".")[1:-1])
@@ -140,14 +139,14 @@ def _version(folder: str) -> str | None:
 class ModuleSource:
     """The text of one module, as Python reads it, and the functions and classes in it.
 
-    ``newline`` is the line break of the file, ``used`` has the definitions that were asked for.
+    ``newline`` is the line break of the file.
     """
 
     name: str
     path: str
     text: str
     newline: str = "\n"
-    used: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
+    _asked_for: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -183,11 +182,11 @@ class ModuleSource:
 
     def definition(self, qualname: str) -> Definition:
         """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
-        if qualname not in self.used:
+        if qualname not in self._asked_for:
             if qualname not in self.definitions:
                 raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
-            self.used[qualname] = Definition(self, qualname, self.definitions[qualname])
-        return self.used[qualname]
+            self._asked_for[qualname] = Definition(self, qualname, self.definitions[qualname])
+        return self._asked_for[qualname]
 
     def span(self, node: Any) -> tuple[int, int]:
         """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""

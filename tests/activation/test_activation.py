@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -354,9 +355,26 @@ def test_a_te_that_is_right_already_needs_nothing(own_world: World) -> None:
 import te_graph_fixes
 assert results() == RIGHT
 assert statuses() == {"graph": "not-needed", "linear": "not-needed"}
-assert "the published 2.12.0 has this defect" in te_graph_fixes.report().fixes["graph"].reason
 """)
     assert "ERROR" not in out
+
+
+@pytest.mark.parametrize("imported", ["before", "from old bytecode"])
+def test_a_file_that_is_right_does_not_clear_what_is_loaded(own_world: World, imported: str) -> None:
+    for name in ("graph", "linear"):
+        path = own_world.folder / f"transformer_engine/pytorch/{name}.py"
+        if imported == "from old bytecode":
+            py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+        own_world.run(f"""
+{"import transformer_engine.pytorch" if imported == "before" else ""}
+path = "{path}"
+text = open(path).read().replace("wrong", "right")
+open(path, "w").write(text)
+import te_graph_fixes, transformer_engine.pytorch
+assert results()[{0 if name == "graph" else 2}] == "wrong"
+status = te_graph_fixes.report().fixes["{name}"]
+assert (status.status, "start the process again" in status.reason) == ("failed", True), status
+""")
 
 
 @pytest.mark.parametrize(

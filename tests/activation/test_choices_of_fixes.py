@@ -40,7 +40,7 @@ def test_what_requires_a_fix_is_left_out_with_it(left_out: str, with_it: list[st
     for fix_id in with_it:
         assert found.decisions[fix_id].state == State.DISABLED
         reasons = [f"it requires {each}, which is disabled" for each in (left_out, *with_it)]
-        assert found.reason(fix_id).startswith(tuple(reasons))
+        assert found.decisions[fix_id].reason.startswith(tuple(reasons))
 
 
 @pytest.mark.parametrize("version", TESTED)
@@ -54,5 +54,5 @@ def test_upstream_applies_what_is_merged_and_what_that_requires(version: str) ->
 def test_upstream_without_what_a_merged_correction_requires() -> None:
     found = decision("2.12.0", **{SWITCH: "upstream", DISABLE: "stale-fp8-weights"})
     assert not {"warmup-reset", "stale-fp8-weights"} & found.to_apply.keys()
-    assert found.reason("warmup-reset").startswith("it requires stale-fp8-weights, which is disabled")
+    assert found.decisions["warmup-reset"].reason.startswith("it requires stale-fp8-weights, which is disabled")
     assert "param-grad-lifetime" in found.to_apply
