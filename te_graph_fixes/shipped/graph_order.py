@@ -81,8 +81,8 @@ class Plan:
             delays = needs_wgrad.get(self.index(position, layer), False)
             if entry.kind == WGRAD and not delays:
                 raise RuntimeError(
-                    f"_order[{position}] is a wgrad: no module of chunk {entry.chunk + 1} delays its wgrad, or none is "
-                    "in training mode"
+                    f"_order[{position}] is a wgrad, and no module of chunk {entry.chunk + 1} in training mode delays "
+                    "its own: build one with delay_wgrad_compute=True, or leave the entry out"
                 )
             if entry.kind == DGRAD:
                 yield layer, False
