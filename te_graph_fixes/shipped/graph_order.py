@@ -205,7 +205,7 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
             releases[ends[number]].append(plan.index(dgrad, 0))
         if number + 1 < len(steps):
             waited = number + 1
-            if number == last_steady and sends[number]:
+            if number == last_steady and sends[number]:  # the last send before the cooldown ends with a later one
                 waited = next((later for later in range(waited, len(steps)) if sends[later]), waited)
             releases[ends[waited]].append(plan.index(step[-1], 0))
     return releases[:-1]
