@@ -59,6 +59,12 @@ PATCH = """
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 +graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
 
+@@ graph.py make_graphed_callables.call_func (at its start)
++from ._te_captured_fp8 import note_first_module
+@@ graph.py make_graphed_callables.call_func
+ outputs = old_call_funcs[block_cls](self, *args, **kwargs)
++note_first_module()
+
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +if not (FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.fp8_graph_capturing()):
 +    # Without FP8, or in an autocast of its own: the recipe of a replay's autocast is not for it.

@@ -27,12 +27,15 @@ class UsedState:
     """The state that one graph uses: in the autocast of the capture, in autocasts of the modules' own, in modules.
 
     In the autocast of the capture there is a recipe with it where it is not that autocast's: attention chooses its own.
-    Modules, unlike operations of `te.ops`, keep a copy for a recomputation.
+    Modules, unlike operations of `te.ops`, keep a copy for a recomputation. ``has_first_module`` says that one of them
+    is the first FP8 module of the autocast around it, whose backward updates the scales of all: it is not in an
+    autocast of its own.
     """
 
     in_capture: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
     autocasts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     of_modules: list[dict[str, Any]] = field(default_factory=list)
+    has_first_module: bool = False
 
 
 class Capture:
@@ -107,6 +110,12 @@ def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
         used.of_modules.append(fp8_meta)
 
 
+def note_first_module() -> None:
+    """Say, at the end of a forward in the autocast of a capture, whether its first FP8 module has run."""
+    if capture := _current and _current():
+        capture.used.has_first_module = not FP8GlobalStateManager.get_autocast_state()[-2]
+
+
 def has_other_state(module: torch.nn.Module) -> bool:
     """Whether a module or operation holds the state of another recipe than delayed scaling, or an operation none."""
     if getattr(module, "_fp8_metas", {}) is None:
@@ -136,6 +145,12 @@ def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[...
             elif distributed.is_fp8_activation_recompute_enabled():
                 for fp8_meta in used.of_modules:
                     manager.copy_forward_fp8_meta_tensors_for_recompute(fp8_meta)
-            return graphed(*args, **kwargs)
+            outputs = graphed(*args, **kwargs)
+            is_first = manager.get_autocast_state()[-2]
+        if used.has_first_module:
+            # Leaving an inner autocast has taken back that the first module of the outer one has run.
+            *state, _, is_capturing = manager.get_autocast_state()
+            manager.set_autocast_state((*state, is_first, is_capturing))
+        return outputs
 
     return replay

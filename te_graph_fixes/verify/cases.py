@@ -252,6 +252,8 @@ _ALL = (
     _program("own-autocast", (STATE,), modules=("OwnAutocast",), recipe="current", other="delayed"),
     _program("own-autocast-of-another", (STATE,), modules=("OwnAutocast",), recipe="delayed", other="current",
         events=("step", "recapture", "step")),
+    _program("own-autocast-after-an-eager-module", (STATE,), modules=("OwnAutocast", "linear"), recipe="current",
+        other="delayed", first="eager"),
     _program("checkpoint", (STATE,), modules=("Block", "linear"), not_captured=(1,), recompute=True, recipe="delayed"),
     _program("recompute-behind-another", (RECOMPUTE,), True, modules=("Recomputed",), recipe="delayed", first="eager",
         order=(1, -1) * 2),

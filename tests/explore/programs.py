@@ -316,6 +316,9 @@ FOUND = {
     "the group of an operation's FP8 state, which a capture has made outside of an autocast": Program(
         modules=("nested_operations",), recipe="delayed", inference="first", ranks=True, events=("eager_step", "infer")
     ),
+    "a second first FP8 module, after a graph in which a module has an autocast of its own": Program(
+        modules=("OwnAutocast", "linear"), recipe="delayed", other="delayed", first="eager"
+    ),
 }
 """What drawn programs have found in this package, corrected since."""
 
@@ -342,6 +345,7 @@ COMPANIONS: tuple[tuple[str, ...], ...] = (
     ("weights cached", "infer"),
     ("weights cached", "infer", "step", "step", "infer"),
     ("recipe delayed", "switch_recipe", "switch_recipe"),
+    ("OwnAutocast", "linear", "first"),
     ("Signed", "SignsFirst", "order", "layers_as_chunks", "reuse"),
     ("ListBlock", "delay", "wgrad_hooks"),
     ("order", "delay", "fused"),

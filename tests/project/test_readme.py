@@ -44,6 +44,9 @@ ELSEWHERE = {
     "TE_GRAPH_FIXES=off python -m tests.simulator -m te_graph_fixes.verify.child calibration": (
         "tests/verify/test_verify.py"
     ),
+    "TE_GRAPH_FIXES_DISABLE=calibration-recipe python -m tests.simulator -m te_graph_fixes.verify.child calibration": (
+        "tests/verify/test_verify.py"
+    ),
     "git clone --depth 1 https://github.com/NVIDIA/TransformerEngine te": ".github/workflows/ci.yml",
     "python -m tools.newest; python -m tools.newest te": ".github/workflows/ci.yml",
     "te-graph-fixes bake --overlay /shared/te-fixes": "tests/commands/test_bake.py",
