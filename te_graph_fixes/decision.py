@@ -130,7 +130,7 @@ class Decision:
 
     ``verdicts`` are those of the source, ``decisions`` the same as they are acted upon, ``installation`` acts upon
     them. What the settings leave out is ``disabled``, what cannot be put together with the rest ``failed``, as are the
-    ``failures``, fixes with reasons. A fix goes without what it requires neither way; ValueError, with the names of
+    ``failures``, fixes with reasons. A fix is never applied without what it requires; ValueError, with the names of
     both, if it was asked for by name and the requirement was not.
     """
 

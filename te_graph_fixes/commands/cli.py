@@ -88,7 +88,7 @@ def _explain(options: argparse.Namespace) -> int:
     except TENotFoundError as error:
         if options.source is not None:
             raise
-        _say(f"{error}, so what holds for it is left out")
+        _say(f"{error}, so the lines about it are left out")
     print(*answers.explain(CATALOGUE[fix_id], decision), sep="\n")
     return 0
 

@@ -97,7 +97,8 @@ class Definition:
             times = {None: "at least once", 1: "exactly once"}.get(count, f"exactly {count} times")
             lines = f" (lines {', '.join(str(match.nodes[0].lineno) for match in matches)})" if matches else ""
             closest = None if matches else lambda: self.closest(pattern)
-            raise unrecognized(f"`{pattern}` {times}", self, f"it {len(matches)} times{lines}", closest)
+            found = "it once" if len(matches) == 1 else f"it {len(matches)} times"
+            raise unrecognized(f"`{pattern}` {times}", self, found + lines, closest)
         return matches
 
     def closest(self, pattern: Pattern) -> Miss:

@@ -12,7 +12,7 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
 ``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, or one that is defined in it:
 ``function.Class.method``; without file and place it is that of the hunk before. Notes are
 
-- ``N times``, ``at least once``: how often the pattern matches; a pattern that must not match stands ``0 times``;
+- ``N times``, ``at least once``: how often the pattern matches; ``0 times`` is for what must not be there;
 - ``if there``: the place, or what it is in, up to the file, may be missing;
 - ``at its start``: for ``+`` lines alone, which go below the docstring;
 - ``or``: of this hunk and the one before, exactly one fits.

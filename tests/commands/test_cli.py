@@ -263,7 +263,7 @@ def test_no_te_names_the_interpreter(monkeypatch: pytest.MonkeyPatch, cli: Cli) 
     said = f"te-graph-fixes: transformer_engine is not installed in {sys.executable}"
     assert cli("status") == (2, "", f"{said}\n")
     status, out, err = cli("explain", "warmup-reset")
-    assert (status, err) == (0, f"{said}, so what holds for it is left out\n")
+    assert (status, err) == (0, f"{said}, so the lines about it are left out\n")
     assert "\nversions   " in out
     assert "\nhere   " not in out
 

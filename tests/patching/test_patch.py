@@ -272,9 +272,9 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
     [
         (hunk(" x = b"), "`x = b` exactly once in run .*, found it 0 times .line 1 of the patch"),
         (hunk(" x = ANY"), "found it 2 times .lines 2, 4. .line 1 of the patch"),
-        (hunk(" x = a", " (2 times)"), "exactly 2 times .*, found it 1 times"),
+        (hunk(" x = a", " (2 times)"), "exactly 2 times .*, found it once"),
         (hunk(" x = b", " (at least once)"), "found it 0 times"),
-        (hunk(" x = a", " (0 times)"), "exactly 0 times .*, found it 1 times"),
+        (hunk(" x = a", " (0 times)"), "exactly 0 times .*, found it once"),
         (hunk("-b\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
         (hunk(" x = a\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
         (hunk(" x = a") + "@@ (or)\n x = run(x)", "one of 2 shapes in run, found 2"),
