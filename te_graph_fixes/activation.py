@@ -10,6 +10,7 @@ A finder watches TE and the modules that the fixes change. What then happens:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import sys
@@ -80,11 +81,10 @@ class _Activation:
             warn_once(text, category=TEGraphFixesWarning)
         if settings.only is not None or settings.disable:
             from .decision import Decision, disagreement
-            from .stamp import installed
 
             if settings.only:
                 early = Decision.installed(settings)  # that a fix is named without one that it requires shows at once
-            self._warn_or_raise(disagreement(settings, installed()), settings)
+            self._warn_or_raise(disagreement(settings), settings)
         with self._lock:
             self._stop()
             self._settings, self._early, self._reverted = settings, early, frozenset()
@@ -102,11 +102,14 @@ class _Activation:
             if self._decision and self._decision.installation.is_in_place:
                 self._reverted |= frozenset(self._decision.to_apply)
             self._stop()
-        from .decision import undo_advice
-        from .stamp import installed
+        from .patching.source import Source, TENotFoundError
+        from .stamp import ChangedStampError, of_source, undoing
 
-        if stamp := installed():
-            warn_once(f"{undo_advice()}: deactivate() leaves all {len(stamp.made)} in", category=TEGraphFixesWarning)
+        with contextlib.suppress(TENotFoundError, ChangedStampError):
+            source = Source.installed()
+            if stamp := of_source(source):
+                text = f"{undoing(source)}: deactivate() leaves all {len(stamp.made)} in"
+                warn_once(text, category=TEGraphFixesWarning)
 
     def active_settings(self) -> Settings:
         """Those of the last `activate`; after `deactivate`, that no fix is wanted."""

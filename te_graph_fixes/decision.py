@@ -15,7 +15,7 @@ from .patching.installation import Installation, InstallationError, changed_sinc
 from .patching.source import Source, TENotFoundError, without_collections
 from .report import by_reason, named
 from .settings import COMMAND, Settings, option
-from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, of_source
+from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, is_baked, of_source, undoing
 from .state import ON_DISK, REFUSED, State
 
 _WITHOUT_DEFECT = (State.NOT_NEEDED, State.NOT_APPLICABLE)
@@ -60,16 +60,14 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
         return dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error)))
     if stamp is None:
         return None
-    where = option(source)
-    when = f"when {stamp.by} corrected the rest on disk"
+    when, undo = f"when {stamp.by} corrected the rest on disk", undoing(source)
     known = {
         MADE: (State.NOT_NEEDED, f"{ON_DISK} by {stamp.by}"),
-        LEFT_OUT: (State.DISABLED, f"left out {when}: to have it, `{COMMAND} bake --undo{where}`, then bake with it"),
+        LEFT_OUT: (State.DISABLED, f"left out {when}: to have it, {undo}, then bake with it"),
         State.NOT_NEEDED: (State.NOT_NEEDED, f"upstream's correction was there {when}"),
         State.NOT_APPLICABLE: (State.NOT_APPLICABLE, f"the feature was not there {when}"),
     }
-    undo = f"take that back with `{COMMAND} bake --undo{where}`, or `patch -p1 -R`"
-    advice = f"bake again with `{COMMAND} bake{where}`" if stamp.is_outdated else undo
+    advice = f"`{COMMAND} bake{option(source)}` again" if stamp.is_outdated and is_baked(source) else undo
     unknown = State.UNRECOGNIZED, f"{advice}: it was not corrected {when}"
     reasons = {fix_id: known.get(stamp.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
     modules = frozenset(path.removesuffix(".py").replace("/", ".") for path in stamp.files)
@@ -78,29 +76,33 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     }
 
 
-def undo_advice(where: str = "") -> str:
-    """What to do where TransformerEngine's files hold what is not wanted; ``where`` is the `option` that names it."""
-    return f"take the fixes out of TransformerEngine's files with `{COMMAND} bake --undo{where}`"
-
-
-def disagreement(settings: Settings, stamp: Stamp | None, where: str = "") -> str:
+def disagreement(settings: Settings, source: Source | None = None) -> str:
     """How settings differ from the fixes that are on disk, and what to do; "" where they do not.
 
-    Settings that name no fix ask for none but those. ``where`` is the `option` that names this TransformerEngine.
+    Settings that name no fix ask for none but those. Without ``source`` it is about the installed TransformerEngine.
     """
-    if stamp is None or (settings.only is None and not settings.disable):
+    if settings.only is None and not settings.disable:
+        return ""
+    try:
+        source = source or Source.installed()
+        stamp = of_source(source)
+    except (TENotFoundError, ChangedStampError):
+        return ""
+    if stamp is None:
         return ""
     made = set(stamp.made)
     decided = {fix_id for fix_id, word in stamp.fixes.items() if word in (MADE, LEFT_OUT)}
     wanted = set(filter(settings.wants, decided))
     if settings.with_required:
         wanted = wanted.union(*map(with_required, wanted & CATALOGUE.keys())) & decided - settings.disable
+    known = wanted & CATALOGUE.keys()
+    wanted -= {fix_id for fix_id in known if with_required(fix_id) & decided & settings.disable}
     said = []
     if extra := sorted(made - wanted):
         said.append(f"hold {named(extra)}, which the settings leave out")
     if missing := sorted(wanted - made):
         said.append(f"lack {named(missing)}, which the settings ask for")
-    return f"{undo_advice(where)}: they {' and '.join(said)}" if said else ""
+    return f"{undoing(source)}: they {' and '.join(said)}" if said else ""
 
 
 def expected(fix: Fix, version: str | None) -> str | None:
@@ -128,7 +130,7 @@ class Decision:
 
     ``verdicts`` are those of the source, ``decisions`` the same as they are acted upon, ``installation`` acts upon
     them. What the settings leave out is ``disabled``, what cannot be put together with the rest ``failed``, as are the
-    ``failures``, fixes with reasons. A fix goes without what it requires neither way; ValueError, with the names of
+    ``failures``, fixes with reasons. A fix is never applied without what it requires; ValueError, with the names of
     both, if it was asked for by name and the requirement was not.
     """
 
@@ -209,7 +211,7 @@ class Decision:
     def _decide(self, fix_id: str, wanted: Collection[str]) -> Verdict:
         """The verdict on a fix, unless it is left out, has failed, or goes without what it requires."""
         verdict = self.verdicts[fix_id]
-        if verdict.stamped and fix_id not in self.failures:
+        if verdict.stamped and verdict.state not in REFUSED and fix_id not in self.failures:
             return verdict
         if fix_id not in wanted:
             reason = f"left out by the settings ({verdict.state} without them)"
@@ -248,14 +250,14 @@ class Decision:
     @property
     def disagreement(self) -> str:
         """How the settings differ from the fixes that are on disk; "" where they do not."""
-        return disagreement(self.settings, self.stamp, option(self.source))
+        return disagreement(self.settings, self.source)
 
     @property
     def left_out(self) -> list[str]:
         """The fixes that the settings leave out though this TE may need them."""
-        by_source = {fix_id: verdict for fix_id, verdict in self.verdicts.items() if not verdict.stamped}
-        needed = [fix_id for fix_id, verdict in by_source.items() if verdict.state not in _WITHOUT_DEFECT]
-        return [fix_id for fix_id in needed if self.decisions[fix_id].state == State.DISABLED]
+        needed = [fix_id for fix_id, verdict in self.verdicts.items() if verdict.state not in _WITHOUT_DEFECT]
+        left_out = [fix_id for fix_id in needed if self.decisions[fix_id].state == State.DISABLED]
+        return [fix_id for fix_id in left_out if fix_id not in self.left_out_on_disk]
 
     @property
     def left_out_on_disk(self) -> list[str]:

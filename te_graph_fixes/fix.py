@@ -49,11 +49,6 @@ class Verdict:
     stamped: bool = False
 
     @property
-    def explanation(self) -> str:
-        """The reason, and all that is known beside it, in lines."""
-        return "\n".join(filter(None, [self.reason, self.details]))
-
-    @property
     def targets(self) -> tuple[str, ...]:
         """The modules that the fix changes or adds."""
         return tuple(sorted({edit.module for edit in self.edits} | set(self.new_modules)))
@@ -130,9 +125,10 @@ class Fix:
     def verdict_on(self, source: Source) -> Verdict:
         """The verdict on a source: an unknown shape is ``unrecognized``, an error of ours ``failed``."""
         try:
-            return self._verdict_on(source)
-        except UnrecognizedError as error:
-            return Verdict(State.UNRECOGNIZED, error.closest().text, details=error.details)
+            try:
+                return self._verdict_on(source)
+            except UnrecognizedError as error:
+                return Verdict(State.UNRECOGNIZED, error.closest().text, details=error.details)
         except Exception as error:
             return Verdict(State.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
 
@@ -149,15 +145,17 @@ class Fix:
                 corrections.append(Verdict(State.NOT_NEEDED, reason, rests_on=modules(source, text)))
             except UnrecognizedError as error:
                 misfits.append((f"for the correction {reason!r}", error))
+        if len(corrections) > 1:
+            raise UnrecognizedError("looked for the defect or one correction, found several corrections")
         try:
             changes = self._edits(source, self.patch)
         except UnrecognizedError as error:
-            if len(corrections) == 1:
+            if corrections:
                 return corrections[0]
             lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the defect", error), *misfits)]
             raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
         if corrections:
-            raise UnrecognizedError("looked for a defect or one correction, found several of them")
+            raise UnrecognizedError("looked for the defect or a correction, found both")
         new_modules = {name: text for module in self.provides for name, text in new_module(module).items()}
         return Verdict(State.APPLICABLE, self.summary, tuple(changes), new_modules)
 

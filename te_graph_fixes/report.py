@@ -120,7 +120,7 @@ def announce(report: Report, verbose: bool | None) -> None:
     """
     from multiprocessing import current_process  # slow to import, but for torch
 
-    text, wanted = _in_short(report), verbose
+    text, wanted = _summary(report), verbose
     if verbose is None:
         is_first = rank() in (None, "0") and not current_process().daemon
         wanted = is_first and len(report.having(State.DISABLED)) < len(report.fixes)
@@ -134,7 +134,7 @@ def announce(report: Report, verbose: bool | None) -> None:
         print(f"te-graph-fixes {report.version}{where}: {text}", file=sys.stderr, flush=True)
 
 
-def _in_short(report: Report) -> str:
+def _summary(report: Report) -> str:
     """How many fixes are applied, or why none is, and which are missing or left out."""
     te, count = te_name(report.te_version), len(report.having(State.APPLIED))
     on_disk = [reason for reason in report.having(State.NOT_NEEDED).values() if reason.startswith(ON_DISK)]

@@ -24,17 +24,26 @@ UPSTREAM = "upstream"
 """The value of `SWITCH` for the corrections that upstream has merged in a later release."""
 
 
+def _command(python: str) -> str:
+    """How to start a command of this package with an interpreter, where PYTHONPATH leads to it also with that."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = os.environ.get("PYTHONPATH", "")
+    prefix = f"PYTHONPATH={shlex.quote(path)} " if root in path.split(os.pathsep) else ""
+    return f"{prefix}{shlex.quote(python)} -m te_graph_fixes"
+
+
 def _started_as() -> str:
     """How this process was started, if it is a command of this package: else it is a program that imports it."""
     name = sys.argv[0] if sys.argv else ""
-    if name == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "te_graph_fixes":
-        return f"{sys.orig_argv[0]} -m te_graph_fixes"
+    after_m = sys.orig_argv[-len(sys.argv)].removeprefix("-m") if name == "-m" else ""
+    if after_m == "te_graph_fixes":
+        return _command(sys.orig_argv[0])
     return "te-graph-fixes" if os.path.basename(name) == "te-graph-fixes" else ""
 
 
 STARTED_AS = _started_as()
 _SCRIPT = os.path.join(os.path.dirname(sys.executable), "te-graph-fixes")
-COMMAND = STARTED_AS or ("te-graph-fixes" if os.path.exists(_SCRIPT) else f"{sys.executable} -m te_graph_fixes")
+COMMAND = STARTED_AS or ("te-graph-fixes" if os.path.exists(_SCRIPT) else _command(sys.executable))
 """What messages call the command, for the next one to be typed: as it was started, or as this interpreter has it."""
 
 _TRUE = ("1", "true", "yes", "on")

@@ -6,7 +6,6 @@ names is as it was written, it is believed, and nobody looks at the source of a 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from .patching.source import Source, TENotFoundError
+from .patching.source import Source
 from .settings import COMMAND, option
 from .version import __version__, fixes_digest
 
@@ -76,7 +75,7 @@ def of_source(source: Source) -> Stamp | None:
     """
     location, undo = Path(source.location), f"`{COMMAND} bake --undo{option(source)}`"
     if (location / OPEN).exists():
-        raise ChangedStampError(f"start {undo} or `bake` again: it was interrupted")
+        raise ChangedStampError(f"wait for `bake` or its `--undo`; if none runs, start {undo}: it was interrupted")
     if not (location / NAME).exists():
         return None
     try:
@@ -96,12 +95,18 @@ def of_source(source: Source) -> Stamp | None:
             f"delete with {undo} what {stamp.by} has left: the TransformerEngine that it corrected was replaced since"
         )
     raise ChangedStampError(
-        f"take the edit back, or install TransformerEngine anew and {undo}: {', '.join(changed)} was changed since"
+        f"take the edit back; or, if TransformerEngine was installed anew, delete {NAME}, {KEPT} and pytorch/_te_*.py "
+        f"in {location}. What has changed since {stamp.by} corrected it: {', '.join(changed)}"
     )
 
 
-def installed() -> Stamp | None:
-    """That of the TE that would be imported; None where there is no TE, or it was changed since."""
-    with contextlib.suppress(TENotFoundError, ChangedStampError):
-        return of_source(Source.installed())
-    return None
+def is_baked(source: Source) -> bool:
+    """Whether the fixes in a TE's files are from a bake, which keeps the originals, and not from a patch or overlay."""
+    return (Path(source.location) / KEPT).exists()
+
+
+def undoing(source: Source) -> str:
+    """What to do to have a TE's files without the fixes that are in them."""
+    if is_baked(source):
+        return f"take the fixes out of TransformerEngine's files with `{COMMAND} bake --undo{option(source)}`"
+    return "take the fixes out of TransformerEngine's files with `patch -p1 -R`, or leave out the overlay's mounts"

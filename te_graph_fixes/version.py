@@ -9,13 +9,15 @@ NEXT = "0.1.0"
 """The release that a checkout is on its way to."""
 
 
-def _of_checkout(git: Path) -> str | None:
+def _of_checkout(root: Path) -> str | None:
     """``NEXT.dev0+g<commit>`` for a clone, by its ``.git``; None where git keeps the commit in another way."""
     try:
-        head = (git / "HEAD").read_text().strip()
-        if head.startswith("ref: "):
-            head = (git / head.removeprefix("ref: ")).read_text().strip()
-        return f"{NEXT}.dev0+g{head[:9]}"
+        if "te-graph-fixes" not in (root / "pyproject.toml").read_text():
+            return None  # a copy in a repository of others
+        commit = (root / ".git" / "HEAD").read_text().strip()
+        if commit.startswith("ref: "):
+            commit = (root / ".git" / commit.removeprefix("ref: ")).read_text().strip()
+        return f"{NEXT}.dev0+g{commit[:9]}"
     except OSError:
         return None
 
@@ -24,7 +26,7 @@ try:
     from ._version import version as _of_build  # type: ignore[import-not-found, unused-ignore]
 except ImportError:  # a checkout, or a copy of one
     _of_build = f"{NEXT}.dev0"
-__version__: str = _of_checkout(Path(__file__).parents[1] / ".git") or _of_build
+__version__: str = _of_checkout(Path(__file__).parents[1]) or _of_build
 
 
 def fixes_digest() -> str:

@@ -22,7 +22,7 @@ from ..patching.installation import patched
 from ..patching.source import TE, Source
 from ..report import te_name
 from ..settings import COMMAND, DISABLE, SWITCH, option
-from ..stamp import LEFT_OUT, MADE, NAME, Stamp, digest
+from ..stamp import LEFT_OUT, MADE, NAME, Stamp, digest, is_baked, undoing
 from ..state import ON_DISK, State
 from ..version import __version__, fixes_digest
 
@@ -49,7 +49,9 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
     if decision.why_none:
         return
     where = option(decision.source)
-    if decision.refused:
+    if decision.is_outdated:
+        yield f"the fixes in its files are older than those of te-graph-fixes {__version__}"
+    elif decision.refused:
         yield f"it may have the defects that are not recognised; `{COMMAND} issue{where}` says why they are not"
     if not where and (decision.refused or decision.to_apply):
         yield f"is your own job hit? `{SWITCH}=off {COMMAND} run --check CMD` compares its graphs with eager"
@@ -79,8 +81,8 @@ def record(decision: Decision) -> dict[str, Any]:
         }
         for fix_id, verdict in decision.decisions.items()
     }
-    about = {"te_version": decision.version, "source": decision.source.location, "fixes": fixes}
-    return {"te_graph_fixes_version": __version__, **about}
+    about = {"te_version": decision.version, "source": decision.source.location, "outdated": decision.is_outdated}
+    return {"te_graph_fixes_version": __version__, **about, "fixes": fixes}
 
 
 def answer(decision: Decision) -> str:
@@ -92,7 +94,7 @@ def answer(decision: Decision) -> str:
     where = option(decision.source)
     bake = f"{COMMAND} bake{where}"
     if decision.is_outdated:
-        next_one = bake
+        next_one = bake if is_baked(decision.source) else undoing(decision.source)
     elif decision.refused:
         next_one = f"{COMMAND} issue{where}"
     elif decision.to_apply:

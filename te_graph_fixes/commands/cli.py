@@ -88,7 +88,7 @@ def _explain(options: argparse.Namespace) -> int:
     except TENotFoundError as error:
         if options.source is not None:
             raise
-        _say(f"{error}, so what holds for it is left out")
+        _say(f"{error}, so the lines about it are left out")
     print(*answers.explain(CATALOGUE[fix_id], decision), sep="\n")
     return 0
 
@@ -99,7 +99,7 @@ def _diff(options: argparse.Namespace) -> int:
     exit status: 0; 1 a fix that is needed cannot be applied; 2 no TE, or no such fix
     example: te-graph-fixes diff > te.patch
     """
-    names = [name for word in options.fixes for name in word.split(",")]
+    names = [name.strip() for word in options.fixes for name in word.split(",") if name.strip()]
     decision = _decision(options, Settings(fix_ids(names)) if names else None)
     _require_complete(decision)
     for fix_id in names:
@@ -161,7 +161,7 @@ def _bake_in_place(source: Source) -> int:
     print(bake.undo(source))
     try:
         return _bake_anew(source, settings)
-    except BakeError:
+    except BaseException:
         bake.in_place(location, older)
         _say(f"the bake of {stamp.by} is in place again")
         raise
@@ -173,9 +173,11 @@ def _bake_anew(source: Source, settings: Settings) -> int:
     if decision.disagreement:
         raise BakeError(decision.disagreement)
     _require_complete(decision)
+    if not decision.to_apply and decision.left_out:
+        raise BakeError(answers.answer(decision))
     if not decision.to_apply:
         print(answers.answer(decision))
-        return int(bool(decision.left_out))
+        return 0
     where, location, files = option(source), Path(source.location), answers.corrected(decision)
     bake.in_place(location, files)
     if not where and (problem := _import_problem()):
@@ -217,8 +219,9 @@ def _require_complete(decision: Decision) -> None:
     if decision.why_none:
         raise BakeError(f"nothing was written: {decision.why_none}")
     if decision.refused:
+        where = option(decision.source)
         reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
-        advice = f"to go on without a fix, name it in {DISABLE}; `{COMMAND} issue` prints what a report needs"
+        advice = f"to go on without a fix, name it in {DISABLE}; `{COMMAND} issue{where}` prints what a report needs"
         raise BakeError(f"{advice}. Nothing was written, because these cannot be applied: {reasons}")
 
 

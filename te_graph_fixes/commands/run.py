@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings = Settings.read()
         if list(arguments) == ["--print-env"]:
+            Options.parse(os.environ.get(CHECK, ""))
             print(*(f"export {name}={shlex.quote(value)}" for name, value in variables().items()), sep="\n")
             return 0
         for option in options:

@@ -13,34 +13,15 @@ from ..fix import Fix
 from .shapes import global_state
 
 PATCH = """
-@@ graph.py _make_graphed_callables
-+callables_without_fp8 = set()
- visited_te_modules = ANY_EMPTY
-@@
- make_graphed_autograd_function(
-     ...,
-+    i not in callables_without_fp8,
-     fwd_graphs[i],
-     ...
- )
-@@
- def make_graphed_autograd_function(
-     ...,
-+    uses_fp8,
-     fwd_graph,
-     ...
- ):
-     ...
-
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
-+if module is func and not any(
-+    isinstance(m, BasicOperation) or getattr(m, "fp8", False) for m in func.modules()
-+):
-+    callables_without_fp8.add(func_idx)
++if module is func:
++    fwd_graphs[func_idx].uses_fp8 = any(
++        isinstance(m, BasicOperation) or getattr(m, "fp8", False) for m in func.modules()
++    )
 
 @@ graph.py _make_graphed_callables.Graphed.forward
 -ctx.is_first_module = FP8GlobalStateManager.is_first_fp8_module()
-+ctx.is_first_module = uses_fp8 and FP8GlobalStateManager.is_first_fp8_module()
++ctx.is_first_module = getattr(fwd_graph, "uses_fp8", True) and FP8GlobalStateManager.is_first_fp8_module()
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 +is_first_module = FIRST

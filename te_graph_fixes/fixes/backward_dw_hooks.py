@@ -11,9 +11,6 @@ from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables.backward_dw
- if need_bwd_dw_graph.get(graph_idx, False):
-     ...
-@@
  bwd_dw_graphs[graph_idx].replay()
 +# Tell whoever waits for the weight gradients.
 +for module in graph_callables[graph_idx].modules():
@@ -27,10 +24,6 @@ PATCH = """
 @@ (0 times)
  for ANY_MODULE in ANY_MODULES:
      ...
-@@ graph.py _make_graphed_callables (2 times)
- graph_callables[ANY] = func
-@@
- visited_te_modules = {}
 
 @@ module/base.py TransformerEngineBaseModule.backward_dw
  for ANY_HOOK in self.wgrad_accumulation_and_reduce_hooks:

@@ -12,18 +12,25 @@ their dgrad, as in TE 2.10, which knows no other place.
 
 from ..fix import Fix
 
-PLAN = """
-+from ._te_graph_order import make_plan
+PATCH = """
+@@ graph.py _make_graphed_callables
++from ._te_graph_order import Plan, parse
 +
-+_order_plan = make_plan(
-+    _order,
-+    _num_layers_per_chunk,
-+    callables=len(callables),
-+    sample_args=len(sample_args),
-+    sample_kwargs=len(sample_kwargs),
-+    training=is_training,
-+)
-+_order, _num_layers_per_chunk = _order_plan.order, _order_plan.layers
++_order_entries = parse(_order)
+ _order_without_wgrad = []
+@@ (or)
++from ._te_graph_order import Plan, parse
++
++_order_entries = parse(_order)
+ num_model_chunks = max(_order)
+-num_microbatches = len(_order) // num_model_chunks // 2
+-assert num_model_chunks * num_microbatches * 2 == len(_order)
++num_microbatches = _order.count(1)
+@@
+ for m_chunk in range(num_model_chunks):
+     num_layers = _num_layers_per_chunk[m_chunk]
+     _prefix_num_layers.append(ANY)
++_order_plan = Plan(_order_entries, _num_layers_per_chunk)
 +if _order_plan.delayed:
 +    sample_args, sample_kwargs = _order_plan.assign_inputs(
 +        sample_args,
@@ -31,70 +38,18 @@ PLAN = """
 +        reuse=_reuse_graph_input_output_buffers,
 +        flatten=_tree_flatten,
 +        unflatten=_tree_unflatten,
-+    )"""
-
-PATCH = f"""
-@@ graph.py _make_graphed_callables{PLAN}
- _order_without_wgrad = []
-@@ (or)
--num_model_chunks = max(_order)
--num_microbatches = len(_order) // num_model_chunks // 2
--assert num_model_chunks * num_microbatches * 2 == len(_order){PLAN}
-+num_model_chunks, num_microbatches = len(_order_plan.layers), _order_plan.microbatches
++    )
 @@
- fwd_sample_qs = {{}}
- consumed_sample_q = {{}}
+ consumed_sample_q = {}
  fwd_idx = [0] * num_model_chunks
 -for c_id in _order:
 +for c_id in () if _order_plan.delayed else _order:
-     m_chunk = ANY_CHUNK
-     if c_id > 0:
-         ...
-     else:
-         ...
-@@
- reuse_fwd_idx = ANY_SAMPLE
-@@
- if static_grad_outputs_keys in static_grad_outputs_dict:
-     static_grad_outputs = static_grad_outputs_dict[static_grad_outputs_keys]
- else:
-     static_grad_outputs = ANY_BUFFERS
-     static_grad_outputs_dict[static_grad_outputs_keys] = static_grad_outputs
+     ...
 @@
  for i, c_id in enumerate(_order):
      ...
-     if c_id > 0:
-         ...
-     else:
-         m_chunk = -ceil(c_id) - 1
-         previous_per_callable_bwd_idx = None
--        for l_no in list(reversed(range(_num_layers_per_chunk[m_chunk]))):
-+        for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph):
-             ...
--            per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
--                bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
--            )
-+            per_callable_bwd_idx = _order_plan.index(i, l_no)
-             ...
--            if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
--                if wgrad_validation_list[i] is None:
--                    ...
--            elif ceil(c_id) != c_id:
-+            if is_wgrad:
-                 ...
-                 bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-                 ...
-                 continue
-             ...
-             if _reuse_graph_input_output_buffers:
-                 static_grad_outputs_keys = ANY_KEYS
-+                static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)
-                 ...
-             else:
-                 ...
-             ...
-         ...
 @@ (or)
+ previous_chunk_last_callable_bwd_idx = None
 -for c_id in _order:
 +for i, c_id in enumerate(_order):
      ...
@@ -103,54 +58,54 @@ PATCH = f"""
      else:
 -        m_chunk = -c_id - 1
 +        m_chunk = _order_plan.entries[i].chunk
-         previous_per_callable_bwd_idx = None
--        for l_no in list(reversed(range(_num_layers_per_chunk[m_chunk]))):
-+        for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph):
-             ...
--            per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
--                bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
--            )
-+            per_callable_bwd_idx = _order_plan.index(i, l_no)
-             ...
-             if _reuse_graph_input_output_buffers:
-                 static_grad_outputs_keys = ANY_KEYS
-+                if not is_wgrad:
-+                    static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)
-                 ...
-             else:
-                 ...
-             if is_training:
-                 ...
--                with _graph_context_wrapper(bwd_graph, ...):
--                    grad_inputs = ANY_GRADS
-+                with _graph_context_wrapper(bwd_graph, ...) if not is_wgrad else contextlib.nullcontext():
-+                    grad_inputs = ANY_GRADS if not is_wgrad else ()
-                 ...
--                if need_bwd_dw_graph[per_callable_bwd_idx]:
-+                if is_wgrad:
-                     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
-                     ...
-             ...
-+            if is_wgrad:
-+                continue
-             static_grad_inputs = []
-             ...
          ...
 @@
--per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
--assert is_training, ANY
--assert ceil(c_id) - c_id == 0.5, ANY
--assert need_bwd_dw_graph[per_callable_bwd_idx], ANY
+ previous_per_callable_bwd_idx = None
+-for l_no in list(reversed(range(_num_layers_per_chunk[m_chunk]))):
++for l_no, is_wgrad in _order_plan.backward(i, need_bwd_dw_graph):
+     ...
+-    per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
+-        bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
+-    )
++    per_callable_bwd_idx = _order_plan.index(i, l_no)
+     ...
+@@
+ static_grad_outputs_keys = ANY_KEYS
++if not is_wgrad:
++    static_grad_outputs_keys = _order_plan.grad_output(i, static_grad_outputs_keys)
+@@
+-if ceil(c_id) == c_id and need_bwd_dw_graph[per_callable_bwd_idx]:
+-    if wgrad_validation_list[i] is None:
+-        ...
+-elif ceil(c_id) != c_id:
++if is_wgrad:
+-    per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
+     ...
+     bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+     ...
+     continue
 @@ (or)
--per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]
--if not is_training: raise RuntimeError(ANY)
+ if is_training:
+     ...
+-    with _graph_context_wrapper(bwd_graph, ...):
+-        grad_inputs = ANY_GRADS
++    with _graph_context_wrapper(bwd_graph, ...) if not is_wgrad else contextlib.nullcontext():
++        grad_inputs = ANY_GRADS if not is_wgrad else ()
+     ...
+-    if need_bwd_dw_graph[per_callable_bwd_idx]:
++    if is_wgrad:
+         bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]
+         ...
+ ...
++if is_wgrad:
++    continue
+ static_grad_inputs = []
+@@
+-assert ceil(c_id) - c_id == 0.5, ANY
+@@ (or)
 -if ceil(c_id) - c_id != 0.5: raise ValueError(ANY)
--if not need_bwd_dw_graph[per_callable_bwd_idx]: raise RuntimeError(ANY)
 @@ (or, 0 times)
  _order_without_wgrad = []
-@@ (2 times)
- with ..., _graph_context_wrapper(bwd_dw_graph, ...):
-     ...
 """
 
 FIX = Fix(

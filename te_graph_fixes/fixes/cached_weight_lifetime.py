@@ -23,11 +23,6 @@ PATCH = """
      if ANY_OTHER:
          static_input_surface[i].copy_(inputs[i])
 +fwd_graph.cached_weights.refresh(skip_fp8_weight_update)
-@@ (at least once)
- fwd_graph.replay()
-
-@@ module/base.py TransformerEngineBaseModule.init_fp8_metadata
- self._fp8_workspaces.clear()
 """
 
 FIX = Fix(

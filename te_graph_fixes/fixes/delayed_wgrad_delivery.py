@@ -39,8 +39,6 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
 +delayed_grads = static_delayed_grads.get(graph_idx, [])
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions
- return backward_dw, reset
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
 -ANY_GRAPH.replay()
 +ANY_GRAPH.replay()
@@ -52,17 +50,12 @@ PATCH = """
  helpers.release_static_state()
 +delayed_grads.clear()
 
-@@ graph.py _make_graphed_callables
+@@ graph.py _make_graphed_callables._returned_param_grad_clone_slots (if there, at its start)
 +from ._te_delayed_wgrad import delayed_biases
 +
 +# A dgrad may return the grads of these, although their module delays its wgrads.
 +static_delayed_biases = delayed_biases(callables)
 +
- def _returned_param_grad_clone_slots(...):
-     ...
-@@ (or, 0 times)
- def _returned_param_grad_clone_slots(...):
-     ...
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots (if there)
 -getattr(module_params[idx - module_param_start], "skip_backward_post_hook", ANY)
 +(
@@ -80,7 +73,7 @@ PATCH = """
  else:
      ...
  del outputs, grad_inputs
-+# What stays of warmup keeps AccumulateGrad nodes of its stream alive, which no capture can wait for.
++# The last outputs of warmup keep AccumulateGrad nodes of its stream alive, which no capture can wait for.
 +outputs_requiring_grad = None
 @@ (or, at least once)
  tuple(o for o in outputs if o.requires_grad)
@@ -156,8 +149,6 @@ MODULES = """
 +from .._te_delayed_wgrad import accumulate_grads
  if not self.need_backward_dw(): return
 @@
- (_, grad_biases_, _), tensor_list = self.wgrad_store.pop()
-@@
 -weight_params[i].grad = ANY_WGRADS[i].to(weight_params[i].dtype)
 +accumulate_grads([weight_params[i]], ANY_WGRADS[i])
 @@
@@ -169,10 +160,7 @@ MODULES = """
 @@ (or, 0 times)
  weight_params[0].grad = ANY
 @@
--if bias_params[i].grad is None: bias_params[i].grad = grad_biases_[i].to(bias_params[i].dtype)
-+accumulate_grads([bias_params[i]], grad_biases_[i])
-@@ (or)
--if has_grad_biases[i] and bias_params[i].grad is None: bias_params[i].grad = grad_biases_[i].to(ANY)
+-if ANY_GRAD_IS_MISSING: bias_params[i].grad = grad_biases_[i].to(ANY)
 +accumulate_grads([bias_params[i]], grad_biases_[i])
 @@
 -gstack = torch.stack(grad_biases_, dim=0).to(grouped_bias.dtype)
@@ -189,8 +177,6 @@ MODULES = """
 @@ ops/basic/grouped_linear.py GroupedLinear.backward_dw (if there)
 +from ..._te_delayed_wgrad import accumulate_grads
  if not self.need_backward_dw(): return
-@@ (if there)
- _, tensor_list = self.wgrad_store.pop()
 @@ (if there)
 -self.weight.grad = torch.stack(grad_weights, dim=0).to(self.weight.dtype)
 +accumulate_grads([self.weight], torch.stack(grad_weights, dim=0))

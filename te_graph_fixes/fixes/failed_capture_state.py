@@ -53,8 +53,6 @@ PATCH = """
 +    failure = None
 +    if gc_is_enabled:
 +        gc.enable()
-@@
- yield
 
 @@ graph.py _none_grad_context_wrapper (if there)
 -yield
@@ -84,7 +82,7 @@ PATCH = """
 -graphed_callables = ANY_CAPTURE
 +capture = lambda: ANY_CAPTURE
 +
-+# What the capture changes is put back where it fails, too, as far as the device still answers.
++# Put back what the capture changes where it fails, too, as far as the device still answers.
 +submodules = [m for module in modules for m in module.modules()]
 +first_microbatch = [
 +    (m, m.is_first_microbatch) for m in submodules if hasattr(m, "is_first_microbatch")
@@ -115,17 +113,6 @@ PATCH = """
 +    set_capture_end()
 +    for module_cls, old_call in old_call_funcs.items():
 +        module_cls.__call__ = old_call
-@@
- graphed_callables = _make_graphed_callables(...)
-@@
- set_capture_end()
-@@
- saved_fp8_tensors = ANY
-@@
- original_rng_states = [state.get_state() for state in generators]
-@@
- for module_cls, old_call in old_call_funcs.items():
-     module_cls.__call__ = old_call
 """
 
 FIX = Fix(

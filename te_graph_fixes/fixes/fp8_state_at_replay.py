@@ -28,8 +28,6 @@ PATCH = """
 +use_fp8_state(self.fp8_meta)
 
 @@ ops/fuser.py OperationFuser.__call__
- recipe = FP8GlobalStateManager.get_fp8_recipe()
-@@
  for idx, op in enumerate(self._basic_ops):
      op.pre_fuser_forward(requires_grad=idx >= self.first_op_requiring_backward)
 +if recipe is not None and recipe.delayed():

@@ -22,13 +22,8 @@ PATCH = """
 +
 +fwd_graph.primary_weights = PrimaryWeights(func if is_training else None)
 
-@@ graph.py _make_graphed_callables.Graphed.forward
- for i in range(len_user_args):
-     if ANY_OTHER:
-         static_input_surface[i].copy_(inputs[i])
+@@ graph.py _make_graphed_callables.Graphed.forward (at its start)
 +fwd_graph.primary_weights.refresh()
-@@ (at least once)
- fwd_graph.replay()
 """
 
 FIX = Fix(

@@ -17,16 +17,9 @@ PATCH = """
 +from ._te_fused_wgrads import is_shared_dummy
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots
- if not clone_param_grads_on_return:
-     return (False,) * len(static_grad_inputs)
- module_param_start = len(static_grad_inputs) - len(module_params)
- return tuple(ANY_CHOICE for idx in range(len(static_grad_inputs)))
-@@
 -idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY)
 +idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY) \
 and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_param_start])
-@@ graph.py _make_graphed_callables (2 times)
- _returned_param_grad_clone_slots(ANY, ANY, ...)
 """
 
 EARLIER = """

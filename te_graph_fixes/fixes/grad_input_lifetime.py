@@ -26,37 +26,22 @@ PATCH = """
      if c_id > 0:
          ...
      else:
-         m_chunk = ANY_CHUNK
-         previous_per_callable_bwd_idx = None
-         for l_no in list(reversed(range(ANY))):
-             ...
-             per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
-                 bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
-             )
-             ...
-             per_callable_static_grad_inputs[per_callable_bwd_idx] = static_grad_inputs
-             ...
-             if _reuse_graph_input_output_buffers:
-                 ...
-                 if previous_per_callable_bwd_idx is not None:
-                     idx = previous_per_callable_bwd_idx
-                     per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
-                 previous_per_callable_bwd_idx = per_callable_bwd_idx
-                 if l_no == 0:
-                     if previous_chunk_last_callable_bwd_idx is not None:
-                         idx = previous_chunk_last_callable_bwd_idx
--                        per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
-+                        # Of the inputs' grads, released_grad_inputs says when they have been read.
-+                        num_user_args = per_callable_len_user_args[idx]
-+                        per_callable_static_grad_inputs[idx] = per_callable_static_grad_inputs[idx][
-+                            :num_user_args
-+                        ] + make_weak_ref(per_callable_static_grad_inputs[idx][num_user_args:])
-                     previous_chunk_last_callable_bwd_idx = per_callable_bwd_idx
-                 ...
-             ...
          ...
+@@ (at least once)
+ per_callable_bwd_idx = (_prefix_num_layers[m_chunk] * num_microbatches) + (
+     bwd_idx[m_chunk] * _num_layers_per_chunk[m_chunk] + l_no
+ )
 @@
- per_callable_len_user_args = [len(args) for args in flatten_sample_args]
+ if l_no == 0:
+     if previous_chunk_last_callable_bwd_idx is not None:
+         idx = previous_chunk_last_callable_bwd_idx
+-        per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
++        # Of the inputs' grads, released_grad_inputs says when they have been read.
++        num_user_args = per_callable_len_user_args[idx]
++        per_callable_static_grad_inputs[idx] = per_callable_static_grad_inputs[idx][
++            :num_user_args
++        ] + make_weak_ref(per_callable_static_grad_inputs[idx][num_user_args:])
+     previous_chunk_last_callable_bwd_idx = per_callable_bwd_idx
 """
 
 FIX = Fix(

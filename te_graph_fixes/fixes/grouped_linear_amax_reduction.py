@@ -22,20 +22,10 @@ PATCH = """
 +if ctx.reduce_and_update_bwd_fp8_tensors and not is_graph_capturing():
      FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 """
-UPSTREAM = """
-@@ module/grouped_linear.py _GroupedLinear.backward
- if ctx.reduce_and_update_bwd_fp8_tensors and not is_graph_capturing():
-     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-@@
- from ..graph import is_graph_capturing
-@@ module/grouped_linear.py _GroupedLinear._backward_grouped_tensor (if there, 0 times)
- FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-"""
 
 FIX = Fix(
     symptom="delayed scaling, experts captured after some steps: FP8 scales change at each replay, off by 1.41",
     group="FP8 state",
     users="DelayedScaling (Megatron --fp8-recipe delayed) with captured te.GroupedLinear (--moe-grouped-gemm)",
     patch=PATCH,
-    corrected=[(UPSTREAM, "GroupedLinear does not reduce amaxes while a graph is captured")],
 )

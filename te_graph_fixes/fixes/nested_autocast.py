@@ -12,9 +12,6 @@ now run in the autocast that they are called in.
 from ..fix import Fix
 
 PATCH = """
-@@ graph.py make_graphed_callables
- module_uses_fp8 = dict(zip((id(m) for m in modules), ANY_ENABLED))
-
 @@ graph.py make_graphed_callables.call_func
  with ..., ANY_AUTOCAST(
      ...,

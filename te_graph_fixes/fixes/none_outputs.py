@@ -30,10 +30,6 @@ PATCH = """
 +return _tree_unflatten([None if none else next(out) for none in is_none], spec)
 @@
  tuple(o.detach() for o in static_outputs)
-@@
- per_callable_static_outputs.append(tuple(flatten_outputs))
-@@
- per_callable_static_outputs[per_callable_fwd_idx] = tuple(flatten_outputs)
 """
 UPSTREAM = """
 @@ graph.py _make_graphed_callables

@@ -12,9 +12,6 @@ from ..fix import Fix
 from .shapes import SHARED_DUMMIES
 
 PATCH = """
-@@ graph.py _make_graphed_callables (0 times)
- ANY_GRAD.clone()
-
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
 +from ._te_fused_wgrads import ReturnedGrads, is_shared_dummy
 +
@@ -34,8 +31,6 @@ PATCH = """
 """
 
 UPSTREAM = """
-@@ graph.py _make_graphed_callables
- def _make_graphed_callables(..., clone_param_grads_on_return=True, ...): ...
 @@ graph.py make_graphed_callables
  def make_graphed_callables(..., clone_param_grads_on_return=True, ...): ...
 @@
@@ -52,15 +47,13 @@ UPSTREAM = """
  )
 
 @@ graph.py _make_graphed_callables
- returned_param_grad_clone_slots = ANY
+ returned_param_grad_clone_slots = _returned_param_grad_clone_slots(ANY, ANY, ...)
 @@
  per_callable_returned_param_grad_clone_slots[per_callable_bwd_idx] = returned_param_grad_clone_slots
 @@
  per_callable_returned_param_grad_clone_slots.append(_returned_param_grad_clone_slots(ANY, ANY, ...))
 @@
  per_callable_returned_param_grad_clone_slots[i]
-@@ (2 times)
- _returned_param_grad_clone_slots(ANY, ANY, ...)
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed
  for idx, grad_input in enumerate(static_grad_inputs):

@@ -24,15 +24,14 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables
 +flag_of_graphs = STATE.skip_fp8_weight_update_tensor
-+recomputing_graphs = set()
 +@contextlib.contextmanager
 +def updates_left_out(bwd_graph=None):
 +    FP8GlobalStateManager.recompute_asked_for_update = False
 +    try:
 +        yield
 +        # `autocast_exit` has set it while this graph was captured.
-+        if FP8GlobalStateManager.recompute_asked_for_update:
-+            recomputing_graphs.add(bwd_graph)
++        if bwd_graph is not None:
++            bwd_graph.recomputes = FP8GlobalStateManager.recompute_asked_for_update
 +    finally:
 +        del FP8GlobalStateManager.recompute_asked_for_update
 +
@@ -45,26 +44,12 @@ PATCH = """
 -with ..., _graph_context_wrapper(bwd_graph, ...):
 +with updates_left_out(bwd_graph), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
-@@
- make_graphed_autograd_function(
-     ...,
-+    bwd_graphs[i] in recomputing_graphs,
-     fwd_graphs[i],
-     ...
- )
-@@
- def make_graphed_autograd_function(
-     ...,
-+    recomputes,
-     fwd_graph,
-     ...
- ):
-     ...
 
 @@ graph.py _make_graphed_callables.Graphed.forward (at its start)
 +ctx.skips_update = skip_fp8_weight_update
 
 @@ graph.py _make_graphed_callables.Graphed.backward (at its start)
++recomputes = getattr(bwd_graph, "recomputes", False)
 +if recomputes and isinstance(ctx.skips_update, bool):
 +    # Another graph may have set the flag since the forward.
 +    flag_of_graphs.fill_(ctx.skips_update)

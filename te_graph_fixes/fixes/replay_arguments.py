@@ -20,24 +20,10 @@ PATCH = """
 +
  visited_te_modules = ANY_EMPTY
 @@
- make_graphed_autograd_function(
-     ...,
-+    SampleArguments(
-+        graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
-+    ),
-     fwd_graphs[i],
-     ...
- )
-@@
- def make_graphed_autograd_function(
-     ...,
-+    sample_arguments,
-     fwd_graph,
-     ...
- ):
-     ...
-@@
- per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
++fwd_graphs[i].sample_arguments = SampleArguments(
++    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
++)
+ ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 -flatten_user_args, _ = _tree_flatten(user_args)
@@ -46,7 +32,7 @@ PATCH = """
 -flatten_user_kwargs, _ = _tree_flatten([user_kwargs[key] for key in kwargs_keys])
 +flatten_user_kwargs, kwargs_spec = _tree_flatten([user_kwargs[key] for key in kwargs_keys])
 @@
-+sample_arguments.check((*flatten_user_args, *flatten_user_kwargs), args_spec, kwargs_spec)
++fwd_graph.sample_arguments.check((*flatten_user_args, *flatten_user_kwargs), args_spec, kwargs_spec)
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.backward (at its start)

@@ -36,9 +36,9 @@ PATCH = """
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +warmup_run.note(func_idx, module)
 @@ graph.py _make_graphed_callables
-+contracts = []
++contracts = {}
 +for i in range(len(graph_callables)):
-+    contract = Contract(
++    contracts[fwd_graphs[i]] = Contract(
 +        i,
 +        graph_callables,
 +        (fwd_graphs[i], bwd_graphs[i], bwd_dw_graphs[i]),
@@ -50,24 +50,10 @@ PATCH = """
 +        retain_graph_in_backward,
 +        warmup_run,
 +    )
-+    contracts.append(contract)
  ret = []
-@@
- make_graphed_autograd_function(
-     ...,
-+    contracts[i],
-     fwd_graphs[i],
-     ...
- )
-@@
- def make_graphed_autograd_function(
-     ...,
-+    contract,
-     fwd_graph,
-     ...
- ):
-     ...
 
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function (at its start)
++contract = contracts[fwd_graph]
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 +contract.before_forward((*flatten_user_args, *flatten_user_kwargs))
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
@@ -86,7 +72,7 @@ PATCH = """
 +let_copies_be_eager(func)
 
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
-+contract = contracts[graph_idx]
++contract = contracts[fwd_graphs[graph_idx]]
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
 +contract.before_wgrad()
  ANY_GRAPH.replay()

@@ -20,19 +20,11 @@ PATCH = """
      ...
 
 @@ graph.py _make_graphed_callables.make_graphed_forward.new_fwd
-+graphed.recipe_states.resume_alone(ANY_KNOWN, FP8GlobalStateManager)
++graphed.recipe_states.resume(ANY_KNOWN, FP8GlobalStateManager)
  for m in func.modules():
      if m not in ANY_KNOWN:
          continue
      ...
-@@
-+graphed.recipe_states.resume(m, FP8GlobalStateManager)
- m.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
-@@
-+graphed.recipe_states.resume(m, FP8GlobalStateManager)
- for mode in ("forward", "backward"):
-     if m.num_quantizers(mode):
-         ...
 
 @@ module/base.py TransformerEngineBaseModule.init_fp8_metadata
  self._fp8_workspaces.clear()

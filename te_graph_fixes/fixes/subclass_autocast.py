@@ -18,9 +18,6 @@ PATCH = """
 +if next(cls for cls in block_cls.__mro__ if "__call__" in vars(cls)) in old_call_funcs:
      return
  old_call_funcs[block_cls] = block_cls.__call__
-@@ (at least once)
- for module_cls, old_call in old_call_funcs.items():
-     module_cls.__call__ = old_call
 """
 
 FIX = Fix(

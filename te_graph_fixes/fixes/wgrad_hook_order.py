@@ -18,11 +18,6 @@ PATCH = """
 -modules.add(ANY_MODULE)
 +modules[ANY_MODULE] = None
 @@
- if func_idx not in visited_te_modules:
-     visited_te_modules[func_idx] = modules
- else:
-     visited_te_modules[func_idx].update(modules)
-@@
  modules = ANY
 @@ (0 times)
  modules.update(...)

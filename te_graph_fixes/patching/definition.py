@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .matching import Match, Pattern, extent, heads_of, without_blocks
 
@@ -97,7 +97,8 @@ class Definition:
             times = {None: "at least once", 1: "exactly once"}.get(count, f"exactly {count} times")
             lines = f" (lines {', '.join(str(match.nodes[0].lineno) for match in matches)})" if matches else ""
             closest = None if matches else lambda: self.closest(pattern)
-            raise unrecognized(f"`{pattern}` {times}", self, f"it {len(matches)} times{lines}", closest)
+            found = "it once" if len(matches) == 1 else f"it {len(matches)} times"
+            raise unrecognized(f"`{pattern}` {times}", self, found + lines, closest)
         return matches
 
     def closest(self, pattern: Pattern) -> Miss:
@@ -107,7 +108,7 @@ class Definition:
         count, wanted, other = max(beginnings, key=lambda beginning: beginning[0], default=(0, None, None))
         looked = f"looked for {_in_short(wanted or pattern.nodes[0])}"
         if count and not wanted:
-            looked = "looked for the end of a block"
+            looked = "looked for the end of a block, or for the same text in place of the same ANY_NAME"
         elif not count:
             by_text = {_in_short(head): head for head in reversed(heads)}
             similar = difflib.get_close_matches(_in_short(pattern.nodes[0]), by_text, 1)
@@ -115,12 +116,6 @@ class Definition:
         ending = _in_short(other) if other else "the end" if count else f"none in {self.qualname}"
         file = self.module.name.removeprefix("transformer_engine.pytorch.").replace(".", "/")
         return Miss(count, f"{file}.py:{getattr(other or self.node, 'lineno', 1)}: {looked}, found {ending}")
-
-    @property
-    def parameters(self) -> set[str]:
-        """The names of this function's parameters."""
-        arguments = cast(ast.FunctionDef, self.node).args
-        return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
 
     def inner(self, name: str) -> Definition:
         """The only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""

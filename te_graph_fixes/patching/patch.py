@@ -12,7 +12,7 @@ A *semantic patch* is text like a unified diff. Its context and ``-`` lines are 
 ``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, or one that is defined in it:
 ``function.Class.method``; without file and place it is that of the hunk before. Notes are
 
-- ``N times``, ``at least once``: how often the pattern matches; a pattern that must not match stands ``0 times``;
+- ``N times``, ``at least once``: how often the pattern matches; ``0 times`` is for what must not be there;
 - ``if there``: the place, or what it is in, up to the file, may be missing;
 - ``at its start``: for ``+`` lines alone, which go below the docstring;
 - ``or``: of this hunk and the one before, exactly one fits.
@@ -33,7 +33,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 from .definition import Definition, UnrecognizedError, unrecognized
 from .matching import Pattern, is_gap
@@ -46,18 +45,10 @@ _NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
-    """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit, or two edit the same text."""
+    """The edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value.replace("\\", r"\\"), text)
-    pairs = [(edit, alternatives[0].number) for alternatives in read(text) for edit in _fit(source, alternatives)]
-    for (edit, line), (following, other) in pairwise(sorted(pairs)):
-        if edit.module == following.module and edit.end > following.start:
-            module = source.module(edit.module)
-            where = f"{module.path}:{module.line_number(following.start)}"
-            raise UnrecognizedError(
-                f"the hunks at lines {line} and {other} of the patch edit the same text, at {where}"
-            )
-    return [edit for edit, _ in pairs]
+    return [edit for alternatives in read(text) for edit in _fit(source, alternatives)]
 
 
 def modules(source: Source, text: str) -> frozenset[str]:
@@ -136,6 +127,8 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
         if not old.body or is_gap(old.body[0]):
             raise PatchError(f"line {number}: a hunk that looks for nothing, or begins with `...`")
         changes = compare(old, new)
+        if changes and count == 0:
+            raise PatchError(f"line {number}: what must not be there cannot be changed")
         located = frozenset(spot.node for change in changes for spot in (change.start, change.end))
         pattern = Pattern(old.module.text, old.body, located)
         if all(change.whole_lines and change.start == change.end for change in changes):
@@ -189,13 +182,10 @@ class Hunk:
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
-        module = source.find(self.module)
-        names = self.place.split(".")
-        is_method = module and isinstance(module.definitions.get(names[0]), ast.ClassDef)
-        depth = 2 if is_method else 1
+        outermost, *names = self.place.split(".")
         try:
-            definition = source.module(self.module).definition(".".join(names[:depth]))
-            for name in names[depth:]:
+            definition = source.module(self.module).definition(outermost)
+            for name in names:
                 definition = definition.inner(name)
         except UnrecognizedError:
             if self.may_be_missing:

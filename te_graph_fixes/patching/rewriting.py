@@ -229,30 +229,41 @@ class _Comparison:
         """The change of the smallest part of a row that differs, or else of the row."""
         if old.words == new.words:
             return
-        start = _in_common(old.words, new.words)
-        rest = _in_common(old.words[start:][::-1], new.words[start:][::-1])
-        stop = len(old.words) - rest
-        if start == stop and (spot := self._spot(old, new, start)):
+        before = _in_common(old.words, new.words)
+        after = _in_common(old.words[before:][::-1], new.words[before:][::-1])
+        stop = len(old.words) - after
+        if before == stop and (spot := self._spot(old, new, before)):
             left = right = spot
-        else:
-            different = old.tokens[start:stop] or old.tokens[max(start - 1, 0) : stop + 1]
-            first, last = different[0].start, different[-1].end
-            parts = [(node, ends) for node, ends in self._nodes if ends[START] <= first and last <= ends[END]]
-            node, (first, last) = parts[-1] if parts else (None, (0, 0))
-            start = sum(token.start < first for token in old.tokens)
-            rest = sum(token.end > last for token in old.tokens)
-            if node is None or isinstance(node, _STATEMENT) or (start == rest == 0 and not self._is_expression):
-                if old.kept:
-                    raise _error([new], "neither whole statements nor a part of an expression")
-                yield self._in_lines([old], [new])
-                return
+        elif part := self._part(old, before, stop):
+            node, before, after = part
             left, right = Spot(node, START), Spot(node, END)
-        new_stop = len(new.words) - rest
-        first = new.tokens[start].start if left.edge == START else new.tokens[start - 1].end
-        last = new.tokens[new_stop].start if right.edge == START else new.tokens[new_stop - 1].end
+        elif old.kept:
+            raise _error([new], "neither whole statements nor a part of an expression")
+        else:
+            yield self._in_lines([old], [new])
+            return
+        stop = len(new.words) - after
+        first = new.tokens[before].start if left.edge == START else new.tokens[before - 1].end
+        last = new.tokens[stop].start if right.edge == START else new.tokens[stop - 1].end
         text = self._new.module.text
         text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
         yield Replacement(left, right, _fillable(text, [new]), False)
+
+    def _part(self, row: Row, start: int, stop: int) -> tuple[Any, int, int] | None:
+        """The smallest part of an expression around some tokens, and how many tokens of the row are before and after.
+
+        None where that is a statement, or all of the row.
+        """
+        different = row.tokens[start:stop] or row.tokens[max(start - 1, 0) : stop + 1]
+        first, last = different[0].start, different[-1].end
+        around = [(node, ends) for node, ends in self._nodes if ends[START] <= first and last <= ends[END]]
+        if not around:
+            return None
+        node, (first, last) = around[-1]
+        before = sum(token.start < first for token in row.tokens)
+        after = sum(token.end > last for token in row.tokens)
+        is_whole_row = before == after == 0 and not self._is_expression
+        return None if is_whole_row or isinstance(node, _STATEMENT) else (node, before, after)
 
     def _spot(self, old: Row, new: Row, index: int) -> Spot | None:
         """Where to insert text in front of a token: where a node starts, or ends, that is a node of the new side too.

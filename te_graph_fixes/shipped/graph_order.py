@@ -49,18 +49,19 @@ class Buffers:
 
 
 class Plan:
-    """The entries of a legal order, and the buffers that they use. Made by `make_plan`.
+    """The entries of a legal order, and the buffers that they use.
 
-    ``order`` holds ints, and floats for wgrads; ``layers`` the number of layers of each chunk; ``entries`` an `Entry`
-    for each position; ``delayed`` the chunks that have wgrad entries, counted from 0.
+    ``entries`` are those of `parse`, ``layers`` the number of layers of each chunk, ``delayed`` the chunks that have
+    wgrad entries, counted from 0. ValueError where such a chunk has several layers.
     """
 
     def __init__(self, entries: Sequence[Entry], layers: Sequence[int]) -> None:
-        self.entries = tuple(entries)
-        self.layers = list(layers)
-        self.order = [_value(entry) for entry in entries]
+        self.entries = entries
+        self.layers = layers
         self.microbatches = 1 + max(entry.microbatch for entry in entries)
         self.delayed = frozenset(entry.chunk for entry in entries if entry.kind == WGRAD)
+        if self.delayed and set(layers) != {1}:
+            raise ValueError(f"_order has wgrads: give one layer in each chunk, not {layers}")
         self._grad_outputs = Buffers()
 
     def index(self, position: int, layer: int) -> int:
@@ -79,7 +80,10 @@ class Plan:
         for layer in reversed(range(self.layers[entry.chunk])):
             delays = needs_wgrad.get(self.index(position, layer), False)
             if entry.kind == WGRAD and not delays:
-                raise RuntimeError(f"_order[{position}] = {_value(entry)}: no module of this chunk delays its wgrad")
+                raise RuntimeError(
+                    f"_order[{position}] is a wgrad, and no module of chunk {entry.chunk + 1} in training mode delays "
+                    "its own: build one with delay_wgrad_compute=True, or leave the entry out"
+                )
             if entry.kind == DGRAD:
                 yield layer, False
             if delays and (entry.kind == WGRAD or entry.chunk not in self.delayed):
@@ -107,7 +111,9 @@ class Plan:
         TE does, so that the caller does not keep alive what is not used. ``flatten`` and ``unflatten`` are those of
         torch's pytree.
         """
-        samples = list(zip(sample_args, sample_kwargs, strict=True))
+        args, kwargs = (
+            given if reuse and isinstance(given, list) else list(given) for given in (sample_args, sample_kwargs)
+        )
         buffers = Buffers()
         assigned: dict[Hashable, Any] = {}
         busy: dict[int, float] = {}
@@ -115,7 +121,7 @@ class Plan:
             if entry.kind != FORWARD:
                 continue
             index = self.index(position, 0)
-            leaves, spec = flatten(samples[index])
+            leaves, spec = flatten((args[index], kwargs[index]))
             slot: Hashable = index
             if reuse:
                 signature = (str(spec), *_signatures(leaves))
@@ -124,55 +130,18 @@ class Plan:
                 leaves = [_copy(leaf) if busy.get(leaf.data_ptr(), -1) > position else leaf for leaf in leaves]
                 busy.update((leaf.data_ptr(), math.inf if reuse else entry.last_read) for leaf in leaves)
                 assigned[slot] = unflatten(leaves, spec)
-            samples[index] = assigned[slot]
-        args, kwargs = [args for args, _ in samples], [kwargs for _, kwargs in samples]
-        for given, assigned_now in ((sample_args, args), (sample_kwargs, kwargs)):
-            if reuse and isinstance(given, list):
-                given[:] = assigned_now
+            args[index], kwargs[index] = assigned[slot]
         return args, kwargs
-
-
-def make_plan(
-    order: Iterable[Any],
-    layers: int | Sequence[int] | None,
-    callables: int,
-    sample_args: int,
-    sample_kwargs: int,
-    training: bool,
-) -> Plan:
-    """The plan for ``order``; ValueError, in one line, where it is not legal or does not fit what is given with it.
-
-    ``layers`` is TE's ``_num_layers_per_chunk``; ``callables``, ``sample_args`` and ``sample_kwargs`` are the numbers
-    of what was given.
-    """
-    entries = parse(order)
-    chunks = 1 + max(entry.chunk for entry in entries)
-    microbatches = 1 + max(entry.microbatch for entry in entries)
-    if layers is None:
-        layers = sample_args // (chunks * microbatches)
-    layers = [layers] * chunks if isinstance(layers, int) else list(layers)
-    samples = sum(layers) * microbatches
-    if len(layers) != chunks or callables != sum(layers) or not sample_args == sample_kwargs == samples:
-        raise ValueError(
-            f"_order has {chunks} chunks and {microbatches} microbatches, and _num_layers_per_chunk is {layers}: give "
-            f"{sum(layers)} callables and {samples} sample_args and sample_kwargs, not {callables}, {sample_args} and "
-            f"{sample_kwargs}"
-        )
-    plan = Plan(entries, layers)
-    if plan.delayed and not (training and set(layers) == {1}):
-        raise ValueError(f"_order has wgrads: give one layer in each chunk, not {layers}, and modules in training mode")
-    return plan
 
 
 def parse(order: Iterable[Any]) -> list[Entry]:
     """The entries of a legal order; ValueError, in one line, for any other."""
     positions: dict[tuple[str, int], list[int]] = defaultdict(list)
     for position, value in enumerate(order):
-        number = float(value)
-        chunk, fraction = int(abs(number)), abs(number) % 1
-        if chunk < 1 or fraction not in ((0.0,) if number > 0 else (0.0, 0.5)):
+        chunk, fraction = int(abs(value)), abs(value) % 1
+        if chunk < 1 or fraction not in ((0,) if value > 0 else (0, 0.5)):
             raise ValueError(f"_order[{position}] = {value}: entries are c, -c and -c - 0.5, for chunks c from 1")
-        kind = FORWARD if number > 0 else WGRAD if fraction else DGRAD
+        kind = FORWARD if value > 0 else WGRAD if fraction else DGRAD
         before = {DGRAD: FORWARD, WGRAD: DGRAD}.get(kind)
         if before and len(positions[kind, chunk]) == len(positions[before, chunk]):
             raise ValueError(
@@ -195,11 +164,6 @@ def parse(order: Iterable[Any]) -> list[Entry]:
     return [entry for _, entry in sorted(entries.items())]
 
 
-def _value(entry: Entry) -> int | float:
-    number = entry.chunk + 1
-    return {FORWARD: number, DGRAD: -number, WGRAD: -number - 0.5}[entry.kind]
-
-
 def _signatures(sample: Sequence[Any]) -> list[Hashable]:
     """All that static inputs keep of the tensors of a sample, and which of these are the same."""
     addresses = [tensor.data_ptr() for tensor in sample]
@@ -220,10 +184,8 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
     for the last time before entry ``i`` runs. Only the first layer of a chunk occurs; for the others TE has a rule of
     its own, which is right. ValueError for an order that is not legal.
 
-    Megatron-Core sends the gradient of a model chunk's first layer to the previous pipeline stage, and waits for that
-    once the next model chunk's backward, and the forward that overlaps it, have been issued; for the last send before
-    the cooldown, once there is a later one. Where each chunk is one layer the order does not name the model chunks, and
-    they are taken to be as long as it allows (docs/maintainers/lifetimes.md).
+    Megatron-Core waits for the send of such a gradient as docs/maintainers/lifetimes.md of te-graph-fixes says. Where
+    each chunk is one layer the order does not name the model chunks, and they are taken to be as long as it allows.
     """
     plan = Plan(parse(order), layers_per_chunk)
     entries = plan.entries
@@ -243,7 +205,7 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
             releases[ends[number]].append(plan.index(dgrad, 0))
         if number + 1 < len(steps):
             waited = number + 1
-            if number == last_steady and sends[number]:
+            if number == last_steady and sends[number]:  # the last send before the cooldown ends with a later one
                 waited = next((later for later in range(waited, len(steps)) if sends[later]), waited)
             releases[ends[waited]].append(plan.index(step[-1], 0))
     return releases[:-1]

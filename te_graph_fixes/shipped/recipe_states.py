@@ -6,7 +6,7 @@ modules as well, and the next forward makes a new state. The graph still has tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 INDEX = "buffer_index_and_autocast_key"
@@ -30,26 +30,20 @@ class RecipeStates:
             groups = getattr(module, "_module_groups", None) or ()
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
 
-    def resume_alone(self, known: Collection[Any], manager: Any) -> None:
-        """`resume` what TE has not seen called, all but the ``known``, if the recipe is that of the capture.
+    def resume(self, known: Collection[Any], manager: Any) -> None:
+        """Do as forwards do with the FP8 state, and keep it in the tensors that the graph uses.
 
-        Such are the operations of a captured operation, and what is run by ``module.forward(x)``. Attention is among
-        them, which TE's replay leaves out where it is not in FP8.
+        ``manager`` is TE's `FP8GlobalStateManager`, ``known`` are the modules that TE has seen called. Raises
+        RuntimeError if the recipe of these, or of operations, is not that of the capture. Others, as those that are run
+        by ``module.forward(x)``, and attention that is not in FP8, are resumed if it is.
         """
+        recipe = manager.get_fp8_recipe()
         for module, states in self._held.items():
-            if (module not in known or hasattr(module, "unfused_attention")) and (
-                self._is_operation or states[0].recipe == manager.get_fp8_recipe()
-            ):
-                self.resume(module, manager)
+            is_outside = hasattr(module, "unfused_attention") and not (recipe.fp8_dpa or recipe.fp8_mha)
+            if self._is_operation or (module in known and not is_outside) or states[0].recipe == recipe:
+                self._resume(module, states, manager)
 
-    def resume(self, module: Any, manager: Any) -> None:
-        """Do as a forward does with the FP8 state of ``module``, and keep it in the tensors that the graph uses.
-
-        ``manager`` is TE's `FP8GlobalStateManager`. Raises RuntimeError if the recipe is not that of the capture.
-        """
-        states = self._held.get(module)
-        if states is None:
-            return
+    def _resume(self, module: Any, states: Sequence[_State], manager: Any) -> None:
         recipe = manager.get_fp8_recipe()
         is_module = "fp8_meta" in vars(module)
         follows = not is_module or (module.fp8 and module.fp8_meta["recipe"] is recipe)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.commands.cli import main
-from te_graph_fixes.decision import undo_advice
 from te_graph_fixes.patching.source import Source
+from te_graph_fixes.settings import COMMAND
 from tests.fixes.test_core_fixes import CASES
 from tests.support.child import on_simulator, simulate
 from tests.support.published import COVERED, copy_of, source
@@ -65,7 +65,7 @@ except te_graph_fixes.FixNotAppliedError as error:
     print("strict:", error)
 assert on_disk() == made
 """
-UNDO = undo_advice()
+UNDO = f"take the fixes out of TransformerEngine's files with `{COMMAND} bake --undo`"
 
 
 @pytest.mark.parametrize(

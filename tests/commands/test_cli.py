@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -21,7 +23,7 @@ from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import COMMAND, DISABLE, SWITCH, Settings
 from te_graph_fixes.stamp import MADE, of_source
 from tests.support.child import ROOT, Cli, python
-from tests.support.published import COVERED, RENAMED, altered, needed, source
+from tests.support.published import COVERED, RENAMED, altered, copy_of, needed, source
 from tools import newest
 
 
@@ -261,7 +263,7 @@ def test_no_te_names_the_interpreter(monkeypatch: pytest.MonkeyPatch, cli: Cli) 
     said = f"te-graph-fixes: transformer_engine is not installed in {sys.executable}"
     assert cli("status") == (2, "", f"{said}\n")
     status, out, err = cli("explain", "warmup-reset")
-    assert (status, err) == (0, f"{said}, so what holds for it is left out\n")
+    assert (status, err) == (0, f"{said}, so the lines about it are left out\n")
     assert "\nversions   " in out
     assert "\nhere   " not in out
 
@@ -328,7 +330,23 @@ def test_a_command_is_named_as_it_was_started(tmp_path: Path) -> None:
     assert "Next: te-graph-fixes bake --source " in python(script, *arguments).stdout
     started = f"{sys.executable} -m te_graph_fixes"
     for words in (["-m", "te_graph_fixes"], ["-mte_graph_fixes"]):
-        assert f"Next: {started} bake --source " in python(*words, *arguments).stdout
-    assert python("-m", "te_graph_fixes", "run", "-h").stdout.startswith(f"usage: {started} run ")
+        assert f"{started} bake --source " in python(*words, *arguments).stdout
+    assert f"{started} run " in python("-m", "te_graph_fixes", "run", "-h").stdout.splitlines()[0]
     program = "import sys; sys.executable = '/usr/bin/python3.9'; from te_graph_fixes.settings import COMMAND as it"
-    assert python("-c", f"{program}; print(it)").stdout == "/usr/bin/python3.9 -m te_graph_fixes\n"
+    assert python("-c", f"{program}; print(it)").stdout.endswith("/usr/bin/python3.9 -m te_graph_fixes\n")
+
+
+def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
+    """From a checkout that is nowhere installed, in a folder with a space, with TE on the same path."""
+    for name in ("te_graph_fixes", "wrapt", "packaging"):
+        original = importlib.util.find_spec(name)
+        assert original is not None
+        (tmp_path / "a checkout").mkdir(exist_ok=True)
+        (tmp_path / "a checkout" / name).symlink_to(Path(str(original.origin)).parent)
+    path = os.pathsep.join([str(tmp_path / "a checkout"), str(copy_of(source("2.12.0"), tmp_path / "te"))])
+    options = {"cwd": tmp_path, "capture_output": True, "text": True}
+    status = [sys.executable, "-S", "-m", "te_graph_fixes", "status"]
+    out = subprocess.run(status, env={"PYTHONPATH": path}, check=True, **options).stdout  # type: ignore[call-overload]
+    pasted = out.partition("Next: ")[2].partition(" run CMD")[0].replace(" -m ", " -S -m ")
+    again = subprocess.run(f"{pasted} status", shell=True, env={}, check=True, **options).stdout  # type: ignore[call-overload]
+    assert again == out

@@ -150,7 +150,8 @@ def test_a_check_of_a_baked_te_without_the_fixes_is_refused(run: Run, tmp_path: 
         without("echo", "started", TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_CHECK="2"),
     ):
         assert (done.returncode, done.stdout) == (2, "")
-        assert f"run: take the fixes out of TransformerEngine's files with `{STARTED} bake --undo`" in done.stderr
+        assert "run: take the fixes out of TransformerEngine's files with `" in done.stderr
+        assert f"{STARTED} bake --undo`" in done.stderr
     assert outcome(without("--check", "echo", "started")) == (0, "started\n", "")
 
 
@@ -256,9 +257,9 @@ NEAR = "unknown fix warmup-rest; did you mean warmup-reset"
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
-        ("", 2, f"no command; write for example: {STARTED} run python train.py\n"),
+        ("", 2, f"{STARTED} run python train.py\n"),
         ("''", 2, "no command"),
-        ("--chek ls", 2, f"unknown option --chek; see {STARTED} run -h\n"),
+        ("--chek ls", 2, f"{STARTED} run -h\n"),
         ("--check=x ls", 2, "'x' is not understood by TE_GRAPH_FIXES_CHECK; valid: on, off, N, N,layers=K, N,strict"),
         ("--check 3 ls", 127, "cannot start 3: No such file or directory"),
         ("--print-env ls", 2, "--print-env takes nothing beside it"),
@@ -266,6 +267,7 @@ NEAR = "unknown fix warmup-rest; did you mean warmup-reset"
         ("/etc", 126, "cannot start /etc: Permission denied"),
         ("TE_GRAPH_FIXES=warmup-rest ls", 2, NEAR),
         ("TE_GRAPH_FIXES=warmup-rest --print-env", 2, NEAR),
+        ("TE_GRAPH_FIXES_CHECK=two --print-env", 2, "'two' is not understood by TE_GRAPH_FIXES_CHECK"),
         ("TE_GRAPH_FIXES_CHECK=two ls", 2, "'two' is not understood by TE_GRAPH_FIXES_CHECK"),
     ],
 )

@@ -47,7 +47,7 @@ def words(found: Mapping[str, Verdict]) -> dict[str, str]:
 def test_verdicts(version: str) -> None:
     assert examined(version)[0].version == version
     others = [
-        f"{fix.id} is {verdict.state}, not {wanted(fix, version)}: {verdict.explanation}"
+        f"{fix.id} is {verdict.state}, not {wanted(fix, version)}: {verdict.reason}\n{verdict.details}"
         for fix, verdict in zip(CATALOGUE.values(), examined(version)[1].values(), strict=True)
         if verdict.state != wanted(fix, version)
     ]
