@@ -10,7 +10,6 @@ import pytest
 
 from te_graph_fixes.commands.cli import main
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.settings import COMMAND
 from tests.fixes.test_core_fixes import CASES
 from tests.support.child import on_simulator, simulate
 from tests.support.published import COVERED, copy_of, source
@@ -65,7 +64,7 @@ except te_graph_fixes.FixNotAppliedError as error:
     print("strict:", error)
 assert on_disk() == made
 """
-UNDO = f"take the fixes out of TransformerEngine's files with `{COMMAND} bake --undo`"
+UNDO = "take the fixes out of TransformerEngine's files with `[^`]+ bake --undo`"
 
 
 @pytest.mark.parametrize(
@@ -85,16 +84,16 @@ def test_the_switches_and_the_report_tell_what_is_on_disk(baked: Path, variables
     first, after, strict = done.stdout.splitlines()
     assert re.fullmatch(warned, first)
     assert re.fullmatch(rf"after: {UNDO}: deactivate\(\) leaves all \d+ in", after)
-    assert strict.startswith(f"strict: {UNDO}: they hold ")
+    assert re.match(f"strict: {UNDO}: they hold ", strict)
     assert "left out" not in done.stderr
 
 
 def test_strict_mode_and_the_check_refuse_other_settings(baked: Path) -> None:
     program = "import te_graph_fixes"
     done = on_simulator("-c", program, path=baked, imported=(), TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_STRICT="1")
-    assert (done.returncode, f"FixNotAppliedError: {UNDO}" in done.stderr) == (1, True)
+    assert (done.returncode, len(re.findall(f"FixNotAppliedError: {UNDO}", done.stderr))) == (1, 1)
     done = on_simulator("-c", program, path=baked, imported=(), TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_CHECK="2")
-    assert (done.returncode, f"ValueError: {UNDO}" in done.stderr) == (1, True)
+    assert (done.returncode, len(re.findall(f"ValueError: {UNDO}", done.stderr))) == (1, 1)
 
 
 ACTIVE = """
