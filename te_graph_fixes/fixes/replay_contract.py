@@ -52,8 +52,10 @@ PATCH = """
 +    )
  ret = []
 
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function (at its start)
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function
 +contract = contracts[fwd_graph]
+ class Graphed(torch.autograd.Function):
+     ...
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 +contract.before_forward((*flatten_user_args, *flatten_user_kwargs))
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
