@@ -196,7 +196,7 @@ class _Activation:
                 else:
                     state, reason = self._status(fix.id, absent)
                 targets = self._decision.decisions[fix.id].targets if self._decision else ()
-                graphs = self._earlier_graphs or 0 if state == State.APPLIED else 0
+                graphs = (self._earlier_graphs or 0) if state == State.APPLIED else 0
                 fixes[fix.id] = FixStatus(state, reason, fix.upstream, targets, graphs)
             return Report(source.version if source else None, fixes, copies=self._copies)
 
@@ -233,7 +233,7 @@ def _captured_graphs() -> int:
     """How many graphs of TE there are: for each it makes a class of autograd functions."""
     function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
     classes: list[type] = function.__subclasses__() if isinstance(function, type) else []
-    return sum(found.__module__ == f"{PACKAGE}.graph" for found in classes)
+    return sum(function_class.__module__ == f"{PACKAGE}.graph" for function_class in classes)
 
 
 _activation = _Activation()

@@ -267,7 +267,7 @@ def _issue(options: argparse.Namespace) -> int:
                 explanation = explanation.replace(path, name)
             print("    " + explanation.replace("\n", "\n    "))
     print()
-    for name in source.read:
+    for name in source.modules_read:
         text = source.module(name).text
         print(f"{digest(text.encode())[:16]}  {answers.module_path(source, name)}")
     return _say("send it to whoever gave you the package")

@@ -88,7 +88,7 @@ def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
 
 
 class FunctionPatch(NamedTuple):
-    """One function of TransformerEngine, as its source has it and as it becomes by the ``changes`` of these names.
+    """One function of TransformerEngine, as its source has it and as it becomes by the changes of ``owners``.
 
     A method that is added has no code ``before``; ``maker`` defines a class of the same name with it.
     """
@@ -97,7 +97,7 @@ class FunctionPatch(NamedTuple):
     qualname: str
     before: CodeType | None
     after: CodeType
-    changes: frozenset[str]
+    owners: frozenset[str]
     maker: CodeType | None = None
 
     @property
@@ -271,7 +271,7 @@ class Installation:
                 "is not what its file says: another package has replaced it, or the file has changed since the import"
             )
             raise InstallationError(
-                {name: f"{patch.qualname} of {patch.module} {reason}" for patch in replaced for name in patch.changes}
+                {name: f"{patch.qualname} of {patch.module} {reason}" for patch in replaced for name in patch.owners}
             )
         try:
             for name, (before, text) in self._texts.items():
@@ -281,7 +281,7 @@ class Installation:
                     with _blaming([owner for owner, change in self._changes.items() if name in change.new_modules]):
                         self._provide(name, text)
             for patch in self._patches:
-                with _blaming(patch.changes):
+                with _blaming(patch.owners):
                     self._install(patch)
         except BaseException:
             self.revert()
@@ -320,7 +320,7 @@ class Installation:
         """Whether what was put in place for a change is what runs."""
         added = [value for *_, value in self._attributes if isinstance(value, ModuleType)]
         return all(sys.modules.get(module) in added for module in self._changes[name].new_modules) and all(
-            patch.runs(patch.after) for patch in self._patches if name in patch.changes
+            patch.runs(patch.after) for patch in self._patches if name in patch.owners
         )
 
     def revert(self) -> None:

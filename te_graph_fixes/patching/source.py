@@ -97,8 +97,8 @@ class Source:
         return module
 
     @property
-    def read(self) -> list[str]:
-        """The modules that were looked at."""
+    def modules_read(self) -> list[str]:
+        """The names of the modules that were looked at."""
         return sorted(name for name, module in self._modules.items() if module)
 
     def without_trees(self) -> Source:
