@@ -205,6 +205,7 @@ def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
     return [{name: node, **bindings}] if is_same else []
 
 
+@cache
 def _parts(wanted: Any) -> list[str]:
     """The fields of a node that have to be the same."""
     ignored = [*_NO_SYNTAX]

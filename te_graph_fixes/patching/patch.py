@@ -182,10 +182,11 @@ class Hunk:
 
     def find(self, source: Source) -> Definition | None:
         """The function or class; None where it is not there, and need not be."""
-        outermost, *names = self.place.split(".")
+        module, names = source.find(self.module), self.place.split(".")
+        depth = 2 if module and isinstance(module.definitions.get(names[0]), ast.ClassDef) else 1
         try:
-            definition = source.module(self.module).definition(outermost)
-            for name in names:
+            definition = source.module(self.module).definition(".".join(names[:depth]))
+            for name in names[depth:]:
                 definition = definition.inner(name)
         except UnrecognizedError:
             if self.may_be_missing:
