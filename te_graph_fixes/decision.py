@@ -67,7 +67,7 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
         State.NOT_NEEDED: (State.NOT_NEEDED, f"upstream's correction was there {when}"),
         State.NOT_APPLICABLE: (State.NOT_APPLICABLE, f"the feature was not there {when}"),
     }
-    advice = f"`{COMMAND} bake{option(source)}` again" if stamp.is_outdated and is_baked(source) else undo
+    advice = f"bake again with `{COMMAND} bake{option(source)}`" if stamp.is_outdated and is_baked(source) else undo
     unknown = State.UNRECOGNIZED, f"{advice}: it was not corrected {when}"
     reasons = {fix_id: known.get(stamp.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
     modules = frozenset(path.removesuffix(".py").replace("/", ".") for path in stamp.files)

@@ -12,7 +12,7 @@ NEXT = "0.1.0"
 def _of_checkout(root: Path) -> str | None:
     """``NEXT.dev0+g<commit>`` for a clone, by its ``.git``; None where git keeps the commit in another way."""
     try:
-        if "te-graph-fixes" not in (root / "pyproject.toml").read_text():
+        if b"te-graph-fixes" not in (root / "pyproject.toml").read_bytes():
             return None  # a copy in a repository of others
         commit = (root / ".git" / "HEAD").read_text().strip()
         if commit.startswith("ref: "):
