@@ -10,7 +10,6 @@ A finder watches TE and the modules that the fixes change. What then happens:
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import sys
@@ -81,10 +80,11 @@ class _Activation:
             warn_once(text, category=TEGraphFixesWarning)
         if settings.only is not None or settings.disable:
             from .decision import Decision, disagreement
+            from .stamp import installed
 
             if settings.only:
                 early = Decision.installed(settings)  # that a fix is named without one that it requires shows at once
-            self._warn_or_raise(disagreement(settings), settings)
+            self._warn_or_raise(disagreement(settings, installed()), settings)
         with self._lock:
             self._stop()
             self._settings, self._early, self._reverted = settings, early, frozenset()
@@ -102,14 +102,11 @@ class _Activation:
             if self._decision and self._decision.installation.is_in_place:
                 self._reverted |= frozenset(self._decision.to_apply)
             self._stop()
-        from .patching.source import Source, TENotFoundError
-        from .stamp import ChangedStampError, of_source, undoing
+        from .stamp import installed, undoing
 
-        with contextlib.suppress(TENotFoundError, ChangedStampError):
-            source = Source.installed()
-            if stamp := of_source(source):
-                text = f"{undoing(source)}: deactivate() leaves all {len(stamp.made)} in"
-                warn_once(text, category=TEGraphFixesWarning)
+        if corrected := installed():
+            source, stamp = corrected
+            warn_once(f"{undoing(source)}: deactivate() leaves all {len(stamp.made)} in", category=TEGraphFixesWarning)
 
     def active_settings(self) -> Settings:
         """Those of the last `activate`; after `deactivate`, that no fix is wanted."""
@@ -208,7 +205,8 @@ class _Activation:
                 return State.REVERTED, "deactivate() took it back"
             return State.DISABLED, "te_graph_fixes is not active"
         if decision:
-            state, reason = decision.decisions[fix_id].state, decision.decisions[fix_id].reason
+            decided = decision.decisions[fix_id]
+            state, reason = decided.state, decided.reason
             if state != State.APPLICABLE:
                 return state, reason
             if decision.installation.is_in_place:

@@ -76,20 +76,14 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     }
 
 
-def disagreement(settings: Settings, source: Source | None = None) -> str:
-    """How settings differ from the fixes that are on disk, and what to do; "" where they do not.
+def disagreement(settings: Settings, corrected: tuple[Source, Stamp] | None) -> str:
+    """How settings differ from the fixes in a ``corrected`` TransformerEngine, and what to do; "" where they do not.
 
-    Settings that name no fix ask for none but those. Without ``source`` it is about the installed TransformerEngine.
+    Settings that name no fix ask for none but those.
     """
-    if settings.only is None and not settings.disable:
+    if corrected is None or (settings.only is None and not settings.disable):
         return ""
-    try:
-        source = source or Source.installed()
-        stamp = of_source(source)
-    except (TENotFoundError, ChangedStampError):
-        return ""
-    if stamp is None:
-        return ""
+    source, stamp = corrected
     made = set(stamp.made)
     decided = {fix_id for fix_id, word in stamp.fixes.items() if word in (MADE, LEFT_OUT)}
     wanted = set(filter(settings.wants, decided))
@@ -250,7 +244,7 @@ class Decision:
     @property
     def disagreement(self) -> str:
         """How the settings differ from the fixes that are on disk; "" where they do not."""
-        return disagreement(self.settings, self.source)
+        return disagreement(self.settings, (self.source, self.stamp) if self.stamp else None)
 
     @property
     def left_out(self) -> list[str]:

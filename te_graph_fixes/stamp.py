@@ -6,6 +6,7 @@ names is as it was written, it is believed, and nobody looks at the source of a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from .patching.source import Source
+from .patching.source import Source, TENotFoundError
 from .settings import COMMAND, option
 from .version import __version__, fixes_digest
 
@@ -73,8 +74,9 @@ def of_source(source: Source) -> Stamp | None:
 
     Raises `ChangedStampError` unless each module that the stamp names is as it was written.
     """
-    location, undo = Path(source.location), f"`{COMMAND} bake --undo{option(source)}`"
+    location = Path(source.location)
     if (location / OPEN).exists():
+        undo = _undo_command(source)
         raise ChangedStampError(f"wait for `bake` or its `--undo`; if none runs, start {undo}: it was interrupted")
     if not (location / NAME).exists():
         return None
@@ -92,12 +94,22 @@ def of_source(source: Source) -> Stamp | None:
     is_another = stamp.te_version != source.version and edited.keys() <= set(changed)
     if is_original or is_another:
         raise ReplacedError(
-            f"delete with {undo} what {stamp.by} has left: the TransformerEngine that it corrected was replaced since"
+            f"delete with {_undo_command(source)} what {stamp.by} has left: "
+            "the TransformerEngine that it corrected was replaced since"
         )
     raise ChangedStampError(
         f"take the edit back; or, if TransformerEngine was installed anew, delete {NAME}, {KEPT} and pytorch/_te_*.py "
         f"in {location}. What has changed since {stamp.by} corrected it: {', '.join(changed)}"
     )
+
+
+def installed() -> tuple[Source, Stamp] | None:
+    """The TE that would be imported, with its stamp; None where there is no TE, no stamp, or it was changed since."""
+    with contextlib.suppress(TENotFoundError, ChangedStampError):
+        source = Source.installed()
+        if stamp := of_source(source):
+            return source, stamp
+    return None
 
 
 def is_baked(source: Source) -> bool:
@@ -108,5 +120,9 @@ def is_baked(source: Source) -> bool:
 def undoing(source: Source) -> str:
     """What to do to have a TE's files without the fixes that are in them."""
     if is_baked(source):
-        return f"take the fixes out of TransformerEngine's files with `{COMMAND} bake --undo{option(source)}`"
+        return f"take the fixes out of TransformerEngine's files with {_undo_command(source)}"
     return "take the fixes out of TransformerEngine's files with `patch -p1 -R`, or leave out the overlay's mounts"
+
+
+def _undo_command(source: Source) -> str:
+    return f"`{COMMAND} bake --undo{option(source)}`"

@@ -63,6 +63,7 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 def require_comparable(settings: Settings) -> None:
     """Raise ValueError where TransformerEngine's files hold other fixes than the settings ask for."""
     from ..decision import disagreement
+    from ..stamp import installed
 
-    if problem := disagreement(settings):
+    if problem := disagreement(settings, installed()):
         raise ValueError(f"{problem}, so a check would not show what TransformerEngine does without them")

@@ -173,9 +173,9 @@ def _bake_anew(source: Source, settings: Settings) -> int:
     if decision.disagreement:
         raise BakeError(decision.disagreement)
     _require_complete(decision)
-    if not decision.to_apply and decision.left_out:
-        raise BakeError(answers.answer(decision))
     if not decision.to_apply:
+        if decision.left_out:
+            raise BakeError(answers.answer(decision))
         print(answers.answer(decision))
         return 0
     where, location, files = option(source), Path(source.location), answers.corrected(decision)
