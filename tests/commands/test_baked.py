@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ except te_graph_fixes.FixNotAppliedError as error:
     print("strict:", error)
 assert on_disk() == made
 """
-UNDO = "take the fixes out of TransformerEngine's files with `[^`]+ bake --undo`"
+COMMAND = rf"(?:te-graph-fixes|PYTHONPATH=\S+ {re.escape(sys.executable)} -m te_graph_fixes)"
+UNDO = f"take the fixes out of TransformerEngine's files with `{COMMAND} bake --undo`"
 
 
 @pytest.mark.parametrize(
