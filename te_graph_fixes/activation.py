@@ -29,7 +29,7 @@ from .report import (
 )
 from .settings import Settings, unknown_variables
 from .shipped.warn_once import warn_once
-from .state import State
+from .status import Status
 
 if TYPE_CHECKING:
     from .decision import Decision
@@ -189,37 +189,37 @@ class _Activation:
             fixes = {}
             for fix in CATALOGUE.values():
                 if baked:
-                    state, reason = baked[fix.id].state, baked[fix.id].reason
+                    state, reason = baked[fix.id].status, baked[fix.id].reason
                 else:
                     state, reason = self._status(fix.id, absent)
                 targets = self._decision.decisions[fix.id].targets if self._decision else ()
-                graphs = (self._earlier_graphs or 0) if state == State.APPLIED else 0
+                graphs = (self._earlier_graphs or 0) if state == Status.APPLIED else 0
                 fixes[fix.id] = FixStatus(state, reason, fix.upstream, targets, graphs)
             return Report(source.version if source else None, fixes, copies=self._copies)
 
-    def _status(self, fix_id: str, absent: str) -> tuple[State, str]:
+    def _status(self, fix_id: str, absent: str) -> tuple[Status, str]:
         """The state of a fix, and the reason; ``absent`` says why there is no TE."""
         decision = self._decision
         if self._settings is None:
             if fix_id in self._reverted:
-                return State.REVERTED, "deactivate() took it back"
-            return State.DISABLED, "te_graph_fixes is not active"
+                return Status.REVERTED, "deactivate() took it back"
+            return Status.DISABLED, "te_graph_fixes is not active"
         if decision:
             decided = decision.decisions[fix_id]
-            state, reason = decided.state, decided.reason
-            if state != State.APPLICABLE:
+            state, reason = decided.status, decided.reason
+            if state != Status.APPLICABLE:
                 return state, reason
             if decision.installation.is_in_place:
                 if decision.installation.is_live(fix_id):
-                    return State.APPLIED, f"corrected: {reason}"
-                return State.FAILED, "another package has replaced a corrected function"
+                    return Status.APPLIED, f"corrected: {reason}"
+                return Status.FAILED, "another package has replaced a corrected function"
         elif not self._settings.wants(fix_id):
-            return State.DISABLED, "left out by the settings"
+            return Status.DISABLED, "left out by the settings"
         if self._failure:
-            return State.FAILED, self._failure
+            return Status.FAILED, self._failure
         if loaded(PACKAGE):
-            return State.FAILED, f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
-        return State.PENDING, absent or "TransformerEngine is not imported yet"
+            return Status.FAILED, f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
+        return Status.PENDING, absent or "TransformerEngine is not imported yet"
 
     def _waits(self, decision: Decision, executed: str) -> bool:
         """Whether a module that changes is yet to be executed."""

@@ -16,10 +16,10 @@ from .patching.source import Source, TENotFoundError, without_collections
 from .report import by_reason, named
 from .settings import COMMAND, Settings, option
 from .stamp import LEFT_OUT, MADE, ChangedStampError, Stamp, is_baked, of_source, undoing
-from .state import ON_DISK, REFUSED, State
+from .status import ON_DISK, REFUSED, Status
 
-_WITHOUT_DEFECT = (State.NOT_NEEDED, State.NOT_APPLICABLE)
-_WELL = (State.APPLICABLE, *_WITHOUT_DEFECT)
+_WITHOUT_DEFECT = (Status.NOT_NEEDED, Status.NOT_APPLICABLE)
+_WELL = (Status.APPLICABLE, *_WITHOUT_DEFECT)
 
 
 @without_collections()
@@ -31,7 +31,7 @@ def verdicts(source: Source) -> dict[str, Verdict]:
     """
     if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
         nothing = Verdict(
-            State.NOT_APPLICABLE, "this TransformerEngine is without PyTorch: there is nothing to correct"
+            Status.NOT_APPLICABLE, "this TransformerEngine is without PyTorch: there is nothing to correct"
         )
         return dict.fromkeys(CATALOGUE, nothing)
     if stamped := on_disk(source):
@@ -40,16 +40,16 @@ def verdicts(source: Source) -> dict[str, Verdict]:
     if version and version.release < Version(OLDEST).release:
         advice = "upgrade it, or switch graphs off"
         reason = f"version {source.version} is older than {OLDEST}, the oldest that is tested: {advice}"
-        return dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, reason))
+        return dict.fromkeys(CATALOGUE, Verdict(Status.UNRECOGNIZED, reason))
     return {fix.id: _checked(fix, fix.verdict_on(source), version) for fix in CATALOGUE.values()}
 
 
 def _checked(fix: Fix, verdict: Verdict, version: Version | None) -> Verdict:
     """The verdict, unless it says that a version lacks a feature which it should have."""
-    if verdict.state != State.NOT_APPLICABLE or version is None or not _must_have_defect(version, fix):
+    if verdict.status != Status.NOT_APPLICABLE or version is None or not _must_have_defect(version, fix):
         return verdict
     reason = f"TransformerEngine {version} should have this defect, but its feature was not found: {verdict.reason}"
-    return Verdict(State.UNRECOGNIZED, reason)
+    return Verdict(Status.UNRECOGNIZED, reason)
 
 
 def on_disk(source: Source) -> dict[str, Verdict] | None:
@@ -57,18 +57,18 @@ def on_disk(source: Source) -> dict[str, Verdict] | None:
     try:
         stamp = of_source(source)
     except ChangedStampError as error:
-        return dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error)))
+        return dict.fromkeys(CATALOGUE, Verdict(Status.UNRECOGNIZED, str(error)))
     if stamp is None:
         return None
     when, undo = f"when {stamp.by} corrected the rest on disk", undoing(source)
     known = {
-        MADE: (State.NOT_NEEDED, f"{ON_DISK} by {stamp.by}"),
-        LEFT_OUT: (State.DISABLED, f"left out {when}: to have it, {undo}, then bake with it"),
-        State.NOT_NEEDED: (State.NOT_NEEDED, f"upstream's correction was there {when}"),
-        State.NOT_APPLICABLE: (State.NOT_APPLICABLE, f"the feature was not there {when}"),
+        MADE: (Status.NOT_NEEDED, f"{ON_DISK} by {stamp.by}"),
+        LEFT_OUT: (Status.DISABLED, f"left out {when}: to have it, {undo}, then bake with it"),
+        Status.NOT_NEEDED: (Status.NOT_NEEDED, f"upstream's correction was there {when}"),
+        Status.NOT_APPLICABLE: (Status.NOT_APPLICABLE, f"the feature was not there {when}"),
     }
     advice = f"bake again with `{COMMAND} bake{option(source)}`" if stamp.is_outdated and is_baked(source) else undo
-    unknown = State.UNRECOGNIZED, f"{advice}: it was not corrected {when}"
+    unknown = Status.UNRECOGNIZED, f"{advice}: it was not corrected {when}"
     reasons = {fix_id: known.get(stamp.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
     modules = frozenset(path.removesuffix(".py").replace("/", ".") for path in stamp.files)
     return {
@@ -103,7 +103,7 @@ def expected(fix: Fix, version: str | None) -> str | None:
     """``applicable`` or ``not-needed``, by the version alone; None for a version that is unknown or not readable."""
     if (parsed := _parsed(version)) is None:
         return None
-    return State.APPLICABLE if fix.affects(parsed) else State.NOT_NEEDED
+    return Status.APPLICABLE if fix.expected_in(parsed) else Status.NOT_NEEDED
 
 
 def _parsed(version: str | None) -> Version | None:
@@ -116,7 +116,7 @@ def _parsed(version: str | None) -> Version | None:
 def _must_have_defect(version: Version, fix: Fix) -> bool:
     """Whether one expects the defect; before a release, in the release before it too."""
     before = Version(f"{version.major}.{max(version.minor - 1, 0)}")
-    return fix.affects(version) and (not version.is_prerelease or fix.affects(before))
+    return fix.expected_in(version) and (not version.is_prerelease or fix.expected_in(before))
 
 
 class Decision:
@@ -149,7 +149,7 @@ class Decision:
         try:
             source = Source.installed()
         except TENotFoundError as error:
-            return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(State.UNRECOGNIZED, str(error))))
+            return cls(Source("", None), settings, dict.fromkeys(CATALOGUE, Verdict(Status.UNRECOGNIZED, str(error))))
         return early if early and early.source == source else cls(source, settings)
 
     def _build(self, source: Source) -> tuple[dict[str, Verdict], Installation]:
@@ -181,7 +181,7 @@ class Decision:
     def _of_changed_files(self) -> dict[str, str]:
         """The fixes that are not needed by TE's files, while other ones are loaded; with reasons."""
         not_needed = {
-            fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.state == State.NOT_NEEDED
+            fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.status == Status.NOT_NEEDED
         }
         changed = changed_since_import(
             self.source, {name for verdict in not_needed.values() for name in verdict.rests_on}
@@ -205,21 +205,21 @@ class Decision:
     def _decide(self, fix_id: str, wanted: Collection[str]) -> Verdict:
         """The verdict on a fix, unless it is left out, has failed, or goes without what it requires."""
         verdict = self.verdicts[fix_id]
-        if verdict.stamped and verdict.state not in REFUSED and fix_id not in self.failures:
+        if verdict.stamped and verdict.status not in REFUSED and fix_id not in self.failures:
             return verdict
         if fix_id not in wanted:
-            reason = f"left out by the settings ({verdict.state} without them)"
-            return replace(verdict, state=State.DISABLED, reason=reason)
+            reason = f"left out by the settings ({verdict.status} without them)"
+            return replace(verdict, status=Status.DISABLED, reason=reason)
         if fix_id in self.failures:
-            return replace(verdict, state=State.FAILED, reason=self.failures[fix_id])
-        for required in CATALOGUE[fix_id].requires if verdict.state == State.APPLICABLE else ():
-            state, by_source = self._decide(required, wanted).state, self.verdicts[required].state
-            if state in _WELL or (state == State.DISABLED and by_source in _WITHOUT_DEFECT):
+            return replace(verdict, status=Status.FAILED, reason=self.failures[fix_id])
+        for required in CATALOGUE[fix_id].requires if verdict.status == Status.APPLICABLE else ():
+            state, by_source = self._decide(required, wanted).status, self.verdicts[required].status
+            if state in _WELL or (state == Status.DISABLED and by_source in _WITHOUT_DEFECT):
                 continue
-            if state == State.DISABLED:
+            if state == Status.DISABLED:
                 self._require_chosen(fix_id, required)
             reason = f"it requires {required}, which is {state}: one without the other is wrong"
-            return replace(verdict, state=state, reason=reason)
+            return replace(verdict, status=state, reason=reason)
         return verdict
 
     def _require_chosen(self, fix_id: str, required: str) -> None:
@@ -249,27 +249,27 @@ class Decision:
     @property
     def left_out(self) -> list[str]:
         """The fixes that the settings leave out though this TE may need them."""
-        needed = [fix_id for fix_id, verdict in self.verdicts.items() if verdict.state not in _WITHOUT_DEFECT]
-        left_out = [fix_id for fix_id in needed if self.decisions[fix_id].state == State.DISABLED]
+        needed = [fix_id for fix_id, verdict in self.verdicts.items() if verdict.status not in _WITHOUT_DEFECT]
+        left_out = [fix_id for fix_id in needed if self.decisions[fix_id].status == Status.DISABLED]
         return [fix_id for fix_id in left_out if fix_id not in self.left_out_on_disk]
 
     @property
     def left_out_on_disk(self) -> list[str]:
         """The fixes that a bake left out on purpose."""
         by_stamp = {fix_id: verdict for fix_id, verdict in self.verdicts.items() if verdict.stamped}
-        return [fix_id for fix_id, verdict in by_stamp.items() if verdict.state == State.DISABLED]
+        return [fix_id for fix_id, verdict in by_stamp.items() if verdict.status == Status.DISABLED]
 
     @property
     def refused(self) -> dict[str, list[str]]:
         """The fixes that cannot be applied, by reason."""
-        refused = {fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.state in REFUSED}
+        refused = {fix_id: verdict for fix_id, verdict in self.decisions.items() if verdict.status in REFUSED}
         return by_reason({fix_id: verdict.reason for fix_id, verdict in refused.items()})
 
     @property
     def why_none(self) -> str:
         """Why no fix at all can be applied, whatever the settings are; "" where some can."""
-        (state, reason), *others = {(verdict.state, verdict.reason) for verdict in self.verdicts.values()}
-        return reason if state == State.UNRECOGNIZED and not others else ""
+        (state, reason), *others = {(verdict.status, verdict.reason) for verdict in self.verdicts.values()}
+        return reason if state == Status.UNRECOGNIZED and not others else ""
 
     @property
     def to_apply(self) -> dict[str, Verdict]:
@@ -283,7 +283,7 @@ def with_required(fix_id: str) -> set[str]:
 
 
 def _applicable(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
-    return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.state == State.APPLICABLE}
+    return {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.status == Status.APPLICABLE}
 
 
 def _failing_alone(source: Source, verdicts_: Mapping[str, Verdict]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from .patching.definition import UnrecognizedError
 from .patching.patch import edits, modules
 from .patching.source import Edit, Source
 from .shipped import new_module
-from .state import State
+from .status import Status
 
 GROUPS = (
     "gradients",
@@ -33,14 +33,14 @@ OLDEST = "2.10"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a source says of one fix: its ``state``, the ``reason``, and the change where it is applicable.
+    """What a source says of one fix: its ``status``, the ``reason``, and the change where it is applicable.
 
     ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
     ``rests_on`` are the modules that show that the fix is not needed.
     ``details`` say at length why a source is not recognized. ``stamped``: by our stamp, not by the source's shape.
     """
 
-    state: State
+    status: Status
     reason: str
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=dict)
@@ -58,10 +58,9 @@ class Verdict:
 class Fix:
     """One catalogue record: the catalogue has one for each module of `te_graph_fixes.fixes`.
 
-    ``symptom`` is one line for ``te-graph-fixes status``, ``users`` are those who have the defect, with the option that
-    leads there, ``group`` is one of `GROUPS`. ``cost`` is that of the fix alone, if it has any
-    (docs/results/single-fixes.md). ``affected`` are the versions in which one expects the defect: ``>=2.10,<2.17``, or
-    one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
+    ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that lead
+    there. ``group`` is one of `GROUPS`. ``cost`` is the cost of this fix, if it has any (docs/results/single-fixes.md).
+    ``affected_versions`` are the versions expected to have the bug: ``>=2.10,<2.17``, or one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
     ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager meets where the defect is.
 
     ``patch`` is the change (`te_graph_fixes.patching.patch`). ``absent`` says which sources lack the public feature,
@@ -76,9 +75,9 @@ class Fix:
     symptom: str
     patch: str
     group: str = ""
-    users: str = ""
+    affects: str = ""
     cost: str = ""
-    affected: str = f">={OLDEST}"
+    affected_versions: str = f">={OLDEST}"
     requires: tuple[str, ...] = ()
     check_hints: tuple[str, ...] = ()
     absent: Sequence[tuple[str, str]] = ()
@@ -102,11 +101,11 @@ class Fix:
     @property
     def _bounds(self) -> dict[str, Version]:
         """The first release with the defect, by ``>=``, and the first without it again, by ``<``."""
-        return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected)}
+        return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
-    def affects(self, version: Version) -> bool:
+    def expected_in(self, version: Version) -> bool:
         """Whether one expects the defect in the release that a version belongs to."""
-        return SpecifierSet(self.affected).contains(version.base_version)
+        return SpecifierSet(self.affected_versions).contains(version.base_version)
 
     @property
     def versions(self) -> str:
@@ -128,21 +127,21 @@ class Fix:
             try:
                 return self._verdict_on(source)
             except UnrecognizedError as error:
-                return Verdict(State.UNRECOGNIZED, error.closest().text, details=error.details)
+                return Verdict(Status.UNRECOGNIZED, error.closest().text, details=error.details)
         except Exception as error:
-            return Verdict(State.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
+            return Verdict(Status.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
 
     def _verdict_on(self, source: Source) -> Verdict:
         """Raises `UnrecognizedError` unless the source has the defect or one correction, or lacks the feature."""
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
                 self._edits(source, text)
-                return Verdict(State.NOT_APPLICABLE, reason)
+                return Verdict(Status.NOT_APPLICABLE, reason)
         misfits, corrections = [], []
         for text, reason in self.corrected:
             try:
                 self._edits(source, text)
-                corrections.append(Verdict(State.NOT_NEEDED, reason, rests_on=modules(source, text)))
+                corrections.append(Verdict(Status.NOT_NEEDED, reason, rests_on=modules(source, text)))
             except UnrecognizedError as error:
                 misfits.append((f"for the correction {reason!r}", error))
         if len(corrections) > 1:
@@ -157,7 +156,7 @@ class Fix:
         if corrections:
             raise UnrecognizedError("looked for the defect or a correction, found both")
         new_modules = {name: text for module in self.provides for name, text in new_module(module).items()}
-        return Verdict(State.APPLICABLE, self.summary, tuple(changes), new_modules)
+        return Verdict(Status.APPLICABLE, self.summary, tuple(changes), new_modules)
 
     def _edits(self, source: Source, text: str) -> list[Edit]:
         return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})

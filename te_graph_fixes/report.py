@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from .settings import COMMAND, DISABLE, STRICT, rank
-from .state import ON_DISK, REFUSED, State
+from .status import ON_DISK, REFUSED, Status
 from .version import __version__
 
 COPIED = "_make_graphed_callables"
@@ -33,11 +33,11 @@ class TEGraphFixesWarning(UserWarning):
 class FixStatus:
     """What became of one fix: its ``status``, the ``reason``, upstream's links, and the modules that it changes.
 
-    ``status`` is a `te_graph_fixes.state.State`, which is a string, and never ``applicable``. ``earlier_graphs`` counts
+    ``status`` is a `te_graph_fixes.status.Status`, a string, and never ``applicable``. ``earlier_graphs`` counts
     the graphs without an applied fix: they were captured before it was in place.
     """
 
-    status: State
+    status: Status
     reason: str
     upstream: tuple[str, ...]
     targets: tuple[str, ...]
@@ -123,7 +123,7 @@ def announce(report: Report, verbose: bool | None) -> None:
     text, wanted = _summary(report), verbose
     if verbose is None:
         is_first = rank() in (None, "0") and not current_process().daemon
-        wanted = is_first and len(report.having(State.DISABLED)) < len(report.fixes)
+        wanted = is_first and len(report.having(Status.DISABLED)) < len(report.fixes)
     if text in _said or not wanted:
         return
     _said.add(text)
@@ -136,15 +136,15 @@ def announce(report: Report, verbose: bool | None) -> None:
 
 def _summary(report: Report) -> str:
     """How many fixes are applied, or why none is, and which are missing or left out."""
-    te, count = te_name(report.te_version), len(report.having(State.APPLIED))
-    on_disk = [reason for reason in report.having(State.NOT_NEEDED).values() if reason.startswith(ON_DISK)]
+    te, count = te_name(report.te_version), len(report.having(Status.APPLIED))
+    on_disk = [reason for reason in report.having(Status.NOT_NEEDED).values() if reason.startswith(ON_DISK)]
     if count:
         text = f"{_count(count, 'fix')} applied to {te}"
     elif on_disk:
         text = f"{te} has {_count(len(on_disk), 'fix')}, {on_disk[0]}"
     else:
         text = f"no fix applied to {te}"
-    for word, ids in (("missing", report.having(*REFUSED)), ("left out", report.having(State.DISABLED))):
+    for word, ids in (("missing", report.having(*REFUSED)), ("left out", report.having(Status.DISABLED))):
         text += f"; {word}: {named(list(ids))}" if ids else ""
     return "; ".join([text, *report.said_of_copies()])
 

@@ -29,7 +29,7 @@ import te_graph_fixes
 from te_graph_fixes.decision import verdicts, with_required
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, VERBOSE
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from te_graph_fixes.verify import child
 from te_graph_fixes.verify.cases import Case, select
 from te_graph_fixes.verify.runner import Outcome
@@ -47,7 +47,7 @@ ALIKE = 1.01
 
 def choices() -> list[str]:
     """All choices for the installed TE."""
-    needed = [fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.state == State.APPLICABLE]
+    needed = [fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.status == Status.APPLICABLE]
     return ["upstream", *(f"{word} {fix_id}" for word in ("without", "only") for fix_id in needed)]
 
 

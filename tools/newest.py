@@ -22,7 +22,7 @@ from te_graph_fixes.decision import Decision, expected
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support.published import source
 from tools.commits import PARTS
 
@@ -34,10 +34,10 @@ def unexpected(tree: Source) -> list[str]:
     found = []
     for fix_id, verdict in decision.decisions.items():
         guess = expected(CATALOGUE[fix_id], tree.version)
-        if (State.NOT_NEEDED if verdict.state == State.NOT_APPLICABLE else verdict.state) != guess:
+        if (Status.NOT_NEEDED if verdict.status == Status.NOT_APPLICABLE else verdict.status) != guess:
             found.append(fix_id)
         mark = "!" if fix_id in found else " "
-        print(f"{mark} {fix_id:26} {verdict.state:14} expected {guess or '-':12} {verdict.reason}")
+        print(f"{mark} {fix_id:26} {verdict.status:14} expected {guess or '-':12} {verdict.reason}")
     return found
 
 

@@ -12,7 +12,7 @@ import re
 from te_graph_fixes.fix import GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.stamp import NAME as STAMP
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support.child import ROOT, python
 from tests.support.published import source
 
@@ -51,7 +51,7 @@ def size() -> str:
     changed = [text for text in files if text not in new]
     added, removed, own = _lines(changed, "+"), _lines(changed, "-"), _lines(new, "+")
     status = json.loads(python("-m", "te_graph_fixes", "status", "--source", path, "--json").stdout)
-    needed = [fix for fix in status["fixes"].values() if fix["verdict"] == State.APPLICABLE]
+    needed = [fix for fix in status["fixes"].values() if fix["verdict"] == Status.APPLICABLE]
     return (
         f"TE {SHOWN} has {len(needed)} of the {len(CATALOGUE)} defects: some {round(added, -1)} lines are added and "
         f"{round(removed, -1)} removed in {len(changed)} of its modules, and {len(new)} new modules "

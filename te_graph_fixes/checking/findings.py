@@ -32,7 +32,7 @@ from ..decision import verdicts
 from ..fix import Fix
 from ..fixes import CATALOGUE
 from ..patching.source import Source
-from ..state import State
+from ..status import Status
 from . import DIFFERENT, Options
 from .difference import off_by
 
@@ -164,7 +164,7 @@ class Check:
     @functools.cached_property
     def _open(self) -> list[Fix]:
         """The fixes that this TransformerEngine needs, and that are not applied."""
-        needed = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.state == State.APPLICABLE]
+        needed = [fix for fix, verdict in verdicts(Source.installed()).items() if verdict.status == Status.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
 
     def finish(self) -> Check:

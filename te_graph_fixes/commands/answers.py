@@ -23,7 +23,7 @@ from ..patching.source import TE, Source
 from ..report import te_name
 from ..settings import COMMAND, DISABLE, SWITCH, option
 from ..stamp import LEFT_OUT, MADE, NAME, Stamp, digest, is_baked, undoing
-from ..state import ON_DISK, State
+from ..status import ON_DISK, Status
 from ..version import __version__, fixes_digest
 
 
@@ -63,18 +63,18 @@ def status(decision: Decision, everything: bool) -> Iterator[str]:
             yield f"\n{group}, {outcome}"
         for fix_id in members:
             yield f"  {fix_id:{width}}  {CATALOGUE[fix_id].symptom}"
-            yield f"  {'':{width}}  who: {CATALOGUE[fix_id].users}"
+            yield f"  {'':{width}}  affects: {CATALOGUE[fix_id].affects}"
     if everything:
         yield "\nnot affected"
         for fix_id in sorted(CATALOGUE.keys() - set().union(*by_outcome.values())):
-            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].state}: {decision.decisions[fix_id].reason}"
+            yield f"  {fix_id:{width}}  {decision.verdicts[fix_id].status}: {decision.decisions[fix_id].reason}"
 
 
 def record(decision: Decision) -> dict[str, Any]:
     """``status --json``."""
     fixes = {
         fix_id: {
-            "verdict": verdict.state,
+            "verdict": verdict.status,
             "expected": expected(CATALOGUE[fix_id], decision.version),
             "reason": verdict.reason,
             "upstream": CATALOGUE[fix_id].upstream,
@@ -108,7 +108,7 @@ def explain(fix: Fix, decision: Decision | None) -> Iterator[str]:
     """The lines of ``explain``, with what holds for the TE of ``decision``, if there is one."""
     rows = {
         "symptom": fix.symptom,
-        "affected": fix.users,
+        "affects": fix.affects,
         "versions": f"TransformerEngine {fix.versions}",
         "cost": fix.cost or "none known",
         "leave out": f"{DISABLE}={fix.id}",
@@ -117,8 +117,8 @@ def explain(fix: Fix, decision: Decision | None) -> Iterator[str]:
     }
     if decision:
         decided, where = decision.decisions[fix.id], option(decision.source)
-        reason = f"{decided.state}: {decided.reason}"
-        if decided.state == State.APPLICABLE:
+        reason = f"{decided.status}: {decided.reason}"
+        if decided.status == Status.APPLICABLE:
             reason = "it has this defect"
             rows["change"] = f"{COMMAND} diff {' '.join(sorted(with_required(fix.id)))}{where}"
         if decided.stamped:
@@ -154,7 +154,7 @@ def listing() -> Iterator[str]:
 
 def records() -> dict[str, dict[str, Any]]:
     """``list --json``: the same of each fix, by its id."""
-    names = ("group", "symptom", "users", "affected", "merged", "requires", "upstream")
+    names = ("group", "symptom", "affects", "affected_versions", "merged", "requires", "upstream")
     return {fix.id: {name: getattr(fix, name) for name in names} for fix in CATALOGUE.values()}
 
 
@@ -176,7 +176,7 @@ def corrected(decision: Decision) -> dict[str, tuple[str, str]]:
         path: (digest(before.encode()) if before else None, digest(after.encode()))
         for path, (before, after) in files.items()
     }
-    made = {fix_id: str(verdict.state) for fix_id, verdict in decision.verdicts.items()}
+    made = {fix_id: str(verdict.status) for fix_id, verdict in decision.verdicts.items()}
     made |= dict.fromkeys(decision.to_apply, MADE) | dict.fromkeys(decision.left_out, LEFT_OUT)
     stamp = Stamp(__version__, fixes_digest(), decision.version, made, digests)
     return {**files, f"{TE}/{NAME}": ("", json.dumps(asdict(stamp), indent=1) + "\n")}

@@ -23,7 +23,7 @@ from ..patching.source import TE, Source, TENotFoundError
 from ..report import te_name
 from ..settings import COMMAND, DISABLE, Settings, fix_ids, option, unknown_variables
 from ..stamp import ChangedStampError, ReplacedError, digest, of_source
-from ..state import REFUSED, State
+from ..status import REFUSED, Status
 from ..version import __version__
 from . import answers, bake
 from .bake import BakeError
@@ -104,8 +104,8 @@ def _diff(options: argparse.Namespace) -> int:
     _require_complete(decision)
     for fix_id in names:
         verdict = decision.decisions[fix_id]
-        if verdict.state != State.APPLICABLE:
-            _say(f"{fix_id} is {verdict.state}: {verdict.reason}")
+        if verdict.status != Status.APPLICABLE:
+            _say(f"{fix_id} is {verdict.status}: {verdict.reason}")
     if not (names or decision.to_apply):
         _say(f"no changes: `{COMMAND} status --all{option(decision.source)}` says why")
     sys.stdout.writelines(answers.unified(decision))
@@ -140,8 +140,8 @@ def _bake(options: argparse.Namespace) -> int:
 
 def _check_bake(decision: Decision) -> int:
     print(answers.answer(decision))
-    is_in = (State.NOT_NEEDED, State.NOT_APPLICABLE, State.DISABLED)
-    lacks = decision.is_outdated or any(verdict.state not in is_in for verdict in decision.verdicts.values())
+    is_in = (Status.NOT_NEEDED, Status.NOT_APPLICABLE, Status.DISABLED)
+    lacks = decision.is_outdated or any(verdict.status not in is_in for verdict in decision.verdicts.values())
     if lacks:
         print("the fixes that this te-graph-fixes has for it are not all in its files")
     return int(lacks)
@@ -258,9 +258,9 @@ def _issue(options: argparse.Namespace) -> int:
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
     for fix_id, verdict in decision.decisions.items():
         by_version = expected(CATALOGUE[fix_id], source.version)
-        state = State.NOT_NEEDED if verdict.state == State.NOT_APPLICABLE else verdict.state
-        print(f"{fix_id}: {verdict.state}" + (f" (expected: {by_version})" if by_version not in (None, state) else ""))
-        if verdict.state in REFUSED:
+        state = Status.NOT_NEEDED if verdict.status == Status.NOT_APPLICABLE else verdict.status
+        print(f"{fix_id}: {verdict.status}" + (f" (expected: {by_version})" if by_version not in (None, state) else ""))
+        if verdict.status in REFUSED:
             explanation = verdict.details or verdict.reason
             names = {source.location: TE, os.path.dirname(source.location): "DIR", sys.executable: "python"}
             for path, name in names.items():

@@ -36,7 +36,7 @@ PATCH = """
 FIX = Fix(
     symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
     group="FP8 state",
-    users="DelayedScaling (Megatron --fp8-recipe delayed) with a frozen layer or a teacher first in an autocast",
+    affects="DelayedScaling (Megatron --fp8-recipe delayed) with a frozen layer or a teacher first in an autocast",
     patch=PATCH,
     names={"FIRST": lambda source: global_state(source, "is_first_fp8_module", "IS_FIRST_FP8_MODULE")},
 )

@@ -56,8 +56,8 @@ UPSTREAM = """
 FIX = Fix(
     symptom="delayed wgrads: Megatron's DDP never reduces the gradients of captured layers",
     group="pipelines and delayed wgrads",
-    users="Megatron --delay-wgrad-compute with its DDP",
-    affected=">=2.10,<2.13",
+    affects="Megatron --delay-wgrad-compute with its DDP",
+    affected_versions=">=2.10,<2.13",
     patch=PATCH,
     corrected=[(UPSTREAM, "the hooks are run after the replay")],
     check_hints=("hooks",),

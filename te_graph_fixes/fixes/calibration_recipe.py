@@ -20,6 +20,6 @@ PATCH = """
 FIX = Fix(
     symptom="a capture with calibrating=True records its amaxes for the default recipe, not for yours",
     group="FP8 state",
-    users="make_graphed_callables(enabled=False, calibrating=True, recipe=...)",
+    affects="make_graphed_callables(enabled=False, calibrating=True, recipe=...)",
     patch=PATCH,
 )

@@ -20,7 +20,7 @@ PATCH = """
 FIX = Fix(
     symptom="a capture for training with num_warmup_iters=0 stops with KeyError",
     group="crashes",
-    users="own callers of make_graphed_callables(num_warmup_iters=0)",
+    affects="own callers of make_graphed_callables(num_warmup_iters=0)",
     cost="one warmup iteration, where none was asked for",
     patch=PATCH,
 )

@@ -118,6 +118,6 @@ PATCH = """
 FIX = Fix(
     symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
-    users="programs that catch an exception of a capture and go on",
+    affects="programs that catch an exception of a capture and go on",
     patch=PATCH,
 )

@@ -30,8 +30,8 @@ EARLIER = """
 FIX = Fix(
     symptom="fused wgrad: the backward takes 15 to 20 % longer, and needs the weights' size again in memory",
     group="speed",
-    users="fuse_wgrad_accumulation (Megatron, unless --no-gradient-accumulation-fusion)",
-    affected=">=2.19",
+    affects="fuse_wgrad_accumulation (Megatron, unless --no-gradient-accumulation-fusion)",
+    affected_versions=">=2.19",
     patch=SHARED_DUMMIES + PATCH,
     absent=[(EARLIER, "TE before 2.19 copies no parameter grads")],
     provides=("fused_wgrads",),

@@ -82,8 +82,8 @@ def skip_tensor(source: Source) -> str:
 FIX = Fix(
     symptom="FP8 experts: outputs off by 1.0 after the first optimizer step, or wgrads at 0.577 of their norm",
     group="gradients",
-    users="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) and fp8_weight_caching (Megatron sets it)",
-    affected=">=2.10,<2.17",
+    affects="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) and fp8_weight_caching (Megatron sets it)",
+    affected_versions=">=2.10,<2.17",
     patch=PATCH,
     names={"FLAG": skip_tensor},
     provides=("first_microbatches",),

@@ -25,7 +25,7 @@ PATCH = """
 FIX = Fix(
     symptom="inner modules lose FP8 if their class is captured elsewhere too, or te.ops.Sequential crashes",
     group="FP8 state",
-    users="captured modules inside of which others of the same class run, or beside which such a class is captured",
+    affects="captured modules inside of which others of the same class run, or beside which such a class is captured",
     patch=PATCH,
     check_hints=("fp8 output", "fp8 gradient"),
 )

@@ -43,8 +43,8 @@ UPSTREAM = """
 FIX = Fix(
     symptom="capturing a module that returns None among its outputs stops with AttributeError",
     group="crashes",
-    users="callables that return None among their outputs, such as vision encoders",
-    affected="<2.13",
+    affects="callables that return None among their outputs, such as vision encoders",
+    affected_versions="<2.13",
     patch=PATCH,
     corrected=[(UPSTREAM, "outputs may be None")],
 )

@@ -36,8 +36,8 @@ CANNOT_BE_ASKED = """
 FIX = Fix(
     symptom="NVFP4 with cached weights on RTX Blackwell: outputs and dgrads off by 0.2 to 0.6",
     group="FP8 state",
-    users="NVFP4BlockScaling (Megatron --fp4-recipe nvfp4) with cached weights on GPUs of capability 12.x",
-    affected=">=2.18",
+    affects="NVFP4BlockScaling (Megatron --fp4-recipe nvfp4) with cached weights on GPUs of capability 12.x",
+    affected_versions=">=2.18",
     patch=PATCH,
     absent=[(CANNOT_BE_ASKED, "quantizers cannot be asked for swizzled scales (Quantizer.optimize_for_gemm)")],
     corrected=[(EARLIER, "only inputs and output grads get swizzled scales, not weights")],

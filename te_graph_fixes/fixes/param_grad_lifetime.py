@@ -68,8 +68,8 @@ UPSTREAM = """
 FIX = Fix(
     symptom="gradients in .grad of parameters: off by 1.0 over three microbatches, often inf",
     group="gradients",
-    users="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights beside fused ones",
-    affected="<2.19",
+    affects="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights next to fused",
+    affected_versions="<2.19",
     cost="gradients that are not fused are copied: for biases and norm weights 3 µs of the GPU a replay, and one "
     "kernel for each unfused wgrad",
     patch=SHARED_DUMMIES + PATCH,

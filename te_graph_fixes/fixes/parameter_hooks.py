@@ -46,7 +46,7 @@ PATCH = """
 FIX = Fix(
     symptom="gradient hooks also run during capture, so what they sum counts twice",
     group="gradients",
-    users="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",
+    affects="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",
     patch=PATCH,
     provides=("parameter_hooks",),
 )

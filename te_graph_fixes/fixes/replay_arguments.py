@@ -45,7 +45,7 @@ PATCH = """
 FIX = Fix(
     symptom="graphed(inp=x) computes with a weight in place of x, and dicts with other key orders exchange tensors",
     group="misuse",
-    users="own callers of make_graphed_callables that pass other arguments than their samples",
+    affects="own callers of make_graphed_callables that pass other arguments than their samples",
     cost="3 µs of the CPU a call, with a dict of tensors 9",
     patch=PATCH,
     provides=("warn_once", "replay_arguments"),

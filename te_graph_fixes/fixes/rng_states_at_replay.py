@@ -30,7 +30,7 @@ PATCH = """
 FIX = Fix(
     symptom="dropout repeats itself, or differs from eager, after an RNG tracker's reset() or set_states()",
     group="evaluation and checkpoints",
-    users="dropout with an RNG tracker (Megatron has one) that is reset or set after the capture, as by loading",
+    affects="dropout with an RNG tracker (Megatron has one) that is reset or set after the capture, as by loading",
     patch=PATCH,
     provides=("rng_states",),
 )

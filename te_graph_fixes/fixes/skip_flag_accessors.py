@@ -49,8 +49,8 @@ UPSTREAM = """
 FIX = Fix(
     symptom="own graphs of Megatron-Core 0.11 to 0.17 stop: no attribute 'set_skip_fp8_weight_update_tensor'",
     group="crashes",
-    users="Megatron-Core 0.11.0 to 0.17.1 with graphs of its own (--cuda-graph-impl local) in FP8",
-    affected=">=2.15,<2.17",
+    affects="Megatron-Core 0.11.0 to 0.17.1 with graphs of its own (--cuda-graph-impl local) in FP8",
+    affected_versions=">=2.15,<2.17",
     patch=PATCH,
     corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")],
 )

@@ -39,6 +39,6 @@ PATCH = """
 FIX = Fix(
     symptom="mixed layer types in one pipeline order: gradients off by 1.0, or wrong outputs",
     group="pipelines and delayed wgrads",
-    users="_reuse_graph_input_output_buffers (Megatron sets it) with layers of several kinds, as dense and MoE",
+    affects="_reuse_graph_input_output_buffers (Megatron sets it) with layers of several kinds, as dense and MoE",
     patch=PATCH,
 )

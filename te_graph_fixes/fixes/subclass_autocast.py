@@ -23,6 +23,6 @@ PATCH = """
 FIX = Fix(
     symptom="after a capture, eager calls of a captured class's subclass keep the recipe of the capture",
     group="FP8 state",
-    users="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
+    affects="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
     patch=PATCH,
 )

@@ -27,8 +27,8 @@ UPSTREAM = """
 FIX = Fix(
     symptom="samples given as a tuple are refused where buffers are reused: AssertionError",
     group="crashes",
-    users="own callers that give samples in a tuple with _reuse_graph_input_output_buffers",
-    affected=">=2.6,<2.12",
+    affects="own callers that give samples in a tuple with _reuse_graph_input_output_buffers",
+    affected_versions=">=2.6,<2.12",
     patch=PATCH,
     corrected=[(UPSTREAM, "samples may be tuples")],
 )

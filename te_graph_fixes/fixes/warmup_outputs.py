@@ -74,8 +74,8 @@ EARLIER = """
 FIX = Fix(
     symptom="a capture takes a quarter more memory at its peak than it needs",
     group="speed",
-    users="pipelines (Megatron --pipeline-model-parallel-size): an _order with many microbatches and model chunks",
-    affected=">=2.19,<2.20",
+    affects="pipelines (Megatron --pipeline-model-parallel-size): an _order with many microbatches and model chunks",
+    affected_versions=">=2.19,<2.20",
     patch=PATCH,
     corrected=[
         (UPSTREAM, "warmup lets go of outputs once they have been used"),

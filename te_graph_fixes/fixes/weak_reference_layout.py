@@ -24,7 +24,7 @@ PATCH = """
 FIX = Fix(
     symptom="outputs that are not contiguous (.t(), chunk) come back as garbage, or 'Could not infer dtype'",
     group="gradients",
-    users="_reuse_graph_input_output_buffers (Megatron sets it) with strided outputs or --moe-router-dtype fp64",
+    affects="_reuse_graph_input_output_buffers (Megatron sets it) with strided outputs or --moe-router-dtype fp64",
     patch=PATCH,
     provides=("weak_references",),
 )

@@ -26,6 +26,6 @@ PATCH = """
 FIX = Fix(
     symptom="ranks run their gradient hooks in different orders: hangs, or sums of different buckets",
     group="pipelines and delayed wgrads",
-    users="several ranks with Megatron --delay-wgrad-compute and its DDP",
+    affects="several ranks with Megatron --delay-wgrad-compute and its DDP",
     patch=PATCH,
 )

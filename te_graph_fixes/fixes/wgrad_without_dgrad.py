@@ -22,6 +22,6 @@ PATCH = """
 FIX = Fix(
     symptom="a first layer with delayed wgrads and without bias: RuntimeError in backward, or wrong wgrads",
     group="pipelines and delayed wgrads",
-    users="delay_wgrad_compute (Megatron --delay-wgrad-compute) in a first layer whose input needs no gradient",
+    affects="delay_wgrad_compute (Megatron --delay-wgrad-compute) in a first layer whose input needs no gradient",
     patch=PATCH,
 )

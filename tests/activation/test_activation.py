@@ -640,7 +640,8 @@ assert main(["diff"]) == 0
 def test_a_feature_that_the_version_should_have_is_missed_as_loudly_as_a_shape(own_world: World) -> None:
     text = """
         from ..fix import Fix
-        FIX = Fix("symptom", "", absent=[("@@ graph.py capture\\n result = ANY", "no feature")], affected="{affected}")
+        ABSENT = [("@@ graph.py capture\\n result = ANY", "no feature")]
+        FIX = Fix("symptom", "", absent=ABSENT, affected_versions="{affected}")
     """
     for affected, status in ((">=2.13", "not-applicable"), (">=2.12", "unrecognized")):
         write(own_world.folder, {"te_graph_fixes/fixes/third.py": text.format(affected=affected)})

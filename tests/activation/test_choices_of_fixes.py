@@ -11,7 +11,7 @@ import pytest
 from te_graph_fixes.decision import Decision, with_required
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support.published import VERSIONS, examined, needed
 
 TESTED = [version for version in VERSIONS if not version.startswith(("2.7", "2.8", "2.9"))]
@@ -38,7 +38,7 @@ def test_what_requires_a_fix_is_left_out_with_it(left_out: str, with_it: list[st
     found = decision("2.12.0", **{DISABLE: left_out})
     assert needed("2.12.0").keys() - found.to_apply.keys() == {left_out, *with_it}
     for fix_id in with_it:
-        assert found.decisions[fix_id].state == State.DISABLED
+        assert found.decisions[fix_id].status == Status.DISABLED
         reasons = [f"it requires {each}, which is disabled" for each in (left_out, *with_it)]
         assert found.decisions[fix_id].reason.startswith(tuple(reasons))
 

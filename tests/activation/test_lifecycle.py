@@ -8,12 +8,12 @@ import os
 import pytest
 
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support import published
 from tests.support.child import python, simulate
 
-VERDICTS = {fix: verdict.state for fix, verdict in published.examined("installed")[1].items()}
-NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == State.APPLICABLE)
+VERDICTS = {fix: verdict.status for fix, verdict in published.examined("installed")[1].items()}
+NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == Status.APPLICABLE)
 
 PRELUDE = """
 import importlib, inspect, sys
@@ -24,7 +24,7 @@ def check(active=True):
     from te_graph_fixes.patching.source import Source
     from te_graph_fixes.decision import verdicts
     source = Source.installed()
-    found = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.state == "applicable"}
+    found = {fix: verdict for fix, verdict in verdicts(source).items() if verdict.status == "applicable"}
     if active:
         statuses = {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
         assert {fix for fix, status in statuses.items() if status == "applied"} == set(found), statuses

@@ -13,7 +13,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.report import FixStatus, Report, announce, problem_summary
 from te_graph_fixes.settings import COMMAND
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support.published import VERSIONS, examined
 
 
@@ -30,7 +30,9 @@ def problems(text: str, longest: int) -> list[str]:
 def test_a_record() -> None:
     broken = []
     for fix in CATALOGUE.values():
-        broken += problems(fix.summary, 120) + problems(fix.symptom, 110) + problems(fix.users.replace("; ", ", "), 112)
+        broken += (
+            problems(fix.summary, 120) + problems(fix.symptom, 110) + problems(fix.affects.replace("; ", ", "), 120)
+        )
     assert broken == []
     assert problems("a graph reads old weights; it is captured without a flag", 120)
 
@@ -49,7 +51,7 @@ def test_a_reason_of_what_is_not_recognized(tmp_path: Path) -> None:
     for path in (package.parent / "__init__.py", package / "__init__.py", package / "graph.py"):
         path.write_text("")
     reasons = {
-        verdict.reason for verdict in verdicts(Source.at(tmp_path)).values() if verdict.state == State.UNRECOGNIZED
+        verdict.reason for verdict in verdicts(Source.at(tmp_path)).values() if verdict.status == Status.UNRECOGNIZED
     }
     assert reasons
     for reason in reasons:
@@ -58,8 +60,8 @@ def test_a_reason_of_what_is_not_recognized(tmp_path: Path) -> None:
 
 def test_a_warning_names_what_to_do_and_what_is_wrong() -> None:
     fixes = {
-        "warmup-reset": FixStatus(State.UNRECOGNIZED, "looked for a loop, found none", (), ()),
-        "none-outputs": FixStatus(State.APPLIED, "corrected: every output is taken for a tensor", (), (), 1),
+        "warmup-reset": FixStatus(Status.UNRECOGNIZED, "looked for a loop, found none", (), ()),
+        "none-outputs": FixStatus(Status.APPLIED, "corrected: every output is taken for a tensor", (), (), 1),
     }
     first, reason, graphs = problem_summary(Report("2.12.0", fixes)).split("\n  ")
     assert first.startswith(
@@ -68,12 +70,12 @@ def test_a_warning_names_what_to_do_and_what_is_wrong() -> None:
     assert f"te_graph_fixes.report() has all of it; `{COMMAND} issue` prints" in first
     assert reason == "warmup-reset: looked for a loop, found none"
     assert graphs.startswith("import te_graph_fixes before graphs are captured: 1 graph of TransformerEngine 2.12.0 ca")
-    right = FixStatus(State.APPLIED, "corrected", (), ())
+    right = FixStatus(Status.APPLIED, "corrected", (), ())
     assert problem_summary(Report("2.12.0", {"none-outputs": right})) == ""
 
 
 def test_reasons_are_counted_and_not_fixes(capsys: pytest.CaptureFixture[str]) -> None:
-    shared = FixStatus(State.FAILED, "AttributeError: no attribute '_cuda'", (), ())
+    shared = FixStatus(Status.FAILED, "AttributeError: no attribute '_cuda'", (), ())
     report = Report("2.99.0", dict.fromkeys(CATALOGUE, shared))
     _, *lines = problem_summary(report).split("\n  ")
     assert lines == [f"{len(CATALOGUE)} fixes: {shared.reason}"]
@@ -92,7 +94,7 @@ def test_the_first_rank_alone_says_what_was_applied(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (rank,) = variables.values() or [""]
-    report = Report("2.12.0", {"none-outputs": FixStatus(State.APPLIED, "corrected", (), ())})
+    report = Report("2.12.0", {"none-outputs": FixStatus(Status.APPLIED, "corrected", (), ())})
     for verbose, said in ((None, rank in ("", "0")), (False, False), (True, True)):
         monkeypatch.setattr(sys.modules[Report.__module__], "_said", set())
         announce(report, verbose)

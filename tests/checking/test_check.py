@@ -109,7 +109,7 @@ EARLIER_GRAD = {**PLAIN, "modules": ("layernorm_mlp",), "reuse": True}
 def test_each_defect_is_named() -> None:
     found = verdicts(Source.installed())
     cases = [*DEFECTS.items(), ("param-grad-lifetime", json.dumps(EARLIER_GRAD | {"order": (1, -1) * 3}))]
-    needed = {case: fix for fix, case in cases if found[fix].state == "applicable"}
+    needed = {case: fix for fix, case in cases if found[fix].status == "applicable"}
     for fix, line in zip(needed.values(), trainings("--without", "all", *needed), strict=True):
         assert fix in line["hints"], (fix, line)
         assert line["same"], fix

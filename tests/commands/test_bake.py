@@ -28,7 +28,7 @@ from te_graph_fixes.decision import Decision, verdicts
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import COMMAND, DISABLE, SWITCH, Settings
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support.child import ROOT, Cli
 from tests.support.published import COVERED, RENAMED, altered, copy_of, needed, source
 
@@ -456,7 +456,7 @@ def test_fixes_that_were_left_out_on_purpose_are_known(
     assert "\nmisuse, left out on disk\n  replay-arguments " in cli("status", "--source", tree)[1]
     verdict = verdicts(Source.at(tree))["replay-arguments"]
     reason = f"left out when te-graph-fixes {__version__} corrected the rest on disk"
-    assert (verdict.state, verdict.reason.split(":")[0]) == ("disabled", reason)
+    assert (verdict.status, verdict.reason.split(":")[0]) == ("disabled", reason)
     monkeypatch.setenv(SWITCH, "replay-arguments,none-outputs")
     status, _, err = cli("bake", "--source", tree)
     assert status == 1
@@ -538,7 +538,7 @@ def test_a_later_edit_is_said(kind: str, tree: Path, cli: Cli) -> None:
     else:
         (tree / name).unlink()
     found = verdicts(Source.at(tree))
-    assert {verdict.state for verdict in found.values()} == {State.UNRECOGNIZED}
+    assert {verdict.status for verdict in found.values()} == {Status.UNRECOGNIZED}
     before = content(tree)
     status, out, _ = cli("status", "--source", tree)
     assert (status, len(out.splitlines())) == (1, 2)
@@ -637,7 +637,7 @@ def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
         assert Path(file).relative_to(folder) == Path(path).relative_to(tree)
         shutil.copy(file, path)
     assert cli("bake", "--check", "--source", tree)[0] == 0
-    assert {verdict.state for verdict in verdicts(Source.at(tree)).values()} <= {State.NOT_NEEDED, "not-applicable"}
+    assert {verdict.status for verdict in verdicts(Source.at(tree)).values()} <= {Status.NOT_NEEDED, "not-applicable"}
     assert "is not empty" in cli("bake", "--source", source("2.12.0"), "--overlay", folder)[2]
 
 

@@ -74,7 +74,7 @@ def test_status_as_text(version: str, cli: Cli) -> None:
     assert second == f"in {source(version)}/transformer_engine (te-graph-fixes {te_graph_fixes.__version__})"
     affected = {fix: fix_of.symptom for fix, fix_of in CATALOGUE.items() if fix in needed(version)}
     assert listed(out) == affected
-    assert re.findall("^ +who: (.*)$", out, re.MULTILINE) == [CATALOGUE[fix].users for fix in listed(out)]
+    assert re.findall("^ +affects: (.*)$", out, re.MULTILINE) == [CATALOGUE[fix].affects for fix in listed(out)]
     groups = [line for line in out.splitlines()[2:] if line and not line.startswith(" ")]
     members = {CATALOGUE[fix].group for fix in affected}
     assert groups == [f"{group}, can be corrected" for group in GROUPS if group in members]
@@ -89,7 +89,7 @@ def test_a_fix_is_explained(fix: str, version: str, cli: Cli) -> None:
     assert (status, err) == (0, "")
     record = CATALOGUE[fix]
     assert out.startswith(f"{fix} ({record.group}): {record.summary}\n\nsymptom    {record.symptom}\n")
-    assert f"\naffected   {record.users}\nversions   TransformerEngine {record.versions}\n" in out
+    assert f"\naffects    {record.affects}\nversions   TransformerEngine {record.versions}\n" in out
     assert f"\nhere       TransformerEngine {version}: it has this defect\n" in out
     assert f"\ncost       {record.cost or 'none known'}\n" in out
     assert f"\nleave out  TE_GRAPH_FIXES_DISABLE={fix}\n" in out
@@ -244,8 +244,8 @@ def test_list_has_every_fix(cli: Cli) -> None:
     status, out, _ = cli("list", "--json")
     records = json.loads(out)
     assert (status, list(records)) == (0, list(CATALOGUE))
-    warmup = {name: records["warmup-reset"][name] for name in ("affected", "users")}
-    assert warmup == {"affected": "<2.14", "users": CATALOGUE["warmup-reset"].users}
+    warmup = {name: records["warmup-reset"][name] for name in ("affected_versions", "affects")}
+    assert warmup == {"affected_versions": "<2.14", "affects": CATALOGUE["warmup-reset"].affects}
 
 
 @pytest.mark.parametrize(("missing", "command"), [("wrapt", "run true"), ("packaging", "bake")])

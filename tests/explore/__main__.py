@@ -350,7 +350,7 @@ def search(options: argparse.Namespace) -> int:
     from te_graph_fixes.patching.source import Source
 
     verdicts = {fix_id: fix.verdict_on(Source.installed()) for fix_id, fix in CATALOGUE.items()}
-    needed = {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.state == "applicable"}
+    needed = {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.status == "applicable"}
     first, *lines = noted(options.equal)
     if first != options.where:
         raise SystemExit(f"{options.equal} is of {first}, this is {options.where}")

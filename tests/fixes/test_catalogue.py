@@ -15,7 +15,7 @@ from te_graph_fixes.decision import expected
 from te_graph_fixes.fix import GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 
 EVERY = pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
 
@@ -36,8 +36,8 @@ def test_the_record(fix: Fix) -> None:
     assert not fix.summary.endswith(".")
     assert fix.upstream or "\n\nUpstream: none yet" in str(module(fix).__doc__), "no link in the second paragraph"
     assert all(re.fullmatch(r"https://github\.com/NVIDIA/[\w-]+/(pull|issues)/\d+", link) for link in fix.upstream)
-    assert re.fullmatch(r"(>=[\d.]+)?,?(<[\d.]+)?", fix.affected)
-    assert SpecifierSet(fix.affected)
+    assert re.fullmatch(r"(>=[\d.]+)?,?(<[\d.]+)?", fix.affected_versions)
+    assert SpecifierSet(fix.affected_versions)
     assert set(fix.requires) <= set(CATALOGUE) - {fix.id}
 
 
@@ -66,13 +66,13 @@ def test_an_empty_te_is_never_edited(fix: Fix, tmp_path: Path) -> None:
     (package.parent / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
     verdict = fix.verdict_on(Source.at(tmp_path))
-    assert verdict.state in (State.UNRECOGNIZED, State.NOT_APPLICABLE)
+    assert verdict.status in (Status.UNRECOGNIZED, Status.NOT_APPLICABLE)
     assert not verdict.edits
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.0+5671fd36", "2.12.0.dev0+abc", "2.12.0rc1"])
 def test_local_labels_and_development_versions_count_as_their_release(version: str) -> None:
-    assert expected(CATALOGUE["warmup-reset"], version) == State.APPLICABLE
+    assert expected(CATALOGUE["warmup-reset"], version) == Status.APPLICABLE
     assert expected(CATALOGUE["warmup-reset"], version.replace("2.12", "2.14")) == "not-needed"
 
 

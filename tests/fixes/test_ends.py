@@ -19,7 +19,7 @@ from tests.support.child import measured
 
 
 def ends(fix: Fix) -> list[str]:
-    affected = [version for version in published.COVERED if version in SpecifierSet(fix.affected)]
+    affected = [version for version in published.COVERED if version in SpecifierSet(fix.affected_versions)]
     return list(dict.fromkeys((affected[0], affected[-1])))
 
 

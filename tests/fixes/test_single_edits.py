@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from te_graph_fixes.verify.cases import EXPERTS, PRESWIZZLE
 from tests.support import published
 from tests.support.child import on_simulator
@@ -24,7 +24,7 @@ GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
 EDITS = [
     pytest.param(fix_id, number, id=f"{fix_id}-{number}")
     for fix_id, verdict in VERDICTS.items()
-    if verdict.state == State.APPLICABLE
+    if verdict.status == Status.APPLICABLE
     for number in range(len(verdict.edits))
 ]
 

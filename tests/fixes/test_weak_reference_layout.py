@@ -6,7 +6,7 @@ import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import ModuleSource, Source
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support.child import simulate
 
 FIX = "weak-reference-layout"
@@ -58,9 +58,9 @@ def test_a_weak_reference_is_the_tensor_itself() -> None:
 
 def test_another_way_to_make_them_is_not_recognized() -> None:
     tree = Source.installed()
-    assert CATALOGUE[FIX].verdict_on(tree).state == State.APPLICABLE
+    assert CATALOGUE[FIX].verdict_on(tree).status == Status.APPLICABLE
     module = tree.module(UTILS)
     text = module.text.replace("x.dtype, x.shape)", "x.dtype, x.shape, x.stride())")
     assert text != module.text
     tree._modules[UTILS] = ModuleSource(UTILS, module.path, text)
-    assert CATALOGUE[FIX].verdict_on(tree).state == State.UNRECOGNIZED
+    assert CATALOGUE[FIX].verdict_on(tree).status == Status.UNRECOGNIZED

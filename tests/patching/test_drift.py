@@ -21,7 +21,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import compile_patches, patched
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support.published import VERSIONS, examined, needed, source
 
 LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.12"}
@@ -34,22 +34,22 @@ LAYOUTS = ("2.12.0", VERSIONS[-1])
 def wanted(fix: Fix, version: str) -> str:
     """What the record of a fix leads one to expect."""
     if Version(version) < Version(OLDEST):
-        return State.UNRECOGNIZED
+        return Status.UNRECOGNIZED
     lacks = Version(version) < Version(LACKS.get(fix.id, OLDEST))
-    return State.NOT_APPLICABLE if lacks else str(expected(fix, version))
+    return Status.NOT_APPLICABLE if lacks else str(expected(fix, version))
 
 
 def words(found: Mapping[str, Verdict]) -> dict[str, str]:
-    return {fix: verdict.state for fix, verdict in found.items()}
+    return {fix: verdict.status for fix, verdict in found.items()}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_verdicts(version: str) -> None:
     assert examined(version)[0].version == version
     others = [
-        f"{fix.id} is {verdict.state}, not {wanted(fix, version)}: {verdict.reason}\n{verdict.details}"
+        f"{fix.id} is {verdict.status}, not {wanted(fix, version)}: {verdict.reason}\n{verdict.details}"
         for fix, verdict in zip(CATALOGUE.values(), examined(version)[1].values(), strict=True)
-        if verdict.state != wanted(fix, version)
+        if verdict.status != wanted(fix, version)
     ]
     assert not others, "\n".join(others)
     assert compile_patches(examined(version)[0], needed(version)) or not needed(version)
@@ -76,9 +76,9 @@ def test_the_newest_te_is_recognized(origin: str) -> None:
     if origin == "TE_SOURCE" and not os.environ.get("TE_SOURCE"):
         pytest.skip("TE_SOURCE names no checkout")
     tree = Source.at(source("newest") if origin == "newest" else os.environ["TE_SOURCE"])
-    unknown = {fix: verdict.reason for fix, verdict in verdicts(tree).items() if verdict.state == State.UNRECOGNIZED}
+    unknown = {fix: verdict.reason for fix, verdict in verdicts(tree).items() if verdict.status == Status.UNRECOGNIZED}
     assert not unknown
-    chosen = {fix: verdict for fix, verdict in verdicts(tree).items() if verdict.state == State.APPLICABLE}
+    chosen = {fix: verdict for fix, verdict in verdicts(tree).items() if verdict.status == Status.APPLICABLE}
     assert compile_patches(tree, chosen)
 
 
@@ -96,7 +96,7 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
         assert copy.module(name).text == after
     again = verdicts(copy)
     assert words(again) == {
-        fix: State.NOT_NEEDED if fix in chosen else verdict.state for fix, verdict in verdict_of.items()
+        fix: Status.NOT_NEEDED if fix in chosen else verdict.status for fix, verdict in verdict_of.items()
     }
     assert {fix for fix, verdict in again.items() if verdict.reason.startswith("corrected on disk by")} == set(chosen)
 

@@ -21,7 +21,7 @@ from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.matching import extent
 from te_graph_fixes.patching.patch import read
 from te_graph_fixes.patching.source import Edit, ModuleSource, Source, first_line
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from tests.support.published import VERSIONS, examined, needed
 
 NEWEST = VERSIONS[-1]
@@ -53,9 +53,9 @@ def with_texts(tree: Source, texts: dict[str, str]) -> Source:
 
 def require_not_negative(fix_id: str, tree: Source, where: str = "") -> None:
     verdict = CATALOGUE[fix_id].verdict_on(tree)
-    reason = f"{fix_id}: {verdict.state}: {verdict.reason} {where}"
-    assert verdict.state in (State.APPLICABLE, State.UNRECOGNIZED), reason
-    if verdict.state == State.APPLICABLE:
+    reason = f"{fix_id}: {verdict.status}: {verdict.reason} {where}"
+    assert verdict.status in (Status.APPLICABLE, Status.UNRECOGNIZED), reason
+    if verdict.status == Status.APPLICABLE:
         assert patched(tree, {"": verdict})
 
 
@@ -83,7 +83,7 @@ def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
     tree, verdicts = examined(NEWEST)
     parts = {}
     for fix_id, verdict in verdicts.items():
-        if verdict.state != State.NOT_NEEDED:
+        if verdict.status != Status.NOT_NEEDED:
             continue
         for hunk in (
             hunk for text, _ in CATALOGUE[fix_id].corrected for ways in read(text) for hunk in ways if hunk.pattern
@@ -142,7 +142,7 @@ def test_upstreams_correction_in_part_is_not_said_to_be_whole(
     fix_id: str, module: str, pattern: str, text: str
 ) -> None:
     tree, verdicts = examined(NEWEST)
-    assert verdicts[fix_id].state == State.NOT_NEEDED
+    assert verdicts[fix_id].status == Status.NOT_NEEDED
     after, count = re.subn(pattern, text, tree.module(module).text)
     assert count
     require_not_negative(fix_id, with_texts(tree, {module: after}))

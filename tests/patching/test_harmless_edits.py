@@ -210,9 +210,9 @@ def test_a_harmless_edit_costs_no_correction(kind: str, version: str) -> None:
     names = {name for verdict in known.values() for name in verdict.targets}
     decision = Decision(edited(tree, KINDS[kind], names), Settings())
     lost = {
-        fix: f"{verdict.state}: {verdict.reason}"
+        fix: f"{verdict.status}: {verdict.reason}"
         for fix, verdict in decision.decisions.items()
-        if verdict.state != known[fix].state
+        if verdict.status != known[fix].status
     }
     for fix in LOST.get(kind, ()):
         lost.pop(fix, None)

@@ -27,13 +27,13 @@ from te_graph_fixes.patching.installation import (
     patched,
 )
 from te_graph_fixes.patching.source import Edit, Source
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 
 CODE = "standin.code"
 
 
 def change(edits: Iterable[Edit], new_modules: Mapping[str, str] | None = None) -> Verdict:
-    return Verdict(State.APPLICABLE, "a test", tuple(edits), new_modules or {})
+    return Verdict(Status.APPLICABLE, "a test", tuple(edits), new_modules or {})
 
 
 class StandIn:

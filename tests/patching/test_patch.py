@@ -18,7 +18,7 @@ from te_graph_fixes.patching.installation import InstallationError, compile_patc
 from te_graph_fixes.patching.patch import PYTORCH, edits, read
 from te_graph_fixes.patching.rewriting import PatchError
 from te_graph_fixes.patching.source import Edit, ModuleSource, Source
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 
 CODE = f"{PYTORCH}.code"
 
@@ -35,7 +35,7 @@ def function(body: str) -> str:
 
 
 def change_of(edits: list[Edit]) -> Verdict:
-    return Verdict(State.APPLICABLE, "", tuple(edits))
+    return Verdict(Status.APPLICABLE, "", tuple(edits))
 
 
 def applied(text: str, *patches: str) -> str:
@@ -353,8 +353,8 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
     def verdict(text: str) -> Verdict:
         return fix.verdict_on(source_of(function(text)))
 
-    assert verdict("x = a\n").state == State.APPLICABLE
-    assert verdict("x = c\n").state == State.NOT_NEEDED
-    assert verdict("x = b\n").state == State.UNRECOGNIZED
+    assert verdict("x = a\n").status == Status.APPLICABLE
+    assert verdict("x = c\n").status == Status.NOT_NEEDED
+    assert verdict("x = b\n").status == Status.UNRECOGNIZED
     both = verdict("x = a\nx = c\n")
-    assert (both.state, "found both" in both.reason) == (State.UNRECOGNIZED, True)
+    assert (both.status, "found both" in both.reason) == (Status.UNRECOGNIZED, True)

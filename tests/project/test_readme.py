@@ -15,7 +15,7 @@ import pytest
 from te_graph_fixes.commands.cli import COMMANDS
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import VARIABLES
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 from te_graph_fixes.verify.cases import CASES
 from tests.support.child import ROOT, python
 from tests.support.published import source
@@ -163,7 +163,7 @@ def test_readme_counts_the_silent_kinds_of_misuse() -> None:
 def test_reference_names_every_command_variable_and_status() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
     assert [name for name in VARIABLES if f"| `{name}` |" not in page] == []
-    assert [state for state in State if state is not State.APPLICABLE and f"| `{state}` |" not in page] == []
+    assert [state for state in Status if state is not Status.APPLICABLE and f"| `{state}` |" not in page] == []
     assert [name for name in COMMANDS if not re.search(rf"^\| `{name}\b", page, re.MULTILINE)] == []
 
 

@@ -22,7 +22,7 @@ import pytest
 from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fix import Verdict
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.state import State
+from te_graph_fixes.status import Status
 
 VERSIONS = (
     *("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
@@ -79,7 +79,7 @@ def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
 
 def needed(version: str) -> dict[str, Verdict]:
     """The verdicts of the fixes that apply to one version."""
-    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.state == State.APPLICABLE}
+    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.status == Status.APPLICABLE}
 
 
 def copy_of(root: Path, folder: Path) -> Path:

@@ -6,7 +6,7 @@ ON_DISK = "corrected on disk"
 """How the reason begins why a fix is not needed, where this package has put it into the files."""
 
 
-class State(str, Enum):
+class Status(str, Enum):
     """What the source says of a fix (the first four), or what was made of it."""
 
     APPLICABLE = "applicable"
@@ -31,5 +31,5 @@ class State(str, Enum):
         return str(self.value)
 
 
-REFUSED = (State.UNRECOGNIZED, State.FAILED)
+REFUSED = (Status.UNRECOGNIZED, Status.FAILED)
 """A fix that TransformerEngine needs, or may need, cannot be applied."""
