@@ -1,29 +1,41 @@
-"""The parts of the pages that are made: from the catalogue, TransformerEngine (TE) and pyproject.toml.
+"""Write the generated parts of the pages, from the catalogue, TransformerEngine (TE) and pyproject.toml.
 
-``python -m tools.tables`` writes them; ``tests/project/test_readme.py`` holds the pages against them. A part stands
+``python -m tools.tables`` writes them, ``tests/project/test_readme.py`` compares them with the pages. A part stands
 between ``<!-- NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 
 from te_graph_fixes.fix import GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.stamp import NAME as STAMP
-from te_graph_fixes.status import Status
 from tests.support.child import ROOT, python
-from tests.support.published import source
+from tests.support.published import needed, source
 
-PAGES = tuple(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs/fixes.md"))
+PAGES = tuple(
+    ROOT / name
+    for name in ("README.md", "SECURITY.md", "docs/fixes.md", "docs/how.md", "docs/maintainers/adding-a-fix.md")
+)
 SHOWN = "2.14.0"
-"""The version of TransformerEngine whose change README counts; NeMo 26.04 holds it."""
+"""The version of TE whose change docs/how.md counts; NeMo 26.04 contains it."""
+
+CONTAINERS = (
+    ("NeMo 26.02", "2.12.0+5671fd36", "Megatron-Bridge's page of software versions"),
+    ("NeMo 26.04", "2.14.0+71bbefbf", "the same"),
+    ("NeMo 26.06, 26.06.01", "2.16.0+b9d690e0", "its users"),
+    ("NeMo 26.08", "2.17.1+4329ff84", "its users"),
+    ("NeMo 26.08.01", "2.18.0+15288857", "Megatron-Bridge #6038"),
+    ("NeMo 26.04.01, 26.10, 26.10.01", "", "not known in November 2026"),
+    ("NGC PyTorch", "2.10 and later, by month", "their release notes"),
+)
+"""Containers, the version of their TE, and the source of that information."""
 
 
 def fixes() -> str:
-    """The catalogue by group, a line for each fix."""
-    lines = ["| fix | what you see without it | TE with the defect | upstream |", "|---|---|---|---|"]
+    """List the catalogue by group, a line for each fix."""
+    lines = ["| fix | TE versions | symptom without it | upstream |", "|---|---|---|---|"]
     for group in GROUPS:
         lines.append(f"| **{group}** | | | |")
         members = sorted(fix.id for fix in CATALOGUE.values() if fix.group == group)
@@ -33,8 +45,18 @@ def fixes() -> str:
 
 def _row(fix: Fix) -> str:
     links = ", ".join(f"[{_name(link)}]({link})" for link in fix.upstream)
-    state = f"{f'fixed in {fix.merged}: ' if fix.merged else 'open, about it: '}{links}" if links else "open"
-    return f"| `{fix.id}` | {fix.symptom} | {fix.versions} | {state} |"
+    state = f"fixed in {fix.merged}: " if fix.merged else "open, see " if links else "open"
+    return f"| `{fix.id}` | {fix.versions} | {fix.symptom} | {state}{links} |"
+
+
+def containers() -> str:
+    """List the containers with the number of fixes that PyPI's release of their TE needs."""
+    lines = ["| container | its TE | needed fixes | source |", "|---|---|---|---|"]
+    for name, version, known_from in CONTAINERS:
+        release = version.partition("+")
+        count = f"{len(needed(release[0]))} of {len(CATALOGUE)}" if release[1] else ""
+        lines.append(f"| {name} | {version} | {count} | {known_from} |")
+    return "\n".join(lines)
 
 
 def _name(link: str) -> str:
@@ -43,19 +65,17 @@ def _name(link: str) -> str:
 
 
 def size() -> str:
-    """How much the fixes change one version of TransformerEngine."""
+    """Count the lines and modules that the fixes change in one version of TE."""
     path = source(SHOWN)
     diff = python("-m", "te_graph_fixes", "diff", "--source", path).stdout
     files = [text for text in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:] if STAMP not in text]
     new = [text for text in files if text.startswith("/dev/null")]
     changed = [text for text in files if text not in new]
     added, removed, own = _lines(changed, "+"), _lines(changed, "-"), _lines(new, "+")
-    status = json.loads(python("-m", "te_graph_fixes", "status", "--source", path, "--json").stdout)
-    needed = [fix for fix in status["fixes"].values() if fix["verdict"] == Status.APPLICABLE]
     return (
-        f"TE {SHOWN} has {len(needed)} of the {len(CATALOGUE)} defects: some {round(added, -1)} lines are added and "
-        f"{round(removed, -1)} removed in {len(changed)} of its modules, and {len(new)} new modules "
-        f"of {round(own, -2):,} lines are added to it."
+        f"TE {SHOWN} needs {len(needed(SHOWN))} of the {len(CATALOGUE)} fixes. They add about {round(added, -1)} lines "
+        f"to {len(changed)} of its modules, remove about {round(removed, -1)}, and add {len(new)} support modules "
+        f"of {round(own, -2):,} lines."
     )
 
 
@@ -64,30 +84,30 @@ def _lines(files: list[str], sign: str) -> int:
 
 
 def model() -> str:
-    """The fix that CONTRIBUTING.md shows."""
+    """Show the model of a fix."""
     path = "te_graph_fixes/fixes/calibration_recipe.py"
     return f"```python\n# {path}\n{(ROOT / path).read_text()}```"
 
 
 def address() -> str:
-    """Where reports go."""
+    """State the address for reports."""
     url = urls()["Issues"]
     nowhere = "whoever gave you the package: the project has no public address yet"
     return f"Reports go to {nowhere if '.invalid/' in url else url}."
 
 
 def urls() -> dict[str, str]:
-    """The project's addresses: pyproject.toml is the only place that has them."""
+    """Read the project's addresses from pyproject.toml, the only place that has them."""
     text = (ROOT / "pyproject.toml").read_text()
     section = text.split("[project.urls]\n", 1)[1].split("\n[", 1)[0]
     return dict(re.findall(r'^(\w+) = "(.*)"$', section, re.MULTILINE))
 
 
-PARTS = {"fixes": fixes, "size": size, "model": model, "address": address}
+PARTS = {"fixes": fixes, "containers": containers, "size": size, "model": model, "address": address}
 
 
 def with_parts(page: str) -> str:
-    """``page`` with every part as it should be."""
+    """Return ``page`` with every part regenerated."""
     part = r"(<!-- (\w+) -->\n).*?(<!-- end -->)"
     return re.sub(part, lambda found: f"{found[1]}{PARTS[found[2]]()}\n{found[3]}", page, flags=re.DOTALL)
 

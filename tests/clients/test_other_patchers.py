@@ -1,4 +1,4 @@
-"""Tools that change TransformerEngine (TE) themselves, before and after this package: what docs/other-patchers.md says.
+"""Tools that change TransformerEngine (TE) themselves, before and after this package: the table of docs/how.md.
 
 Each does to a stand-in for TE, by the same means, what frameworks do to TE.
 """

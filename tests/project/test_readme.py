@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import functools
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,6 @@ from tests.support.published import source
 from tools.tables import PAGES, urls, with_parts
 
 README = (ROOT / "README.md").read_text()
-FIRST_SCREEN = "\n".join(README.splitlines()[:40])
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGED = [ROOT, ROOT / "examples", ROOT / "tests" / "simulator", ROOT / "skills" / "te-graph-fixes"]
 COMMANDED = [*(page for folder in PAGED for page in sorted(folder.glob("*.md"))), *DOCS]
@@ -55,7 +57,6 @@ ELSEWHERE = {
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/commands/test_run.py",
     "te-graph-fixes bake": "tests/commands/test_bake.py",
     "pip install tox && tox run -e demo": ".github/workflows/ci.yml",
-    "pip install tox && tox run": ".ci/run",
     "te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/checking/test_check.py",
     "te-graph-fixes run --check=3,layers=4 torchrun ...": "tests/checking/test_check.py",
     "te-graph-fixes run --check=2,strict torchrun ...": "tests/checking/test_check.py",
@@ -66,7 +67,7 @@ ELSEWHERE = {
     "te-graph-fixes run CMD": "tests/commands/test_run.py",
     "TE_GRAPH_FIXES=off te-graph-fixes run --check CMD": "tests/checking/test_check.py",
     "python -m tools.newest te --ref pull/3353/merge": "tests/project/test_commits.py",
-    "python -m tools.tables && python -m tests.project.test_containers": "tests/project/test_containers.py",
+    "python -m tools.tables": "tests/project/test_readme.py",
     "TE_GRAPH_FIXES=off te-graph-fixes run --check torchrun ...": "tests/checking/test_check.py",
     "python -m tests.explore --seed 0 --programs 500 --scripts found": LONG,
     "python -m tests.explore --switch off --no-shrink": LONG,
@@ -129,11 +130,22 @@ def test_no_command_is_forgotten_or_gone() -> None:
     assert [place for place in places if not (ROOT / place).is_file()] == []
 
 
-def test_the_first_screen_says_what_is_wrong_what_to_type_what_it_costs_and_how_to_undo_it() -> None:
-    typed = (f"{CHECKOUT} status", f"TE_GRAPH_FIXES=off {CHECKOUT} run --check", f"$ {CHECKOUT} run ", "bake --undo")
-    affected = ("make_graphed_callables", "--cuda-graph-impl transformer_engine", "--external-cuda-graph")
-    for said in (*typed, *affected, "graphs off", "checkpoint", "all equal", "It costs", "Undo it"):
-        assert said in FIRST_SCREEN, said
+def test_readme_answers_the_first_questions() -> None:
+    for text in (
+        "graphs off",
+        "--cuda-graph-impl transformer_engine",
+        "--external-cuda-graph",
+        'model.cuda_graph_impl = "transformer_engine"',
+        "make_graphed_callables",
+        "$ te-graph-fixes status",
+        "$ TE_GRAPH_FIXES=off te-graph-fixes run --check ",
+        "$ te-graph-fixes run ",
+        "the check with the fixes **off**",
+        "all equal",
+        "bake --undo",
+        "export PYTHONPATH=/path/to/te-graph-fixes${PYTHONPATH:+:$PYTHONPATH}",
+    ):
+        assert text in README, text
 
 
 def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
@@ -154,10 +166,122 @@ def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
         assert "warmup-main-grads" in done.stdout
 
 
-def test_readme_counts_the_silent_kinds_of_misuse() -> None:
-    table = (ROOT / "docs" / "limits.md").read_text().partition("## What is still silent")[2].partition("\n## ")[0]
-    rows = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # less the heading
-    assert f"[{rows} kinds of misuse](docs/limits.md#what-is-still-silent)" in README
+def rows(page: str, heading: str, column: str) -> list[list[str]]:
+    """Return the cells of each row of the table in a section that has ``column`` in its first line."""
+    section = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL)
+    assert section, heading
+    (table,) = [
+        lines
+        for block in re.findall(r"(?:^\|.*\n)+", section[1], re.MULTILINE)
+        if column in (lines := block.splitlines())[0]
+    ]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table[2:]]
+
+
+def doc(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def figures_of_real_runs() -> list[str]:
+    title = "Real runs: Megatron-LM's own program, three times"
+    first = rows(doc("results/real-runs.md"), title, "model and flags")[0]
+    return [f"with TE's graphs {first[2]} gradient norms are wrong"]
+
+
+def figures_of_misuse() -> list[str]:
+    kinds = len(rows(doc("limits.md"), "What is still silent", "the program"))
+    return [f"[{kinds} kinds of misuse](docs/limits.md#what-is-still-silent)"]
+
+
+def figures_of_random_programs() -> list[str]:
+    page = doc("results/explorer.md")
+    checked, differ, broken, silent, legal = 0, 0, 0, 0, True
+    for te, on, _, _, equal, raised, _, wrong in rows(page, "The last campaign", "commit"):
+        if te.startswith("**"):
+            legal = "keep" in te
+        elif "simulat" not in on:
+            compared = int(equal) + int(raised) + int(wrong)
+            checked, differ = checked + legal * compared, differ + legal * int(wrong)
+            broken, silent = broken + (not legal) * compared, silent + (not legal) * int(wrong)
+    words = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven")
+    causes = words[len(rows(page, "The differences", "seeds"))].lower()
+    assert silent == 0
+    assert f"{differ} of {checked:,} random programs that keep" in page
+    assert f"None of {broken:,} that break them is silently wrong" in page.replace("\n", " ")
+    return [
+        f"[{differ} of {checked:,} random programs](docs/results/explorer.md)",
+        f"from {causes} causes",
+        f"None of {broken:,} random programs with misuse",
+    ]
+
+
+def figures_of_megatron_core() -> list[str]:
+    table = rows(doc("results/megatron-moe.md"), "Other models", "refused by Megatron")
+    trained, equal = (sum(int(row[column]) for row in table) for column in (3, 4))
+    assert trained == equal
+    return [f"[{trained} trainings](docs/results/megatron-moe.md)"]
+
+
+def figures_of_cost() -> list[str]:
+    page = doc("results/cost.md")
+    steps = rows(page, "A training step", "fixed / off")
+    slower = [float(off.split()[0]) / float(graphs.split()[0]) for _, _, off, graphs, *_ in steps]
+    by_size = [float(row[6].split()[0]) for row in steps]
+    peaks = [[int(peak) for peak in row[7].split(", ")] for row in steps]
+    assert all(fixed <= graphs for _, graphs, fixed in peaks)
+    summary = {row[0]: row[1:] for row in rows(page, "What the fixes cost", "question")}
+    step = [float(cell.split()[0]) for cell in summary["a training step, compared with TE's graphs (all sizes)"]]
+    first = max(float(cell) for cell in summary["the first capture of dense layers in a process"])
+    return [
+        f"[{min(slower):.0f} to {max(slower):.0f} times as long](docs/results/cost.md)",
+        f"[{step[0]:.2f} times as long](docs/results/cost.md) as with TE's graphs on 2.12.0",
+        f"{step[1]:.2f} times on 2.20.2",
+        f"{min(by_size):.2f} to {max(by_size):.2f} by size",
+        f"can peak up to {100 * (first - 1):.0f} % higher",
+    ]
+
+
+def figures_of_containers() -> list[str]:
+    counts = [row[2] for row in rows(doc("fixes.md"), "Containers", "container") if row[2]]
+    needed = [int(count.split()[0]) for count in counts]
+    return [f"[{min(needed)} to {max(needed)} of the {len(CATALOGUE)} fixes](docs/fixes.md#containers)"]
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        figures_of_real_runs,
+        figures_of_misuse,
+        figures_of_random_programs,
+        figures_of_megatron_core,
+        figures_of_cost,
+        figures_of_containers,
+    ],
+)
+def test_readme_s_figures_are_those_of_the_linked_page(figures: Callable[[], list[str]]) -> None:
+    text = README.replace("\n", " ")
+    for figure in figures():
+        assert re.sub(r"\s+", " ", figure) in re.sub(r"\s+", " ", text), figure
+
+
+def test_readme_s_versions_are_those_of_the_fixes() -> None:
+    table = rows(README, "Am I affected?", "symptom")
+    assert {row[2]: row[1] for row in table} == {row[2]: CATALOGUE[row[2].strip("`")].versions for row in table}
+
+
+def test_readme_shows_the_output_of_status() -> None:
+    done = python("-m", "te_graph_fixes", "status", path=source("2.12.0"))
+    shown = re.search(r"\$ te-graph-fixes status\n(.*)", README)
+    assert shown
+    assert done.stdout.splitlines()[0].endswith(shown[1].partition(". Next: ")[0]) or (
+        done.stdout.splitlines()[0].partition(". Next: ")[0] == shown[1].partition(". Next: ")[0]
+    )
+
+
+def test_readme_shows_the_output_of_the_check() -> None:
+    shown = re.findall(r"^te-graph-fixes check: .*", README, re.MULTILINE)
+    assert shown
+    assert [line for line in shown if line not in doc("check.md")] == []
 
 
 def test_reference_names_every_command_variable_and_status() -> None:
@@ -167,14 +291,50 @@ def test_reference_names_every_command_variable_and_status() -> None:
     assert [name for name in COMMANDS if not re.search(rf"^\| `{name}\b", page, re.MULTILINE)] == []
 
 
-def test_symptoms_names_every_fix() -> None:
-    page = (ROOT / "docs" / "symptoms.md").read_text()
-    named = {
-        name
-        for row in re.findall(r"corrected[^|]*\|$", page, re.MULTILINE)
-        for name in re.findall(r"`([a-z][a-z\d-]+)`", row)
-    }
+def test_symptoms_names_every_fix_and_its_versions() -> None:
+    named = set()
+    for symptom, versions, _, fix in re.findall(
+        r"^\| (.*?) \| (.*?) ?\| (.*?) \| (.*?) \|$", doc("symptoms.md"), re.MULTILINE
+    ):
+        fixes = [CATALOGUE[name] for name in re.findall(r"`([a-z][a-z\d-]+)`", fix) if name in CATALOGUE]
+        named |= {each.id for each in fixes}
+        assert not fixes or versions == united([each.versions for each in fixes]), symptom
     assert named == set(CATALOGUE)
+
+
+def united(versions: list[str]) -> str:
+    """Join ranges such as ``2.10 to 2.16`` and ``2.15 to main`` to the one from the first to the last version."""
+    ends = [(text.split(" to ")[0], text.split(" to ")[-1]) for text in versions]
+    order = lambda end: 99 if end == "main" else int(end.split(".")[1])  # noqa: E731
+    first, last = min((end[0] for end in ends), key=order), max((end[1] for end in ends), key=order)
+    return first if first == last else f"{first} to {last}"
+
+
+def quoted_errors() -> list[str]:
+    first = [row[0] for row in rows(doc("limits.md"), "What raises an error", "error text")]
+    warned = doc("limits.md").partition("Three misuses warn once")[2].partition("\n\n")[0]
+    return [quote for cell in [*first, warned] for quote in re.findall(r"`([^`]{12,})`", cell)]
+
+
+@pytest.mark.parametrize("quote", quoted_errors())
+def test_a_quoted_error_is_one_of_the_package(quote: str) -> None:
+    pattern = re.sub(r"\\?…|\\?\.\.\.", ".*?", re.escape(quote))
+    assert any(re.search(pattern, text, re.DOTALL) for text in texts_of_errors()), quote
+
+
+@functools.cache
+def texts_of_errors() -> list[str]:
+    """Return the strings in the support modules, with ``{}`` for the values in them."""
+    found = []
+    for path in (ROOT / "te_graph_fixes" / "shipped").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
