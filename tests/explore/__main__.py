@@ -9,6 +9,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import te_graph_fixes
 from te_graph_fixes.verify.driver.program import Program
 from tests import simulator
 
@@ -65,26 +67,34 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
 def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
     """The verdict of what this process runs."""
     from te_graph_fixes.verify.driver.comparison import differences
-    from te_graph_fixes.verify.driver.events import train
+    from te_graph_fixes.verify.driver.events import OF_GRAPHS, train
     from te_graph_fixes.verify.programs import REFUSED as CONTRACT
+
+    from .costs import Costs
 
     eager: Any = {}
     if wanted is None:
         try:
-            eager, again = train(False), train(False)
+            with Costs() if Server.counts else contextlib.nullcontext() as eager_costs:
+                eager = train(False)
+            again = eager if Server.counts else train(False)  # the other setting runs it again
         except Exception as error:
             return {"verdict": "not eager", "why": said(error)}
         if differing := differences(again, eager):
             return {"verdict": "unstable", "why": str(differing)}
-    given = {"eager": digest(eager)}
+    given: dict[str, Any] = {"eager": digest(eager)}
     try:
-        found = train(True)
+        with Costs() if Server.counts else contextlib.nullcontext() as graph_costs:
+            found = train(True)
     except Exception as error:
         why = said(error)
         documented = [*REFUSED, CONTRACT] if Server.broken else REFUSED
         refused = wanted is None and any(re.search(each, why) for each in documented)
         return {"verdict": "refused" if refused else "crash", "why": why} | given
     given["digest"] = digest(found)
+    if eager_costs and graph_costs:
+        memory = int(found[OF_GRAPHS][0][1])
+        given["costs"] = {"eager": eager_costs.counts, "graphs": {**graph_costs.counts, "memory": memory}}
     if wanted is not None:
         return {"verdict": "equal" if given["digest"] == wanted else "wrong"} | given
     wrong = differences(found, eager)
@@ -126,6 +136,8 @@ class Server:
     """Seconds that one program may take."""
     pause = 0.0
     """The longest pause before a replay, in seconds."""
+    counts = False
+    """Whether the costs of each run are counted; on the simulator only."""
 
     def __init__(self, switch: str = "on", disable: str = "", without_edit: tuple[str, int] | None = None) -> None:
         self._setting = switch, disable, without_edit
@@ -217,7 +229,6 @@ class Server:
 
 def activate(switch: str, disable: str, without_edit: tuple[str, int] | None) -> None:
     """Apply the fixes in this process, and import TE."""
-    import te_graph_fixes
     from tests.support.single_edits import leave_out
 
     if switch != "off":
@@ -330,13 +341,64 @@ def find(options: argparse.Namespace) -> int:
     after = sum("after others" in line for line in lines)
     total = {"programs": counts.total(), **counts, "different findings": len(findings), "CPU seconds": seconds}
     total |= {"only after others": after} if after else {}
-    if options.eager:
-        others = {line["seed"]: line for line in noted(options.eager)[1:]}
-        both = [line for line in lines if line.get("eager", "").strip() and "eager" in others.get(line["seed"], {})]
-        changed = [line["seed"] for line in both if line["eager"] != others[line["seed"]]["eager"]]
-        total |= {"eager, both ways": len(both), "eager, not the same": changed}
     print(json.dumps(total))
     return 1 if findings else 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run programs with TE alone and with the fixes, and list what is worse with the fixes.
+
+    Eager training must be bit-identical, at the same cost. A program that is right with TE alone must stay right, and
+    may not cost more.
+    """
+
+    def work(numbers: Iterable[int]) -> None:
+        alone, fixed = Server("off"), Server(options.switch, options.disable)
+
+        def is_as_bad(kinds: set[str], program: Program) -> bool:
+            return kinds <= {each.split(":")[0] for each in regressions(alone(program), fixed(program))}
+
+        for seed in (options.seed + number for number in numbers):
+            program = draw(seed, options.gpu, ranks=False)
+            found = {"alone": alone(program), "fixed": fixed(program)}
+            if worse := regressions(**found):
+                kinds = {each.split(":")[0] for each in worse}
+                if options.shrink:
+                    program = shrink(program, functools.partial(is_as_bad, kinds))
+                    found = {"alone": alone(program), "fixed": fixed(program)}
+                    worse = regressions(**found)
+            line = {"seed": seed, "verdict": found["alone"]["verdict"], "worse": worse, "program": as_python(program)}
+            note(options, line, say=bool(worse))
+        alone.close()
+        fixed.close()
+
+    in_jobs(options, options.programs, work)
+    lines = noted(options.results)[1:]
+    worse = [line for line in lines if line["worse"]]
+    print(
+        json.dumps(
+            {"programs": len(lines), **collections.Counter(line["verdict"] for line in lines), "worse": len(worse)}
+        )
+    )
+    return 1 if worse else 0
+
+
+def regressions(alone: dict[str, Any], fixed: dict[str, Any]) -> list[str]:
+    """What is worse with the fixes than with TE alone."""
+    if alone.get("eager") != fixed.get("eager"):
+        return ["eager: other values or another error"]
+    if alone["verdict"] != "equal":
+        return []
+    if fixed["verdict"] != "equal":
+        return [f"{fixed['verdict']} with graphs: {fixed['why']}"]
+    worse = []
+    for run in ("eager", "graphs"):
+        before, now = alone["costs"][run], fixed["costs"][run]
+        for name in sorted({*before, *now}):
+            old, new = before.get(name, 0), now.get(name, 0)
+            if new > old or (run == "eager" and new != old):
+                worse.append(f"{run}, {name}: {old} with TE alone, {new} with the fixes")
+    return worse
 
 
 def search(options: argparse.Namespace) -> int:
@@ -409,7 +471,9 @@ def main() -> int:
     parser.add_argument("--switch", default="on", help="TE_GRAPH_FIXES for the programs")
     parser.add_argument("--disable", default="", help="TE_GRAPH_FIXES_DISABLE for the programs")
     parser.add_argument("--results", default="", help="append a line for each program to this file, at once")
-    parser.add_argument("--eager", help="results with other settings: is eager training the same in both?")
+    parser.add_argument(
+        "--regressions", action="store_true", help="compare TE alone with the fixes: numbers and costs (simulator)"
+    )
     parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
@@ -420,7 +484,7 @@ def main() -> int:
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
     parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")
     options = parser.parse_args()
-    os.environ["TE_GRAPH_FIXES"] = "off"  # each server says for itself
+    te_graph_fixes.deactivate()  # each server activates its own fixes
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")
     from te_graph_fixes.patching.source import Source
 
@@ -433,11 +497,14 @@ def main() -> int:
         import transformer_engine.pytorch  # noqa: F401
     Server.forks = options.ranks = simulated and not options.no_fork
     Server.limit, Server.broken, Server.pause = options.limit, options.broken, options.pause
+    Server.counts = options.regressions
     with contextlib.ExitStack() as stack:
         if not options.results:
             options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name
         if not Path(options.results).exists() or not noted(options.results):
             note(options, options.where, say=False)
+        if options.regressions:
+            return compare(options)
         return (search if options.defects or options.breakages else find)(options)
 
 

@@ -80,6 +80,19 @@ class Unused(Block):
 
 
 @module
+class Counting(Block):
+    """Counts its forwards in a buffer, and scales its output with the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, device="cuda", dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+@module
 class Adapted(Block):
     """Frozen projections with an adapter beside the first."""
 

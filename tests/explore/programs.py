@@ -25,7 +25,7 @@ MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
 OF_RANKS = ("Parallel",)
-RARE_MODULES = ("Adapted", "Routed", "normed", "Wide")
+RARE_MODULES = ("Adapted", "Routed", "normed", "Wide", "Counting")
 MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS, *RARE_MODULES)
 EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
@@ -267,6 +267,21 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "nothing can be added to a view that TE gives": lambda p: not p.in_place or p.modules[-1] not in TE_LAYERS[1:4],
     "what is trained again was frozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
+    "a hook after warmup changes main_grads, which are none of a layer that becomes frozen": lambda p: (
+        not p.warmup_hook or (p.fused and not {"freeze", "switch_recipe", "recapture"} & {*p.events})
+    ),
+    "FP8 weights of an early forward are of plain layers in FP8, and of one recipe": lambda p: (
+        p.weights != "own"
+        or (
+            {*p.modules} <= {*TE_LAYERS, "sequential", "nested", "Block"}
+            and p.recipe != "bf16"
+            and not (p.calibrating or p.inference or p.first or p.in_bf16 or p.checkpoints)
+            and not {"evaluate_in_other", "evaluate_in_bf16", "switch_recipe", "reset_fp8"} & {*p.events}
+        )
+    ),
+    "a count of forwards is right if a capture has no warmup": lambda p: (
+        "Counting" not in p.modules or (not p.warmup and not p.checkpoints)
+    ),
     "a misuse is of a graph": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
@@ -368,6 +383,8 @@ COMPANIONS: tuple[tuple[str, ...], ...] = (
     ("recipe delayed", "Recomputed", "first eager"),
     ("recipe delayed", "Recomputed", "autocasts nested"),
     ("recipe delayed", "grouped_linear", "first eager", "recapture"),
+    ("recipe current", "linear", "weights own"),
+    ("recipe delayed", "grouped_linear", "weights own"),
 )
 """Modules, events, fields (some with a value) that show something in company only, for half of the programs."""
 
@@ -398,6 +415,7 @@ RARE: tuple[tuple[str, ...], ...] = (
     ),
     *(("evaluate_in_inference_mode",), ("evaluate_in_inference_mode", "weights cached")),
     *(("attention", "recipe current", "fp8_attention", "fp8_mha"),),
+    *(("fused", "warmup_hook zeroes"), ("fused", "warmup_hook replaces"), ("warmup 0", "Counting")),
     *(("Recomputed", "recipe current", "weights marked", "first cached"),),
 )
 RARE_FIELDS = (
@@ -409,6 +427,7 @@ RARE_FIELDS = (
     "fp8_mha",
     "same_input",
     "module_hooks",
+    "warmup_hook",
 )
 """Of one in seven programs, and drawn last, so that whatever is added here leaves the others as they are."""
 
@@ -468,7 +487,7 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
     if ranks and r.random() < 0.05 and not broken_rule(changed := replace(program, ranks=True, **shared)):
         program = changed
     for name, _, value in (each.partition(" ") for each in (r.choice(RARE) if r.random() < 1 / 7 else ())):
-        change = {name: value or True}
+        change = {name: int(value) if value.isdigit() else value or True}
         if name in MODULES:
             change = {"modules": (name, *program.modules[1:])}
         elif name in (*EVENTS, *RARE_EVENTS):

@@ -21,12 +21,16 @@ from . import generators, memory
 
 aten = torch.ops.aten
 
-_ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted,
+ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted,
                 aten.new_empty, aten.new_empty_strided}  # fmt: skip
 """Operations that only allocate: at replay there is nothing to do."""
 
 _REFUSED = {aten.resize_, aten.resize_as_}
 """Operations that give an existing tensor new memory, which is no pool's."""
+
+
+on_launch: Callable[[Any], None] | None = None
+"""Called with each kernel that runs eagerly or at a replay, for tests that count them."""
 
 
 class GraphError(RuntimeError):
@@ -81,6 +85,8 @@ class CUDAGraph:
         with _plain_execution():
             for operation in operations:
                 operation()
+                if on_launch is not None:
+                    on_launch(_kernel(operation))
 
     def reset(self) -> None:
         """Forget the captured graph and let its memory pool go."""
@@ -247,7 +253,7 @@ class Capture(TorchDispatchMode):
 
         values, spec = torch.utils._pytree.tree_flatten(result)
         result = torch.utils._pytree.tree_unflatten([place(pair) for pair in enumerate(values)], spec)
-        if func.overloadpacket not in _ALLOCATIONS and (fresh or written):
+        if func.overloadpacket not in ALLOCATIONS and (fresh or written):
             again = functools.partial(_again, run, *_aliases((args, kwargs)), fresh)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 again = functools.partial(_drawing, generators.active(), again)
@@ -284,6 +290,8 @@ def launch(kernel: Callable[..., None], writes: Iterable[torch.Tensor], *argumen
     else:
         with _plain_execution():
             kernel(*arguments)
+        if on_launch is not None:
+            on_launch(kernel)
 
 
 def refuse_in_capture(what: str) -> None:
@@ -338,6 +346,18 @@ def _again(
     values = torch.utils._pytree.tree_leaves(func(*args, **kwargs))
     for target, position in fresh:
         target.copy_(values[position])
+
+
+def _kernel(operation: Any) -> Any:
+    """Return the kernel of a recorded operation, without the arguments that `_run` and `_drawing` bind."""
+    while isinstance(operation, functools.partial):
+        if operation.func is _drawing:
+            operation = operation.args[1]
+        elif operation.func in (_again, _collective):
+            operation = operation.args[0]
+        else:
+            operation = operation.func
+    return operation
 
 
 def _drawing(state: generators.State, operation: Callable[[], None]) -> None:

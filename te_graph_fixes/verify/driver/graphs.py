@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 from typing import Any
 
@@ -13,7 +15,8 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from .modules import MODULES, torch_linear
-from .setting import OPTIONS, everybody, hidden, make_recipe, program, sample, seed_tracker
+from .program import Skipped
+from .setting import OPTIONS, autocast, everybody, hidden, make_recipe, program, sample, seed_tracker
 
 
 def arguments(layer: Any, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
@@ -36,6 +39,8 @@ class Captured:
             seed_tracker(1)
         self.graphed = graphed
         self.recipe = program.recipe
+        if program.warmup_hook and "post_warmup_hook" not in inspect.signature(te.make_graphed_callables).parameters:
+            raise Skipped("this TransformerEngine has no post_warmup_hook")
         self.seen: dict[str, list[torch.Tensor | None]] = {}
         self.event = "made"
         self.called: list[str] = []
@@ -111,10 +116,15 @@ class Captured:
         if program.weights != "plain":
             for module in layer.modules():
                 if isinstance(module, TransformerEngineBaseModule) and not isinstance(module, te.DotProductAttention):
-                    mark(module)
+                    (reuse_first_weights if program.weights == "own" else mark)(module)
+        if program.weights == "own":
+            with torch.no_grad(), autocast(self.recipe):
+                layer(sample())
         if program.fused:
             for parameter in fused(layer):
                 parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+                if program.warmup_hook and self.graphed:
+                    parameter.main_grad.fill_(7.0)
                 parameter.grad_added_to_main_grad = False
         if program.takes_grads:
             for parameter in parameters_of(layer):
@@ -179,7 +189,17 @@ class Captured:
     def fp8(self, number: int) -> bool:
         return self.recipe != "bf16" and number not in program.in_bf16 and not program.calibrating
 
+    def after_warmup(self) -> None:
+        """Do with each ``main_grad`` between warmup and capture what a user may do there."""
+        for weight in self.weights:
+            if program.warmup_hook == "zeroes":
+                weight.main_grad.zero_()
+            else:
+                weight.main_grad = torch.zeros_like(weight.main_grad)
+
     def graph(self, modules: Any, samples: Any, **options: Any) -> Any:
+        if program.warmup_hook:
+            options["post_warmup_hook"] = self.after_warmup
         return te.make_graphed_callables(
             modules,
             samples,
@@ -282,6 +302,12 @@ def mark(module: Any) -> None:
 
     module.is_first_microbatch = True
     module.forward = marked
+
+
+def reuse_first_weights(module: Any) -> None:
+    """Pass the mark of a first microbatch once, so that all forwards use the FP8 weights of the first one."""
+    forward, marks = module.forward, itertools.chain([True], itertools.repeat(False))
+    module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_first_microbatch": next(marks)})
 
 
 def delayed(layer: Any) -> list[Any]:

@@ -21,7 +21,8 @@ class Program:
     fp8_params: bool = False  # weights are in FP8
     fp8_attention: bool = False  # attention is in FP8 too, in torch operations that round as it does
     built_without_grad: bool = False
-    weights: str = "plain"  # or "marked": modules mark first microbatches; or "cached": graphs cache weights too
+    weights: str = "plain"  # or "marked": modules mark first microbatches; "cached": graphs cache weights too; or
+    # "own": modules use the FP8 weights of one early forward for good
     frozen: tuple[int, ...] = ()  # numbers of layers that are not trained
     in_bf16: tuple[int, ...] = ()  # numbers of layers without FP8
     not_captured: tuple[int, ...] = ()  # numbers of layers without a graph
@@ -33,6 +34,7 @@ class Program:
     tuples: bool = False  # the samples of an order are in a tuple, not in a list
     delay: bool = False  # graphs delay their wgrads, to right after their dgrad if the order has none
     warmup: int = 3  # iterations
+    warmup_hook: str = ""  # the hook between warmup and capture "zeroes" or "replaces" each ``main_grad``
     own_pool: bool = False  # each capture has a memory pool of its own
     inference: str = ""  # "first" or "after": the first layer has a graph for inference, captured before or after
     calibrating: bool = False  # FP8 is calibrated, not used
