@@ -1,28 +1,32 @@
-"""``weak-reference-layout``: reused outputs and grad inputs lose their strides, or are refused for their dtype.
+"""``weak-reference-layout``: reused outputs and grad inputs lose their strides, or their dtype is an error.
 
 Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/Megatron-LM/issues/7155 and
 https://github.com/NVIDIA/Megatron-LM/issues/7410 are about float64
 
-With ``_reuse_graph_input_output_buffers`` static outputs and grad inputs become weak references, made from an address,
-a shape and a dtype that numpy knows: strides are lost without an error, and float64, uint8 to uint64, complex numbers,
-some kinds of float8, and int16 up to 2.17 stop the capture. They are now made of all bytes of the tensor, viewed with
-its dtype and strides (`te_graph_fixes/shipped/weak_references.py`).
+With ``_reuse_graph_input_output_buffers`` static outputs and grad inputs become weak references. TE builds each from an
+address, a shape and a dtype. The strides are lost silently. A dtype without a numpy equivalent in TE's table ends the
+capture: float64, uint8 to uint64, complex numbers, some float8 dtypes, and int16 up to 2.17. A weak reference now
+covers the bytes of the tensor, viewed with its dtype and strides (`te_graph_fixes/shipped/weak_references.py`).
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ utils.py make_weak_ref
-+from ._te_weak_references import weak_reference
++from ._te_weak_references import num_bytes, view_like
 +
  def convert_to_torch_tensor(...): ...
 @@
 -convert_to_torch_tensor(_WeakRefTensor(x.data_ptr(), x.dtype, x.shape)) if ANY_ON_DEVICE else x
-+weak_reference(x) if ANY_ON_DEVICE else x
++(
++    view_like(convert_to_torch_tensor(_WeakRefTensor(x.data_ptr(), torch.int8, (num_bytes(x),))), x)
++    if ANY_ON_DEVICE
++    else x
++)
 """
 
 FIX = Fix(
-    symptom="outputs that are not contiguous (.t(), chunk) come back as garbage, or 'Could not infer dtype'",
+    symptom="outputs that are not contiguous (.t(), chunk) are garbage, or 'Could not infer dtype'",
     group="gradients",
     affects="_reuse_graph_input_output_buffers (Megatron sets it) with strided outputs or --moe-router-dtype fp64",
     patch=PATCH,
