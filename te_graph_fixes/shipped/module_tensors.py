@@ -1,4 +1,4 @@
-"""The modules, parameters and memory that the graphs of a callable use: the same as at the capture."""
+"""Check that the modules, parameters and memory of a callable's graphs are the same as at the capture."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
-"""The tensors that FP8 parameters consist of, but for their transposes, which may be made again."""
+"""The tensors of FP8 parameters, without their transposes, which may be recomputed."""
 FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
-"""The attributes of modules that say that their backward adds wgrads to the ``main_grad`` of weights."""
+"""Module attributes: the backward adds wgrads to the ``main_grad`` of weights."""
 
 Slot = tuple[Any, Any, str]
-"""The dictionary or list that holds a tensor, its key there, and its name in errors."""
+"""The dictionary or list with a tensor, its key there, and its name in errors."""
 
 
 class WarmupRecord:
-    """The modules that the warmup has run, and the recipes of callables in FP8, by the number of the callable."""
+    """The modules that the warmup ran and the recipes of FP8 callables, by the number of the callable."""
 
     def __init__(self) -> None:
         self.recipes: dict[int, Any] = {}
         self.modules: dict[int, set[torch.nn.Module]] = {}
 
     def note(self, number: int, module: torch.nn.Module) -> None:
-        """Note that a callable has run ``module``, in the autocast of the capture or in one of its own."""
+        """Note that a callable ran ``module``, in the autocast of the capture or in an autocast of its own."""
         self.modules.setdefault(number, set()).add(module)
         manager = FP8GlobalStateManager
         if manager.is_fp8_enabled() and manager.fp8_graph_capturing():
@@ -38,9 +38,9 @@ class WarmupRecord:
 
 
 class CallableTensors:
-    """The ``members`` that the graphs of one callable use, and the tensors that they ``read``, or add to (``written``).
+    """The ``members`` of one callable, the tensors that its graphs ``read``, and those that they add to (``written``).
 
-    ``parameters`` are inputs of its graphs, ``ran`` the modules that its warmup has run.
+    ``parameters`` are inputs of its graphs. ``ran`` are the modules that its warmup ran.
     """
 
     def __init__(self, function: Any, parameters: Iterable[torch.Tensor], ran: Iterable[torch.nn.Module]) -> None:
@@ -59,68 +59,69 @@ class CallableTensors:
 
 
 class Members:
-    """The modules inside a callable, and the parameters that it ``reads``: the same objects as at the capture.
+    """The modules inside a callable, and the parameters that it ``reads``.
 
-    A parameter may be added under a new name: no graph reads it.
+    They must be the same objects as at the capture. A parameter may be added under a new name,
+    because no graph reads it.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], reads: Collection[torch.Tensor]) -> None:
         self._children = [module._modules for module in modules]
-        self._children_then = [*map(dict, self._children)]
+        self._children_at_capture = [*map(dict, self._children)]
         slots = [(module._parameters, name, value) for module in modules for name, value in module._parameters.items()]
         slots = [(registry, name, value) for registry, name, value in slots if value is None or value in reads]
         self._registries, self.names = [registry for registry, _, _ in slots], [name for _, name, _ in slots]
         self.parameters = [value for _, _, value in slots]
 
     def require_same(self, callable_name: str) -> None:
-        """RuntimeError where one was replaced, or a module or a parameter that was None was added."""
+        """RuntimeError if a module or parameter was replaced, or added in place of None."""
         parameters = [*map(dict.get, self._registries, self.names)]
-        if self._children == self._children_then and all(map(is_, parameters, self.parameters)):
+        if self._children == self._children_at_capture and all(map(is_, parameters, self.parameters)):
             return
-        for children, then in zip(self._children, self._children_then, strict=True):
+        for children, then in zip(self._children, self._children_at_capture, strict=True):
             for name in {**then, **children}:
                 if children.get(name) is not then.get(name):
-                    raise _not_there(callable_name, f"a module ({name})")
+                    raise _moved(callable_name, f"a module ({name})")
         for name, parameter, before in zip(self.names, parameters, self.parameters, strict=True):
             if parameter is not before:
-                raise _not_there(callable_name, f"a parameter ({name})")
+                raise _moved(callable_name, f"a parameter ({name})")
 
 
 class Addresses:
-    """The addresses of tensors. The object there may be another one: a ``main_grad`` may be given up and made again."""
+    """The addresses of tensors. The tensor object may change: a ``main_grad`` may be deleted and viewed again."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
-        # A tensor that consists of others, as one in FP8, has no address.
+        # A tensor that consists of other tensors, such as an FP8 weight, has no address.
         slots = [(owner, key, what) for owner, key, what in slots if _address(owner, key)]
         self._owners, self._keys = [owner for owner, _, _ in slots], [key for _, key, _ in slots]
         self._names = [what for _, _, what in slots]
-        self._then = [*map(_address, self._owners, self._keys)]
+        self._at_capture = [*map(_address, self._owners, self._keys)]
 
     def require_same(self, callable_name: str) -> None:
-        """RuntimeError where one is elsewhere, or gone."""
+        """RuntimeError if a tensor has another address, or is missing."""
         try:
-            if [*map(torch.Tensor.data_ptr, map(getitem, self._owners, self._keys))] == self._then:
+            if [*map(torch.Tensor.data_ptr, map(getitem, self._owners, self._keys))] == self._at_capture:
                 return
         except (KeyError, TypeError, RuntimeError):
-            pass  # one is gone
-        for owner, key, what, then in zip(self._owners, self._keys, self._names, self._then, strict=True):
+            pass  # a tensor is missing; the loop below names it
+        for owner, key, what, then in zip(self._owners, self._keys, self._names, self._at_capture, strict=True):
             if _address(owner, key) != then:
-                raise _not_there(callable_name, what)
+                raise _moved(callable_name, what)
 
 
 def _address(owner: Any, key: Any) -> int:
-    """0 where there is no tensor, or one without memory."""
+    """Return the address of a tensor; 0 if it is missing or has no memory."""
     tensor = owner.get(key) if isinstance(owner, dict) else owner[key]
     return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else 0
 
 
-def _not_there(callable_name: str, what: str) -> RuntimeError:
+def _moved(callable_name: str, what: str) -> RuntimeError:
     return RuntimeError(
-        f"{callable_name}: {what} is not where it was when this graph was captured (it was added, replaced, moved or "
-        "resized), and the graph would still use what it was captured with. Write into it in place, or capture again"
+        f"{callable_name}: {what} was added, replaced, moved or resized after this graph was captured, and the graph "
+        "would use the old one. Copy into it in place, or capture again."
     )
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:
-    """A callable and the modules inside; none if it is a function."""
+    """Return a callable and the modules inside it; none for a function."""
     return [*function.modules()] if isinstance(function, torch.nn.Module) else []

@@ -1,4 +1,4 @@
-"""Copies where a capture would share memory: of its samples, for each input, and of modules, without their graphs."""
+"""Copies of samples that several inputs share, and copies of modules without their graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-OF_A_CAPTURE = ("forward", "backward_dw", "reset", "__reduce_ex__", "__deepcopy__")
+CAPTURE_ATTRIBUTES = ("forward", "backward_dw", "reset", "__reduce_ex__", "__deepcopy__")
 """The attributes that a capture sets on a module."""
 
 
@@ -18,10 +18,11 @@ def with_own_inputs(
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[list[Any], Any], Any],
 ) -> tuple[list[Any], list[Any]]:
-    """The samples of a capture, where a tensor that takes a gradient has a copy for each input that it is given as.
+    """Return the samples of a capture, with a copy for each further input that shares a tensor with a gradient.
 
-    Inputs of several callables stay one tensor where they ``are_handed_on``. Tensors that need no gradient, as masks,
-    have the same values for all in each step. Parameters are not written.
+    If inputs ``are_handed_on`` between callables, only the inputs of one callable get copies. A tensor without a
+    gradient, such as a mask, stays shared, because it has the same values for all inputs. So does a parameter, which
+    no replay writes.
     """
     seen: set[int] = set()
     samples = []
@@ -38,25 +39,24 @@ def with_own_inputs(
     return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 
 
-def let_copies_be_eager(module: torch.nn.Module) -> None:
-    """Have copies of ``module`` be without its graph, which reads the parameters of the original.
+def drop_graph_from_copies(module: torch.nn.Module) -> None:
+    """Copy ``module`` without its graph from now on, because the graph reads the parameters of the original.
 
-    `copy` and `pickle` ask the module itself how it is copied, and this is all that is set. A class that makes deep
-    copies in a way of its own goes on to do so.
+    `copy` and `pickle` call the methods set here on the module. A class with its own ``__deepcopy__`` still uses it.
     """
     kind: Any = type(module)
 
     def reduce(protocol: int) -> Any:
         made = kind.__reduce_ex__(module, protocol)
         if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
-            state = {name: value for name, value in made[2].items() if name not in OF_A_CAPTURE}
+            state = {name: value for name, value in made[2].items() if name not in CAPTURE_ATTRIBUTES}
             made = (*made[:2], state, *made[3:])
         return made
 
     def deep_copy(memo: dict[int, Any]) -> Any:
         copied = kind.__deepcopy__(module, memo)
         if copied is not module:
-            for name in OF_A_CAPTURE:
+            for name in CAPTURE_ATTRIBUTES:
                 vars(copied).pop(name, None)
         return copied
 

@@ -1,9 +1,10 @@
-"""Whether what a graph reads is still there: the order in which the graphs of one memory pool are replayed.
+"""Check the sequence of replays in one memory pool: no graph may overwrite data that another one still reads.
 
-Graphs of one memory pool write where they wrote at capture. The data that graph X leaves for graph Y (a forward for its
-dgrad, a dgrad for its wgrad) is untouched by graphs that were captured between the two, since it was in use then, but
-not by others: those captured before X may have given up the memory that X got, those captured after Y may have got the
-memory that Y reads. So Y may be replayed if **all that was replayed since X was captured between X and Y**.
+A graph writes to the same memory at each replay. Let graph X write data for graph Y (a forward for its dgrad, a dgrad
+for its wgrad). Graphs captured between X and Y do not touch this data, because it was in use during their capture.
+Other graphs may overwrite it. A graph captured before X may have released the memory that X received. A graph captured
+after Y may have received the memory that Y reads. So Y may be replayed if **every graph replayed after X was captured
+between X and Y**.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 RELEASED = -1
-"""The position of all graphs that were released: before all others."""
+"""The position of all released graphs, before all others."""
 
 
 class ReplayOrder:
-    """The graphs of one memory pool: the position of each in the sequence of captures, and when it was last replayed.
+    """The graphs of one memory pool: their positions in the sequence of captures, and the times of their last replays.
 
-    Positions go from 1 to ``count``; ``position`` is that of the last replay, and has only gone up since ``run_began``.
-    ``now`` counts the replays.
+    Positions are 1 to ``count``. ``position`` is the position of the last replay. It has only increased since the time
+    ``run_began``. A time is a number of replays, and ``now`` is the current time.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class ReplayOrder:
         self._released: list[int] = []
 
     def new_position(self) -> int:
-        """A position for a graph that is about to be captured. All released graphs count as one from now on."""
+        """Return a position for a graph about to be captured, and merge the times of all released graphs."""
         while self._released:
             position = self._released.pop()
             self.times[RELEASED] = max(self.time(RELEASED), self.times.pop(position, 0))
@@ -36,36 +37,36 @@ class ReplayOrder:
         return self.count
 
     def release(self, positions: Iterable[int]) -> None:
-        """Forget the graphs at ``positions`` at the next capture, which is the first that may get their memory."""
+        """Forget the graphs at ``positions`` at the next capture, which is the first that may receive their memory."""
         for position in positions:
             self.names.pop(position, None)
             self._released.append(position)
 
     def time(self, position: int) -> int:
-        """When the graph at ``position`` was last replayed; 0 if never."""
+        """Return the time of the last replay of the graph at ``position``; 0 if never."""
         return self.times.get(position, 0)
 
     def note_replay(self, position: int) -> None:
-        """Note that the graph at ``position`` is replayed now."""
+        """Note a replay of the graph at ``position``."""
         self.now += 1
         if position <= self.position:
             self.run_began = self.now
         self.position = position
         self.times[position] = self.now
 
-    def require_untouched(self, what: str, first: int, since: int, end: int, before: str) -> None:
-        """RuntimeError unless all that was replayed after ``since`` was captured between ``first`` and ``end``.
+    def require_untouched(self, reader: str, first: int, since: int, end: int, writer: str) -> None:
+        """RuntimeError unless every graph replayed after ``since`` was captured between ``first`` and ``end``.
 
-        The graph at ``first`` was replayed at ``since``. The error calls that ``before``, and says ``what`` reads it.
+        The graph at ``first`` was replayed at ``since``. ``writer`` and ``reader`` name both graphs in the error.
         """
         if since >= self.run_began and self.position < end:
-            return  # Positions have only gone up since then, and not as far as the end.
+            return  # since then, positions only increased and did not reach the end
         time, position = max((time, position) for position, time in self.times.items() if not first < position < end)
         if time > since:
             raise RuntimeError(
-                f"the {what} cannot be replayed: {self.names.get(position, 'a graph that was released')} was replayed "
-                f"since {before}, and may have overwritten what it reads. Graphs that share memory are replayed in the "
-                "sequence of their capture (`_order`), each once before its backward. If a step has more microbatches "
-                "than at the capture, or another schedule, capture again for it; for several backwards of one forward "
-                "capture with retain_graph_in_backward=True"
+                f"the {reader} cannot be replayed: {self.names.get(position, 'a released graph')} was replayed after "
+                f"{writer}, and may have overwritten the data that it reads. Replay graphs that share memory in the "
+                "sequence of their capture (`_order`), each once before its backward. For more microbatches than at "
+                "the capture, or another schedule, capture again. For several backwards of one forward, capture with "
+                "retain_graph_in_backward=True."
             )

@@ -10,7 +10,8 @@ def num_bytes(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in sizes))
+    elements = 1 + sum((size - 1) * stride for size, stride in sizes)
+    return int(elements * tensor.element_size())
 
 
 def view_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ class WithoutContract(ast.NodeTransformer):
         return node
 
     def _is_of_fix(self, statement: ast.stmt) -> bool:
-        return any(isinstance(each, ast.Name) and each.id == "contract" for each in ast.walk(statement))
+        return any(isinstance(each, ast.Name) and each.id == "preconditions" for each in ast.walk(statement))
 
     def _never(self, statement: ast.stmt) -> ast.If:
         return ast.fix_missing_locations(ast.If(ast.Constant(False), [statement], []))
@@ -220,7 +220,7 @@ def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
             times[there] = seconds(step)
         rounds.append(times)
     set_fix(True)
-    in_calls = clocked(step, sys.modules[MODULE].Contract)
+    in_calls = clocked(step, sys.modules[MODULE].Preconditions)
     gc.enable()
     replays = 2 * LAYERS * microbatches
     added = median([1e6 * (each[True][0] - each[False][0]) / replays for each in rounds])

@@ -176,7 +176,7 @@ def warned(t: Training, words: str, x: torch.Tensor) -> None:
 
 
 cast_input = event(lambda t: warned(t, "it casts them", random().float()), "cast_input")
-outside_of_the_autocast = event(lambda t: warned(t, "outside of an autocast", random()), "outside_of_the_autocast")
+outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", random()), "outside_of_the_autocast")
 
 
 def refused(t: Training, misuse: Any) -> None:
