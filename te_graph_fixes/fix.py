@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .patching.definition import UnrecognizedError
 from .patching.patch import edits, modules
-from .patching.source import Edit, Source
+from .patching.source import Edit, Source, UnrecognizedError
 from .shipped import new_module
 from .status import Status
 

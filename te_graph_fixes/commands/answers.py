@@ -18,8 +18,9 @@ from .. import fixes
 from ..decision import Decision, expected, with_required
 from ..fix import GROUPS, Fix
 from ..fixes import CATALOGUE
+from ..patching import TE
 from ..patching.installation import patched
-from ..patching.source import TE, Source
+from ..patching.source import Source
 from ..report import te_name
 from ..settings import COMMAND, DISABLE, SWITCH, option
 from ..stamp import LEFT_OUT, MADE, NAME, Stamp, digest, is_baked, undoing

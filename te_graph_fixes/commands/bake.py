@@ -20,7 +20,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..patching.source import TE, Source
+from ..patching import TE
+from ..patching.source import Source
 from ..stamp import KEPT, NAME, OPEN, ReplacedError, Stamp, of_source
 
 BEFORE, AFTER, GUARD = "before", "after", "guard"

@@ -19,7 +19,8 @@ from pathlib import Path
 from ..decision import Decision, expected
 from ..fixes import CATALOGUE
 from ..importing import PACKAGE
-from ..patching.source import TE, Source, TENotFoundError
+from ..patching import TE
+from ..patching.source import Source, TENotFoundError
 from ..report import te_name
 from ..settings import COMMAND, DISABLE, Settings, fix_ids, option, unknown_variables
 from ..stamp import ChangedStampError, ReplacedError, digest, of_source

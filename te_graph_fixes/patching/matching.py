@@ -1,16 +1,16 @@
-"""Patterns: Python text that is looked for by its syntax, so that layout and comments do not matter.
+"""Patterns: Python text that is matched by its syntax, so that layout and comments do not matter.
 
 In a pattern
 
-- ``ANY`` is any expression, ``ANY_NAME`` too; where the same name comes again it is the same text;
-- ``...`` is any number of statements, arguments, or items of a tuple or a ``with`` (``*ANY`` where Python wants a
-  target);
-- the keywords of a call are in any order; where ``...`` is last there are any others;
-- a ``def`` with ``...`` has these parameters, with these defaults, in any order and among any others;
-- a ``def`` without decorators, result or annotations has any of them.
+- ``ANY`` matches any expression. So does ``ANY_NAME``; the same name matches the same text each time.
+- ``...`` matches any number of statements, arguments, or items of a tuple or a ``with``. It is written ``*ANY`` if
+  Python requires a target.
+- The keywords of a call match in any order. If ``...`` is last, the call may have others.
+- A ``def`` with ``...`` matches these parameters, with these defaults, in any order and among any others.
+- A ``def`` without decorators, result or annotations matches any of them.
 
-Statements of a pattern are adjacent, and a block in it is whole; whatever else may stand there is ``...``. A pattern
-that fits in two ways is found twice.
+The statements of a pattern are adjacent, and its blocks are complete. ``...`` marks every gap. A pattern that fits in
+two ways matches twice.
 """
 
 from __future__ import annotations
@@ -25,26 +25,38 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 Position: TypeAlias = "tuple[int, int]"
-Bindings: TypeAlias = "dict[Any, Any]"
 
 BLOCKS = ("body", "handlers", "orelse", "finalbody")
 _NO_SYNTAX = ("ctx", "kind", "type_comment")
 _GAP = ast.Constant(...)
 
 
-class Match(NamedTuple):
-    """The expression or the statements that a pattern matched, and what is ``bound``.
+class Bindings(NamedTuple):
+    """The parts of the source that parts of a pattern stand for.
 
-    By name that is what stands where the pattern has ``ANY_NAME``, by a ``located`` node of the pattern the node that
-    it matched; by a ``...`` the first node that this stands for, or else the next one.
+    ``names`` maps each ``ANY_NAME`` to an expression. ``nodes`` maps the located nodes of the pattern to nodes of the
+    source. A ``...`` is mapped to the first node that it stands for or, if it stands for none, to the next node.
     """
+
+    names: Mapping[str, Any] = {}
+    nodes: Mapping[Any, Any] = {}
+
+    def with_name(self, name: str, node: Any) -> Bindings:
+        return Bindings({**self.names, name: node}, self.nodes)
+
+    def with_node(self, wanted: Any, node: Any) -> Bindings:
+        return Bindings(self.names, {**self.nodes, wanted: node})
+
+
+class Match(NamedTuple):
+    """The expression or the statements that a pattern matches, and its bindings."""
 
     nodes: list[Any]
     bound: Bindings
 
 
 class Pattern:
-    """What is looked for: statements, or an expression that stands alone. Matches say where ``located`` nodes are."""
+    """A pattern of statements or of one expression. A match binds the ``located`` nodes."""
 
     def __init__(self, text: str, body: Sequence[ast.stmt], located: frozenset[Any] = frozenset()) -> None:
         self._text, self._located = " ".join(text.split()), located
@@ -59,7 +71,7 @@ class Pattern:
 
     @property
     def kinds(self) -> list[type]:
-        """The types of nodes that it may begin with."""
+        """The types of nodes that a match can begin with."""
         kind = type(self.nodes[0])
         return [ast.Assign, ast.AnnAssign] if kind is ast.Assign else [kind]
 
@@ -67,7 +79,10 @@ class Pattern:
         return self._text
 
     def beginning(self, heads: Sequence[Any]) -> tuple[int, Any, Any]:
-        """How many heads of this pattern the first of ``heads`` match, and the two that differ then, or None."""
+        """Match as many heads of this pattern as possible with the first of ``heads``.
+
+        Return their number, and the two heads that differ next (None at an end).
+        """
         count = position = 0
         is_adjacent = True
         for head in heads_of(self.nodes):
@@ -76,21 +91,21 @@ class Pattern:
                 continue
             candidates = heads[position : position + 1] if is_adjacent else heads[position:]
             bare = without_blocks(head)
-            is_match = [bool(self._match(bare, without_blocks(other), {})) for other in candidates]
+            is_match = [bool(self._match(bare, without_blocks(other), Bindings())) for other in candidates]
             if True not in is_match:
                 return count, head, next(iter(heads[position:]), None)
             count, position, is_adjacent = count + 1, position + is_match.index(True) + 1, True
         return count, None, next(iter(heads[position:]), None)
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
-        """Each way in which the pattern fits where a node stands."""
-        for bindings, rest in self._match_sequence(self.nodes, siblings[number:], {}):
+        """Yield each way in which the pattern fits from node ``number`` of its siblings on."""
+        for bindings, rest in self._match_sequence(self.nodes, siblings[number:], Bindings()):
             yield Match(siblings[number : len(siblings) - len(rest)], bindings)
 
     def _match_sequence(
         self, wanted: list[Any], nodes: list[Any], bindings: Bindings
     ) -> Iterator[tuple[Bindings, list[Any]]]:
-        """Each way in which ``nodes`` can begin with the nodes ``wanted``: what is bound then, and what is left."""
+        """Yield the bindings and the remaining nodes for each way in which ``nodes`` can begin with ``wanted``."""
         if not wanted:
             yield bindings, nodes
             return
@@ -99,7 +114,7 @@ class Pattern:
             if first in self._located:
                 if not nodes:
                     return
-                bindings = {**bindings, first: nodes[0]}
+                bindings = bindings.with_node(first, nodes[0])
             for length in range(len(nodes) + 1):
                 yield from self._match_sequence(rest, nodes[length:], bindings)
         elif nodes:
@@ -107,7 +122,7 @@ class Pattern:
                 yield from self._match_sequence(rest, nodes[1:], bound)
 
     def _match(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
-        """Each way in which ``node`` matches, as what was bound before and by it."""
+        """Return the bindings for each way in which ``node`` matches, the given ones included."""
         if isinstance(wanted, list) and isinstance(node, list):
             return [bound for bound, rest in self._match_sequence(wanted, node, bindings) if not rest]
         if is_any(wanted):
@@ -121,7 +136,7 @@ class Pattern:
         else:
             return [bindings] if wanted == node else []
         if wanted in self._located:
-            return [{**bound, wanted: node} for bound in ways]
+            return [bound.with_node(wanted, node) for bound in ways]
         return ways
 
     def _match_parts(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
@@ -142,14 +157,14 @@ class Pattern:
         return self._match_named(ours, theirs, ways)
 
     def _match_named(self, wanted: Mapping[Any, Any], given: Mapping[Any, Any], ways: list[Bindings]) -> list[Bindings]:
-        """Each way in which all that is wanted is given, by name."""
+        """Match all wanted parts with the given parts of the same name."""
         for name, part in wanted.items():
             ways = [bound for way in ways for bound in self._match(part, given.get(name), way)]
         return ways
 
 
 def as_python(text: str) -> str:
-    """The text of a pattern with ``...`` replaced where Python does not take it: among the parameters of a ``def``."""
+    """Replace the ``...`` among the parameters of each ``def``, which is no Python."""
 
     def with_stars(head: re.Match[str]) -> str:
         return head.group().replace("...", "*ANY", 1).replace("...", "**ANY")
@@ -158,7 +173,7 @@ def as_python(text: str) -> str:
 
 
 def heads_of(body: Sequence[Any]) -> Iterator[Any]:
-    """Statements and those in their blocks, in order."""
+    """Yield statements and those in their blocks, in order."""
     for node in body:
         yield node
         for block in blocks_of(node):
@@ -166,7 +181,7 @@ def heads_of(body: Sequence[Any]) -> Iterator[Any]:
 
 
 def without_blocks(statement: Any) -> Any:
-    """A statement without its blocks; an expression as it is."""
+    """Copy a statement without its blocks; an expression stays the same."""
     bare = copy.copy(statement)
     for block in blocks_of(statement):
         setattr(bare, block, [])
@@ -174,12 +189,12 @@ def without_blocks(statement: Any) -> Any:
 
 
 def blocks_of(node: Any) -> list[str]:
-    """The names of the blocks of a statement or handler; parts of an expression may be called so, and are none."""
+    """Return the names of the blocks of a statement or handler. The ``body`` of an expression is no block."""
     return [] if isinstance(node, ast.expr) else [block for block in BLOCKS if hasattr(node, block)]
 
 
 def is_gap(node: Any) -> bool:
-    """Whether a part of a pattern stands for any number of statements, arguments or items."""
+    """Return whether a part of a pattern is ``...``, in one of its forms."""
     match node:
         case ast.Expr(value=part) | ast.withitem(context_expr=part):
             return is_gap(part)
@@ -191,7 +206,7 @@ def is_gap(node: Any) -> bool:
 
 
 def is_any(node: Any) -> bool:
-    """Whether a part of a pattern stands for any expression."""
+    """Return whether a part of a pattern is ``ANY`` or ``ANY_NAME``."""
     return isinstance(node, ast.Name) and node.id.startswith("ANY")
 
 
@@ -200,14 +215,14 @@ def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
         return []
     if name == "ANY":
         return [bindings]
-    bound = bindings.get(name, node)
-    is_same = bound is node or ast.unparse(bound) == ast.unparse(node)
-    return [{name: node, **bindings}] if is_same else []
+    if name not in bindings.names:
+        return [bindings.with_name(name, node)]
+    return [bindings] if ast.unparse(bindings.names[name]) == ast.unparse(node) else []
 
 
 @cache
 def _parts(wanted: Any) -> list[str]:
-    """The fields of a node that have to be the same."""
+    """Return the fields of a node that must match."""
     ignored = [*_NO_SYNTAX]
     if isinstance(wanted, ast.Call):
         ignored.append("keywords")
@@ -217,14 +232,14 @@ def _parts(wanted: Any) -> list[str]:
 
 
 def _parameters(arguments: ast.arguments) -> dict[str, list[ast.AST]]:
-    """Parameters by name, with their defaults, or ``...``."""
+    """Return the parameters by name, each with its default or ``...``."""
     by_place = zip_longest(reversed(arguments.args), reversed(arguments.defaults))
     by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {parameter.arg: [parameter, default or _GAP] for parameter, default in (*by_place, *by_name)}
 
 
 def extent(node: Any) -> tuple[Position, Position]:
-    """Where a node starts and ends: lines, and columns in bytes. A part of a ``with`` has no position of its own."""
+    """Return the start and the end of a node: lines, and columns in bytes. A `with` item has no position of its own."""
     first, last = getattr(node, "context_expr", node), getattr(node, "optional_vars", None) or node
     last = getattr(last, "context_expr", last)
     return (first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset)

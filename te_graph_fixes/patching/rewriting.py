@@ -1,6 +1,6 @@
-"""From the two sides of a hunk to edits of the source.
+"""Compute the edits of a hunk from its two sides.
 
-`compare` goes through both sides by *rows*, which are lines of code, however many lines of text they are on::
+`compare` compares *rows*. A row is one logical line of Python, on one or more lines of text::
 
      with a:
     -    x = f(u, v)
@@ -8,11 +8,12 @@
     +    y = x
      z = 1
 
-The first row and the last stay. The rows between do not pair up, so that whole lines take the place of whole lines
-(`_Comparison._in_lines`). Without ``y = x`` they would, and only a part of the row would change (`_within`): both begin
-with ``x = f(u,`` and end with ``v)``, and ``w, `` is inserted where ``v`` starts (`_spot`).
+The first and the last row are context. One row becomes two, so whole lines replace whole lines
+(`_Comparison._replace_lines`). Without ``y = x``, one row becomes one row, and only a part of it changes
+(`_Comparison._replace_part`). Both rows begin with ``x = f(u,`` and end with ``v)``. So ``w, `` is inserted at the
+start of the node ``v`` (`_Comparison._insertion_spot`).
 
-A change starts and ends where nodes of the pattern do, and a match says where these are in the source.
+Each replacement starts and ends at a node of the pattern. A match binds these nodes to nodes of the source.
 """
 
 from __future__ import annotations
@@ -29,24 +30,23 @@ from itertools import chain, groupby, takewhile
 from operator import eq
 from typing import Any, NamedTuple
 
-from .definition import Definition, unrecognized
 from .matching import Match, as_python, is_gap
-from .source import Edit, ModuleSource, first_line
+from .source import Definition, Edit, ModuleSource, first_line, unrecognized
 
 START, END = 0, 1
 """The edges of a node: indices of its span."""
 _STATEMENT = (ast.stmt, ast.excepthandler)
 _NEAR = 100
-"""How many characters the name of a callee may have."""
+"""The longest name of a callee, in characters."""
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
 
 
 class PatchError(ValueError):
-    """A patch that cannot be read; the message has the line of its text."""
+    """A patch is malformed; the message names the line of its text."""
 
 
 class Line(NamedTuple):
-    """A line of a hunk: ``mark`` is a blank, ``-`` or ``+``, ``number`` counts the lines of the patch."""
+    """A line of a hunk. ``mark`` is a blank, ``-`` or ``+``; ``number`` counts the lines of the patch."""
 
     mark: str
     text: str
@@ -60,7 +60,7 @@ class Token(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of code: its tokens, and the lines of a hunk that it is on; ``above`` are comments and blank lines."""
+    """A logical line of Python: its tokens and its lines. ``above`` are comments and blank lines before it."""
 
     tokens: list[Token]
     indent: int
@@ -73,29 +73,29 @@ class Row(NamedTuple):
 
     @property
     def number(self) -> int:
-        return (self.kept or self.lines)[0].number
+        return (self.context or self.lines)[0].number
 
     @property
     def mark(self) -> str:
-        """The mark of its lines, a blank where a part stays."""
+        """The mark of its lines; a blank if a part of it is context."""
         return min(line.mark for line in self.lines)
 
     @property
-    def kept(self) -> list[Line]:
+    def context(self) -> list[Line]:
         return [line for line in self.lines if line.mark == " "]
 
 
 class Side:
-    """The lines of a hunk with one of the ``marks``: the pattern, or what becomes of it."""
+    """One side of a hunk: the lines with one of the ``marks``. The old side is the pattern, the new one the result."""
 
-    def __init__(self, lines: Sequence[Line], marks: str, what: str) -> None:
+    def __init__(self, lines: Sequence[Line], marks: str, name: str) -> None:
         self.lines = [line for line in lines if line.mark in marks]
-        self.module = ModuleSource(what, what, as_python("\n".join(line.text for line in self.lines)))
+        self.module = ModuleSource(name, name, as_python("\n".join(line.text for line in self.lines)))
         try:
             self.body = ast.parse(self.module.text).body
         except SyntaxError as error:
             number = self.lines[min(error.lineno or 1, len(self.lines)) - 1].number
-            raise PatchError(f"line {number}: {what} is no Python: {error.msg}") from error
+            raise PatchError(f"line {number}: {name} is no Python: {error.msg}") from error
         self.rows = [*self._rows()]
 
     def _rows(self) -> Iterator[Row]:
@@ -113,8 +113,18 @@ class Side:
     def _offset(self, position: tuple[int, int]) -> int:
         return self.module.starts[position[0]] + position[1]
 
+    @cached_property
+    def nodes(self) -> list[tuple[Any, tuple[int, int]]]:
+        """The nodes with a position, outer ones first, each with its span. The span includes parentheses."""
+        nodes: list[Any] = [*self.body]
+        for node in nodes:
+            if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
+                nodes += ast.iter_child_nodes(node)
+        placed = [node for node in nodes if hasattr(node, "lineno") or isinstance(node, ast.withitem)]
+        return [(node, span_with_parentheses(self.module, node)) for node in placed]
+
     def added(self, rows: Sequence[Row]) -> str:
-        """The text of new rows, with the comments above and the blank lines around that are added with them."""
+        """Return the text of new rows, with the added comments above and the added blank lines around them."""
         lines = [line for row in rows for line in (*row.above, *row.lines)]
         below = self.lines[self.lines.index(lines[-1]) + 1 :]
         lines += takewhile(lambda line: line.mark == "+" and not line.text.strip(), below)
@@ -122,14 +132,14 @@ class Side:
 
 
 class Spot(NamedTuple):
-    """Where a node of the pattern starts or ends; ``...`` starts with the first node that it stands for."""
+    """The start or the end of a node of the pattern. A ``...`` starts with the first node that it stands for."""
 
     node: Any
     edge: int
 
 
 class Replacement(NamedTuple):
-    """Put ``text`` in the place of all between two spots, or at one: in ``whole_lines``, or within a line."""
+    """Replace everything between two spots with ``text``, as ``whole_lines`` or within a line."""
 
     start: Spot
     end: Spot
@@ -137,12 +147,20 @@ class Replacement(NamedTuple):
     whole_lines: bool
 
     def edit(self, definition: Definition, match: Match) -> Edit:
-        module, first, last = definition.module, match.bound[self.start.node], match.bound[self.end.node]
-        if not self.whole_lines:
-            start = span_with_parentheses(module, first)[self.start.edge]
-            end = span_with_parentheses(module, last)[self.end.edge]
-            text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
-            return Edit(module.name, start, end, _filled(definition, match, text))
+        """Return the edit of the source at a match."""
+        edit_of = self._edit_of_lines if self.whole_lines else self._edit_within_line
+        nodes = match.bound.nodes
+        return edit_of(definition, match, nodes[self.start.node], nodes[self.end.node])
+
+    def _edit_within_line(self, definition: Definition, match: Match, first: Any, last: Any) -> Edit:
+        module = definition.module
+        start = span_with_parentheses(module, first)[self.start.edge]
+        end = span_with_parentheses(module, last)[self.end.edge]
+        text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
+        return Edit(module.name, start, end, _filled(definition, match, text))
+
+    def _edit_of_lines(self, definition: Definition, match: Match, first: Any, last: Any) -> Edit:
+        module = definition.module
         start, end = lines_of(definition, first)[self.start.edge], lines_of(definition, last)[self.end.edge]
         if self.start != self.end and self.end.edge == START:  # comments stay with the block below them
             end = _start_of_comments(module, last)
@@ -152,7 +170,7 @@ class Replacement(NamedTuple):
 
 
 def compare(old: Side, new: Side) -> list[Replacement]:
-    """The changes that make ``new`` of ``old``; raises `PatchError`."""
+    """Return the replacements that turn ``old`` into ``new``; raises `PatchError`."""
     changes = [*_Comparison(old, new).changes()]
     for line in new.lines:
         is_comment = line.mark == "+" and line.text.strip().startswith("#")
@@ -166,148 +184,146 @@ class _Comparison:
         self._old, self._new = old, new
         self._is_expression = len(old.body) == len(new.body) == 1 and isinstance(new.body[0], ast.Expr)
 
-    @cached_property
-    def _nodes(self) -> list[tuple[Any, tuple[int, int]]]:
-        return _nodes(self._old)
-
-    @cached_property
-    def _new_spans(self) -> set[tuple[int, int]]:
-        return {ends for _, ends in _nodes(self._new)}
-
     def changes(self) -> Iterator[Replacement]:
-        """The changes in order: ``-`` rows become the ``+`` rows after them, and one that stays may change in part."""
-        kept = [row for row in self._new.rows if row.kept]
-        if [row.kept for row in self._old.rows if row.kept] != [row.kept for row in kept]:
-            raise _error(self._old.rows, "a line that stays is not of one line of code on both sides")
-        rows = [*self._old.rows, *(row for row in self._new.rows if not row.kept)]
+        """Yield the changes in order. ``+`` rows replace the ``-`` rows above; a context row can change in part."""
+        context = [row for row in self._new.rows if row.context]
+        if [row.context for row in self._old.rows if row.context] != [row.context for row in context]:
+            raise _error(self._old.rows, "a context line is a whole line of code on one side only")
+        rows = [*self._old.rows, *(row for row in self._new.rows if not row.context)]
         runs = groupby(sorted(rows, key=lambda row: row.number), key=lambda row: row.mark)
-        gone: list[Row] = []
+        removed: list[Row] = []
         for mark, run in chain(runs, [(" ", ())]):
             rows = [*run]
-            if mark == "+" or (mark == " " and gone):
-                yield from self._replaced(gone, rows if mark == "+" else [])
-            gone = rows if mark == "-" else []
+            if mark == "+" or (mark == " " and removed):
+                yield from self._replace_rows(removed, rows if mark == "+" else [])
+            removed = rows if mark == "-" else []
             for row in rows if mark == " " else ():
-                yield from self._within(row, kept.pop(0))
+                yield from self._replace_part(row, context.pop(0))
 
-    def _replaced(self, gone: list[Row], made: list[Row]) -> Iterator[Replacement]:
-        """The changes of rows that follow each other: one by one if they are alike, or else all at once."""
-        is_commented = any("#" in line.text for row in made for line in (*row.above, *row.lines))
-        if [row.indent for row in gone] != [row.indent for row in made] or is_commented:
-            yield self._in_lines(gone, made)
+    def _replace_rows(self, removed: list[Row], added: list[Row]) -> Iterator[Replacement]:
+        """Replace rows one by one if they pair up, else all at once."""
+        is_commented = any("#" in line.text for row in added for line in (*row.above, *row.lines))
+        if [row.indent for row in removed] != [row.indent for row in added] or is_commented:
+            yield self._replace_lines(removed, added)
             return
-        for old, new in zip(gone, made, strict=True):
-            yield from self._within(old, new)
+        for old, new in zip(removed, added, strict=True):
+            yield from self._replace_part(old, new)
 
-    def _in_lines(self, gone: list[Row], made: list[Row]) -> Replacement:
-        """Whole rows in the place of whole rows, or below the statement above them."""
-        indent = min(row.indent for row in (*gone, *made))
-        number = (gone[-1] if gone else made[0]).number
+    def _replace_lines(self, removed: list[Row], added: list[Row]) -> Replacement:
+        """Replace whole lines with whole lines, or insert them below the statement above."""
+        indent = min(row.indent for row in (*removed, *added))
+        number = (removed[-1] if removed else added[0]).number
         above = [row for row in self._old.rows if row.number <= number]
         below = self._old.rows[len(above) :]
         end = self._statement(END, above, indent)
-        end = end or self._statement(START, below, below[0].indent if below and gone else indent)
-        start = self._statement(START, gone, indent) if gone else end
-        is_of_one_block = all(rows[0].indent == indent for rows in (gone, made) if rows)
-        is_clause = made and made[0].words[0] in ("elif", "else", "except", "finally")
+        end = end or self._statement(START, below, below[0].indent if below and removed else indent)
+        start = self._statement(START, removed, indent) if removed else end
+        is_of_one_block = all(rows[0].indent == indent for rows in (removed, added) if rows)
+        is_clause = added and added[0].words[0] in ("elif", "else", "except", "finally")
         if not start or not end or not is_of_one_block or is_clause:
-            raise _error(made or gone, "no statement of the same block above or below")
-        text = self._new.added(made) if made else ""
-        return Replacement(start, end, _fillable(text, made) if gone else text, True)
+            raise _error(added or removed, "no statement of the same block above or below")
+        text = self._new.added(added) if added else ""
+        return Replacement(start, end, _fillable(text, added) if removed else text, True)
 
     def _statement(self, edge: int, rows: list[Row], indent: int) -> Spot | None:
-        """Where a statement with this indent starts with the first of some rows, or ends with the last."""
-        for node, ends in self._nodes if rows else ():
+        """Find the statement with this indent that starts with the first of some rows, or ends with the last."""
+        for node, span in self._old.nodes if rows else ():
             offset = rows[-1].tokens[-1].end if edge == END else rows[0].tokens[0].start
-            if isinstance(node, _STATEMENT) and (ends[edge], node.col_offset) == (offset, indent):
+            if isinstance(node, _STATEMENT) and (span[edge], node.col_offset) == (offset, indent):
                 if is_gap(node):
                     return Spot(node, edge) if edge == START else None
                 return Spot(node.value if isinstance(node, ast.Expr) else node, edge)
         return None
 
-    def _within(self, old: Row, new: Row) -> Iterator[Replacement]:
-        """The change of the smallest part of a row that differs, or else of the row."""
+    def _replace_part(self, old: Row, new: Row) -> Iterator[Replacement]:
+        """Replace the smallest part of a row that differs, or else the row. Yield nothing for equal rows."""
         if old.words == new.words:
             return
-        before = _in_common(old.words, new.words)
-        after = _in_common(old.words[before:][::-1], new.words[before:][::-1])
-        stop = len(old.words) - after
-        if before == stop and (spot := self._spot(old, new, before)):
-            left = right = spot
-        elif part := self._part(old, before, stop):
-            node, before, after = part
-            left, right = Spot(node, START), Spot(node, END)
-        elif old.kept:
+        same_before = _same_at_start(old.words, new.words)
+        same_after = _same_at_start(old.words[same_before:][::-1], new.words[same_before:][::-1])
+        is_insertion = same_before + same_after == len(old.words)
+        if is_insertion and (spot := self._insertion_spot(old, new, same_before)):
+            yield self._replacement(new, spot, spot, same_before, same_after)
+        elif node := self._smallest_node(old, same_before, same_after):
+            before, after = _tokens_outside(old, node[1])
+            yield self._replacement(new, Spot(node[0], START), Spot(node[0], END), before, after)
+        elif old.context:
             raise _error([new], "neither whole statements nor a part of an expression")
         else:
-            yield self._in_lines([old], [new])
-            return
-        stop = len(new.words) - after
-        first = new.tokens[before].start if left.edge == START else new.tokens[before - 1].end
-        last = new.tokens[stop].start if right.edge == START else new.tokens[stop - 1].end
+            yield self._replace_lines([old], [new])
+
+    def _replacement(self, new: Row, start: Spot, end: Spot, before: int, after: int) -> Replacement:
+        """Replace the text between two spots with the new row less its first and last tokens."""
+        stop = len(new.tokens) - after
+        first = new.tokens[before].start if start.edge == START else new.tokens[before - 1].end
+        last = new.tokens[stop].start if end.edge == START else new.tokens[stop - 1].end
         text = self._new.module.text
         text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
-        yield Replacement(left, right, _fillable(text, [new]), False)
+        return Replacement(start, end, _fillable(text, [new]), False)
 
-    def _part(self, row: Row, start: int, stop: int) -> tuple[Any, int, int] | None:
-        """The smallest part of an expression around some tokens, and how many tokens of the row are before and after.
+    def _smallest_node(self, row: Row, same_before: int, same_after: int) -> tuple[Any, tuple[int, int]] | None:
+        """Find the smallest expression around the tokens that differ, with its span.
 
-        None where that is a statement, or all of the row.
+        Return None if that is a statement, or the whole row.
         """
-        different = row.tokens[start:stop] or row.tokens[max(start - 1, 0) : stop + 1]
-        first, last = different[0].start, different[-1].end
-        around = [(node, ends) for node, ends in self._nodes if ends[START] <= first and last <= ends[END]]
+        stop = len(row.tokens) - same_after
+        different = row.tokens[same_before:stop] or row.tokens[max(same_before - 1, 0) : stop + 1]
+        start, end = different[0].start, different[-1].end
+        around = [(node, span) for node, span in self._old.nodes if span[START] <= start and end <= span[END]]
         if not around:
             return None
-        node, (first, last) = around[-1]
-        before = sum(token.start < first for token in row.tokens)
-        after = sum(token.end > last for token in row.tokens)
-        is_whole_row = before == after == 0 and not self._is_expression
-        return None if is_whole_row or isinstance(node, _STATEMENT) else (node, before, after)
+        node, span = around[-1]
+        is_whole_row = _tokens_outside(row, span) == (0, 0) and not self._is_expression
+        return None if is_whole_row or isinstance(node, _STATEMENT) else (node, span)
 
-    def _spot(self, old: Row, new: Row, index: int) -> Spot | None:
-        """Where to insert text in front of a token: where a node starts, or ends, that is a node of the new side too.
+    def _insertion_spot(self, old: Row, new: Row, index: int) -> Spot | None:
+        """Find the start or end of a node at which to insert text, in front of token ``index``.
 
-        From ``a or b`` to ``a or b and c`` that is the end of ``b``. It is not that of ``a or b``, which the source may
-        have in parentheses. None beside ``ANY``: an operator there could take a part of what that stands for.
+        The node must exist on both sides. From ``a or b`` to ``a or b and c`` the spot is the end of ``b``, because the
+        new side has no node ``a or b``. Return None next to ``ANY``: an operator could bind to a part of the expression
+        that it stands for.
         """
-        beside = old.tokens[max(index - 1, 0) : index + 1]
-        if any(token.word.startswith("ANY") for token in beside):
+        neighbors = old.tokens[max(index - 1, 0) : index + 1]
+        if any(token.word.startswith("ANY") for token in neighbors):
             return None
-        end_before = old.tokens[index - 1].end if index else None
-        start_after = old.tokens[index].start if index < len(old.tokens) else None
-        kept = [*new.tokens[:index], *new.tokens[len(new.tokens) - len(old.tokens) + index :]]
-        starts = {token.start: other.start for token, other in zip(old.tokens, kept, strict=True)}
-        ends = {token.end: other.end for token, other in zip(old.tokens, kept, strict=True)}
+        ends_at = old.tokens[index - 1].end if index else None
+        starts_at = old.tokens[index].start if index < len(old.tokens) else None
         spots = []
-        for node, (start, end) in self._nodes:  # outer ones first: text goes outside of the parentheses around them
-            is_kept = (starts.get(start), ends.get(end)) in self._new_spans
-            if not is_kept or (isinstance(node, _STATEMENT) and not is_gap(node)):
-                continue
-            if start == start_after:
+        for node, (start, end) in self._nodes_on_both_sides(old, new, index):
+            if start == starts_at:
                 spots.append(Spot(node, START))
-            if end == end_before and not is_gap(node):
+            if end == ends_at and not is_gap(node):
                 spots.append(Spot(node, END))
+        # Outer nodes are first, so that the text goes outside of the parentheses around the inner ones.
         return min(spots, key=lambda spot: (is_gap(spot.node), spot.edge), default=None)
 
+    def _nodes_on_both_sides(self, old: Row, new: Row, index: int) -> Iterator[tuple[Any, tuple[int, int]]]:
+        """Yield the nodes, less statements, that stay the same when tokens are inserted in front of token ``index``."""
+        inserted = len(new.tokens) - len(old.tokens)
+        unchanged = [*new.tokens[:index], *new.tokens[index + inserted :]]
+        new_starts = {token.start: other.start for token, other in zip(old.tokens, unchanged, strict=True)}
+        new_ends = {token.end: other.end for token, other in zip(old.tokens, unchanged, strict=True)}
+        new_spans = {span for _, span in self._new.nodes}
+        for node, (start, end) in self._old.nodes:
+            is_statement = isinstance(node, _STATEMENT) and not is_gap(node)
+            if (new_starts.get(start), new_ends.get(end)) in new_spans and not is_statement:
+                yield node, (start, end)
 
-def _nodes(side: Side) -> list[tuple[Any, tuple[int, int]]]:
-    """The nodes that have a position, outer ones first, with the character offsets of their ends."""
-    nodes: list[Any] = [*side.body]
-    for node in nodes:
-        if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
-            nodes += ast.iter_child_nodes(node)
-    placed = [node for node in nodes if hasattr(node, "lineno") or isinstance(node, ast.withitem)]
-    return [(node, span_with_parentheses(side.module, node)) for node in placed]
 
-
-def _in_common(words: Sequence[str], others: Sequence[str]) -> int:
-    """How many tokens are the same at the beginning."""
+def _same_at_start(words: Sequence[str], others: Sequence[str]) -> int:
+    """Count the equal tokens at the start."""
     return len([*takewhile(bool, map(eq, words, others))])
 
 
+def _tokens_outside(row: Row, span: tuple[int, int]) -> tuple[int, int]:
+    """Count the tokens of a row before and after a span."""
+    before = sum(token.start < span[START] for token in row.tokens)
+    after = sum(token.end > span[END] for token in row.tokens)
+    return before, after
+
+
 def _fillable(text: str, rows: Sequence[Row]) -> str:
-    """The text of some rows; raises `PatchError` if a part of it stands for any other, and cannot be put anywhere."""
+    """Return the text; raises `PatchError` if it contains ``...`` or ``ANY``, which have no text of their own."""
     if re.search(r"\.\.\.|\bANY\b", text):
         raise _error(rows, "neither whole statements nor a part of an expression")
     return text
@@ -318,7 +334,7 @@ def _error(rows: Sequence[Row], text: str) -> PatchError:
 
 
 def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
-    """Where a part of a statement starts and ends with the parentheses around it; those of a call are not."""
+    """Return the span of a node with the parentheses around it, but without those of a call."""
     text, (start, end) = module.text, module.span(node)
     while text[:start].rstrip()[-1:] == "(" and text[end:].lstrip()[:1] == ")":
         opening = text.rindex("(", 0, start)
@@ -330,23 +346,23 @@ def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
 
 
 def _indent_at(text: str, offset: int) -> str:
-    """The indent of the line at a character."""
+    """Return the indent of the line that contains a character."""
     line = text[text.rfind("\n", 0, offset) + 1 :]
     return line[: len(line) - len(line.lstrip(" \t"))]
 
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
-    """The text with what ``ANY_NAME`` stands for, with parentheses where an operator could take a part of it."""
+    """Replace each ``ANY_NAME`` with the text that it matched, in parentheses if an operator could bind to a part."""
 
     def fill(name: re.Match[str]) -> str:
-        node = match.bound[name.group()]
+        node = match.bound.names[name.group()]
         return f"({definition.text(node)})" if isinstance(node, _COMPOUND) else definition.text(node)
 
     return re.sub(r"\bANY_\w+", fill, text)
 
 
 def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
-    """Where the lines of a statement start and end; raises `UnrecognizedError` if others stand on them too."""
+    """Return the start and end of a statement's lines; raises `UnrecognizedError` if they contain other statements."""
     module, number = definition.module, first_line(statement)
     start, end = module.starts[number], module.starts[statement.end_lineno + 1]
     before, after = module.line(number)[: statement.col_offset], module.text[module.span(statement)[END] : end]
@@ -356,12 +372,12 @@ def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
 
 
 def indented(module: ModuleSource, statement: Any, text: str) -> str:
-    """Lines with the indent of a statement."""
+    """Indent lines like a statement."""
     return textwrap.indent(text, _indent_at(module.text, module.starts[statement.lineno]))
 
 
 def _start_of_comments(module: ModuleSource, statement: Any) -> int:
-    """Where the comments directly above a statement start, or else the statement's line."""
+    """Return the start of the comments directly above a statement, or else of its first line."""
     number = first_line(statement)
     while module.line(number - 1).strip().startswith("#"):
         number -= 1

@@ -1,4 +1,4 @@
-"""TransformerEngine (TE) as source text: find it, read it, parse it.
+"""TransformerEngine (TE) as source text: find it, read it, parse it, and look for patterns in it.
 
 Nothing here imports torch or TE. The same classes serve an installed TE and a source tree.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import gc
 import importlib.machinery
 import importlib.metadata
@@ -15,30 +16,57 @@ import io
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from .definition import Definition, UnrecognizedError, unrecognized
-from .matching import extent
+from . import PACKAGE, TE
+from .matching import Match, Pattern, extent, heads_of, without_blocks
 
-TE = "transformer_engine"
 _DISTRIBUTIONS = (
     *(TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch"),
     *("transformer_engine_rocm7", "transformer_engine_rocm_torch"),
 )
+_LONGEST = 70
+"""The number of characters of a statement that errors show."""
 
 
 class TENotFoundError(Exception):
-    """There is no TransformerEngine where it was looked for."""
+    """There is no TransformerEngine at the place that was searched."""
+
+
+class Miss(NamedTuple):
+    """The closest miss of a pattern: the number of its statements that match, and the difference in the next one."""
+
+    matched: int
+    text: str
+
+
+class UnrecognizedError(Exception):
+    """A fix did not find the code that it requires, so it must not change this source.
+
+    ``closest`` searches for the closest miss, which takes a while. ``details`` are longer than the text.
+    """
+
+    def __init__(self, text: str, closest: Callable[[], Miss] | None = None, details: str = "") -> None:
+        super().__init__(text)
+        self.closest = closest or (lambda: Miss(-1, text))
+        self.details = details or text
+
+
+def unrecognized(
+    wanted: str, where: object, found: str = "none", closest: Callable[[], Miss] | None = None
+) -> UnrecognizedError:
+    """Return the error for ``wanted`` code that is missing ``where``: in a `Definition`, or in a file."""
+    return UnrecognizedError(f"looked for {wanted} in {where}, found {found}", closest)
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Put off the collection of garbage, which is slow next to torch's objects."""
+    """Defer garbage collection, which is slow if torch is loaded."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -49,7 +77,7 @@ def without_collections() -> Iterator[None]:
 
 
 class Edit(NamedTuple):
-    """Replace the characters ``start`` to ``end`` of ``module``'s source by ``text``."""
+    """Replace the characters ``start`` to ``end`` of ``module``'s source with ``text``."""
 
     module: str
     start: int
@@ -59,7 +87,7 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """One TE: its package folder (or zip entry) and the version that its metadata names."""
+    """One TE: its package folder (or zip entry), and the version in its metadata."""
 
     location: str
     version: str | None
@@ -67,17 +95,19 @@ class Source:
 
     @classmethod
     def installed(cls) -> Source:
-        """The TE that ``import transformer_engine`` would find; raises `TENotFoundError`."""
+        """Find the TE that ``import transformer_engine`` would import; raises `TENotFoundError`."""
         with contextlib.suppress(ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
             for location in (spec and spec.origin and spec.submodule_search_locations) or ():
                 return cls(location, _version(os.path.dirname(location)))
-        found = f"in sys.modules is a stand-in ({type(sys.modules.get(TE)).__name__}) without files"
-        raise TENotFoundError(f"{TE} {found if TE in sys.modules else f'is not installed in {sys.executable}'}")
+        if TE in sys.modules:
+            kind = type(sys.modules[TE]).__name__
+            raise TENotFoundError(f"{TE} in sys.modules is a stand-in ({kind}) without files")
+        raise TENotFoundError(f"{TE} is not installed in {sys.executable}")
 
     @classmethod
     def at(cls, folder: str | Path) -> Source:
-        """The TE in ``folder``: a site-packages folder, a checkout, or the package folder itself."""
+        """Find the TE in ``folder``: a site-packages folder, a checkout, or the package folder itself."""
         root = Path(os.path.abspath(folder))
         for package in (root, root / TE) if str(folder) else ():
             if package.name == TE and (package / "__init__.py").is_file():
@@ -85,26 +115,30 @@ class Source:
         raise TENotFoundError(f"no {TE} package in {str(folder)!r}: expected {root / TE}/__init__.py")
 
     def find(self, name: str) -> ModuleSource | None:
-        """The source of module ``name``, or None where this TE has no such module."""
+        """Read module ``name``; None if this TE has no such module."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]
 
     def module(self, name: str) -> ModuleSource:
-        """The source of module ``name``; raises `UnrecognizedError` where there is none."""
+        """Read module ``name``; raises `UnrecognizedError` if there is none."""
         if (module := self.find(name)) is None:
             raise unrecognized(f"module {name}", self.location)
         return module
 
     @property
     def modules_read(self) -> list[str]:
-        """The names of the modules that were looked at."""
+        """The names of the modules that were read."""
         return sorted(name for name, module in self._modules.items() if module)
 
     def without_trees(self) -> Source:
-        """The same texts without their syntax trees, which are large."""
+        """Return the same texts without their syntax trees, which are large."""
+        return self.with_modules({name: module and replace(module) for name, module in self._modules.items()})
+
+    def with_modules(self, modules: Mapping[str, ModuleSource | None]) -> Source:
+        """Return the same TE with these modules instead of its own; None: it has no such module."""
         source = Source(self.location, self.version)
-        source._modules.update((name, module and replace(module)) for name, module in self._modules.items())
+        source._modules.update(modules)
         return source
 
     def _read(self, name: str) -> ModuleSource | None:
@@ -124,7 +158,7 @@ class Source:
 
 
 def _version(folder: str) -> str | None:
-    """The version of the TE in ``folder`` by the metadata beside it, or by the VERSION.txt of a checkout."""
+    """Read the version of the TE in ``folder``, from the metadata next to it or from a checkout's VERSION.txt."""
     for name in _DISTRIBUTIONS:
         for distribution in importlib.metadata.distributions(name=name, path=[folder]):
             with contextlib.suppress(Exception):  # METADATA is unreadable, not UTF-8, without a version
@@ -137,7 +171,7 @@ def _version(folder: str) -> str | None:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """The text of one module, as Python reads it, and the functions and classes in it.
+    """The text of one module, as Python reads it, with its functions and classes.
 
     ``newline`` is the line break of the file.
     """
@@ -146,7 +180,7 @@ class ModuleSource:
     path: str
     text: str
     newline: str = "\n"
-    _asked_for: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
+    _searched: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -157,20 +191,20 @@ class ModuleSource:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The character offset at which each line starts, by its number, and last that of the text's end."""
+        """The character offset of each line's start, by line number; the last one is the end of the text."""
         return [0, 0, *accumulate(map(len, io.StringIO(self.text)))]
 
     def line_number(self, offset: int) -> int:
-        """The line of a character offset."""
+        """Return the line of a character offset."""
         return self.text.count("\n", 0, offset) + 1
 
     def line(self, number: int) -> str:
-        """A line, with its line break, as Python counts them."""
+        """Return a line with its line break; lines count as in Python."""
         return self.text[self.starts[number] : self.starts[number + 1]]
 
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-        """Every class and function at module or class level, by qualified name; ambiguous names are left out."""
+        """Every class and function at module or class level, by qualified name; ambiguous names are missing."""
         by_name = defaultdict[str, list[ast.FunctionDef | ast.ClassDef]](list)
         pending = [("", self.tree.body)]
         for prefix, body in pending:
@@ -181,21 +215,115 @@ class ModuleSource:
         return {name: nodes[0] for name, nodes in by_name.items() if len(nodes) == 1}
 
     def definition(self, qualname: str) -> Definition:
-        """The function or class ``qualname``; raises `UnrecognizedError` where there is none or more than one."""
-        if qualname not in self._asked_for:
+        """Find the function or class ``qualname``; raises `UnrecognizedError` if there is none, or several."""
+        if qualname not in self._searched:
             if qualname not in self.definitions:
                 raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
-            self._asked_for[qualname] = Definition(self, qualname, self.definitions[qualname])
-        return self._asked_for[qualname]
+            self._searched[qualname] = Definition(self, qualname, self.definitions[qualname])
+        return self._searched[qualname]
 
     def span(self, node: Any) -> tuple[int, int]:
-        """The character offsets at which ``node`` starts and ends; syntax trees count columns in UTF-8 bytes."""
+        """Return the character offsets of a node's start and end. Syntax trees count columns in UTF-8 bytes."""
         (first, column), (last, end_column) = extent(node)
         start, end = self.line(first).encode()[:column], self.line(last).encode()[:end_column]
         return self.starts[first] + len(start.decode()), self.starts[last] + len(end.decode())
 
 
+@dataclass(frozen=True)
+class Definition:
+    """One function or class, in which patterns are searched."""
+
+    module: ModuleSource
+    qualname: str
+    node: ast.FunctionDef | ast.ClassDef
+    _inner: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
+
+    @cached_property
+    def _by_type(self) -> dict[type, list[tuple[list[Any], int]]]:
+        """All nodes in the definition, by type. Each is given as a list and an index in it."""
+        nodes = defaultdict[type, list[tuple[list[Any], int]]](list)
+        pending: list[tuple[list[Any], int]] = [([self.node], 0)]
+        for siblings, number in pending:
+            node = siblings[number]
+            nodes[type(node)].append((siblings, number))
+            for _, value in ast.iter_fields(node):
+                children = value if isinstance(value, list) else [value]
+                pending += [
+                    (children, i) for i, child in enumerate(children) if isinstance(child, ast.AST) and child._fields
+                ]
+        return nodes
+
+    def matches(self, pattern: str | Pattern) -> list[Match]:
+        """Find every statement, run of statements or expression that matches, in order."""
+        pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
+        matches: dict[object, Match] = {}
+        for siblings, number in (node for kind in pattern.kinds for node in self._by_type[kind]):
+            for match in pattern.match(siblings, number):
+                bound = (*match.bound.names.values(), *match.bound.nodes.values())
+                matches[tuple(map(extent, (match.nodes[0], match.nodes[-1], *bound)))] = match
+        return sorted(matches.values(), key=lambda match: (extent(match.nodes[0]), extent(match.nodes[-1])))
+
+    def has(self, pattern: str | Pattern) -> bool:
+        """Return whether the pattern matches at least once."""
+        return bool(self.matches(pattern))
+
+    def one(self, pattern: str) -> Any:
+        """Return the first node of the only match; raises `UnrecognizedError` if there is none, or several."""
+        return self.exactly(1, pattern)[0].nodes[0]
+
+    def exactly(self, count: int | None, pattern: str | Pattern) -> list[Match]:
+        """Return ``count`` matches, or at least one for None; raises `UnrecognizedError` for any other number."""
+        pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
+        matches = self.matches(pattern)
+        if len(matches) != count and not (count is None and matches):
+            times = {None: "at least once", 1: "exactly once"}.get(count, f"exactly {count} times")
+            lines = f" (lines {', '.join(str(match.nodes[0].lineno) for match in matches)})" if matches else ""
+            closest = None if matches else lambda: self.closest(pattern)
+            found = "it once" if len(matches) == 1 else f"it {len(matches)} times"
+            raise unrecognized(f"`{pattern}` {times}", self, found + lines, closest)
+        return matches
+
+    def closest(self, pattern: Pattern) -> Miss:
+        """Find the longest beginning of a pattern that matches, and describe the difference after it."""
+        heads = [*heads_of(self.node.body)]
+        beginnings = [pattern.beginning(heads[start:]) for start in range(len(heads))]
+        count, wanted, other = max(beginnings, key=lambda beginning: beginning[0], default=(0, None, None))
+        looked = f"looked for {_in_short(wanted or pattern.nodes[0])}"
+        if count and not wanted:
+            looked = "looked for the end of a block, or for the same text for the same ANY_NAME"
+        elif not count:
+            by_text = {_in_short(head): head for head in reversed(heads)}
+            similar = difflib.get_close_matches(_in_short(pattern.nodes[0]), by_text, 1)
+            other = by_text[similar[0]] if similar else None
+        ending = _in_short(other) if other else "the end" if count else f"none in {self.qualname}"
+        file = self.module.name.removeprefix(f"{PACKAGE}.").replace(".", "/")
+        return Miss(count, f"{file}.py:{getattr(other or self.node, 'lineno', 1)}: {looked}, found {ending}")
+
+    def inner(self, name: str) -> Definition:
+        """Find the only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
+        if name not in self._inner:
+            inside = [siblings[i] for kind in (ast.FunctionDef, ast.ClassDef) for siblings, i in self._by_type[kind]]
+            nodes = [node for node in inside if node.name == name and node is not self.node]
+            if len(nodes) != 1:
+                raise unrecognized(f"{name} exactly once", self, f"it {len(nodes)} times")
+            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", nodes[0])
+        return self._inner[name]
+
+    def text(self, node: Any) -> str:
+        """Return the source text of ``node``."""
+        return self.module.text[slice(*self.module.span(node))]
+
+
 def first_line(node: Any) -> int:
-    """The first line of a statement, decorators included."""
+    """Return the first line of a statement, decorators included."""
     decorators = getattr(node, "decorator_list", None)
     return int(min(decorators[0].lineno, node.lineno) if decorators else node.lineno)
+
+
+def _in_short(head: Any) -> str:
+    """Return the first line of a statement, or an expression, shortened."""
+    text = ast.unparse(without_blocks(head)).partition("\n")[0]
+    return f"`{text if len(text) <= _LONGEST else f'{text[: _LONGEST - 3]}...'}`"

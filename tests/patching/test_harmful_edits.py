@@ -16,11 +16,10 @@ from dataclasses import replace
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.definition import UnrecognizedError
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.matching import extent
 from te_graph_fixes.patching.patch import read
-from te_graph_fixes.patching.source import Edit, ModuleSource, Source, first_line
+from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError, first_line
 from te_graph_fixes.status import Status
 from tests.support.published import VERSIONS, examined, needed
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from te_graph_fixes.fix import Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.definition import UnrecognizedError
+from te_graph_fixes.patching import PACKAGE
 from te_graph_fixes.patching.installation import InstallationError, compile_patches, patched
-from te_graph_fixes.patching.patch import PYTORCH, edits, read
+from te_graph_fixes.patching.patch import edits, read
 from te_graph_fixes.patching.rewriting import PatchError
-from te_graph_fixes.patching.source import Edit, ModuleSource, Source
+from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError
 from te_graph_fixes.status import Status
 
-CODE = f"{PYTORCH}.code"
+CODE = f"{PACKAGE}.code"
 
 
 def source_of(text: str) -> Source:
@@ -122,24 +122,24 @@ def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("patch", "error"),
     [
-        (" a = 1\n", "line 1: expected a line of a hunk"),
-        ("@@ code.py run\n a = 1\nx = 1\n", "line 3: expected a line of a hunk"),
-        ("@@ code.py run\n a = 1\n@ run\n", "line 3: expected a line of a hunk"),
+        (" a = 1\n", "line 1: expected a line that begins"),
+        ("@@ code.py run\n a = 1\nx = 1\n", "line 3: expected a line that begins"),
+        ("@@ code.py run\n a = 1\n@ run\n", "line 3: expected a line that begins"),
         ("@@\n a = 1\n", "line 1: expected `@@ FILE.py PLACE"),
         ("@@ code run\n a = 1\n", "line 1: expected `@@ FILE.py PLACE"),
-        ("@@ code.py run (twice)\n a = 1\n", "line 1: 'twice' is no note"),
-        ("@@ code.py run (or)\n a = 1\n", "line 1: no hunk that this one could stand for"),
+        ("@@ code.py run (twice)\n a = 1\n", "line 1: unknown note 'twice'"),
+        ("@@ code.py run (or)\n a = 1\n", "line 1: `or` needs a hunk above"),
         ("@@ code.py run\n\n@@ code.py run\n a = 1\n", "line 1: a hunk without lines"),
-        ("@@ code.py run\n+a = 1\n", "line 1: `\\+` lines alone stand `at its start`"),
-        ("@@ code.py run (at its start)\n a = 1\n+b = 1\n", "line 1: `\\+` lines alone stand `at its start`"),
-        ("@@ code.py run\n a = 1\n b = (\n", "line 3: what the hunk looks for is no Python"),
-        ("@@ code.py run\n a = 1\n+b = = 1\n", "line 3: what the hunk makes is no Python"),
-        ("@@ code.py run\n # nothing\n", "line 1: a hunk that looks for nothing"),
+        ("@@ code.py run\n+a = 1\n", "line 1: a hunk `at its start` has `\\+` lines only"),
+        ("@@ code.py run (at its start)\n a = 1\n+b = 1\n", "line 1: a hunk `at its start` has `\\+` lines only"),
+        ("@@ code.py run\n a = 1\n b = (\n", "line 3: the old side is no Python"),
+        ("@@ code.py run\n a = 1\n+b = = 1\n", "line 3: the new side is no Python"),
+        ("@@ code.py run\n # nothing\n", "line 1: a pattern must not be empty"),
         ("@@ code.py run\n if a:\n     ...\n+    b = 1\n c = 1\n", "line 4: no statement of the same block"),
         ("@@ code.py run\n if a:\n     b = 1\n+else:\n+    b = 2\n", "line 4: no statement of the same block"),
         ("@@ code.py run\n if a:\n-    b = 1\n+    b = 2\n+c = 3\n", "line 4: no statement of the same block"),
-        ("@@ code.py run\n f(\n     a,\n+)\n+g(\n     b,\n )\n", "line 2: a line that stays is not of one"),
-        ("@@ code.py run (0 times)\n-a = 1\n+a = 2\n", "line 1: what must not be there cannot be changed"),
+        ("@@ code.py run\n f(\n     a,\n+)\n+g(\n     b,\n )\n", "line 2: a context line is a whole line"),
+        ("@@ code.py run (0 times)\n-a = 1\n+a = 2\n", "line 1: a hunk with `0 times` has context"),
         ("@@ code.py run\n-a = f(...)\n+a = f(*..., 1)\n", "line 3: neither whole statements"),
         ("@@ code.py run\n a = 1\n+# why\n b = 2\n", "line 3: put the comment above a new statement"),
         ("@@ code.py run\n-a = 1\n+# a is gone\n b = 2\n+c = 3\n", "line 3: put the comment above"),
@@ -285,7 +285,7 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
 )
 def test_a_patch_that_does_not_fit_says_which_hunk(patch: str, error: str) -> None:
     source = source_of(TEXT)
-    source._modules[f"{PYTORCH}.other"] = None
+    source._modules[f"{PACKAGE}.other"] = None
     with pytest.raises(UnrecognizedError, match=error):
         edits(source, patch)
 

@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.patching.definition import Definition, UnrecognizedError
-from te_graph_fixes.patching.source import ModuleSource, Source, TENotFoundError, without_collections
+from te_graph_fixes.patching.source import (
+    Definition,
+    ModuleSource,
+    Source,
+    TENotFoundError,
+    UnrecognizedError,
+    without_collections,
+)
 
 CODE = "transformer_engine.pytorch.code"
 
@@ -196,7 +202,7 @@ def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
 def test_a_match_gives_what_stands_in_the_place_of_a_name() -> None:
     run = definition("def run(x):\n    if x:\n        a = f(1)\n        b = 2\n        return a[i]\n")
     (match,) = run.exactly(1, "if ANY_TEST:\n    ANY_A = ANY\n    ...\n    return ANY_A[ANY_INDEX]")
-    assert {name: run.text(node) for name, node in match.bound.items()} == {
+    assert {name: run.text(node) for name, node in match.bound.names.items()} == {
         "ANY_TEST": "x",
         "ANY_A": "a",
         "ANY_INDEX": "i",
