@@ -39,6 +39,8 @@ from .difference import off_by
 NOISE = 8  # a mismatch is more than so many times what two eager runs differ by, which is named in any case
 ANYTHING = 0.1  # of the norm: where two eager runs differ by more, as in memory that nothing has written, none is told
 PATIENCE = 60  # seconds that rank 0 waits for the other ranks at the end of its process
+ONE_SIDED = {None: "is missing", False: "is not set", True: "is set"}
+"""How a graph differs from the eager run, by the graph's value: a missing tensor, or a mark of a parameter."""
 PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Subject`
 UNSEEN = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 _numbers = itertools.count()  # the same on all ranks
@@ -70,6 +72,7 @@ class Check:
         self.step, self.finished, self._options = 1, False, options
         self._called: dict[Any, Any] = {}  # twins, in this step: their parameters then; None after an optimizer's step
         self._pending: list[tuple[torch.Tensor | float, Subject, str]] = []
+        self._changes: list[tuple[torch.Tensor | float, int, Any, str]] = []
         self._noise: dict[str, torch.Tensor] = {}  # by kind, the most that two eager runs have differed by
         self._said: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
@@ -100,12 +103,17 @@ class Check:
 
     def compare(self, subject: Subject, graphed: Any, eager: Any, again: Any, text: str = "") -> None:
         """Compare a tensor of the graph with that of eager, and that with what eager has computed ``again``."""
-        if graphed is not None and eager is not None:
+        if isinstance(graphed, torch.Tensor) and isinstance(eager, torch.Tensor):
             noise = off_by(again, eager)
             self._noise[subject.kind] = torch.maximum(noise, self._noise.get(subject.kind, noise))
             self._pending.append((off_by(graphed, eager), subject, text))
         elif graphed is not eager:
-            self._pending.append((1.0, subject, "is missing" if graphed is None else "is not expected"))
+            self._pending.append((1.0, subject, ONE_SIDED.get(graphed, "is not expected")))
+
+    def note_changes(self, index: int, twin: Any) -> None:
+        """Keep how much the eager runs of ``twin`` had changed of the job until the end of the step."""
+        self._changes += [(error, index, twin, name) for name, error in twin.changes]
+        twin.changes = []
 
     def leave_out(self, index: int, module: str, reason: str) -> None:
         self.totals["left out"] += self.new(("left out", index))
@@ -123,6 +131,9 @@ class Check:
         if torch.distributed.is_initialized():
             store = distributed_c10d._get_default_store()
             self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if self._pending:
+            self.totals["steps"] = self.step
+        self._report_changes()
         groups: defaultdict[tuple[str, bool], list[tuple[float, Subject, str]]] = defaultdict(list)
         for error, subject, text in self._pending:
             error, noise = float(error), float(self._noise.get(subject.kind, 0.0))
@@ -130,7 +141,6 @@ class Check:
             self.totals += Counter(
                 tensors=1, callables=self.new(subject.callable), noisy=noise > 0, different=different
             )
-            self.totals["steps"] = self.step
             if (different or noise) and self.new((subject.kind, different)):
                 groups[PARAMETER.sub("", subject.kind), different].append((error, subject, text))
         self._pending = []
@@ -140,6 +150,22 @@ class Check:
             say(f"which ends with status {DIFFERENT}: {_sentence([self.totals])}")
             sys.stdout.flush()
             os._exit(DIFFERENT)
+
+    def _report_changes(self) -> None:
+        """Report what the eager runs had changed of the job. Nothing else is reported of their modules."""
+        changed: defaultdict[tuple[int, Any], list[str]] = defaultdict(list)
+        for error, index, twin, name in self._changes:
+            if float(error) > 0 and name not in changed[index, twin]:
+                changed[index, twin].append(name)
+        self._changes = []
+        for (index, twin), names in changed.items():
+            if names and not twin.refusal:
+                more = f" and {len(names) - 3} more" * (len(names) > 3)
+                twin.refusal = f"the check changed {', '.join(names[:3])}{more}"
+                self.totals += Counter({"errors": 1, "left out": self.new(("left out", index))})
+                self.new((twin.name, twin.refusal))
+                say(f"error: callable {index} ({twin.name}) is not checked: {twin.refusal}, and restored it")
+        self._pending = [each for each in self._pending if not each[1].twin.refusal]
 
     def _tell(self, different: bool, alike: list[tuple[float, Subject, str]]) -> None:
         """Say what is wrong with the worst of these tensors, which differ in the name of a parameter alone."""
@@ -216,6 +242,8 @@ def _sentence(totals: list[Counter[str]]) -> str:
             verdict += ", as no graph of TransformerEngine's make_graphed_callables has been replayed"
     if total["noisy"]:
         verdict += f", but for {total['noisy']:,} that eager itself does not reproduce"
+    if total["errors"]:
+        verdict += f"; {total['errors']:,} errors: the check changed something, and restored it"
     if total["left out"]:
         verdict += f"; {total['left out']:,} callables are left out"
     if steps == 1:

@@ -12,6 +12,7 @@ import copy
 import inspect
 import itertools
 import queue
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,13 +21,14 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformer_engine.pytorch import autocast, graph
 from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
 from . import Options
 from .findings import Check, Subject, say
+from .isolation import MARK, Isolation, JobState, NotIsolatedError
 
 FIRST = "is_first_microbatch"
 DELAYED_HOOKS = "wgrad_accumulation_and_reduce_hooks"
@@ -82,7 +84,9 @@ def _twins(given: Values) -> list[Twin]:
     """A twin for each callable that is asked for: chunks, in them microbatches, in them layers."""
     modules = given["modules"] if isinstance(given["modules"], tuple) else (given["modules"],)
     fp8, recipe = (given.get(name) or given.get(f"fp8_{name}") for name in ("enabled", "recipe"))
-    twins = [Twin(module, bool(fp8[i] if isinstance(fp8, tuple) else fp8), recipe) for i, module in enumerate(modules)]
+    retain = bool(given.get("retain_graph_in_backward"))
+    enabled = [bool(fp8[i] if isinstance(fp8, tuple) else fp8) for i in range(len(modules))]
+    twins = [Twin(module, used, recipe, retain) for module, used in zip(modules, enabled, strict=True)]
     if given.get("_order") is None:
         return twins
     chunks, microbatches, rest = int(max(given["_order"])), len(given["sample_args"]) // len(twins), iter(twins)
@@ -156,7 +160,10 @@ class Checked:
         """A replay is about to begin, of a backward with the ``grads`` of outputs: see what eager computes."""
         if grads:
             run.backward = _copied(grads), self._twin.state()
-        run.eager = [self._twin.compute(run, when) for _ in range(2)]
+        try:
+            run.eager = [self._twin.compute(run, when) for _ in range(2)]
+        finally:
+            self._check.note_changes(self._index, self._twin)
         self._check.lifetimes.before_replay()
 
     def _after(self, run: Microbatch, when: str, returned: Values, stream: Any = None) -> None:
@@ -172,6 +179,7 @@ class Checked:
         for name, parameter in self._twin.parameters.items():
             values[f"main_grad of {name}"] = getattr(parameter, "main_grad", None)
             values[f".grad of {name}"] = parameter.grad if when == "wgrad" else None
+            values[f"mark {MARK} of {name}"] = bool(getattr(parameter, MARK, False))
         values |= returned
         (eager, again), run.eager = run.eager, []  # somebody may keep the output, and with it this
         for name, wanted in eager.items():
@@ -185,6 +193,8 @@ class Checked:
         if not self._twin.refusal:
             try:
                 return work(*args)
+            except NotIsolatedError as error:
+                self._twin.refusal = str(error)
             except Exception as error:
                 self._twin.refusal = f"it raised in its eager run: {type(error).__name__}: {error}"
         return self._check.leave_out(self._index, self._twin.name, self._twin.refusal)
@@ -211,8 +221,10 @@ class Microbatch:
 class Twin:
     """The eager side of a module, made before it is graphed; ``enabled`` and ``recipe`` are those of its graphs."""
 
-    def __init__(self, module: Module, enabled: bool, recipe: Any) -> None:
+    def __init__(self, module: Module, enabled: bool, recipe: Any, retain_graph: bool) -> None:
         self.module, self.name, self.refusal = module, type(module).__name__, ""
+        self.changes: list[tuple[str, Any]] = []  # of the job, by the eager runs since the last `Check.note_changes`
+        self._retain_graph = retain_graph
         self.keeps_marks = False  # a replay has left a mark of a first microbatch, which an eager forward clears
         self.parameters: dict[str, Any] = dict(module.named_parameters())
         classes = {kind for submodule in module.modules() for kind in type(submodule).__mro__}
@@ -239,6 +251,8 @@ class Twin:
             return "it shares communication buffers (userbuffers) with its graph"
         if any(type(parameter).__name__ == "DTensor" for parameter in self.parameters.values()):
             return "its parameters are sharded (DTensor), and an eager run would change their gradients"
+        if any(hasattr(parameter, "__fsdp_param__") for parameter in self.parameters.values()):
+            return "Megatron-FSDP holds its gradients, and an eager run would change them"
         if any(parameter is not self.parameters.get(name) for name, parameter in self.module.named_parameters()):
             return "it has got new parameters since its capture"
         if self.is_of_megatron and not _megatron_flags():
@@ -249,7 +263,16 @@ class Twin:
 
     def compute(self, run: Microbatch, until: str) -> Values:
         """Run a microbatch until the end of its ``forward``, ``backward`` or ``wgrad``: what is new then."""
-        with self._as_it_was(run), torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
+        job = JobState(self._tensors_of_job(with_gradients=until != "forward"), self.random_states)
+        isolation = Isolation(self.own, self.parameters.values(), self._retain_graph)
+        try:
+            with self._as_it_was(run), isolation:
+                return self._compute(run, until, isolation)
+        finally:
+            self.changes += job.restore()
+
+    def _compute(self, run: Microbatch, until: str, isolation: Isolation) -> Values:
+        with torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
             args, kwargs = _copied(run.inputs)
             inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             outputs = tree_leaves(self.module(*args, **kwargs))
@@ -258,10 +281,10 @@ class Twin:
                 return _outputs(outputs) | self.amaxes(until)
             self._backward(run, outputs)
             if until == "wgrad":
-                self._wgrads(run)
-                return self._gradients(run, until)
+                self._wgrads(run, isolation)
+                return self._gradients(run, until, isolation)
             values = {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
-            return values | self._gradients(run, until) | ({} if run.updates else self.amaxes(until))
+            return values | self._gradients(run, until, isolation) | ({} if run.updates else self.amaxes(until))
 
     def _backward(self, run: Microbatch, outputs: list[Any]) -> None:
         grads, state = run.backward
@@ -271,24 +294,27 @@ class Twin:
         stores = {module: vars(module).get("wgrad_store") for module in self.own}
         run.delayed = [module for module, store in stores.items() if store and store.context.qsize()]
 
-    def _wgrads(self, run: Microbatch) -> None:
+    def _wgrads(self, run: Microbatch, isolation: Isolation) -> None:
         """Compute the delayed wgrads, which add to the ``main_grad`` that the parameters have now."""
-        for name, alias in self.module.named_parameters():
-            alias.grad = None
-            if getattr(alias, "main_grad", None) is not None:
-                alias.main_grad.copy_(self.parameters[name].main_grad)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+            if (main_grad := isolation.main_grads[parameter]) is not None:
+                parameter.main_grad.copy_(main_grad)
         for module in run.delayed:
             module.backward_dw()
 
-    def _gradients(self, run: Microbatch, until: str) -> Values:
-        """Those of the parameters, while these are the eager side's."""
-        values = {}
-        for name, alias in self.module.named_parameters():
-            values[f"main_grad of {name}"] = getattr(alias, "main_grad", None)
-            later = run.delayed and alias.grad is None
-            if alias.requires_grad and not alias.grad_added_to_main_grad and not later:
-                before = self.parameters[name].grad if until == "wgrad" else None
-                values[f".grad of {name}"] = alias.grad if before is None else before + alias.grad
+    def _gradients(self, run: Microbatch, until: str, isolation: Isolation) -> Values:
+        """Those of the parameters that the eager run has computed."""
+        values: Values = {}
+        for name, parameter in self.parameters.items():
+            values[f"main_grad of {name}"] = getattr(parameter, "main_grad", None)
+            marked = getattr(parameter, MARK, False)
+            if until == "backward":
+                values[f"mark {MARK} of {name}"] = isolation.marks[parameter] or bool(marked)
+            later = run.delayed and parameter.grad is None
+            if parameter.requires_grad and not marked and not later:
+                before = isolation.grads[parameter] if until == "wgrad" else None
+                values[f".grad of {name}"] = parameter.grad if before is None else before + parameter.grad
         return values
 
     def amaxes(self, when: str) -> Values:
@@ -306,21 +332,39 @@ class Twin:
                         parts[f"{key} of {name or self.name}"] = part
         return parts
 
+    def _tensors_of_job(self, with_gradients: bool) -> Values:
+        """List, by names for people, the tensors that an eager run may not change."""
+        tensors: Values = {f"buffer {name}": buffer for name, buffer in self.module.named_buffers()}
+        for name, parameter in self.parameters.items():
+            tensors[f"parameter {name}"] = None if hasattr(parameter, "_quantizer") else parameter
+            if with_gradients:
+                tensors[f".grad of {name}"] = parameter.grad
+                tensors[f"main_grad of {name}"] = getattr(parameter, "main_grad", None)
+        for name, part in self.scaling().items():
+            tensors |= {f"scale of {name}": part.scale, f"amax_history of {name}": part.amax_history}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
     def state(self) -> State:
         """All random states, and the FP8 state of delayed scaling, as they are now."""
+        tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
+        return self.random_states() + [(x.copy_, x.clone()) for x in tensors]
+
+    def random_states(self) -> State:
         trackers = [state for state in get_all_rng_states().values() if isinstance(state, torch.Generator)]
         generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]
-        tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
-        return [(x.set_state, x.get_state()) for x in generators] + [(x.copy_, x.clone()) for x in tensors]
+        states: State = [(x.set_state, x.get_state()) for x in generators]
+        states.append((random.setstate, random.getstate()))
+        if numpy := sys.modules.get("numpy"):
+            states.append((numpy.random.set_state, numpy.random.get_state()))
+        return states
 
     @contextmanager
     def _as_it_was(self, run: Microbatch) -> Iterator[None]:
-        """Have the module as it was at the beginning of ``run``, with other parameters, then put all back."""
-        aliases = {parameter: _alias(parameter) for parameter in self.parameters.values()}
+        """Have the module as it was at the beginning of ``run``, then put all back."""
         with ExitStack() as stack:
             stack.callback(_put, self._all_that_changes())
             for module in self.own:
-                object.__setattr__(module, "__dict__", self._dictionary(module, run, aliases))
+                object.__setattr__(module, "__dict__", self._dictionary(module, run))
             self._enter_autocasts(stack)
             for client in _megatron_flags():  # whose layers run less in a capture than in eager training
                 stack.callback(setattr, client, FLAG, getattr(client, FLAG))
@@ -349,10 +393,10 @@ class Twin:
         stack.enter_context(self._autocast(amax_reduction_group=group))
         stack.enter_context(self._torch_autocast)
 
-    def _dictionary(self, module: Module, run: Microbatch, aliases: dict[torch.Tensor, Any]) -> Values:
+    def _dictionary(self, module: Module, run: Microbatch) -> Values:
         """The replacement for the ``__dict__`` of a submodule, with containers of its own."""
         present = {name: value for name, value in vars(module).items() if name not in REPLACED}
-        result: Values = tree_map_only(torch.Tensor, lambda tensor: aliases.get(tensor, tensor), present)
+        result: Values = tree_map(lambda leaf: leaf, present)
         result |= self.own[module] | {"_buffers": _copied(run.buffers[module]), FIRST: run.first[module]}
         result.get("fp8_meta", {}).pop(RECOMPUTED, None)
         if store := present.get("wgrad_store"):
@@ -373,15 +417,6 @@ def _put(state: State) -> None:
 
 def _outputs(outputs: list[Any]) -> Values:
     return {f"output {i}": value.detach() for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
-
-
-def _alias(parameter: Any) -> Any:
-    """A parameter that shares the memory of another, and has a copy of its ``main_grad``."""
-    alias: Any = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-    vars(alias).update({**vars(parameter), "grad_added_to_main_grad": False} | vars(alias))
-    if getattr(parameter, "main_grad", None) is not None:
-        alias.main_grad = parameter.main_grad.clone()
-    return alias
 
 
 def _copied(tree: Any) -> Any:

@@ -92,6 +92,65 @@ def test_no_false_alarm() -> None:
             assert (line["ended"], line["steps"], "left out" in line) == (True, 2, False), (name, line)
 
 
+def test_the_eager_run_changes_nothing_however_a_module_holds_a_parameter() -> None:
+    """Hooks of parameters are counted, and add to ``main_grad``, as those of Megatron's data parallelism do."""
+    found = trainings("held by ")
+    assert len(found) == 48
+    for line in found:
+        assert line["same"], line
+        assert line["found"] == [], line
+        if "a module in a list" in line["name"]:
+            assert line["refusals"] == ["it runs a module (Linear) that is not one of its submodules"]
+        elif "a buffer in a helper object" in line["name"]:
+            assert (line["refusals"], line["errors"]) == (["the check changed buffer count"], 1)
+        else:
+            assert (line["ended"], line["steps"], line["refusals"]) == (True, 2, []), line
+            assert line["tensors"] > 30
+
+
+CHANGED = """
+class Layer(te.Linear):
+    def __init__(self):
+        super().__init__(32, 32, **options)
+        self.register_buffer("count", torch.zeros(1))
+        self.add = self.count.add_
+    def forward(self, x):
+        self.add(1)
+        return super().forward(x)
+layers = torch.nn.ModuleList(Layer() for _ in layers)
+"""
+
+
+def test_a_change_by_the_check_is_an_error_of_its_own() -> None:
+    job = {"before": CHANGED, "after": "print([layer.count.item() for layer in layers])"}
+    done = loop(**job)
+    assert done.stdout == loop(**job, check="off").stdout, done.stderr
+    found = lines(done)
+    for number, line in enumerate(found[:4]):
+        text = "is not checked: the check changed buffer count, and restored it"
+        assert line == f"rank 0, error: callable {number} (Layer) {text}"
+    assert len(found) == 6
+    assert "; 4 errors: the check changed something, and restored it; 4 callables are left out" in found[-1]
+
+
+MARKS = """
+options["fuse_wgrad_accumulation"] = True
+layers = torch.nn.ModuleList(te.Linear(32, 32, **options) for _ in layers)
+for layer in layers:
+    layer.weight.main_grad = torch.zeros(32, 32)
+    layer.weight.grad_added_to_main_grad = False
+"""
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_marks_of_weights_are_compared(cleared: bool) -> None:
+    """An eager backward that adds to ``main_grad`` marks the weight. A training framework may clear the mark."""
+    in_step = "for layer in layers: layer.weight.grad_added_to_main_grad = False"
+    done = loop(MARKS, in_step=in_step * cleared, fixes="off")
+    line = "(Linear), backward: mark grad_added_to_main_grad of weight is not set"
+    assert any(line in each for each in lines(done)) == cleared, done.stderr
+
+
 DEFECTS = {
     "grouped-linear-skip-flag": "experts-fp8-delayed",
     "warmup-reset": "linear-bf16",
@@ -122,7 +181,7 @@ def test_what_defects_look_like_is_in_the_words_of_the_check() -> None:
         docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
         texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
         said |= {word for text in texts if isinstance(text, str) for word in re.findall(r"[\w.]+", text)}
-    rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "maintainers" / "adding-a-fix.md").read_text(), re.MULTILINE)
     documented = {words for row in rows for words in row.split("`, `")}
     for fix in CATALOGUE.values():
         for look in fix.check_hints:
@@ -157,14 +216,20 @@ print("trained")
 
 
 def loop(
-    before: str = "", steps: int = 4, in_step: str = "", after: str = "", first: str = "", check: str = "2"
+    before: str = "",
+    steps: int = 4,
+    in_step: str = "",
+    after: str = "",
+    first: str = "",
+    check: str = "2",
+    fixes: str = "on",
 ) -> subprocess.CompletedProcess[str]:
     """Train four layers, with lines of a program at some places."""
     program = first + LOOP
     for place, text in {"BEFORE": before, "STEPS": str(steps), "IN_STEP": in_step, "AFTER": after}.items():
         program = program.replace(place, text)
     imported = () if first else ("te_graph_fixes", "transformer_engine.pytorch")
-    return on_simulator("-c", program, imported=imported, TE_GRAPH_FIXES_CHECK=check)
+    return on_simulator("-c", program, imported=imported, TE_GRAPH_FIXES_CHECK=check, TE_GRAPH_FIXES=fixes)
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:

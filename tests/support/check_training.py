@@ -9,8 +9,11 @@ what the check found, how much it compared, and whether it had ended by itself.
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -255,6 +258,136 @@ def hooks_added_afterwards() -> Iterator[Any]:
         yield out, update(module)
 
 
+class Scaled(torch.nn.Module):
+    """A layer whose output is scaled by a function, which ``hold`` returns for the module."""
+
+    def __init__(self, hold: Callable[[Any], Callable[[Any], Any]], checkpoint: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.linear = te.Linear(32, 32, fuse_wgrad_accumulation=True, **OPTIONS)
+        self.square = te.Linear(32, 32, bias=False, **OPTIONS)
+        self.scale = torch.nn.Parameter(torch.ones(32, device="cuda"))
+        self.register_buffer("count", torch.zeros(1, device="cuda"))
+        self.used = Holder(hold(self))  # no container: the dictionary of this module does not show it
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Any) -> Any:
+        x = self.square(self.linear(x))
+        return (self.checkpoint(self.used.held, x) if self.checkpoint else self.used.held(x)).to(x.dtype)
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    @property
+    def itself(self) -> Any:
+        return self.held
+
+    def scale(self, x: Any) -> Any:
+        return x * self.held
+
+    def __call__(self, x: Any) -> Any:
+        self.held.add_(1)
+        return x * 2
+
+
+def held_as_a_module_attribute(module: Any) -> Any:
+    holder = Holder(module)
+    return lambda x: x * holder.held.scale
+
+
+def used_by_reference(module: Any) -> Any:
+    module.other = Module(lambda other, x: other.b(x) * other.scale)
+    module.other.scale = module.scale
+    return weakref.ref(module.other)().forward
+
+
+def a_plain_tensor(module: Any) -> Any:
+    """A leaf that is no parameter: nothing of the training but the check may change it."""
+    leaf = torch.ones(32, device="cuda", requires_grad=True)
+    return lambda x: x * leaf.detach() * module.scale
+
+
+def default(module: Any) -> Any:
+    view = module.scale.unsqueeze(0)
+
+    def use(x: Any, scale: Any = module.scale, *, view: Any = view) -> Any:
+        return x * scale + view
+
+    return use
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "a helper object": lambda module: Holder(module.scale).scale,
+    "a closure": lambda module: (lambda scale: lambda x: x * scale)(module.scale),
+    "a list": lambda module: (lambda held: lambda x: x * held[0])([module.scale]),
+    "a dictionary": lambda module: (lambda held: lambda x: x * held["scale"])({"scale": module.scale}),
+    "a property": lambda module: (lambda holder: lambda x: x * holder.itself)(Holder(module.scale)),
+    "an attribute of a module": held_as_a_module_attribute,
+    "a partial function": lambda module: functools.partial(torch.mul, module.scale),
+    "a default argument": default,
+    "a view": lambda module: (lambda view: lambda x: x * view)(module.scale.view(1, 32)),
+    "a view of a view": lambda module: (lambda view: lambda x: x * view[0])(module.scale.view(2, 16).T.T.view(1, 32)),
+    "a transposed weight": lambda module: (lambda weight: lambda x: x @ weight)(module.square.weight.T),
+    "a copy in another type": lambda module: (lambda copy: lambda x: x * copy)(module.scale.to(torch.bfloat16)),
+    "two modules": used_by_reference,
+    "a module, and a plain tensor by a closure": a_plain_tensor,
+}
+"""Ways in which a module holds a parameter that it uses."""
+OUTSIDE: dict[str, Callable[[Any], Any]] = {
+    "a module in a list": lambda module: (lambda held: lambda x: held[0](x))([te.Linear(32, 32, **OPTIONS)]),
+    "a buffer in a helper object": lambda module: Holder(module.count),
+}
+"""Of those, the check cannot isolate the eager run, or changes something and restores it: the module is left out."""
+CHECKPOINTS: dict[str, Callable[..., Any] | None] = {
+    "": None,
+    " in a checkpoint of TE": te.checkpoint,
+    " in a reentrant checkpoint": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+}
+
+
+def train_scaled(hold: Callable[[Any], Any], checkpoint: Callable[..., Any] | None) -> Iterator[Any]:
+    """Train as with Megatron's data parallelism: hooks add each ``.grad`` to ``main_grad``; all hooks are counted."""
+    module, calls = Scaled(hold, checkpoint), collections.Counter[str]()
+    graphed: list[bool] = []
+    nodes = []
+    for name, parameter in module.named_parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+        nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+
+        def add(*_: Any, parameter: Any = parameter, name: str = name) -> None:
+            calls[f"node of {name}"] += 1
+            if graphed and parameter.grad is not None:
+                if not parameter.grad_added_to_main_grad:
+                    parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+
+        nodes[-1].register_hook(add)
+        nodes[-1].register_prehook(lambda *_, name=name: calls.update([f"prehook of {name}"]))
+        parameter.register_hook(lambda grad, name=name: calls.update([f"tensor {name}"]))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: calls.update([f"after {name}"]))
+    callable_ = te.make_graphed_callables(module, (rand(),))
+    graphed.append(True)
+    calls.clear()
+    for _ in range(4):
+        for parameter in module.parameters():
+            parameter.main_grad.zero_()
+        for _ in range(2):
+            x = rand()
+            callable_(x).float().square().mean().backward()
+            yield x.grad, [torch.tensor(number) for _, number in sorted(calls.items())], module.count
+        yield [parameter.main_grad for parameter in module.parameters()]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= 0.1 * parameter.main_grad
+
+
+for at, checkpoint in CHECKPOINTS.items():
+    for way, hold in {**WAYS, **OUTSIDE}.items():
+        OTHERS[f"held by {way}{at}"] = partial(train_scaled, hold, checkpoint)
+
+
 def run_program(options: dict[str, Any]) -> Iterator[Any]:
     setting.use(Program(**options))
     seen = events.train(graphed=True)
@@ -276,6 +409,7 @@ def measure(name: str, training: Callable[[], Iterator[Any]]) -> dict[str, Any]:
     check = twins.current[0]
     ended = check.finished
     check.finish()
+    refusals = {each.refusal for each in check.twins if each.refusal}
     looks = [text.partition("; looks like ")[2] for text in check.mismatches]
     return {
         "name": name,
@@ -283,13 +417,16 @@ def measure(name: str, training: Callable[[], Iterator[Any]]) -> dict[str, Any]:
         "found": check.mismatches,
         "hints": sorted({fix for look in looks if look for fix in look.split(" or ")}),
         "ended": ended,
+        "refusals": sorted(refusals),
         **check.totals,
     }
 
 
 for argument in sys.argv[1:]:
     if argument == "others":
-        trainings = OTHERS
+        trainings = {name: training for name, training in OTHERS.items() if not name.startswith("held by ")}
+    elif argument.startswith("held by "):
+        trainings = {name: training for name, training in OTHERS.items() if name.startswith(argument)}
     else:
         options = json.loads(argument) if argument.startswith("{") else dict(CASES[argument].options)
         trainings = {argument: partial(run_program, options)}
