@@ -1,5 +1,5 @@
-"""The user's own proof on the user's own GPU: each defect, graph replay against eager, without and with the fixes.
+"""Test cases for the user's own GPU: graph replay against eager training, without and with the fixes.
 
-`cases` is the registry. `runner` measures cases in child processes, which run `child`. The other modules are what the
-cases call; they use TransformerEngine through its public API and know nothing of the fixes.
+`cases` is the registry. `runner` runs cases in child processes, each a `child`. The cases call the other modules, which
+use TransformerEngine's public API and do not depend on the fixes.
 """

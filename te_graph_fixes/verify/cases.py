@@ -1,4 +1,4 @@
-"""The registry of cases. Nothing here imports torch or TransformerEngine (TE)."""
+"""The registry of cases. This module imports neither torch nor TransformerEngine (TE)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from ..settings import nearest
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement of graph replay against eager.
+    """One comparison of graph replay with eager training.
 
-    ``function`` (``module:name`` within this package) is called with ``options`` and returns measures, by name. Its
-    ``errors`` hold lists of numbers by name, all 0.0 where replay and eager are the same bit for bit; ``damaged``
-    says that the process is not fit for another case.
-    ``fixes`` are the ids that the case is about; ``quick`` cases are those of ``verify --quick``.
+    ``function`` (``module:name`` in this package) takes ``options`` and returns measures by name. Its ``errors`` are
+    lists of relative errors by name, all 0.0 if the results are bit-identical. If ``damaged`` is set, the process
+    cannot run another case. ``fixes`` are the ids of the tested fixes. ``quick`` cases are those of ``verify --quick``.
     """
 
     name: str
@@ -30,7 +29,7 @@ class Case:
     quick: bool = False
 
     def measure(self) -> dict[str, Any]:
-        """Run the case in this process, which must be able to import TE and have a GPU."""
+        """Run the case in this process, which needs TE and a GPU."""
         module, _, name = self.function.partition(":")
         measures: dict[str, Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(**self.options)
         return measures
@@ -54,8 +53,8 @@ OVERLAPPED = (
     *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
     *(4, -3, 3, -2, 4, -1, -2, -1, -4, -3, -4, -3, -2, -1, -2, -1),
 )
-"""Two model chunks of two layers, each layer a chunk of its own as under ``overlap_moe_expert_parallel_comm``, four
-microbatches, the first of two stages."""
+"""Two model chunks of two layers, four microbatches, the first of two stages. Each layer is a chunk of its own, as with
+``overlap_moe_expert_parallel_comm``."""
 UNEVEN_SENDS = (
     *(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -3, 3, -3, 1, -3, 1, -3, 2, -2, 2, -2, 3, -2, 3, -2),
     *(-1, -1, -1, -1, -3, -3, -2, -2, -1, -1),
@@ -75,14 +74,14 @@ STATE, NOT_CACHED = "fp8-state-at-replay", (STALE, WARMUP, PARAM_GRADS)
 
 
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
-    """A `Program` of the driver, of three steps if its events are not given; no ``.grad`` is added to another."""
+    """Create a case of one `Program`, by default with three steps. No ``.grad`` is added to another."""
     return Case(name, tuple(fixes), "programs:compare", {"events": _STEPS, "takes_grads": True, **options}, quick)
 
 
 def _programs(
     name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
 ) -> Case:
-    """Several, with ``shared`` options."""
+    """Create a case of several programs with ``shared`` options."""
     options = {"programs": programs, "events": _STEPS, **shared}
     return Case(name, tuple(fixes), "programs:compare_each", options, quick)
 
@@ -90,14 +89,14 @@ def _programs(
 def _memory(
     name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
 ) -> Case:
-    """Several, whose captures need the same memory."""
+    """Create a case of several programs that need the same memory for their captures."""
     return Case(name, tuple(fixes), "memory:compare", {"programs": programs, **shared}, quick)
 
 
 def _training(
     name: str, fixes: Iterable[str], module: str = "linear", recipe: str = "bf16", quick: bool = False, **options: Any
 ) -> Case:
-    """Three microbatches a step, of one module for each chunk, whose wgrads are added to ``main_grad``.
+    """Create a case of three microbatches a step, one module for each chunk, and fused wgrads.
 
     As in Megatron-Core, modules mark first microbatches, and graphs in FP8 cache weights.
     """
@@ -115,32 +114,32 @@ def _training(
 
 
 def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
-    """Delayed wgrads in ``order``, of modules that do not mark first microbatches."""
+    """Create a case of delayed wgrads in ``order``, with modules that do not mark first microbatches."""
     given = {"order": order, "delay": True, "weights": "plain", "reuse": True}
     return _training(name, (ORDER,), **{**given, **options})
 
 
 def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False, **options: Any) -> Case:
-    """A program that runs graphs in other sequences, or ``breaks`` what their capture has fixed."""
+    """Create a case of a program that runs graphs in other sequences, or ``breaks`` a replay precondition."""
     given = {"modules": ("layernorm_mlp",), "bias": options.get("modules") != ("linear",), "takes_grads": False}
     return _program(name, fixes or (CONTRACT,), quick, breaks=breaks, **{**given, **options})
 
 
 def _outputs(name: str, outputs: Iterable[str]) -> Case:
-    """Modules of the driver's `outputs`, with two microbatches in flight that share buffers."""
+    """Create a case of modules of the driver's `outputs`, with two microbatches in flight that share buffers."""
     programs = {output: {"modules": (f"{output} output",)} for output in outputs}
     options = {"order": (1, 1, -1, 1, -1, -1), "reuse": True, "takes_grads": True, "events": ("step",)}
     return _programs(name, ("weak-reference-layout",), programs, quick=True, **options)
 
 
 def _recomputed(name: str, recipe: str) -> Case:
-    """Weights that are not cached, in a module that recomputes; also after another model, which caches its own."""
+    """Create a case of uncached weights in a module that recomputes, also after a second model that caches weights."""
     programs = {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}}
     return _programs(name, NOT_CACHED, programs, modules=("Recomputed",), recipe=recipe, weights="marked")
 
 
 def _changed(*changes: str) -> tuple[str, ...]:
-    """Two microbatches, and changes in between."""
+    """Return the events of two microbatches with changes in between."""
     return "forward", "backward", *changes, "forward", "backward", "update"
 
 
@@ -155,7 +154,7 @@ _MLPS = ("layernorm_mlp",) * 2
 _TWO = (1, 1, -1, -1)
 _TWICE = ("forward", "forward", "backward", "backward", "update")
 _BOTH = ("forward 0", "forward 1", "backward", "backward", "update")
-_THREE_UNDER_WAY = (
+_THREE_IN_FLIGHT = (
     *("forward 0", "forward 1", "forward 0", "backward", "forward 1", "backward", "backward", "backward"),
     "update",
 )
@@ -274,7 +273,7 @@ _ALL = (
         "keys": {"modules": ("Structured",), "events": ("misuse_keys", "misuse_key", "step")},
         "gradient": {"input_grads": False, "events": ("misuse_grad", "step")},
     }, quick=True),
-    _contract("more-microbatches", breaks=True, quick=True, order=_TWO, reuse=True, events=_THREE_UNDER_WAY),
+    _contract("more-microbatches", breaks=True, quick=True, order=_TWO, reuse=True, events=_THREE_IN_FLIGHT),
     _contract("fewer-microbatches", order=(1, 1, 1, -1, 1, -1, -1, -1), reuse=True, events=_BOTH),
     _contract("other-recipe-under-way", CONTRACT, breaks=True, recipe="delayed", other="current", order=_TWO,
         events=("step", "step", "forward 0", "evaluate_in_other", "forward 1", "evaluate_in_other", "backward",
@@ -291,8 +290,8 @@ _ALL = (
         events=("forward", "backward", "read_outputs")),
     _contract("one-sample-for-all", modules=_MLPS, together=True, one_sample=True),
     _contract("one-sample-for-two-inputs", modules=("SumOfOne", "Sum"), order=(1, -1) * 2, reuse=True),
-    _contract("deep-copy", events=("go_on_with_a_copy", "step")),
-    _contract("deep-copy-in-delayed-scaling", recipe="delayed", events=("step", "go_on_with_a_copy", "step")),
+    _contract("deep-copy", events=("continue_with_a_copy", "step")),
+    _contract("deep-copy-in-delayed-scaling", recipe="delayed", events=("step", "continue_with_a_copy", "step")),
     _contract("added-module", breaks=True, modules=("sequential",), events=("add_module", "step")),
     _contract("replaced-module", breaks=True, modules=("sequential",), events=("replace_module", "step")),
     _contract("moved-before-the-backward", breaks=True, events=("forward", "move_weights", "backward", "update")),
@@ -420,7 +419,7 @@ CASES: dict[str, Case] = {case.name: case for case in (*_ALL, *_in_blackwell_rec
 
 
 def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
-    """The cases that fix ids and case names ask for, all if there are none; ValueError where there is no such case."""
+    """Return the cases of fix ids and case names, all cases if there are none. ValueError for an unknown name."""
     names = list(wanted)
     unknown = [name for name in names if name not in CATALOGUE and name not in CASES]
     if unknown:
@@ -430,5 +429,5 @@ def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
     chosen = [case for case in CASES.values() if not names or {case.name, *case.fixes} & {*names}]
     cases = [case for case in chosen if case.quick or not quick]
     if not cases:
-        raise ValueError(f"leave --quick out: no case of {', '.join(names)} is quick")
+        raise ValueError(f"no case of {', '.join(names)} is quick; omit --quick")
     return cases

@@ -1,9 +1,9 @@
-"""``python -m te_graph_fixes.verify.child [CASE ...]``: measure cases in this process, one JSON line for each.
+"""``python -m te_graph_fixes.verify.child [CASE ...]``: run cases in this process, and print a JSON line for each.
 
-A CASE is the name of a registered case or a `Case` as JSON; without any they are read from standard input, one a line.
-A line is an `Outcome`, whose ``error`` is the largest of the errors: a crash in capture is a result. A process that an
-exception or a case may have damaged ends, with status 1; its line says ``last``. The fixes are those that the
-environment asks for.
+A CASE is the name of a registered case, or a `Case` as JSON. Without arguments, cases come from standard input, one a
+line. A line of output is an `Outcome`; its ``error`` is the largest error of the case. A crash in a capture is a
+result. If an exception or a case may have damaged the process, the line has ``last``, and the process ends with
+status 1. The environment selects the fixes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .driver.program import Skipped
 
 
 def main(arguments: list[str]) -> int:
-    """Measure the cases that are named or come in; 1 as soon as one may have damaged the process."""
+    """Run the named cases, or those from standard input. Return 1 as soon as one may have damaged the process."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
     broken = _broken()
     for text in arguments or map(str.strip, sys.stdin):
         case = Case.from_json(text) if text.startswith("{") else CASES[text]
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _broken() -> dict[str, Any] | None:
-    """The result of every case where nothing can be measured, or None."""
+    """Return the result of every case if none can run, else None."""
     try:
         import torch
         import transformer_engine.pytorch  # noqa: F401
@@ -74,7 +74,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _in_the_case(error: Exception) -> bool:
-    """Whether it is a case itself that cannot import something; TransformerEngine with the fixes has to."""
+    """Return whether the case itself cannot import something. TransformerEngine must, with the fixes."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, ImportError) and frame.f_globals["__name__"].startswith(f"{__package__}.")
 

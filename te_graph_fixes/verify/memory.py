@@ -1,4 +1,4 @@
-"""The memory that captures take: programs that need the same have the same peak."""
+"""Compare the peak memory of captures. Programs with the same needs have the same peak."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .driver.program import Program
 from .driver.setting import require, use
 
 LIMIT = 1.01
-"""A peak may be this many times as high as another one that it should be equal to."""
+"""The largest ratio of two peaks that count as equal."""
 
 
 def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
-    """Capture several `Program`s with ``shared`` options and some of their own, which need the same memory.
+    """Capture several `Program`s that need the same memory. Each has the ``shared`` options and its own.
 
-    The error of each is the part by which its peak is above the lowest, 0.0 up to `LIMIT`; ``peaks`` are in bytes.
+    The error of a program is its peak over the lowest peak, minus 1; up to `LIMIT` it is 0.0. ``peaks`` are in bytes.
     """
     highest = {name: _highest(Program(**{**shared, **own})) for name, own in programs.items()}
     ratios = {name: peak / min(highest.values()) for name, peak in highest.items()}
@@ -28,13 +28,13 @@ def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[st
 
 
 def _highest(program: Program) -> int:
-    """The highest of the peaks in a second run: the first one makes workspaces, which stay."""
+    """Return the highest peak of a second run. The first one allocates workspaces, which stay."""
     peaks(program)
     return max(peaks(program))
 
 
 def peaks(program: Program) -> list[int]:
-    """The bytes that each capture of a program adds, at its peak, to those allocated before it."""
+    """Return the bytes that each capture of a program adds at its peak to those allocated before it."""
     require(program.recipe, program.other)
     use(program)
     training = _Measured(graphed=True)

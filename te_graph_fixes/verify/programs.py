@@ -1,4 +1,4 @@
-"""Cases that are programs of the driver: all that they compute through graphs, against eager."""
+"""Cases that run a program of the driver through graphs, and compare all results with eager training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .driver.events import train
 from .driver.program import Program, Skipped
 
 REFUSED = r"callable \d|captured with|modified by an inplace operation"
-"""The errors of `replay-contract`, and of autograd, which it tells that an output was overwritten."""
+"""The errors of `replay-contract`, and of autograd for an output that was overwritten."""
 
 
 def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str, Any]:
-    """Run a `Program` with these ``options``: the errors of each event by kind, and wgrad norms over eager.
+    """Run a `Program` with these ``options``. Return the relative errors by kind, and the norm ratios of wgrads.
 
-    A program that ``breaks`` what a capture has fixed may raise what says so. One with a ``refusal`` has to raise
-    what matches this regular expression.
+    A program that ``breaks`` a replay precondition may raise the error for it. A program with a ``refusal`` must raise
+    an error that matches this regular expression.
     """
     try:
         graphed, eager = _both(options)
@@ -41,9 +41,9 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
 
 
 def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
-    """Run several `Program`s with ``shared`` options and some of their own: the largest error of each, by its name.
+    """Run several `Program`s, each with the ``shared`` options and its own. Return the largest error of each by name.
 
-    Those that this GPU or TE lacks something for are left out, if there are others.
+    Programs that this GPU or TE cannot run are skipped, unless that is all of them.
     """
     largest: dict[str, list[float]] = {}
     damaged = False
@@ -60,7 +60,7 @@ def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> di
 
 
 def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The values that a program computes through graphs, and eagerly."""
+    """Return the results of a program through graphs, and of eager training."""
     program = Program(**options)
     setting.require(program.recipe, program.other)
     if "Recomputed" in program.modules:
@@ -79,13 +79,13 @@ def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def require_recomputation() -> None:
-    """Raise `Skipped` where this TE does not capture `te.checkpoint`."""
+    """Raise `Skipped` if this TE does not capture `te.checkpoint`."""
     if not _captures_by_backward():
         raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
 
 
 def _captures_by_backward() -> bool:
-    """Whether captures call `torch.autograd.backward`, as from TE 2.12 on, and not `torch.autograd.grad`."""
+    """Return whether captures call `torch.autograd.backward` (from TE 2.12 on) instead of `torch.autograd.grad`."""
     return hasattr(te.graph, "_none_grad_context_wrapper")
 
 

@@ -1,4 +1,4 @@
-"""Measure cases in child processes, once with the package off and once with it on, several children at a time."""
+"""Run cases in child processes, without and with the fixes, several at a time."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from .cases import Case
 
 CHILD = (sys.executable, "-m", f"{__package__}.child")
 LIMIT = 60.0
-"""Seconds that a case may take, the start of its process included."""
+"""The time limit for a case in seconds, the start of its process included."""
 
 COULD_NOT_RUN = 3
-"""The exit status where cases could not run, and no other was wrong."""
+"""The exit status if some cases could not run, and all others are correct."""
 
 WITHOUT, WITH = "without", "with"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer of a child for a case.
+    """The result of one case in one child.
 
-    ``outcome`` is ``measured`` (then ``error`` is a number, 0.0 for bit for bit), ``failed`` (the case raised
-    ``detail``, or its process died), ``skipped`` or ``unmeasured`` (because of ``detail``), or ``unable``
-    (TransformerEngine does not have what the case imports, which ``detail`` names).
+    ``outcome`` is ``measured``, ``failed``, ``skipped``, ``unmeasured`` or ``unable``. If it is ``measured``, ``error``
+    is the largest relative error, 0.0 for bit-identical. Otherwise ``detail`` has the reason. ``failed``: the case
+    raised an error, or its process died. ``unable``: this TransformerEngine lacks an import of the case.
     """
 
     outcome: str
@@ -51,16 +51,16 @@ class Outcome:
     measures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def right(self) -> bool:
+    def correct(self) -> bool:
         return self.outcome == "measured" and self.error == 0.0
 
     @property
     def wrong(self) -> bool:
-        return self.outcome in ("measured", "failed") and not self.right
+        return self.outcome in ("measured", "failed") and not self.correct
 
     @property
     def text(self) -> str:
-        """The error, or what happened instead."""
+        """The error, or the outcome if there is none."""
         if self.outcome != "measured" or self.error is None:
             return {"failed": self.detail, "unable": "could not run"}.get(self.outcome, self.outcome)
         return f"{self.error:.3g}"
@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """One case, measured without (None: that cannot be) and with the fixes."""
+    """One case without the fixes (None: not possible) and with them."""
 
     case: Case
     without: Outcome | None
@@ -76,33 +76,33 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """``right``, ``fixed``, ``not affected``, ``STILL WRONG``, ``skipped``, ``could not run``, ``not measured``."""
+        """One of: correct, fixed, not affected, STILL WRONG, skipped, could not run, not measured."""
         if self.skipped:
             return f"skipped: {self.with_fixes.detail}"
         if self.unable:
             return f"could not run: {self.with_fixes.detail}"
         if self.with_fixes.wrong:
             return "STILL WRONG"
-        if self.without is None and self.with_fixes.right:
-            return "right"
+        if self.without is None and self.with_fixes.correct:
+            return "correct"
         for switch, outcome in ((WITH, self.with_fixes), (WITHOUT, self.without or self.with_fixes)):
             if outcome.outcome in ("unmeasured", "skipped", "unable"):
                 return f"not measured {switch} the fixes: {outcome.detail}"
-        return "not affected" if self.without and self.without.right else "fixed"
+        return "not affected" if self.without and self.without.correct else "fixed"
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, or unknown, with the package on."""
-        return self.with_fixes.right or self.skipped
+        """Whether the case is correct with the fixes, or skipped."""
+        return self.with_fixes.correct or self.skipped
 
     @property
     def skipped(self) -> bool:
-        """Whether this GPU or this TE lacks what the case needs, which the fixes cannot change."""
+        """Whether this GPU or this TE cannot run the case at all."""
         return self._both("skipped")
 
     @property
     def unable(self) -> bool:
-        """Whether this TE does not have what the case imports, with the fixes as without."""
+        """Whether this TE lacks an import of the case, with and without the fixes."""
         return self._both("unable")
 
     def _both(self, outcome: str) -> bool:
@@ -119,7 +119,7 @@ class Row:
 
 
 class Child:
-    """A process that measures cases, started when it is needed and again after it has ended."""
+    """A process that runs cases. It starts on demand, and again after it has ended."""
 
     def __init__(self, environ: Mapping[str, str], command: Sequence[str] = CHILD) -> None:
         self._command, self._environ = command, environ
@@ -127,7 +127,7 @@ class Child:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
 
     def measure(self, case: Case, limit: float = LIMIT) -> Outcome:
-        """The outcome of ``case``; a child that takes longer than ``limit`` seconds is killed."""
+        """Run ``case``. A child that takes longer than ``limit`` seconds is killed."""
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command,
@@ -140,7 +140,7 @@ class Child:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # then it has ended, and there is nothing to be read
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; reading returns nothing
             print(case.to_json(), file=process.stdin, flush=True)
         ready, _, _ = select.select([process.stdout], [], [], limit)
         if not ready:
@@ -157,7 +157,7 @@ class Child:
         return Outcome(**result)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._end()
         self._stderr.close()
 
@@ -170,11 +170,11 @@ class Child:
     def _last_words(self) -> str:
         self._stderr.seek(0)
         lines = [line.strip() for line in self._stderr if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "no output on stderr"
 
 
 def environment(switch: str) -> dict[str, str]:
-    """This process's environment with the fixes off, or with the user's own choice of fixes, all if that is none."""
+    """Return the environment with the fixes off, or with the user's choice of fixes (all if that is none)."""
     if switch == WITHOUT:
         return {**os.environ, SWITCH: "off"}
     return {**os.environ, SWITCH: "on"} if Settings.read().off else dict(os.environ)
@@ -187,10 +187,10 @@ def measure(
     workers: int | None = None,
     command: Sequence[str] = CHILD,
 ) -> list[Row]:
-    """Measure ``cases`` without and with the fixes in ``workers`` processes (default: up to 8, by the CPUs).
+    """Run ``cases`` without and with the fixes in ``workers`` processes (default: up to 8, by the CPUs).
 
-    A TransformerEngine that is corrected on disk cannot be measured `WITHOUT`: it is left out of ``switches``.
-    ``command`` starts a child. Progress goes to stderr.
+    A baked TransformerEngine cannot run `WITHOUT` them, so ``switches`` has `WITH` only. ``command`` starts a child.
+    Progress goes to stderr.
     """
     number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
     children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]
@@ -203,14 +203,12 @@ def measure(
             outcome = results[switch, case.name] = child.measure(case, limit)
             _say(f"[{next(numbers)}/{total}] {case.name}, {switch} the fixes: {outcome.text}")
 
-    _say(
-        f"{total} measurements of {len(cases)} cases in {len(children)} processes, which import TransformerEngine first"
-    )
+    _say(f"{total} runs of {len(cases)} cases in {len(children)} processes. Importing TransformerEngine takes a while.")
     with ThreadPoolExecutor(len(children)) as pool:
         try:
             for done in as_completed([pool.submit(work, *child) for child in children]):
                 done.result()
-        finally:  # where one fails, nothing more is started
+        finally:  # if one fails, no other case starts
             for left in waiting.values():
                 list(left)
             for _, child in children:
@@ -219,7 +217,7 @@ def measure(
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows as text, one line each."""
+    """Format the rows as text, one line each."""
     lines: list[tuple[str, ...]] = [("FIX", "CASE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
     for row in rows:
         cells = [_cell(outcome) for outcome in (row.without, row.with_fixes)]
@@ -236,7 +234,7 @@ def _cell(outcome: Outcome | None) -> str:
 
 
 def no_gpu() -> str | None:
-    """Why there is no GPU here, or None. Asks the driver, without importing torch."""
+    """Return the reason why there is no GPU, or None. It asks the driver and does not import torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -249,27 +247,27 @@ def no_gpu() -> str | None:
     return None
 
 
-def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, on_disk: bool = False) -> int:
-    """Measure ``cases`` and print the table, or JSON; progress goes to stderr. ``on_disk``: TE is corrected there.
+def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, baked: bool = False) -> int:
+    """Run ``cases`` and print the table, or JSON. ``baked``: the fixes are in TE's files.
 
-    The exit status is 0 only if, with the package on, every case that this GPU can run is bit-identical to eager. It is
-    1 if one is not, and `COULD_NOT_RUN` if the others are, but there are cases that this TE cannot run.
+    The exit status is 0 if, with the fixes, every case that this GPU can run is bit-identical to eager training. It is
+    `COULD_NOT_RUN` if this TE cannot run some cases and all others are, and 1 otherwise.
     """
     start = time.perf_counter()
-    if on_disk:
+    if baked:
         _say(
-            "te-graph-fixes: TransformerEngine is corrected on disk, so nothing can be measured without the fixes; "
-            "its graphs are compared with eager alone"
+            "te-graph-fixes: The fixes are baked into this TransformerEngine, so no case can run without them. "
+            "Each case compares graphs with eager training."
         )
-    rows = measure(cases, limit, (WITH,) if on_disk else (WITHOUT, WITH))
+    rows = measure(cases, limit, (WITH,) if baked else (WITHOUT, WITH))
     seconds = time.perf_counter() - start
     bad = [row for row in rows if not row.ok]
     gpu = next((row.with_fixes.gpu for row in rows if row.with_fixes.gpu), None)
     te = next((row.with_fixes.te for row in rows if row.with_fixes.te), None)
-    left_out: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     for row in rows:
         if row.skipped:
-            left_out.setdefault(row.with_fixes.detail, []).append(row.case.name)
+            skipped.setdefault(row.with_fixes.detail, []).append(row.case.name)
     if as_json:
         about = {
             "te_graph_fixes_version": __version__,
@@ -277,15 +275,15 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, o
             "gpu": gpu,
             "seconds": round(seconds, 1),
             "ok": not bad,
-            "left_out": left_out,
+            "skipped": skipped,
             "cases": [row.as_dict() for row in rows],
         }
         without_inf = json.loads(json.dumps(about), parse_constant=lambda word: str(float(word)))  # JSON has none
         print(json.dumps(without_inf, indent=2))
     else:
         print(table(row for row in rows if not row.skipped))
-        for why, names in left_out.items():
-            print(f"left out ({why}): {', '.join(names)}")
+        for why, names in skipped.items():
+            print(f"skipped ({why}): {', '.join(names)}")
         counts = Counter(row.verdict.partition(":")[0] for row in rows)
         summary = ", ".join(f"{number} {word}" for word, number in counts.items())
         print(f"{len(rows)} cases on {gpu or 'no GPU'}, TransformerEngine {te or '?'}, {seconds:.0f} s: {summary}")

@@ -16,7 +16,7 @@ import transformer_engine.pytorch as te
 from te_graph_fixes.verify.driver.events import recapture
 from te_graph_fixes.verify.driver.graphs import fused
 from te_graph_fixes.verify.driver.modules import Block, linear, module, operation, torch_linear
-from te_graph_fixes.verify.driver.setting import OPTIONS, autocast, everybody, hidden, program, random, the_tracker
+from te_graph_fixes.verify.driver.setting import OPTIONS, autocast, hidden, process_group, program, random, the_tracker
 from te_graph_fixes.verify.driver.training import Training, event
 
 
@@ -129,7 +129,7 @@ class Parallel(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shared = {**OPTIONS, "tp_group": everybody(), "tp_size": 2, "sequence_parallel": True}
+        shared = {**OPTIONS, "tp_group": process_group(), "tp_size": 2, "sequence_parallel": True}
         self.first = te.LayerNormLinear(hidden(), hidden(), parallel_mode="column", **shared)
         self.second = te.Linear(hidden(), hidden(), parallel_mode="row", **shared)
 

@@ -524,18 +524,18 @@ def draw_broken(seed: int) -> Program:
     layers = tuple(r.choice(("linear", "layernorm_linear", "layernorm_mlp")) for _ in range(r.randint(1, 3)))
     graphs = r.randint(2, 3)
     events: list[str] = []
-    under_way = forwards = 0
+    in_flight = forwards = 0
     for _ in range(r.randint(3, 10)):
         if r.random() < 0.12:
             events.append(f"{r.choice(CHANGES)} {r.randrange(len(layers))}")
         elif r.random() < 0.1:
             events.append(f"forward_without_grad {r.randrange(graphs)}")
-        elif under_way and r.random() < 0.6:
-            events.append(f"backward {r.randrange(under_way) if r.random() < 0.2 else 0}")
-            under_way -= 1
+        elif in_flight and r.random() < 0.6:
+            events.append(f"backward {r.randrange(in_flight) if r.random() < 0.2 else 0}")
+            in_flight -= 1
         else:
             events.append(f"forward {r.randrange(graphs) if r.random() < 0.2 else forwards % graphs}")
-            under_way, forwards = under_way + 1, forwards + 1
+            in_flight, forwards = in_flight + 1, forwards + 1
     capture = r.choice(("together", "apart", "one_pool", "order", "order"))
     return Program(
         modules=layers,
@@ -546,7 +546,7 @@ def draw_broken(seed: int) -> Program:
         freezes_first=r.random() < 0.2,
         retain=r.random() < 0.2,
         checkpoints=tuple(r.choice(CHECKPOINTS) if r.random() < 0.3 else "" for _ in layers),
-        events=(*events, *["backward 0"] * under_way, "update"),
+        events=(*events, *["backward 0"] * in_flight, "update"),
         together=capture == "together",
         one_pool=capture == "one_pool",
         order=((1,) * graphs + (-1,) * graphs) if capture == "order" else (),

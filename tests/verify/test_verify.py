@@ -67,7 +67,7 @@ def test_cases_on_the_simulator(case: Case, gpu: str) -> None:
     row = Row(case, *(outcome(case, TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu) for switch in ("off", "on")))
     if row.skipped:
         pytest.skip(row.verdict)
-    assert row.with_fixes.right, row.with_fixes
+    assert row.with_fixes.correct, row.with_fixes
     if case.quick or case.name in BESIDE or not APPLICABLE_FIXES & set(case.fixes):
         assert row.verdict == ("fixed" if APPLICABLE_FIXES & set(case.fixes) else "not affected")
 
@@ -100,7 +100,7 @@ def test_every_fix_has_a_case_and_a_quick_one() -> None:
         (HANG, WRONG, "STILL WRONG", False),
         (UNABLE, UNABLE, "could not run: ImportError: no such recipe", False),
         (RIGHT, UNABLE, "not measured with the fixes: ImportError: no such recipe", False),
-        (None, RIGHT, "right", True),
+        (None, RIGHT, "correct", True),
         (None, WRONG, "STILL WRONG", False),
         (None, SKIP, "skipped: no FP8", True),
         (None, HANG, "not measured with the fixes: no result in 60 s", False),
@@ -118,7 +118,7 @@ def test_selection() -> None:
     assert 0 < len(select([], quick=True)) < len(CASES)
     with pytest.raises(ValueError, match="'nonsense'; see te-graph-fixes list"):
         select(["nonsense"])
-    with pytest.raises(ValueError, match="leave --quick out: no case of linear-bf16 is quick"):
+    with pytest.raises(ValueError, match="no case of linear-bf16 is quick; omit --quick"):
         select(["linear-bf16"], quick=True)
 
 
@@ -252,12 +252,12 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "te-graph-fixes: linear-bf16: not measured with the fixes: no result in 60 s" in captured.err.splitlines()
 
 
-def test_what_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_cases_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measured(monkeypatch, SKIP, SKIP)
     assert cli.main(["verify", "linear-bf16", "linear-mxfp8"]) == 0
-    assert "left out (no FP8): linear-bf16, linear-mxfp8" in capsys.readouterr().out.splitlines()
+    assert "skipped (no FP8): linear-bf16, linear-mxfp8" in capsys.readouterr().out.splitlines()
     assert cli.main(["verify", "--json", "linear-mxfp8"]) == 0
-    assert json.loads(capsys.readouterr().out)["left_out"] == {"no FP8": ["linear-mxfp8"]}
+    assert json.loads(capsys.readouterr().out)["skipped"] == {"no FP8": ["linear-mxfp8"]}
 
 
 @pytest.mark.parametrize(("others", "status"), [(RIGHT, 3), (HANG, 1), (WRONG, 1)])
@@ -312,6 +312,6 @@ def test_progress_says_what_was_measured_and_how_much_there_is(capsys: pytest.Ca
     rows = runner.measure(cases, workers=4, command=[sys.executable, "-c", child])
     assert all(row.ok for row in rows)
     first, *results = capsys.readouterr().err.splitlines()
-    assert first == "6 measurements of 3 cases in 4 processes, which import TransformerEngine first"
+    assert first == "6 runs of 3 cases in 4 processes. Importing TransformerEngine takes a while."
     assert sorted(line.split("]")[0] for line in results) == [f"[{number}/6" for number in range(1, 7)]
     assert all(re.fullmatch(r"\[\d/6\] \S+, with(out)? the fixes: 0", line) for line in results)

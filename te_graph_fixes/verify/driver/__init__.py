@@ -1,5 +1,5 @@
-"""One driver: trains a `Program`, plain data, eagerly or through graphs, and keeps all that it computes.
+"""Train a `Program`, which is plain data, eagerly or through graphs, and record all results.
 
-``events.train`` runs the program that ``setting.use`` has set, ``comparison`` compares two runs. The cases of
-``verify`` are such programs, and so are those that ``python -m tests.explore`` draws.
+``setting.use`` selects the program, ``events.train`` runs it, and ``comparison`` compares two runs. The cases of
+``verify`` and the random programs of ``python -m tests.explore`` are such programs.
 """

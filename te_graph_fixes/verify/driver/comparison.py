@@ -1,4 +1,4 @@
-"""Whether two runs of a program gave the same."""
+"""Compare the results of two runs of a program."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .events import OF_GRAPHS
 
 
 def errors(graphed: Any, eager: Any) -> dict[str, float]:
-    """By all that is compared, the largest error: the norm of the difference over the norm of the eager value."""
+    """Return the largest relative error of each result, by name."""
     names = sorted({*eager, *graphed} - {OF_GRAPHS})
     return {name: error(graphed.get(name, ()), eager.get(name, ())) for name in names}
 
 
 def differences(graphed: Any, eager: Any) -> dict[str, float]:
-    """Those of the `errors` that are not 0.0."""
+    """Return the `errors` that are not 0.0."""
     return {name: size for name, size in errors(graphed, eager).items() if size}
 
 
 def error(graphed: Sequence[torch.Tensor | None], eager: Sequence[torch.Tensor | None]) -> float:
-    """The largest error of a tensor. 0.0 is bit for bit; missing tensors are an error of 1.0."""
+    """Return the largest relative error of the tensors: 0.0 if all are bit-identical, 1.0 if one is missing."""
     return max(map(_error, graphed, eager), default=0.0) if len(graphed) == len(eager) else 1.0
 
 

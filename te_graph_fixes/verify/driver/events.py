@@ -1,4 +1,4 @@
-"""The other events of programs, and the run of a program."""
+"""The other events of programs, and `train`, which runs a program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ evaluate_in_other = event(lambda t: t.evaluation(program.other), "evaluate_in_ot
 def infer(t: Training) -> None:
     """Run the first layer without gradients, through its graph for inference.
 
-    With the weights that the last step has cached, where there were only steps since another one.
+    If only steps came since the last such event, it uses the weights that the last step cached.
     """
     before = " ".join(program.events[: int(t.event.split()[0])])
     first = program.weights != "cached" or not re.search(r"infer( step)+$", before)
@@ -68,7 +68,7 @@ def reseed_tracker(t: Training) -> None:
 
 @event
 def recapture(t: Training) -> None:
-    """And a step, since a capture makes FP8 state, and eager training only its first forward."""
+    """Capture again, and run a step. A capture creates FP8 state, but eager training does so in its first forward."""
     if t.graphed:
         t.release()
         t.capture()
@@ -85,11 +85,11 @@ FAILURES = (
     *("warmup forward", "warmup backward", "capture forward", "capture backward", "capture wgrad"),
     *("spoiled forward", "spoiled backward", "no module", "other arguments"),
 )
-"""Where a capture may fail. A spoiled one has read a value, and its stream can capture no more."""
+"""The places where a capture can fail. A spoiled capture has read a value, and its stream cannot capture again."""
 
 
 class Failing(Block):
-    """Fails where it is told to, in a capture with two iterations of warmup."""
+    """Fails at the given place, in a capture with two iterations of warmup."""
 
     failure, count = "", 0
 
@@ -110,14 +110,14 @@ class Failing(Block):
 
 
 class NotAModule:
-    """A callable that TE refuses once a capture has begun."""
+    """A callable that TE refuses after a capture has begun."""
 
     def modules(self) -> list[object]:
         return []
 
 
 def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
-    """A step of two microbatches of a layer that is none of the program's."""
+    """Run a step of two microbatches of an extra layer."""
     t.mark_first(layer)
     for _ in range(2):
         x = random().requires_grad_()
@@ -135,7 +135,7 @@ def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
 
 @event
 def failed_capture(t: Training, *numbers: int) -> None:
-    """Captures of another layer, which is trained before and after, fail in some of the `FAILURES`."""
+    """Capture another layer, and fail in some of the `FAILURES`. The layer is trained before and after."""
     for failure in [FAILURES[number] for number in numbers or (2, 8)]:
         layer, x = Failing(), random().requires_grad_()
         t.prepare(-1, layer)
@@ -160,12 +160,12 @@ def failed_capture(t: Training, *numbers: int) -> None:
 
 @event
 def train_another(t: Training) -> None:
-    """In eager training and the other recipe, a module like the last layer that was not captured."""
+    """Train a module like the last layer eagerly, in the other recipe."""
     train_eagerly(t, MODULES[program.modules[-1]](), program.other)
 
 
 def warned(t: Training, words: str, x: torch.Tensor) -> None:
-    """Two replays without gradients have to warn once."""
+    """Require that two replays without gradients warn once."""
     if t.graphed:
         with warnings.catch_warnings(record=True) as messages, torch.no_grad():
             warnings.simplefilter("always")
@@ -180,7 +180,7 @@ outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", rando
 
 
 def refused(t: Training, misuse: Any) -> None:
-    """A graph must refuse what is not as its samples."""
+    """Require that a graph refuses arguments that differ from its sample arguments."""
     (x,), marks = pytree.tree_map(torch.Tensor.detach, t.samples(0))
     if program.weights == "cached":
         marks["is_first_microbatch"] = True
@@ -198,7 +198,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 
 def misusing(name: str, misuse: Any) -> Any:
-    """The event of a call that gets a graph, its input and its keyword arguments."""
+    """Register the event of a misuse, a function of a graph, its input and its keyword arguments."""
     return event(lambda t: refused(t, misuse), name)
 
 
@@ -213,7 +213,7 @@ misuse_grad = misusing("misuse_grad", lambda call, x, marks: call(x.clone().requ
 
 @event
 def misuse_backward(t: Training) -> None:
-    """A backward of a graph that was captured without gradients."""
+    """Run the backward of a graph that was captured without gradients."""
     layer, sample = torch_linear(), random().requires_grad_()
 
     def backward(*_: Any) -> None:
@@ -225,18 +225,18 @@ def misuse_backward(t: Training) -> None:
 
 
 def dirty() -> None:
-    """Give memory that nobody owns another content: NaN in FP8. The simulator does this by itself."""
+    """Fill free memory with NaN in FP8. The simulator always does."""
     for power in range(9, 19):
         held = [torch.full((2**power,), 0x7F, dtype=torch.uint8, device="cuda") for _ in range(32)]
         del held
 
 
 OF_GRAPHS = "memory with graphs"
-"""Eager training has nothing to compare with it; runs with and without a fix are compared."""
+"""Compared between runs with and without a fix only: eager training has no graphs."""
 
 
 def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
-    """Run the program: all that it computed, and what it left behind, by event."""
+    """Run the program. Return its results, and the state that it left behind, by event."""
     t = Training(graphed)
     for number, words in enumerate(program.events):
         torch.manual_seed(number + 2 + (100 * dist.get_rank() if program.ranks else 0))
@@ -252,7 +252,7 @@ def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
         t.release()
     t.event, seen = "released", t.seen
     if SIMULATED:
-        t.calls, t.eager, t.forwards, t.under_way, t.run_before, t.kept = [], [], [], [], [], []
+        t.calls, t.eager, t.forwards, t.in_flight, t.run_before, t.kept = [], [], [], [], [], []
         gc.collect()
         t.see("memory of graphs", torch.tensor([torch.cuda.memory_allocated()]))
     return seen

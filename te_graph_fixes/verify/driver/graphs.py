@@ -16,21 +16,21 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from .modules import MODULES, torch_linear
 from .program import Skipped
-from .setting import OPTIONS, autocast, everybody, hidden, make_recipe, program, sample, seed_tracker
+from .setting import OPTIONS, autocast, hidden, make_recipe, process_group, program, sample, seed_tracker
 
 
 def arguments(layer: Any, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
-    """Positional and keyword arguments of a layer, of an input and of what may be added to it."""
+    """Return the positional and keyword arguments of a layer for an input and an offset."""
     return layer.arguments(x, offset) if hasattr(layer, "arguments") else ((x,), {})
 
 
 def parameters_of(layer: Any) -> list[Any]:
-    """The parameters that a layer trains, its own and those that it is given as inputs."""
+    """Return the parameters that a layer trains: its own, and those that it receives as inputs."""
     return [*layer.parameters(), *getattr(layer, "given", {}).values()]
 
 
 class Captured:
-    """The layers of a program, what a training framework gives them, and their graphs."""
+    """The layers of a program, their attributes and hooks from a training framework, and their graphs."""
 
     def __init__(self, graphed: bool) -> None:
         FP8GlobalStateManager.reset()
@@ -45,7 +45,7 @@ class Captured:
         self.event = "made"
         self.called: list[str] = []
         self.nodes: list[Any] = []
-        self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.in_flight: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.run_before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.kept: list[torch.Tensor | None] = []
         OPTIONS.update(bias=program.bias, fuse_wgrad_accumulation=program.fused)
@@ -81,7 +81,7 @@ class Captured:
         self.calls: list[list[Any]] = [[layer] * self.microbatches for layer in self.layers]
         self.find_parameters()
         modules = [module for layer in self.layers for module in layer.modules()]
-        self.before_capture = {module: {name: vars(module).get(name) for name in GIVEN} for module in modules}
+        self.before_capture = {module: {name: vars(module).get(name) for name in REPLACED} for module in modules}
         if program.optimizer in ("adam", "adam of master weights"):
             master = program.optimizer == "adam of master weights"
             self.adam = te.optimizers.FusedAdam(self.parameters, master_weights=master, use_decoupled_grad=True)
@@ -108,11 +108,11 @@ class Captured:
         self.weights = {parameter for layer in self.layers for parameter in fused(layer)}
 
     def chunk(self, number: int) -> range:
-        """The numbers of a chunk's layers."""
+        """Return the numbers of a chunk's layers."""
         return range(number * self.per_chunk, (number + 1) * self.per_chunk)
 
     def prepare(self, number: int, layer: Any) -> None:
-        """Give modules and parameters the marks, ``main_grad`` and hooks of a training framework."""
+        """Set the marks, ``main_grad`` and hooks that a training framework sets on modules and parameters."""
         if program.weights != "plain":
             for module in layer.modules():
                 if isinstance(module, TransformerEngineBaseModule) and not isinstance(module, te.DotProductAttention):
@@ -131,7 +131,7 @@ class Captured:
                 parameter.taken = torch.zeros_like(parameter)
         if not program.late_hooks:
             self.hook_parameters(number, layer)
-        if program.wgrad_hooks and self.graphed and number >= 0:  # `wgrad` notes those of an eager run
+        if program.wgrad_hooks and self.graphed and number >= 0:  # `wgrad` records those of an eager run
             for index, module in enumerate(delayed(layer)):
                 module.register_wgrad_accumulation_and_reduce_hooks(
                     lambda index=index: self.called.append(f"wgrad {number} {index}")
@@ -143,7 +143,7 @@ class Captured:
                 self.hook(number, parameter)
 
     def hook(self, number: int, parameter: Any) -> None:
-        """A hook on a parameter; its calls are noted by layer, for a layer's own order is autograd's affair."""
+        """Register a hook on a parameter, and record its calls by layer. Autograd chooses the order in a layer."""
 
         def hook(grad: torch.Tensor) -> Any:
             self.called.append(f"hook {number}")
@@ -165,7 +165,7 @@ class Captured:
             parameter.register_post_accumulate_grad_hook(hook)
 
     def capture(self) -> None:
-        """Make the graphs."""
+        """Capture the graphs."""
         if program.inference == "first":
             self.capture_inference()
         if program.first in ("frozen", "teacher", "plain", "cached"):
@@ -190,7 +190,7 @@ class Captured:
         return self.recipe != "bf16" and number not in program.in_bf16 and not program.calibrating
 
     def after_warmup(self) -> None:
-        """Do with each ``main_grad`` between warmup and capture what a user may do there."""
+        """Zero or replace each ``main_grad`` between warmup and capture, as users do."""
         for weight in self.weights:
             if program.warmup_hook == "zeroes":
                 weight.main_grad.zero_()
@@ -209,7 +209,7 @@ class Captured:
                 "enabled": self.recipe != "bf16" and not program.calibrating,
                 "calibrating": program.calibrating,
                 "recipe": make_recipe(self.recipe),
-                "amax_reduction_group": everybody(),
+                "amax_reduction_group": process_group(),
                 "cache_quantized_params": program.weights == "cached",
                 "retain_graph_in_backward": program.retain,
                 "pool": torch.cuda.graph_pool_handle() if program.own_pool else self.pool,
@@ -218,14 +218,14 @@ class Captured:
         )
 
     def samples(self, number: int) -> tuple[Any, Any]:
-        """The `arguments` to capture a layer with."""
+        """Return the sample arguments of a layer."""
         leaf = self.input if program.one_sample or (program.same_input and not number) else sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
         return arguments(self.layers[number], leaf, sample())
 
     def capture_order(self) -> None:
-        """Graphs of every chunk and microbatch."""
+        """Capture graphs of every chunk and microbatch."""
         numbers = [
             number for chunk in range(self.chunks) for _ in range(self.microbatches) for number in self.chunk(chunk)
         ]
@@ -247,52 +247,52 @@ class Captured:
         self.calls = [[run for run, n in zip(runs, numbers, strict=True) if n == m] for m in range(len(self.layers))]
 
     def layers_of(self, entry: float) -> list[float]:
-        """An entry of the order, once for each layer of its chunk."""
+        """Repeat an entry of the schedule for each layer of its chunk."""
         chunk, part = abs(math.ceil(entry)) - 1, math.ceil(entry) - entry
         layers = [number + 1 for number in self.chunk(chunk)]
         return layers if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]  # type: ignore
 
     def capture_inference(self) -> None:
-        """A graph of the first layer for inference, beside those for training."""
+        """Capture a graph of the first layer for inference, in addition to those for training."""
         layer = self.layers[0]
         layer.eval()
-        before = {name: vars(layer).get(name) for name in GIVEN}
+        before = {name: vars(layer).get(name) for name in REPLACED}
         with torch.no_grad():
             self.graph((layer,), ((sample(),),), enabled=self.fp8(0))
         self.infer, self.reset_inference = layer.forward, layer.reset
-        give_back(layer, before)
+        restore(layer, before)
         layer.train()
 
     def release(self) -> None:
-        """Reset the graphs, and give the modules back what they had."""
+        """Reset the graphs, and restore the attributes of the modules."""
         runs = {id(graph): graph for calls in self.calls for graph in calls}.values()
         for graph in [*runs, *self.before_capture, self.extra]:
             if "reset" in getattr(graph, "__dict__", ()):
                 graph.reset()
         for module, before in self.before_capture.items():
-            give_back(module, before)
+            restore(module, before)
         if self.extra is not None:
-            give_back(self.extra, {})
+            restore(self.extra, {})
         if program.inference:
             self.reset_inference()
             self.infer = None
         self.calls = [[layer] * self.microbatches for layer in self.layers]
 
 
-GIVEN = ("forward", "backward_dw", "reset")
-"""The attributes that a capture without an order gives to a module."""
+REPLACED = ("forward", "backward_dw", "reset")
+"""The attributes that a capture without a schedule sets on a module."""
 
 
-def give_back(module: Any, before: dict[str, Any]) -> None:
-    """Give a module the attributes back that it had before a capture."""
-    for name in GIVEN:
+def restore(module: Any, before: dict[str, Any]) -> None:
+    """Restore the attributes that a module had before a capture."""
+    for name in REPLACED:
         vars(module).pop(name, None)
         if before.get(name) is not None:
             setattr(module, name, before[name])
 
 
 def mark(module: Any) -> None:
-    """Let a module mark first microbatches, as Megatron-Core's do."""
+    """Mark the first microbatch of a module, as Megatron-Core's modules do."""
     forward = module.forward
 
     def marked(*args: Any, **kwargs: Any) -> Any:
@@ -311,7 +311,7 @@ def reuse_first_weights(module: Any) -> None:
 
 
 def delayed(layer: Any) -> list[Any]:
-    """The modules that can delay their wgrads, in the order in which they run."""
+    """Return the modules that can delay their wgrads, in the order of their forwards."""
     return [
         module
         for module in layer.modules()
@@ -320,7 +320,7 @@ def delayed(layer: Any) -> list[Any]:
 
 
 def fused(layer: Any) -> list[Any]:
-    """The parameters whose wgrads are added to ``main_grad``."""
+    """Return the parameters with wgrads that are added to ``main_grad``."""
     return [
         parameter
         for module in layer.modules()

@@ -1,4 +1,4 @@
-"""The modules of programs, by their names."""
+"""The modules of programs, by name."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import transformer_engine.pytorch as te
 from .setting import OPTIONS, TOKENS, autocast, hidden, program, the_tracker, tracker
 
 MODULES: dict[str, Callable[[], Any]] = {}
-"""The makers of modules, by their names in programs."""
+"""The functions that create modules, by their names in programs."""
 Make = TypeVar("Make", bound=Callable[[], Any])
 
 
 def module(make: Make, name: str = "") -> Make:
-    """Register a class or a function for programs, by its own name or another."""
+    """Register a class or a function under its own name or another."""
     MODULES[name or make.__name__] = make
     return make
 
 
 def made(name: str, kind: Any, *experts: int, width: int = 1, **own: Any) -> Any:
-    """Register a module with the program's options and its own, ``width`` times as wide inside as its input."""
+    """Register a module with the program's options and its own. Its output is ``width`` times as wide as its input."""
     return module(lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS, **own), name)
 
 
@@ -35,14 +35,14 @@ swiglu_mlp = made("swiglu_mlp", te.LayerNormMLP, width=2, activation="swiglu")
 
 
 class Experts(te.GroupedLinear):
-    """Experts, each with as many of the tokens."""
+    """Experts with the same number of tokens each."""
 
     def forward(self, x: torch.Tensor, **marks: bool) -> Any:
         return super().forward(x, [TOKENS // self.num_gemms] * self.num_gemms, **marks)
 
 
 class Special(te.Linear):
-    """A subclass, as Megatron-Core's MoE layer is one of its dense layer."""
+    """A subclass of `te.Linear`. In Megatron-Core, the MoE layer is a subclass of the dense layer."""
 
 
 grouped_linear = made("grouped_linear", Experts, 2)
@@ -84,7 +84,7 @@ class Block(torch.nn.Module):
 
 @module
 class Wide(torch.nn.Sequential):
-    """Biases whose gradients are copied together: those of a multiple of 256 bytes."""
+    """Biases of a multiple of 256 bytes, so that their gradients are copied together."""
 
     def __init__(self) -> None:
         sizes = (hidden(), 128, 128, hidden())
@@ -96,7 +96,7 @@ special_inside = module(lambda: Block(subclassed), "SpecialInside")
 
 @module
 class ListBlock(torch.nn.Module):
-    """Projections in a `ModuleList`, made in another order than the one in which they run."""
+    """Projections in a `ModuleList`, created in another order than that of their forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ calls_operations = module(lambda: CallsForward(operation, operation), "CallsOper
 
 @module
 class WithNone(Block):
-    """A second output is None."""
+    """The second output is None."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
@@ -130,7 +130,7 @@ class WithNone(Block):
 
 @module
 class Signed(Block):
-    """A second output is the signs of the first, which need no gradient."""
+    """The second output has the signs of the first, and needs no gradient."""
 
     def forward(self, x: torch.Tensor) -> Any:
         out = super().forward(x)
@@ -139,7 +139,7 @@ class Signed(Block):
 
 @module
 class SignsFirst(Signed):
-    """The signs come before what they are of."""
+    """The signs are the first output."""
 
     main_output = 1
 
@@ -168,7 +168,7 @@ class OwnAutocast(Block):
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """Adds the gradients of a loss to those of an output, as Megatron-Core does for the balance of experts."""
+    """Adds the gradients of a loss to those of an output, like Megatron-Core's load balancing loss."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ class Structured(Block):
 
 @module
 class Bare(torch.nn.Module):
-    """Has no parameters of its own: those of a projection come as inputs, as in NeMo Automodel."""
+    """A module without parameters. Those of a projection are its inputs, as in NeMo Automodel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,14 +257,14 @@ class Bare(torch.nn.Module):
 
 
 def dropped(x: torch.Tensor, training: bool = True) -> torch.Tensor:
-    """Dropout with random numbers of the tracker, where there is one."""
+    """Apply dropout with random numbers of the tracker, if there is one."""
     with tracker.fork() if program.tracker else contextlib.nullcontext():
         return torch.nn.functional.dropout(x, 0.25, training)
 
 
 @module
 class Dropped(Block):
-    """Dropout between the projections, of what goes forward and of what comes back."""
+    """Dropout between the projections, in the forward and in the backward."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = dropped(self.first(x), self.training)
@@ -275,7 +275,7 @@ class Dropped(Block):
 
 @module
 class Tied(torch.nn.Module):
-    """A plain product with the first weight of the first layer."""
+    """A product with the first weight of the first layer."""
 
     weight: torch.Tensor
 

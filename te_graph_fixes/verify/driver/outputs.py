@@ -1,4 +1,4 @@
-"""Modules of programs whose outputs lie in memory in many ways, or have many dtypes."""
+"""Modules with outputs of many memory layouts and dtypes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def conjugate(y: torch.Tensor) -> torch.Tensor:
 
 
 class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection of the transposed input that returns a view of its output. Its dgrad is transposed, too."""
+    """A projection of the transposed input that returns a view of its output. Its dgrad is transposed too."""
 
     def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)
@@ -42,7 +42,7 @@ class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
 
 
 class Typed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection with an output of any dtype: a second one, of the first one's bytes, where it has no gradient."""
+    """A projection with an output of any dtype. If a dtype has no gradient, it is the dtype of a second output."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)

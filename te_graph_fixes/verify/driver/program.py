@@ -1,4 +1,4 @@
-"""A training with graphs as plain data. Nothing here imports torch."""
+"""A training with graphs as plain data. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 class Skipped(Exception):
-    """This GPU or this TE lacks what a program needs."""
+    """This GPU or this TE cannot run a program."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A training with graphs. The defaults are the plainest: two steps, two microbatches, one `te.Linear` in bf16."""
+    """A training with graphs. The defaults are the simplest: two steps, two microbatches, one `te.Linear` in bf16."""
 
     modules: tuple[str, ...] = ("linear",)  # the layers, in the order in which they run; "again" is the one before
     recipe: str = "bf16"

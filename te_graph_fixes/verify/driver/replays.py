@@ -1,4 +1,4 @@
-"""Events that run forwards and backwards one by one, and change what a capture has fixed.
+"""Events that run single forwards and backwards, and events that break replay preconditions.
 
 A number after the name of an event is a graph, a microbatch or a layer.
 """
@@ -22,19 +22,19 @@ update = event(functools.partial(Training.update, rate=RATE), "update")
 
 @event
 def forward(t: Training, graph: int = 0, *layers: int) -> None:
-    """A microbatch through the graphs for microbatch ``graph`` of all layers, or of these."""
+    """Run a microbatch through the graphs for microbatch ``graph``, of all layers or of these."""
     run_forward(t, random().requires_grad_(program.input_grads), graph, layers)
 
 
 @event
 def forward_again(t: Training, graph: int = 0) -> None:
-    """The same with the input of the last one, whose gradients add up."""
+    """Run a microbatch with the input of the last one. The gradients of the input add up."""
     run_forward(t, t.run_before[-1][0], graph)
 
 
 def run_forward(t: Training, x: torch.Tensor, graph: int, layers: tuple[int, ...] = ()) -> None:
     microbatch = x, t.forward(x, layers or t.chunk(0), graph)
-    t.under_way.append(microbatch)
+    t.in_flight.append(microbatch)
     t.run_before.append(microbatch)
     t.see("outputs", microbatch[1])
 
@@ -47,28 +47,28 @@ def forward_without_grad(t: Training, graph: int = 0) -> None:
 
 @event
 def backward(t: Training, number: int = 0) -> None:
-    """The backward of a microbatch, which is the ``number``-th of those that are under way."""
-    x, out = t.under_way.pop(number)
+    """Run the backward of microbatch ``number`` of those in flight."""
+    x, out = t.in_flight.pop(number)
     out.backward(random())
     t.see("dgrads", x.grad)
 
 
 @event
 def backward_and_keep(t: Training) -> None:
-    """A backward after which there can be another one."""
-    t.under_way[0][1].backward(random(), retain_graph=True)
+    """Run a backward that can run again."""
+    t.in_flight[0][1].backward(random(), retain_graph=True)
 
 
 @event
 def backward_that_runs(t: Training) -> None:
-    """A backward with a hook that runs the layers without gradients, before they have had theirs."""
-    t.under_way[0][1].register_hook(lambda _: forward_without_grad(t))
+    """Run a backward with a hook that runs the layers without gradients before their backward."""
+    t.in_flight[0][1].register_hook(lambda _: forward_without_grad(t))
     backward(t)
 
 
 @event
 def microbatch_in_autocast(t: Training) -> None:
-    """A microbatch whose backward is in the autocast too."""
+    """Run a microbatch with its backward inside the autocast."""
     with autocast(t.recipe):
         forward(t)
         backward(t)
@@ -76,12 +76,12 @@ def microbatch_in_autocast(t: Training) -> None:
 
 @event
 def wgrad(t: Training, graph: int = 0) -> None:
-    """The delayed wgrads of a microbatch."""
+    """Compute the delayed wgrads of a microbatch."""
     for number in reversed(t.chunk(0)):
         t.wgrad(number, graph, eager=False)
 
 
-# Once more, of all microbatches.
+# Record the results of all microbatches again.
 read_outputs = event(lambda t: t.see("outputs", *(out for _, out in t.run_before)), "read_outputs")
 read_input_grads = event(lambda t: t.see("dgrads", *(x.grad for x, _ in t.run_before)), "read_input_grads")
 read_kept_grads = event(lambda t: t.see("kept", *t.kept), "read_kept_grads")
@@ -95,14 +95,14 @@ def drop_grads(t: Training) -> None:
 
 @event
 def keep_grads(t: Training) -> None:
-    """Take each ``.grad`` without a copy, to be read later."""
+    """Store each ``.grad`` without a copy, to be read later."""
     t.kept += [parameter.grad for parameter in t.parameters]
     drop_grads(t)
 
 
 @event
 def dummies(t: Training) -> None:
-    """A microbatch whose backward has to leave TE's own dummies in the ``.grad`` of fused weights, not copies."""
+    """Run a microbatch. Its backward must set the ``.grad`` of fused weights to TE's own dummies, not to copies."""
     forward(t)
     backward(t)
     if t.graphed:
@@ -113,7 +113,7 @@ def dummies(t: Training) -> None:
 
 
 def last(layer: Any) -> Any:
-    """The last parameter of a layer."""
+    """Return the last parameter of a layer."""
     return [*layer.parameters()][-1]
 
 
@@ -131,7 +131,7 @@ def replace_fp8_data(t: Training) -> None:
 
 @event
 def move_weights(t: Training) -> None:
-    """Weights are elsewhere from now on, and their memory is another's, as where they are offloaded and come back."""
+    """Move the weights to new memory, and overwrite the old memory, as offloading does."""
     for parameter in t.parameters:
         before, parameter.data = parameter.data, parameter.data.clone()
         before.zero_()
@@ -139,7 +139,7 @@ def move_weights(t: Training) -> None:
 
 @event
 def assign(t: Training, number: int = 0) -> None:
-    """``load_state_dict(assign=True)`` makes another parameter."""
+    """Replace a parameter with ``load_state_dict(assign=True)``."""
     layer = t.layers[number]
     name, parameter = [*layer.named_parameters()][-1]
     layer.load_state_dict({name: parameter.detach() * 1.5}, strict=False, assign=True)
@@ -169,14 +169,14 @@ def zero_main_grads(t: Training) -> None:
 
 @event
 def train_all(t: Training, number: int = 0) -> None:
-    """Train what was frozen, without another capture."""
+    """Train frozen parameters without another capture."""
     t.layers[number].requires_grad_(True)
     t.find_parameters()
 
 
 @event
 def train_none(t: Training, number: int = 0) -> None:
-    """Freeze what was trained, without another capture."""
+    """Freeze trained parameters without another capture."""
     t.layers[number].requires_grad_(False)
 
 
@@ -188,14 +188,14 @@ def add_module(t: Training) -> None:
 
 @event
 def replace_module(t: Training) -> None:
-    """Replace a module in a captured one, as adapters do."""
+    """Replace a submodule of a captured module, as adapters do."""
     t.layers[0][-1] = linear()
     t.find_parameters()
 
 
 @event
-def go_on_with_a_copy(t: Training) -> None:
-    """Train a copy of the layers with other weights, as where an average of weights is made."""
+def continue_with_a_copy(t: Training) -> None:
+    """Train a copy of the layers with other weights, like an average of weights."""
     t.layers = copy.deepcopy(t.layers)
     t.calls = [[layer] * t.microbatches for layer in t.layers]
     t.find_parameters()

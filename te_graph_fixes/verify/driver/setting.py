@@ -1,4 +1,4 @@
-"""The parts of the driver share this: the program that runs, its recipes, its values and its ranks."""
+"""State that the parts of the driver share: the program, its recipes, its random values and its ranks."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ RECIPES = {
     "mxfp8": (recipes.MXFP8BlockScaling, "is_mxfp8_available"),
     "nvfp4": (recipes.NVFP4BlockScaling, "is_nvfp4_available"),
 }
-"""By the name of a recipe, TE's class and the function that says whether this GPU has it. ``bf16`` needs neither."""
-program: Any = SimpleNamespace(**vars(Program()))  # the one that runs, which `use` sets
+"""TE's class for each recipe, and TE's function that checks this GPU for it. ``bf16`` has neither."""
+program: Any = SimpleNamespace(**vars(Program()))  # `use` selects it
 tracker = CudaRNGStatesTracker()
 
 
 def use(chosen: Program) -> None:
-    """Run this program from now on."""
+    """Select the program to run."""
     vars(program).update(vars(chosen))
 
 
-def everybody() -> Any:
-    """The group of the ranks, if there are any."""
+def process_group() -> Any:
+    """Return the process group, or None without ranks."""
     return dist.group.WORLD if program.ranks else None
 
 
 def autocast(name: str) -> Any:
-    """The autocast of a recipe, by its name."""
+    """Return the autocast of a recipe."""
     if name == "bf16":
         return te.autocast(enabled=False)
     calibrating = program.calibrating
-    options = {"enabled": not calibrating, "calibrating": calibrating, "amax_reduction_group": everybody()}
+    options = {"enabled": not calibrating, "calibrating": calibrating, "amax_reduction_group": process_group()}
     return te.autocast(recipe=make_recipe(name), **options)
 
 
 def make_recipe(name: str) -> Any:
-    """TE's recipe of this name, with what the program sets of it; None for ``bf16``."""
+    """Return TE's recipe with the options of the program; None for ``bf16``."""
     if program.calibrating:
         return recipes.DelayedScaling(amax_history_len=3)
     if name == "bf16":
@@ -64,7 +64,7 @@ def make_recipe(name: str) -> Any:
 
 
 def require(*names: str) -> None:
-    """Raise `Skipped` where this GPU lacks a recipe."""
+    """Raise `Skipped` if this GPU lacks a recipe."""
     for name in set(names) - {"bf16"}:
         has, why = getattr(te, RECIPES[name][1])(return_reason=True)
         if not has:
@@ -72,22 +72,22 @@ def require(*names: str) -> None:
 
 
 def hidden() -> int:
-    """How many values a token has."""
+    """Return the hidden size."""
     return program.hidden or HIDDEN
 
 
 def random(scale: float = 1.0) -> torch.Tensor:
-    """Values for one microbatch."""
+    """Draw values for one microbatch."""
     return scale * torch.randn(TOKENS, hidden(), dtype=torch.bfloat16, device="cuda")
 
 
 def sample() -> torch.Tensor:
-    """An input to capture with, which draws no random numbers."""
+    """Return a sample argument, without drawing random numbers."""
     return torch.ones(TOKENS, hidden(), dtype=torch.bfloat16, device="cuda")
 
 
 def the_tracker() -> Any:
-    """The function that TE asks for its RNG tracker."""
+    """Return the function that returns the RNG tracker, or None without one."""
     return (lambda: tracker) if program.tracker else None
 
 

@@ -1,4 +1,4 @@
-"""The steps of a program, and what is seen of them."""
+"""The steps of a program, and the record of their results."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from .graphs import Captured, arguments, delayed
 from .setting import RATE, TOKENS, autocast, program, random, the_tracker, tracker
 
 EVENTS: dict[str, Callable[..., None]] = {}
-"""The events of a training by their names in programs. Numbers after the name are arguments."""
+"""The events of a training by name. In programs, numbers after the name are arguments."""
 Event = TypeVar("Event", bound=Callable[..., None])
 
 
 def event(function: Event, name: str = "") -> Event:
-    """Register an event for programs, by its own name or another."""
+    """Register an event under its own name or another."""
     EVENTS[name or function.__name__] = function
     return function
 
 
 class Training(Captured):
-    """Steps and evaluations, eagerly or through the graphs, and what has been seen of them so far."""
+    """Steps and evaluations, eagerly or through the graphs, and the record of their results."""
 
     saved: list[dict[str, torch.Tensor]]
     other: torch.Tensor
     saved_states: dict[str, torch.Generator]
 
     def see(self, what: str, *values: torch.Tensor | None) -> None:
-        """Keep copies of values, to be compared."""
+        """Record copies of values for the comparison."""
         kept = self.seen.setdefault(f"{self.event}: {what}", [])
         kept += [None if value is None else comparable(value) for value in values]
 
     def marked(self, *layers: Any) -> list[Any]:
-        """The modules of these layers, or of all, that mark first microbatches."""
+        """Return the modules of these layers, or of all layers, that mark first microbatches."""
         modules = [module for layer in layers or self.layers for module in layer.modules()]
         return [module for module in modules if hasattr(module, "is_first_microbatch")]
 
@@ -71,7 +71,7 @@ class Training(Captured):
         return main
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
-        """Run the layer that is first in the autocast, if any."""
+        """Run the extra layer that comes first in the autocast, if any."""
         marks = {}
         if program.weights == "cached":
             marks["is_first_microbatch"] = microbatch == 0
@@ -110,7 +110,7 @@ class Training(Captured):
         return x + given if program.residual else x
 
     def begin(self, eager: bool = False) -> None:
-        """Mark first microbatches, and run the model that is beside this one, if any."""
+        """Mark first microbatches, and run the second model, if any."""
         self.mark_first()
         if program.first == "cached":  # another model, before this one
             extra = self.extra if self.graphed and not eager else self.extra_forward
@@ -119,7 +119,7 @@ class Training(Captured):
                     self.see("outputs", extra(random(), is_first_microbatch=microbatch == 0))
 
     def run(self, rate: float = RATE, skip: bool = False, eager: bool = False, interrupted: bool = False) -> None:
-        """A step of training; with ``skip`` its gradients are thrown away, ``interrupted`` is it by an evaluation."""
+        """Run a step. With ``skip``, drop its gradients. With ``interrupted``, evaluate after the first backward."""
         self.begin(eager)
         counts: dict[float, int] = {}
         live: dict[tuple[int, int], Any] = {}
@@ -167,11 +167,11 @@ class Training(Captured):
                 if parameter.grad is not None:
                     parameter.taken.add_(parameter.grad)
                     parameter.grad = None
-        self.see("dgrads", *sends.under_way)
+        self.see("dgrads", *sends.in_flight)
         self.update(0.0 if skip else rate, skip)
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
-        """The delayed wgrads of a layer; those of eager training are done, and only the hooks are left to call."""
+        """Compute the delayed wgrads of a layer. Eager training has computed them; only the hooks remain."""
         if self.graphed and not eager:
             call = self.calls[number][microbatch]
             if hasattr(call, "backward_dw"):
@@ -184,7 +184,7 @@ class Training(Captured):
                 self.called.append(f"wgrad {number} {index}")
 
     def update(self, rate: float, skip: bool = False) -> None:
-        """Change every parameter by its gradient."""
+        """Update every parameter by its gradient."""
         for parameter in self.parameters:
             if parameter in self.weights:
                 grad = parameter.main_grad
@@ -210,7 +210,7 @@ class Training(Captured):
 
     @torch.no_grad()
     def change(self, parameter: Any, grad: torch.Tensor, rate: float) -> None:
-        """Change a parameter by its gradient, or let the optimizer do it."""
+        """Update a parameter by its gradient, or pass the gradient to the optimizer."""
         if program.optimizer in ("adam", "adam of master weights"):
             parameter.decoupled_grad = grad.clone()
         elif program.optimizer == "master weights":
@@ -226,7 +226,7 @@ class Training(Captured):
             parameter.copy_(parameter.dequantize() - rate * grad)
 
     def evaluation(self, recipe: str = "", mode: Any = torch.no_grad) -> None:
-        """Run without gradients and without graphs, in the recipe of training or another one."""
+        """Evaluate without gradients and graphs, in the recipe of the training or another one."""
         marks = {module: module.is_first_microbatch for module in self.marked()}
         self.mark_first()
         for layer in self.layers:
@@ -237,11 +237,11 @@ class Training(Captured):
         self.recipe = kept
         for layer in self.layers:
             layer.train()
-        for module, mark in marks.items():  # a step that is under way has only one first microbatch
+        for module, mark in marks.items():  # a step in progress has only one first microbatch
             module.is_first_microbatch = mark
 
     def state(self) -> None:
-        """See all that later steps and a checkpoint depend on, and what the process is left with."""
+        """Record the state that later steps and checkpoints depend on, and the state of the process."""
         self.see("parameters", *(parameter.dequantize() for parameter in self.parameters))
         if self.recipe != "bf16" and any(name.endswith("outputs") for name in self.seen):
             for layer in self.layers:  # whose state a capture makes, and eager training its first forward
@@ -266,38 +266,38 @@ class Training(Captured):
 
 
 class Sends:
-    """Input grads that a step sends to the previous pipeline stage, which reads them as late as Megatron-Core allows.
+    """Input grads that a step sends to the previous pipeline stage. They are read as late as Megatron-Core allows.
 
-    That waits for a send once the next model chunk's backward, and the forward that overlaps it, have been issued. A
-    stage that sends nothing for the first chunk is the first one, and waits in its cooldown for what it has just sent,
-    which comes after all that was sent before: Megatron-Core without ``overlap_p2p_comm_warmup_flush``.
+    Megatron-Core waits for a send after it has issued the next model chunk's backward and the forward that overlaps it.
+    The first stage sends nothing for its first chunk. In its cooldown it waits for each send at once, and with it for
+    all earlier sends. This is Megatron-Core without ``overlap_p2p_comm_warmup_flush``.
     """
 
     def __init__(self, order: Sequence[float]) -> None:
-        self.order, self.under_way = order, list[torch.Tensor | None]()
+        self.order, self.in_flight = order, list[torch.Tensor | None]()
         self.first_layers = {1, *program.sends}
         self.last_forward = max(i for i, entry in enumerate(order) if entry > 0)
 
     def received_before(self, position: int) -> list[torch.Tensor | None]:
-        """The grad whose send is waited for before an entry of the order, if any."""
+        """Return the grad of the send that completes before an entry of the schedule, if any."""
         entry = self.order[position]
-        is_due = len(self.under_way) > 1 and (entry < 0 or entry in self.first_layers)
-        return [self.under_way.pop(0)] if is_due else []
+        is_due = len(self.in_flight) > 1 and (entry < 0 or entry in self.first_layers)
+        return [self.in_flight.pop(0)] if is_due else []
 
     def read_after(self, position: int, grad: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """The grads that are read right after a dgrad, which has given ``grad``."""
+        """Return the grads that are read right after a backward that returned ``grad``."""
         if -self.order[position] not in program.sends:
             return [grad]
-        self.under_way.append(grad)
+        self.in_flight.append(grad)
         cooldown = {-entry for entry in self.order[self.last_forward + 1 : position]}
         if 1 in program.sends or not cooldown & self.first_layers:
             return []
-        read, self.under_way = self.under_way, []
+        read, self.in_flight = self.in_flight, []
         return read
 
 
 def comparable(value: torch.Tensor) -> torch.Tensor:
-    """A copy as floating-point numbers or as bytes, which can be compared for every dtype."""
+    """Copy a tensor as floating-point numbers or as bytes, which are comparable for every dtype."""
     copy = value.detach().clone().resolve_conj().resolve_neg()
     if copy.is_complex():
         return torch.view_as_real(copy)
@@ -305,7 +305,7 @@ def comparable(value: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointed(kind: str, call: Any) -> Any:
-    """A call in a checkpoint of TE or of torch, alone or between operations that are recomputed too."""
+    """Wrap a call in a checkpoint of TE or torch, with or without other recomputed operations."""
     if kind == "te":
         return functools.partial(te.checkpoint, call, get_rng_state_tracker=the_tracker())
     if not kind:
@@ -319,7 +319,7 @@ def checkpointed(kind: str, call: Any) -> Any:
 
 
 def fp8_state(layer: Any) -> list[torch.Tensor]:
-    """Scales and amax histories, in use and as a checkpoint holds them."""
+    """Return the scales and amax histories, both the active ones and those in a checkpoint."""
     tensors = []
     for module in layer.modules():
         for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
