@@ -1,4 +1,4 @@
-"""Patterns: Python text that is matched by its syntax, so that layout and comments do not matter.
+"""Patterns: Python text, matched by syntax. Layout and comments do not matter.
 
 In a pattern
 
@@ -9,8 +9,8 @@ In a pattern
 - A ``def`` with ``...`` matches these parameters, with these defaults, in any order and among any others.
 - A ``def`` without decorators, result or annotations matches any of them.
 
-The statements of a pattern are adjacent, and its blocks are complete. ``...`` marks every gap. A pattern that fits in
-two ways matches twice.
+The statements of a pattern are adjacent, and its blocks are complete. ``...`` marks every gap. If a pattern fits in
+two ways, it matches twice.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _GAP = ast.Constant(...)
 
 
 class Bindings(NamedTuple):
-    """The parts of the source that parts of a pattern stand for.
+    """The source nodes of a match, by the parts of the pattern.
 
     ``names`` maps each ``ANY_NAME`` to an expression. ``nodes`` maps the located nodes of the pattern to nodes of the
-    source. A ``...`` is mapped to the first node that it stands for or, if it stands for none, to the next node.
+    source. A ``...`` is mapped to the first node in the gap, or to the next node if the gap is empty.
     """
 
     names: Mapping[str, Any] = {}
@@ -49,7 +49,7 @@ class Bindings(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The expression or the statements that a pattern matches, and its bindings."""
+    """The matched expression or statements, and the bindings."""
 
     nodes: list[Any]
     bound: Bindings
@@ -71,7 +71,7 @@ class Pattern:
 
     @property
     def kinds(self) -> list[type]:
-        """The types of nodes that a match can begin with."""
+        """The possible types of a match's first node."""
         kind = type(self.nodes[0])
         return [ast.Assign, ast.AnnAssign] if kind is ast.Assign else [kind]
 
@@ -98,14 +98,14 @@ class Pattern:
         return count, None, next(iter(heads[position:]), None)
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
-        """Yield each way in which the pattern fits from node ``number`` of its siblings on."""
+        """Yield each match that begins at node ``number`` of its siblings."""
         for bindings, rest in self._match_sequence(self.nodes, siblings[number:], Bindings()):
             yield Match(siblings[number : len(siblings) - len(rest)], bindings)
 
     def _match_sequence(
         self, wanted: list[Any], nodes: list[Any], bindings: Bindings
     ) -> Iterator[tuple[Bindings, list[Any]]]:
-        """Yield the bindings and the remaining nodes for each way in which ``nodes`` can begin with ``wanted``."""
+        """Match ``wanted`` with the first of ``nodes``. Yield the bindings and the remaining nodes of each match."""
         if not wanted:
             yield bindings, nodes
             return
@@ -122,7 +122,7 @@ class Pattern:
                 yield from self._match_sequence(rest, nodes[1:], bound)
 
     def _match(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
-        """Return the bindings for each way in which ``node`` matches, the given ones included."""
+        """Return the bindings of each match of ``node``, including the earlier ``bindings``."""
         if isinstance(wanted, list) and isinstance(node, list):
             return [bound for bound, rest in self._match_sequence(wanted, node, bindings) if not rest]
         if is_any(wanted):
@@ -157,14 +157,14 @@ class Pattern:
         return self._match_named(ours, theirs, ways)
 
     def _match_named(self, wanted: Mapping[Any, Any], given: Mapping[Any, Any], ways: list[Bindings]) -> list[Bindings]:
-        """Match all wanted parts with the given parts of the same name."""
+        """Match all wanted parts with parts of the same name."""
         for name, part in wanted.items():
             ways = [bound for way in ways for bound in self._match(part, given.get(name), way)]
         return ways
 
 
 def as_python(text: str) -> str:
-    """Replace the ``...`` among the parameters of each ``def``, which is no Python."""
+    """Replace the ``...`` among the parameters of each ``def``, to get valid Python."""
 
     def with_stars(head: re.Match[str]) -> str:
         return head.group().replace("...", "*ANY", 1).replace("...", "**ANY")
@@ -222,7 +222,7 @@ def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
 
 @cache
 def _parts(wanted: Any) -> list[str]:
-    """Return the fields of a node that must match."""
+    """Return the fields of a node to compare."""
     ignored = [*_NO_SYNTAX]
     if isinstance(wanted, ast.Call):
         ignored.append("keywords")

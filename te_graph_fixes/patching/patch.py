@@ -14,12 +14,12 @@ A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a 
 
 - ``N times``, ``at least once``: the number of matches. ``0 times``: the pattern must not match.
 - ``if there``: the place may be missing, and so may its file.
-- ``at its start``: the hunk has only ``+`` lines, which are inserted below the docstring.
+- ``at its start``: the hunk has only ``+`` lines. They are inserted below the docstring.
 - ``or``: exactly one of this hunk and the hunk above fits.
 
 ``+`` lines are inserted below the statement above them. If that is ``...`` or in another block, they are inserted above
-the next statement. Below ``-`` lines, they replace these. Only the part of a line that differs is edited, so that
-other fixes can edit the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines is the text that it matched.
+the next statement. Below ``-`` lines, they replace these. Only the changed part of a line is edited, and
+other fixes can edit the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines is the matched text.
 
 The result of the ``+`` lines must not be in the source yet. If a hunk does not fit, the error names it and its line in
 the patch.
@@ -51,13 +51,13 @@ def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> 
 
 
 def modules(source: Source, text: str) -> frozenset[str]:
-    """Return the modules of a patch that exist in the source."""
+    """Return the modules of a patch, except those missing in the source."""
     names = {hunk.module for alternatives in read(text) for hunk in alternatives}
     return frozenset(name for name in names if source.find(name))
 
 
 def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
-    """Return the edits of the only hunk that fits."""
+    """Return the edits of the only fitting hunk."""
     fits, errors = [], []
     for hunk in alternatives:
         try:
@@ -141,8 +141,8 @@ class Hunk:
     """A hunk: its ``pattern`` (None: at the start of a function), and the ``changes`` at each match.
 
     ``count`` is the number of matches (None: at least one). If a pattern of ``already_applied`` matches, the source has
-    the hunk already. These patterns are the whole new side of a hunk that replaces text, each insertion of a hunk that
-    only inserts, and none for a hunk that only deletes.
+    the hunk already. A hunk with replacements has one such pattern, its whole new side. A hunk with insertions only has
+    one for each. A hunk with deletions only has none.
     """
 
     number: int

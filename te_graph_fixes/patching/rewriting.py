@@ -132,7 +132,7 @@ class Side:
 
 
 class Spot(NamedTuple):
-    """The start or the end of a node of the pattern. A ``...`` starts with the first node that it stands for."""
+    """The start or the end of a node of the pattern. A ``...`` starts with the first node in the gap."""
 
     node: Any
     edge: int
@@ -170,7 +170,7 @@ class Replacement(NamedTuple):
 
 
 def compare(old: Side, new: Side) -> list[Replacement]:
-    """Return the replacements that turn ``old`` into ``new``; raises `PatchError`."""
+    """Return the replacements to turn ``old`` into ``new``; raises `PatchError`."""
     changes = [*_Comparison(old, new).changes()]
     for line in new.lines:
         is_comment = line.mark == "+" and line.text.strip().startswith("#")
@@ -226,7 +226,7 @@ class _Comparison:
         return Replacement(start, end, _fillable(text, added) if removed else text, True)
 
     def _statement(self, edge: int, rows: list[Row], indent: int) -> Spot | None:
-        """Find the statement with this indent that starts with the first of some rows, or ends with the last."""
+        """Find the statement with this indent at the start of the first row, or at the end of the last."""
         for node, span in self._old.nodes if rows else ():
             offset = rows[-1].tokens[-1].end if edge == END else rows[0].tokens[0].start
             if isinstance(node, _STATEMENT) and (span[edge], node.col_offset) == (offset, indent):
@@ -236,7 +236,7 @@ class _Comparison:
         return None
 
     def _replace_part(self, old: Row, new: Row) -> Iterator[Replacement]:
-        """Replace the smallest part of a row that differs, or else the row. Yield nothing for equal rows."""
+        """Replace the smallest part of a row with the difference, or else the row. Yield nothing for equal rows."""
         if old.words == new.words:
             return
         same_before = _same_at_start(old.words, new.words)
@@ -262,9 +262,9 @@ class _Comparison:
         return Replacement(start, end, _fillable(text, [new]), False)
 
     def _smallest_node(self, row: Row, same_before: int, same_after: int) -> tuple[Any, tuple[int, int]] | None:
-        """Find the smallest expression around the tokens that differ, with its span.
+        """Find the smallest expression around the different tokens, with its span.
 
-        Return None if that is a statement, or the whole row.
+        Return None if it is a statement or the whole row.
         """
         stop = len(row.tokens) - same_after
         different = row.tokens[same_before:stop] or row.tokens[max(same_before - 1, 0) : stop + 1]
@@ -277,11 +277,11 @@ class _Comparison:
         return None if is_whole_row or isinstance(node, _STATEMENT) else (node, span)
 
     def _insertion_spot(self, old: Row, new: Row, index: int) -> Spot | None:
-        """Find the start or end of a node at which to insert text, in front of token ``index``.
+        """Find the edge of a node at which to insert text, in front of token ``index``.
 
         The node must exist on both sides. From ``a or b`` to ``a or b and c`` the spot is the end of ``b``, because the
-        new side has no node ``a or b``. Return None next to ``ANY``: an operator could bind to a part of the expression
-        that it stands for.
+        new side has no node ``a or b``. Return None next to ``ANY``: an operator could bind to a part of the matched
+        expression.
         """
         neighbors = old.tokens[max(index - 1, 0) : index + 1]
         if any(token.word.startswith("ANY") for token in neighbors):
@@ -298,7 +298,7 @@ class _Comparison:
         return min(spots, key=lambda spot: (is_gap(spot.node), spot.edge), default=None)
 
     def _nodes_on_both_sides(self, old: Row, new: Row, index: int) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Yield the nodes, less statements, that stay the same when tokens are inserted in front of token ``index``."""
+        """Yield the expressions and gaps unchanged by an insertion in front of token ``index``, with their spans."""
         inserted = len(new.tokens) - len(old.tokens)
         unchanged = [*new.tokens[:index], *new.tokens[index + inserted :]]
         new_starts = {token.start: other.start for token, other in zip(old.tokens, unchanged, strict=True)}
@@ -323,7 +323,7 @@ def _tokens_outside(row: Row, span: tuple[int, int]) -> tuple[int, int]:
 
 
 def _fillable(text: str, rows: Sequence[Row]) -> str:
-    """Return the text; raises `PatchError` if it contains ``...`` or ``ANY``, which have no text of their own."""
+    """Return the text; raises `PatchError` if it contains ``...`` or ``ANY``: these stand for unknown text."""
     if re.search(r"\.\.\.|\bANY\b", text):
         raise _error(rows, "neither whole statements nor a part of an expression")
     return text
@@ -346,13 +346,13 @@ def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
 
 
 def _indent_at(text: str, offset: int) -> str:
-    """Return the indent of the line that contains a character."""
+    """Return the indent of the line around a character."""
     line = text[text.rfind("\n", 0, offset) + 1 :]
     return line[: len(line) - len(line.lstrip(" \t"))]
 
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
-    """Replace each ``ANY_NAME`` with the text that it matched, in parentheses if an operator could bind to a part."""
+    """Replace each ``ANY_NAME`` with its matched text, in parentheses if an operator could bind to a part."""
 
     def fill(name: re.Match[str]) -> str:
         node = match.bound.names[name.group()]

@@ -35,20 +35,20 @@ _LONGEST = 70
 
 
 class TENotFoundError(Exception):
-    """There is no TransformerEngine at the place that was searched."""
+    """No TransformerEngine was found."""
 
 
 class Miss(NamedTuple):
-    """The closest miss of a pattern: the number of its statements that match, and the difference in the next one."""
+    """The closest miss of a pattern: the number of matching statements, and the first difference."""
 
     matched: int
     text: str
 
 
 class UnrecognizedError(Exception):
-    """A fix did not find the code that it requires, so it must not change this source.
+    """A fix did not find its code, so it must not change this source.
 
-    ``closest`` searches for the closest miss, which takes a while. ``details`` are longer than the text.
+    ``closest`` searches for the closest miss, and is slow. ``details`` are longer than the text.
     """
 
     def __init__(self, text: str, closest: Callable[[], Miss] | None = None, details: str = "") -> None:
@@ -60,13 +60,13 @@ class UnrecognizedError(Exception):
 def unrecognized(
     wanted: str, where: object, found: str = "none", closest: Callable[[], Miss] | None = None
 ) -> UnrecognizedError:
-    """Return the error for ``wanted`` code that is missing ``where``: in a `Definition`, or in a file."""
+    """Return the error for missing code. ``where`` is a `Definition` or a path."""
     return UnrecognizedError(f"looked for {wanted} in {where}, found {found}", closest)
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Defer garbage collection, which is slow if torch is loaded."""
+    """Defer garbage collection, because it is slow if torch is loaded."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,7 +95,7 @@ class Source:
 
     @classmethod
     def installed(cls) -> Source:
-        """Find the TE that ``import transformer_engine`` would import; raises `TENotFoundError`."""
+        """Find the TE of ``import transformer_engine``; raises `TENotFoundError`."""
         with contextlib.suppress(ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
             for location in (spec and spec.origin and spec.submodule_search_locations) or ():
@@ -128,11 +128,11 @@ class Source:
 
     @property
     def modules_read(self) -> list[str]:
-        """The names of the modules that were read."""
+        """The names of the modules read so far."""
         return sorted(name for name, module in self._modules.items() if module)
 
     def without_trees(self) -> Source:
-        """Return the same texts without their syntax trees, which are large."""
+        """Return the same texts without their large syntax trees."""
         return self.with_modules({name: module and replace(module) for name, module in self._modules.items()})
 
     def with_modules(self, modules: Mapping[str, ModuleSource | None]) -> Source:
@@ -231,7 +231,7 @@ class ModuleSource:
 
 @dataclass(frozen=True)
 class Definition:
-    """One function or class, in which patterns are searched."""
+    """One function or class, with searches for patterns in it."""
 
     module: ModuleSource
     qualname: str
@@ -243,7 +243,7 @@ class Definition:
 
     @cached_property
     def _by_type(self) -> dict[type, list[tuple[list[Any], int]]]:
-        """All nodes in the definition, by type. Each is given as a list and an index in it."""
+        """All nodes in the definition, by type. Each is a list and an index in it."""
         nodes = defaultdict[type, list[tuple[list[Any], int]]](list)
         pending: list[tuple[list[Any], int]] = [([self.node], 0)]
         for siblings, number in pending:
@@ -257,7 +257,7 @@ class Definition:
         return nodes
 
     def matches(self, pattern: str | Pattern) -> list[Match]:
-        """Find every statement, run of statements or expression that matches, in order."""
+        """Find all matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         matches: dict[object, Match] = {}
         for siblings, number in (node for kind in pattern.kinds for node in self._by_type[kind]):
@@ -287,7 +287,7 @@ class Definition:
         return matches
 
     def closest(self, pattern: Pattern) -> Miss:
-        """Find the longest beginning of a pattern that matches, and describe the difference after it."""
+        """Find the longest matching beginning of a pattern, and describe the difference after it."""
         heads = [*heads_of(self.node.body)]
         beginnings = [pattern.beginning(heads[start:]) for start in range(len(heads))]
         count, wanted, other = max(beginnings, key=lambda beginning: beginning[0], default=(0, None, None))
