@@ -6,7 +6,7 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) lets `
 ``KeyError: -1``, ``[1,1,-1,-1,-1.5,-1.5]`` an "already owns a captured graph". It hands a microbatch's static inputs
 and grad-output buffer on at its dgrad, although its wgrad reads them later: ``[1,-1,1,-1.5,-1,-1.5]`` gives wrong
 numbers without an error. A plan made from the order now says where a capture stands and which buffers it uses, and
-refuses illegal orders (docs/maintainers/orders.md). Delayed wgrads that an order does not name are captured right after
+refuses illegal orders (docs/maintainers/schedules.md). Delayed wgrads that an order does not name are captured right after
 their dgrad, as in TE 2.10, which knows no other place.
 """
 

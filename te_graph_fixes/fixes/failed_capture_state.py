@@ -1,14 +1,19 @@
-"""``failed-capture-state``: a capture that fails leaves the process damaged, and hides why it failed.
+"""``failed-capture-state``: a failed capture leaves the process in a damaged state and hides its error.
 
 Upstream: none yet
 
-After an exception in `make_graphed_callables` garbage collection stays off, sample inputs and parameters have lost
-their grads, eager FP8 modules still take the path of graphs, and keep the capture's recipe and its forward hooks;
-wgrads that were delayed come out of order, random numbers and FP8 scales are those of the warmup. Where a forbidden
-operation has spoiled the capture, one sees "operation failed due to a previous error during capture" instead of that
-operation's error, work goes on in the capture's stream, and random numbers raise "Offset increment outside graph
-capture encountered unexpectedly". All of that is now put back in ``finally`` or ``except`` clauses, and the first
-exception is raised again.
+After an exception in `make_graphed_callables`, these remain:
+
+- garbage collection is off
+- sample inputs and parameters have no ``.grad``
+- eager FP8 modules take the path of graphs, with the recipe and the forward hooks of the capture
+- delayed wgrads are out of order
+- random states and FP8 scales are those of the warmup
+
+If a forbidden operation invalidates the capture, the error "operation failed due to a previous error during capture"
+hides the first one. The stream of the capture stays current, and random numbers raise "Offset increment outside graph
+capture encountered unexpectedly". ``finally`` and ``except`` clauses now restore all of this and raise the first
+exception.
 """
 
 from ..fix import Fix
@@ -31,13 +36,14 @@ PATCH = """
 +except BaseException as error:
 +    if error is failure:
 +        raise
-+    # PyTorch could not end the capture, and has left its stream, its memory pool and the random
-+    # number generators in it. An empty capture brings the generators out.
-+    with contextlib.suppress(AttributeError, KeyError, RuntimeError):
++    # PyTorch could not end the capture. Its stream is still current, and its memory pool and the
++    # random number generators still belong to it. An empty capture releases the generators. An
++    # error in this cleanup must not hide the error of the capture.
++    with contextlib.suppress(Exception):
 +        torch.cuda.set_stream(stream)
 +        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), kwargs["pool"])
 +        torch._C._cuda_releasePool(torch.cuda.current_device(), kwargs["pool"])
-+    with contextlib.suppress(RuntimeError):
++    with contextlib.suppress(Exception):
 +        empty_graph = torch.cuda.CUDAGraph()
 +        if graph_safe_rng_available():
 +            for state in get_all_rng_states().values():
@@ -46,7 +52,7 @@ PATCH = """
 +            torch.zeros(1, device="cuda")
 +    if failure is None:
 +        raise
-+    # Show what went wrong in the capture last, where one looks for it.
++    # Python prints the last exception of a chain at the end, so raise the error of the capture last.
 +    error.__context__ = failure.__context__
 +    raise failure
 +finally:
@@ -82,7 +88,7 @@ PATCH = """
 -graphed_callables = ANY_CAPTURE
 +capture = lambda: ANY_CAPTURE
 +
-+# Put back what the capture changes where it fails, too, as far as the device still answers.
++# If the capture fails, restore the state that it changed, as far as the device still responds.
 +submodules = [m for module in modules for m in module.modules()]
 +first_microbatch = [
 +    (m, m.is_first_microbatch) for m in submodules if hasattr(m, "is_first_microbatch")
@@ -116,8 +122,8 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="after a capture that failed: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
+    symptom="after a failed capture: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
-    affects="programs that catch an exception of a capture and go on",
+    affects="programs that catch an exception of a capture and continue",
     patch=PATCH,
 )

@@ -1,13 +1,12 @@
-"""``grad-input-lifetime``: a grad input is overwritten while it is still being sent to the previous pipeline stage.
+"""``grad-input-lifetime``: a grad input is overwritten while it is sent to the previous pipeline stage.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; that this is its cause is inference)
 
-With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` gives a chunk's static grad input back to the
-graph pool once the next chunk's dgrad is captured, for by then Megatron-Core has waited for the send. Where every layer
-is passed as a chunk (``--overlap-moe-expert-parallel-comm``), Megatron waits only after the next *model* chunk's
-backward, and graphs captured in between write into the buffer while a stage that is some milliseconds late receives it.
-The gradients of the caller's inputs are released where `grad_input_releases` says instead; those of parameters stay
-with TE's rule.
+With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` returns a chunk's static grad input to the graph
+memory pool after the capture of the next chunk's dgrad. By then Megatron-Core has waited for the send, unless every
+layer is passed as a chunk (``--overlap-moe-expert-parallel-comm``). Megatron then waits only after the backward of the
+next *model* chunk. Graphs captured in between overwrite the buffer while a late stage receives it. The grad input of a
+model chunk's first layer is now released when `grad_input_releases` lists it. Other gradients are released as in TE.
 """
 
 from ..fix import Fix
@@ -36,7 +35,7 @@ PATCH = """
      if previous_chunk_last_callable_bwd_idx is not None:
          idx = previous_chunk_last_callable_bwd_idx
 -        per_callable_static_grad_inputs[idx] = make_weak_ref(per_callable_static_grad_inputs[idx])
-+        # Of the inputs' grads, released_grad_inputs says when they have been read.
++        # released_grad_inputs lists when the gradients of user inputs may be released.
 +        num_user_args = per_callable_len_user_args[idx]
 +        per_callable_static_grad_inputs[idx] = per_callable_static_grad_inputs[idx][
 +            :num_user_args
@@ -48,7 +47,7 @@ FIX = Fix(
     symptom="pipelines with EP overlap: a late stage receives garbage, NaN or gradient norms of millions",
     group="pipelines and delayed wgrads",
     affects="Megatron --overlap-moe-expert-parallel-comm with virtual pipeline stages of two or more layers",
-    cost="a grad input for each layer of a model chunk but one: 0.4 to 0.9 % of the memory",
+    cost="one grad input for each model chunk",
     patch=PATCH,
     provides=("graph_order",),
     check_hints=("sent overwritten",),

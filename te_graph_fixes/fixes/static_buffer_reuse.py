@@ -1,12 +1,13 @@
-"""``static-buffer-reuse``: static buffers are handed on between layers whose buffers differ.
+"""``static-buffer-reuse``: layers with different static buffers share them.
 
 Upstream: none yet, TE 2.10 to main
 
-Inputs are handed on by shape, dtype and layout alone. A layer gets the input buffer of one whose input needs no
-gradient, and its backward ends there; or that of a layer whose two inputs were one tensor. Their key now holds all that
-a buffer keeps of its sample: type, device, strides, whether it needs a gradient, and which tensors of a sample are the
-same. Buffers of grad outputs are put where this layer has outputs with gradients, which need not be where another layer
-with as many has them. (Inputs of wgrads: `te_graph_fixes/shipped/graph_order.py`.)
+TE reuses the static inputs of another layer if shape, dtype and layout agree. If that input needs no gradient, the
+backward of the second layer ends there. If one tensor is both inputs of the first layer, the second layer's inputs
+overwrite each other. The key now has all properties that a buffer takes from its sample: type, device, strides, whether
+it needs a gradient, and which tensors of a sample are the same. Grad-output buffers are now assigned to the outputs
+with gradients of this layer, which may be at other places than in the first one. (Inputs of wgrads:
+`te_graph_fixes/shipped/graph_order.py`.)
 """
 
 from ..fix import Fix
@@ -14,7 +15,7 @@ from ..fix import Fix
 PATCH = """
 @@ graph.py _make_graphed_callables
  sample_keys = sample_args_keys + sample_kwargs_keys
-+# Nor may a buffer differ in anything else that it keeps of its sample.
++# A static buffer takes these properties from its sample too.
 +sample_kwargs_values = [v for _, v in sorted(sample_kwargs[per_callable_fwd_idx].items())]
 +sample_tensors = [*sample_args[per_callable_fwd_idx], *sample_kwargs_values]
 +sample_addresses = [t.data_ptr() for t in sample_tensors]
@@ -28,7 +29,7 @@ PATCH = """
      reuse_fwd_idx = consumed_sample_q[sample_keys].pop(0)
      ...
 @@
-+# They may have been made for a layer whose outputs without a gradient are at other places.
++# The buffers may come from a layer with other outputs that need no gradient.
 +given_grad_outputs = iter([g for g in static_grad_outputs if g is not None])
 +static_grad_outputs = tuple(
 +    next(given_grad_outputs) if getattr(o, "requires_grad", False) else None for o in static_outputs
@@ -37,8 +38,8 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="mixed layer types in one pipeline order: gradients off by 1.0, or wrong outputs",
+    symptom="mixed layer types in one pipeline schedule: wrong gradients (relative error 1.0) or outputs",
     group="pipelines and delayed wgrads",
-    affects="_reuse_graph_input_output_buffers (Megatron sets it) with layers of several kinds, as dense and MoE",
+    affects="_reuse_graph_input_output_buffers (Megatron sets it) with several kinds of layers, such as dense and MoE",
     patch=PATCH,
 )

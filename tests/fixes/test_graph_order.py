@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import combinations, count
 from typing import Any
 
 import pytest
@@ -207,7 +207,7 @@ def test_wgrads_are_counted_on_their_own() -> None:
 
 def test_wgrad_that_no_module_delays() -> None:
     plan = plan_of([1, -1, -1.5])
-    with pytest.raises(RuntimeError, match=r"_order\[2\] is a wgrad, and no module of chunk 1 in training mode delays"):
+    with pytest.raises(RuntimeError, match=r"_order\[2\] is a wgrad, but no module of chunk 1 in training mode delays"):
         list(plan.backward(2, {0: False}))
 
 
@@ -217,6 +217,42 @@ def test_a_sample_that_two_microbatches_share_is_copied_for_the_second() -> None
     assert found[0] == [one, constant]
     assert found[1][0].address != one.address
     assert found[1][1].address != constant.address
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("order", [NAMED[name] for name in sorted(NAMED)], ids=sorted(NAMED))
+def test_a_constant_of_all_microbatches_and_layers_stays_one_tensor(order: list[float], reuse: bool) -> None:
+    """As the rotary table of Megatron-Core, which TE alone shares too."""
+    plan = plan_of(order)
+    constant = Tensor(requires_grad=False)
+    forwards = [position for position, entry in enumerate(plan.entries) if entry.kind == FORWARD]
+    found = assign(plan, [[Tensor(), constant] for _ in forwards], reuse)
+    assert {sample[1].address for sample in found} == {constant.address}
+    if reuse:
+        lives = [(position, plan.entries[position].last_read) for position in forwards]
+        assert len({sample[0].address for sample in found}) == largest_overlap(lives)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_different_constants_stay_apart(reuse: bool) -> None:
+    """As the tables of local and global attention: a replay of one layer must not write into the table of another."""
+    tables = Tensor(requires_grad=False), Tensor(requires_grad=False)
+    samples = [[Tensor(), table] for table in tables for _ in range(3)]
+    order = [1, 2, -2, 1, -2.5, -1, 2, -1.5, -2, -1, 1, 2, -2.5, -1.5, -2, -1, -2.5, -1.5]
+    found = assign(plan_of(order), samples, reuse)
+    assert [sample[1].address for sample in found] == [sample[1].address for sample in samples]
+
+
+@pytest.mark.parametrize("handed_on", [[0, 1, 0, 1], [0, 0, 0, 0]])
+def test_inputs_without_a_gradient_that_the_caller_hands_on_stay_apart(handed_on: list[int]) -> None:
+    """The caller hands them on at the dgrad, but the wgrad reads them too. They are not constants."""
+    given = [[Tensor(), Tensor(requires_grad=False)] for _ in range(2)]
+    plan = plan_of([1, 1, -1, 1, -1.5, -1, 1, -1.5, -1, -1.5, -1, -1.5])
+    found = assign(plan, [given[number] for number in handed_on], False)
+    forwards = [(i, entry.last_read) for i, entry in enumerate(plan.entries) if entry.kind == FORWARD]
+    for (sample, (start, end)), (other, (other_start, _)) in combinations(zip(found, forwards, strict=True), 2):
+        assert start < other_start
+        assert not other_start < end or not {t.address for t in sample} & {t.address for t in other}
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -255,7 +291,7 @@ def test_chunks_may_be_empty() -> None:
         ([1, -1, -1], "_order[2] = -1: the forward of its microbatch must come before this dgrad"),
         ([1, 1, -1], "_order has 2 forwards, 1 dgrads and 0 wgrads of chunk 1"),
         ([2, -2], "_order has 0 forwards, 0 dgrads and 0 wgrads of chunk 1"),
-        ([1, 2, -2, -1, 2, -2], "_order has 2 forwards, 2 dgrads and 0 wgrads of chunk 2: each chunk has as many"),
+        ([1, 2, -2, -1, 2, -2], "_order has 2 forwards, 2 dgrads and 0 wgrads of chunk 2. Each chunk needs 1 forwards"),
         ([1, 1, -1, -1.5, -1], "_order has 2 forwards, 2 dgrads and 1 wgrads of chunk 1"),
     ],
 )
@@ -265,5 +301,5 @@ def test_bad_orders(order: Any, message: str) -> None:
 
 
 def test_a_chunk_with_wgrads_has_one_layer() -> None:
-    with pytest.raises(ValueError, match=r"_order has wgrads: give one layer in each chunk, not \[2\]"):
+    with pytest.raises(ValueError, match=r"_order has wgrads: pass one layer in each chunk, not \[2\]"):
         plan_of([1, -1, -1.5], layers=2)
