@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import hashlib
 import json
 import multiprocessing
 import os
@@ -22,7 +21,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -43,6 +41,15 @@ REFUSED = {
 
 FINDINGS = ("wrong", "crash")
 VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
+
+
+def run_task(task: str, program: Program, argument: Any) -> dict[str, Any]:
+    """Do for a `Server` what it is asked for."""
+    if task == "judge":
+        return judge(program, argument)
+    from .regressions import measure
+
+    return measure(program, argument)
 
 
 def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
@@ -67,58 +74,32 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
 def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
     """The verdict of what this process runs."""
     from te_graph_fixes.verify.driver.comparison import differences
-    from te_graph_fixes.verify.driver.events import OF_GRAPHS, train
+    from te_graph_fixes.verify.driver.events import train
     from te_graph_fixes.verify.programs import REFUSED as CONTRACT
 
-    from .costs import Costs
+    from .digests import digest, said
 
     eager: Any = {}
     if wanted is None:
         try:
-            with Costs() if Server.counts else contextlib.nullcontext() as eager_costs:
-                eager = train(False)
-            again = eager if Server.counts else train(False)  # the other setting runs it again
+            eager, again = train(False), train(False)
         except Exception as error:
             return {"verdict": "not eager", "why": said(error)}
         if differing := differences(again, eager):
             return {"verdict": "unstable", "why": str(differing)}
-    given: dict[str, Any] = {"eager": digest(eager)}
+    given = {"eager": digest(eager)}
     try:
-        with Costs() if Server.counts else contextlib.nullcontext() as graph_costs:
-            found = train(True)
+        found = train(True)
     except Exception as error:
         why = said(error)
         documented = [*REFUSED, CONTRACT] if Server.broken else REFUSED
         refused = wanted is None and any(re.search(each, why) for each in documented)
         return {"verdict": "refused" if refused else "crash", "why": why} | given
     given["digest"] = digest(found)
-    if eager_costs and graph_costs:
-        memory = int(found[OF_GRAPHS][0][1])
-        given["costs"] = {"eager": eager_costs.counts, "graphs": {**graph_costs.counts, "memory": memory}}
     if wanted is not None:
         return {"verdict": "equal" if given["digest"] == wanted else "wrong"} | given
     wrong = differences(found, eager)
     return {"verdict": "wrong" if wrong else "equal", "why": str(wrong)} | given
-
-
-def said(error: BaseException) -> str:
-    frames = [f"{Path(each.filename).name}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({' < '.join(frames[:-6:-1])})"
-
-
-def digest(found: dict[str, list[Any]]) -> str:
-    import torch
-
-    total = hashlib.sha256()
-    for name, values in found.items():
-        total.update(name.encode())
-        for value in values:
-            if value is None:
-                total.update(b"None")
-                continue
-            total.update(str((value.dtype, value.shape)).encode())
-            total.update(value.contiguous().view(torch.uint8).cpu().numpy().tobytes() if value.numel() else b"")
-    return total.hexdigest()[:16]
 
 
 class Server:
@@ -136,8 +117,6 @@ class Server:
     """Seconds that one program may take."""
     pause = 0.0
     """The longest pause before a replay, in seconds."""
-    counts = False
-    """Whether the costs of each run are counted; on the simulator only."""
 
     def __init__(self, switch: str = "on", disable: str = "", without_edit: tuple[str, int] | None = None) -> None:
         self._setting = switch, disable, without_edit
@@ -174,6 +153,8 @@ class Server:
             gc.freeze()  # what is there is not looked through by every program
             answer(None)
         except Exception as error:
+            from .digests import said
+
             answer(said(error))
             return
         import torch
@@ -184,8 +165,8 @@ class Server:
             child = os.fork() if Server.forks else 0
             if not child:
                 signal.alarm(Server.limit)
-                fields, wanted = json.loads(line)
-                verdict = judge(Program(**fields), wanted)
+                task, fields, argument = json.loads(line)
+                verdict = run_task(task, Program(**fields), argument)
                 if not Server.forks:
                     torch.cuda.synchronize()  # after an illegal memory access that raises, and this process ends
                 answer(verdict)
@@ -199,17 +180,21 @@ class Server:
 
     def __call__(self, program: Program, wanted: str | None = None) -> dict[str, Any]:
         """The verdict of a program."""
-        found = self._ask(program, wanted)
+        found = self._ask("judge", program, wanted)
         if found["verdict"] in FINDINGS and not Server.forks:
-            alone = self._ask(program, wanted)
+            alone = self._ask("judge", program, wanted)
             found = alone if alone["verdict"] in FINDINGS else {**alone, "after others": found}
         return found
 
-    def _ask(self, program: Program, wanted: str | None) -> dict[str, Any]:
+    def measure(self, program: Program, graphs: bool = True) -> dict[str, Any]:
+        """The results and the costs of a program, see `regressions.measure`."""
+        return self._ask("measure", program, graphs)
+
+    def _ask(self, task: str, program: Program, argument: Any) -> dict[str, Any]:
         if not self.process:
             self._start()
         start = time.monotonic()
-        print(json.dumps([dataclasses.asdict(program), wanted]), file=self._requests, flush=True)
+        print(json.dumps([task, dataclasses.asdict(program), argument]), file=self._requests, flush=True)
         crash = '{"verdict": "crash", "why": "the process ended"}'
         found: dict[str, Any] = json.loads(self._answers.readline() or crash)
         if found["verdict"] in FINDINGS and not Server.forks:
@@ -346,59 +331,45 @@ def find(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run programs with TE alone and with the fixes, and list what is worse with the fixes.
+    """Run programs with TE alone and with the fixes, and list the regressions. More costs are listed, too.
 
-    Eager training must be bit-identical, at the same cost. A program that is right with TE alone must stay right, and
-    may not cost more.
+    The exit status is 1 if eager training differs, or a program that TE alone runs correctly does not stay correct.
     """
+    from .regressions import regressions
 
     def work(numbers: Iterable[int]) -> None:
         alone, fixed = Server("off"), Server(options.switch, options.disable)
 
+        def compared(program: Program) -> tuple[str, list[str]]:
+            before = alone.measure(program)
+            now = fixed.measure(program, graphs=before["verdict"] == "equal")
+            return before["verdict"], regressions(before, now)
+
         def is_as_bad(kinds: set[str], program: Program) -> bool:
-            return kinds <= {each.split(":")[0] for each in regressions(alone(program), fixed(program))}
+            return kinds <= {each.split(":")[0] for each in compared(program)[1]}
 
         for seed in (options.seed + number for number in numbers):
             program = draw(seed, options.gpu, ranks=False)
-            found = {"alone": alone(program), "fixed": fixed(program)}
-            if worse := regressions(**found):
-                kinds = {each.split(":")[0] for each in worse}
-                if options.shrink:
-                    program = shrink(program, functools.partial(is_as_bad, kinds))
-                    found = {"alone": alone(program), "fixed": fixed(program)}
-                    worse = regressions(**found)
-            line = {"seed": seed, "verdict": found["alone"]["verdict"], "worse": worse, "program": as_python(program)}
-            note(options, line, say=bool(worse))
+            verdict, worse = compared(program)
+            kinds = {each.split(":")[0] for each in worse}
+            if kinds - {"cost"} and options.shrink:
+                program = shrink(program, functools.partial(is_as_bad, kinds))
+                verdict, worse = compared(program)
+            line = {"seed": seed, "verdict": verdict, "worse": worse, "program": as_python(program)}
+            note(options, line, say=bool(kinds - {"cost"}))
         alone.close()
         fixed.close()
 
     in_jobs(options, options.programs, work)
     lines = noted(options.results)[1:]
-    worse = [line for line in lines if line["worse"]]
-    print(
-        json.dumps(
-            {"programs": len(lines), **collections.Counter(line["verdict"] for line in lines), "worse": len(worse)}
-        )
-    )
-    return 1 if worse else 0
-
-
-def regressions(alone: dict[str, Any], fixed: dict[str, Any]) -> list[str]:
-    """What is worse with the fixes than with TE alone."""
-    if alone.get("eager") != fixed.get("eager"):
-        return ["eager: other values or another error"]
-    if alone["verdict"] != "equal":
-        return []
-    if fixed["verdict"] != "equal":
-        return [f"{fixed['verdict']} with graphs: {fixed['why']}"]
-    worse = []
-    for run in ("eager", "graphs"):
-        before, now = alone["costs"][run], fixed["costs"][run]
-        for name in sorted({*before, *now}):
-            old, new = before.get(name, 0), now.get(name, 0)
-            if new > old or (run == "eager" and new != old):
-                worse.append(f"{run}, {name}: {old} with TE alone, {new} with the fixes")
-    return worse
+    total = {"programs": len(lines), **collections.Counter(line["verdict"] for line in lines)}
+    kinds = [{each.split(":")[0] for each in line["worse"]} for line in lines]
+    total |= {
+        "regressions": sum(bool(each - {"cost"}) for each in kinds),
+        "cost more": sum("cost" in each for each in kinds),
+    }
+    print(json.dumps(total))
+    return 1 if total["regressions"] else 0
 
 
 def search(options: argparse.Namespace) -> int:
@@ -472,7 +443,7 @@ def main() -> int:
     parser.add_argument("--disable", default="", help="TE_GRAPH_FIXES_DISABLE for the programs")
     parser.add_argument("--results", default="", help="append a line for each program to this file, at once")
     parser.add_argument(
-        "--regressions", action="store_true", help="compare TE alone with the fixes: numbers and costs (simulator)"
+        "--regressions", action="store_true", help="compare TE alone with the fixes: values and costs (simulator)"
     )
     parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
@@ -497,7 +468,6 @@ def main() -> int:
         import transformer_engine.pytorch  # noqa: F401
     Server.forks = options.ranks = simulated and not options.no_fork
     Server.limit, Server.broken, Server.pause = options.limit, options.broken, options.pause
-    Server.counts = options.regressions
     with contextlib.ExitStack() as stack:
         if not options.results:
             options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name

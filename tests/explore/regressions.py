@@ -1,0 +1,121 @@
+"""Regressions: programs that TE alone runs correctly, or at a lower cost, and the fixes do not.
+
+Costs are counted on the simulator: kernels, copies among them, forwards of modules, and the memory of graphs.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+from unittest import mock
+
+import torch
+import transformer_engine.pytorch as te
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_graph_fixes.verify.driver import setting
+from te_graph_fixes.verify.driver.comparison import differences
+from te_graph_fixes.verify.driver.events import OF_GRAPHS, train
+from te_graph_fixes.verify.driver.program import Program
+from tests.simulator import graph
+
+from .digests import digest, said
+
+aten = torch.ops.aten
+COPIES = {aten.copy_, aten.clone, aten._to_copy}
+
+
+class Costs(TorchDispatchMode):
+    """Count the ``launches``, the ``copies`` among them, and the ``forwards`` of modules while this is entered.
+
+    A launch is an operation that writes values. It counts when it runs: eagerly, or at a replay of its graph. The
+    counts of captures, which consist of warmups, are separate from those of the training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = collections.Counter[str]()
+        self._part = "training"
+
+    def __enter__(self) -> Costs:
+        graph.on_launch = self._count_kernel
+        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._count_forward)
+        self._captures = mock.patch.object(te, "make_graphed_callables", self._capture(te.make_graphed_callables))
+        self._captures.start()
+        super().__enter__()
+        return self
+
+    def _capture(self, function: Any) -> Any:
+        def capture(*args: Any, **kwargs: Any) -> Any:
+            self._part = "capture"
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._part = "training"
+
+        return capture
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._captures.stop()
+        self._hook.remove()
+        graph.on_launch = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (func.is_view or func.overloadpacket in graph.ALLOCATIONS):
+            self._count_kernel(func)
+        return result
+
+    def _count_kernel(self, kernel: Any) -> None:
+        self._add("launches")
+        if getattr(kernel, "overloadpacket", None) in COPIES:
+            self._add("copies")
+
+    def _count_forward(self, *_: Any) -> None:
+        self._add("forwards")
+
+    def _add(self, name: str) -> None:
+        self.counts[f"{name} of the {self._part}"] += 1
+
+
+def measure(program: Program, graphs: bool) -> dict[str, Any]:
+    """Train a program eagerly and, with ``graphs``, through graphs. Return the verdict, a digest, and the costs."""
+    setting.use(program)
+    try:
+        with Costs() as eager_costs:
+            eager = train(graphed=False)
+    except Exception as error:
+        return {"verdict": "not eager", "why": said(error)}
+    result: dict[str, Any] = {"verdict": "eager", "eager": digest(eager), "eager costs": eager_costs.counts}
+    if not graphs:
+        return result
+    try:
+        with Costs() as graph_costs:
+            found = train(graphed=True)
+    except Exception as error:
+        return result | {"verdict": "raises", "why": said(error)}
+    if wrong := differences(found, eager):
+        return result | {"verdict": "wrong", "why": str(wrong)}
+    memory = int(found[OF_GRAPHS][0][1])
+    return result | {"verdict": "equal", "graph costs": {**graph_costs.counts, "memory": memory}}
+
+
+def regressions(alone: dict[str, Any], fixed: dict[str, Any]) -> list[str]:
+    """List the differences in eager training and, if TE alone is correct, the worse results of graphs."""
+    if alone.get("eager") != fixed.get("eager"):
+        return ["eager: other values or another error"]
+    worse = []
+    for name in sorted({*alone.get("eager costs", ()), *fixed.get("eager costs", ())}):
+        old, new = (each["eager costs"].get(name, 0) for each in (alone, fixed))
+        if new != old:
+            worse.append(f"eager {name}: {old} with TE alone, {new} with the fixes")
+    if alone["verdict"] != "equal":
+        return worse
+    if fixed["verdict"] != "equal":
+        return [*worse, f"graphs: {fixed['verdict']} with the fixes, {fixed['why']}"]
+    for name in sorted({*alone["graph costs"], *fixed["graph costs"]}):
+        old, new = (each["graph costs"].get(name, 0) for each in (alone, fixed))
+        if new > old:
+            worse.append(f"cost: {name}: {old} with TE alone, {new} with the fixes")
+    return worse
