@@ -27,9 +27,13 @@ SHARED_DUMMIES = """
 +from .base import get_dummy_wgrad
 @@ module/layernorm_mlp.py _LayerNormMLP.backward (2 times)
 -torch.empty(ANY_SHAPE, dtype=ANY_DTYPE, device=torch.cuda.current_device(), requires_grad=False)
-+get_dummy_wgrad(list(ANY_SHAPE), ANY_DTYPE)
++(
++    get_dummy_wgrad(list(ANY_SHAPE), ANY_DTYPE)
++    if is_graph_capturing()
++    else torch.empty(ANY_SHAPE, dtype=ANY_DTYPE, device=torch.cuda.current_device(), requires_grad=False)
++)
 """
-"""`LayerNormMLP` returns TE's shared dummies for wgrads that are in ``main_grad``, as all other modules do.
+"""In a capture, `LayerNormMLP` returns TE's shared dummies for wgrads in ``main_grad``, as all other modules do.
 
-Those that it makes itself are in a graph's memory.
+Its own dummies are in graph memory.
 """

@@ -1,30 +1,42 @@
-"""``warmup-main-grads``: warmup adds its wgrads to ``main_grad``, as if they were those of training.
+"""``warmup-main-grads``: warmup adds its random wgrads to ``main_grad``.
 
 Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads.md).
 
-`make_graphed_callables` puts FP8 state and random numbers back after warmup, but not what the wgrads were added to.
-In warmup all parameters now share the memory of the largest ``main_grad``, which gets its content back afterwards, also
-where the warmup fails (`te_graph_fixes/shipped/main_grads.py`).
+`make_graphed_callables` restores FP8 state and random states after warmup, but not the sums of wgrads. With the fix,
+all parameters share the memory of the largest ``main_grad`` during warmup. Its content is restored afterwards, even if
+the warmup fails (`te_graph_fixes/shipped/main_grads.py`). ``pre_warmup_hook`` and ``post_warmup_hook`` see the real
+``main_grad``.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_main_grads import main_grads_kept
++from ._te_main_grads import preserve_main_grads
 +
  visited_te_modules = ANY_EMPTY
 @@
 -with ..., torch.cuda.stream(ANY):
-+with ..., torch.cuda.stream(ANY), main_grads_kept(callables if is_training else ()):
++with ..., torch.cuda.stream(ANY), contextlib.ExitStack() as warmup_states:
+     if pre_warmup_hook is not None:
+         pre_warmup_hook()
++    warmup_states.enter_context(preserve_main_grads(callables if is_training else ()))
      ...
++    warmup_states.close()
+     if post_warmup_hook is not None:
+         post_warmup_hook()
+@@ (or)
+-with ..., torch.cuda.stream(ANY):
++with ..., torch.cuda.stream(ANY), preserve_main_grads(callables if is_training else ()):
+     for func_idx, func in ANY_CALLABLES:
+         ...
 """
 
 FIX = Fix(
-    symptom="a capture adds garbage to main_grad: the next step's fused wgrads start from random values, or NaN",
+    symptom="a capture adds random values to main_grad, so the next step's fused wgrads are wrong, or NaN",
     group="gradients",
-    affects="fused wgrads in training loops that zero main_grad only before the capture; Megatron zeroes it after",
-    cost="host memory for the largest main_grad during warmup, where it is not zero",
+    affects="fused wgrads in training loops that zero main_grad only before the capture (Megatron zeroes it after)",
+    cost="host memory for the largest main_grad during warmup, if it is not zero",
     patch=PATCH,
     provides=("main_grads",),
 )

@@ -1,45 +1,36 @@
-"""Where the gradients go that a module's `backward_dw` (delayed wgrad) computes, eagerly and after a graph's replay.
+"""Gradients that a captured `backward_dw` (delayed wgrad) assigns to parameters, assigned again after each replay.
 
-A gradient belongs into the ``.grad`` of its parameter, added to what is there, as autograd does. A replayed graph runs
-no Python, so what `backward_dw` assigns while it is captured (tensors in the graph's memory) is kept, and each replay
-is followed by adding it. Gradients that are fused into ``main_grad`` are added by the graph itself.
+A replayed graph runs no Python. So the capture records the tensors that `backward_dw` assigns, and each replay copies
+them to the ``.grad`` of their parameters, by the rules of TransformerEngine's eager `backward_dw`: a weight's ``.grad``
+is replaced, a bias's ``.grad`` is set only if there is none. The graph itself adds gradients to ``main_grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from transformer_engine.pytorch.utils import make_weak_ref
 
 
-def accumulate_grads(parameters: Sequence[Parameter], grad: Tensor | None) -> None:
-    """Add ``grad``, the gradient of the parameters concatenated along their first dimension, to their ``.grad``.
+class DelayedGrad(NamedTuple):
+    """A gradient in the memory of a wgrad graph.
 
-    None or an empty tensor says that `backward_dw` has no such gradient: the dgrad has returned it to autograd. Frozen
-    parameters get none.
+    Only the moment after the replay reads it, so later captures may reuse the memory, which ``grad`` does not own.
     """
-    if grad is None or grad.numel() == 0:
-        return
-    parts = [grad] if len(parameters) == 1 else grad.split([parameter.shape[0] for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        _add(parameter, part.to(parameter.dtype))
 
-
-def _add(parameter: Parameter, grad: Tensor) -> None:
-    if not parameter.requires_grad:
-        return
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad.add_(grad)
+    parameter: Parameter
+    grad: Tensor
+    is_bias: bool
 
 
 def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
-    """Add to the modules ``visited`` by a callable those with a wgrad to compute, after its backward in a warmup.
+    """Add the modules of ``called`` with a wgrad to compute to those ``visited``, after its backward in a warmup.
 
-    Forward hooks, by which TE learns what it visits, do not see modules whose ``forward`` is called directly.
+    Forward hooks, by which TransformerEngine records visits, miss modules whose ``forward`` is called directly.
     """
     modules = called.modules() if hasattr(called, "modules") else ()
     stores = {module: getattr(module, "wgrad_store", None) for module in modules}
@@ -48,29 +39,41 @@ def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
         visited.setdefault(index, {}).update(waiting)
 
 
-def take_grads(module: Module) -> list[tuple[Parameter, Tensor]]:
-    """Run the `backward_dw` of ``module`` for warmup or capture; return the gradients which it gives to parameters.
+def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[DelayedGrad]:
+    """Run the `backward_dw` of ``module`` in a warmup or capture, and return the gradients that it assigns.
 
-    Every ``.grad`` is left as it was, and the module's wgrad hooks are not run: they are for the gradients of a replay.
+    The dgrad has ``returned`` gradients for some parameters, so their ``.grad`` is not None, as in eager training.
+    Afterwards every ``.grad`` is as before. The module's wgrad hooks do not run: they belong to replays.
     """
-    parameters = list(module.parameters())
+    parameters = [*module.parameters()]
     grads = [parameter.grad for parameter in parameters]
     hooks = getattr(module, "wgrad_accumulation_and_reduce_hooks", [])
-    held = list(hooks)
+    disabled_hooks = list(hooks)
+    with_grad = {id(parameter) for parameter in returned}
+    stand_ins = [_stand_in(parameter) if id(parameter) in with_grad else None for parameter in parameters]
     try:
         hooks.clear()
-        for parameter in parameters:
-            parameter.grad = None
+        for parameter, stand_in in zip(parameters, stand_ins, strict=True):
+            parameter.grad = stand_in
         module.backward_dw()
-        return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        return [
+            DelayedGrad(parameter, make_weak_ref(parameter.grad), "bias" in name.rpartition(".")[2])
+            for (name, parameter), stand_in in zip(module.named_parameters(), stand_ins, strict=True)
+            if parameter.grad is not stand_in
+        ]
     finally:
-        hooks[:] = held
+        hooks[:] = disabled_hooks
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
 
 
-def delayed_biases(modules: Iterable[Module]) -> set[int]:
-    """The ids of the biases in ``modules`` whose own module delays its wgrads."""
+def _stand_in(parameter: Parameter) -> Tensor:
+    """Return a ``.grad`` for a parameter that takes no memory."""
+    return torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def delayed_biases(modules: Sequence[Module]) -> set[int]:
+    """Return the ids of the biases in ``modules`` whose own module delays its wgrads."""
     return {
         id(bias)
         for outer in modules
@@ -81,10 +84,16 @@ def delayed_biases(modules: Iterable[Module]) -> set[int]:
     }
 
 
-def deliver_grads(grads: Iterable[tuple[Parameter, Tensor]]) -> None:
-    """Add what a replay has left in a graph's memory to the ``.grad`` of each parameter, which never aliases it.
+def assign_grads(grads: Iterable[DelayedGrad]) -> None:
+    """Assign copies of the gradients that a replay has left in graph memory, as an eager `backward_dw` does.
 
-    A parameter that has been frozen gets none.
+    Parameters that were frozen after the capture get none.
     """
-    for parameter, grad in grads:
-        _add(parameter, grad if parameter.grad is not None else grad.clone())
+    for parameter, grad, is_bias in grads:
+        if not parameter.requires_grad:
+            continue
+        if not is_bias or parameter.grad is None:
+            parameter.grad = None  # frees its memory before the copy takes some
+            parameter.grad = grad.clone()
+        elif parameter.dim() > 1:  # TransformerEngine adds to one bias for all experts
+            parameter.grad.add_(grad)

@@ -106,7 +106,7 @@ def _training(
         "microbatches": 3,
         "fused": True,
         "weights": "marked" if recipe == "bf16" else "cached",
-        "takes_grads": not {PARAM_GRADS, DELIVERY} & set(fixes),  # which are about what adds up in ``.grad``
+        "takes_grads": PARAM_GRADS not in fixes,  # which is about gradients that add up in ``.grad``
         "drops_dummies": True,
         "clean_start": True,
     }
@@ -197,17 +197,11 @@ _ALL = (
     _training("hooks-after-wgrad", (HOOKS,), delay=True, weights="plain", wgrad_hooks=True, quick=True),
     _training("delayed-unfused", (DELIVERY,), delay=True, weights="plain", fused=False, quick=True),
     _training("delayed-bias", (DELIVERY,), delay=True, weights="plain", bias=True),
-    _training("delayed-without-graphs", (DELIVERY,), not_captured=(0,), delay=True, weights="plain", fused=False,
-        bias=True),
-    _training("delayed-experts-without-graphs", (DELIVERY,), module="grouped_linear", not_captured=(0,), delay=True,
-        weights="plain", fused=False, bias=True),
     _training("delayed-experts-in-order", (DELIVERY,), module="grouped_linear", order=(1, 1, -1, -1.5, -1, -1.5),
         delay=True, weights="plain", fused=False),
     _training("delayed-bias-fp8", (DELIVERY,), delay=True, weights="plain", bias=True, recipe="current"),
     _training("delayed-experts-bias", (DELIVERY,), module="grouped_linear", delay=True, weights="plain", bias=True),
     _training("delayed-mlp-bias", (DELIVERY,), module="layernorm_mlp", delay=True, weights="plain", bias=True),
-    _training("delayed-mlp-without-graphs", (DELIVERY,), module="swiglu_mlp", not_captured=(0,), delay=True,
-        weights="plain", fused=False, bias=True),
     _program("delayed-forward-method", (DELIVERY,), modules=("CallsForward",), fused=True, delay=True),
     _program("delayed-together", (MEMORY, CONTRACT), True, modules=("layernorm_linear", "layernorm_linear"),
         together=True, fused=True, delay=True),
@@ -377,6 +371,9 @@ _ALL = (
     _recomputed("recomputed-weights-nvfp4", "nvfp4"),
     _programs("main-grads-at-capture", ("warmup-main-grads",), {"backward": {}, "delayed": {"delay": True}}, quick=True,
         modules=("Routed",), fused=True),
+    _programs("cleared-marks", ("grad-added-mark",), {
+        "backward": {}, "delayed": {"delay": True}, "in order": {"order": (1, 1, -1, -1)},
+    }, quick=True, modules=("layernorm_mlp",), fused=True, clears_marks=True, takes_grads=True),
     _program("tied-weight", (PARAM_GRADS,), True, modules=("linear", "Tied"), fused=True, events=(*("forward 0 0",
         "backward", "drop_grads", "forward 0 1", "backward", "keep_grads") * 3, "read_kept_grads", "update")),
     _programs("fused-mlps", (PARAM_GRADS, "fused-dummy-copies"), {

@@ -45,6 +45,7 @@ class Program:
     input_grads: bool = True
     hooks: str = ""  # what those of parameters do; "of the node": take grads, as those of Megatron-Core's DDP do
     wgrad_hooks: bool = False  # modules that delay wgrads have hooks, which are called after each wgrad
+    clears_marks: bool = False  # ``grad_added_to_main_grad`` of weights is cleared after a step, as Megatron-FSDP does
     drops_dummies: bool = False  # the ``.grad`` of a weight with a ``main_grad`` is dropped after each dgrad
     keeps_grads: bool = False  # a ``.grad`` is zeroed after a step, not dropped
     sends: tuple[int, ...] = ()  # chunks of the order, the first of their model chunks, whose input grads are sent

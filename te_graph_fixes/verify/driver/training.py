@@ -185,6 +185,9 @@ class Training(Captured):
 
     def update(self, rate: float, skip: bool = False) -> None:
         """Update every parameter by its gradient."""
+        for weight in self.weights if program.clears_marks else ():
+            self.see("marks", torch.tensor([float(weight.grad_added_to_main_grad)]))
+            weight.grad_added_to_main_grad = False
         for parameter in self.parameters:
             if parameter in self.weights:
                 grad = parameter.main_grad

@@ -1,0 +1,42 @@
+"""``grad-added-mark``: a replay does not set ``grad_added_to_main_grad``, the mark of a fused wgrad.
+
+Upstream: none yet, reported as https://github.com/NVIDIA/TransformerEngine/issues/1204
+
+An eager backward with a fused wgrad returns an uninitialized dummy and marks the weight, so that data-parallel wrappers
+do not add the dummy to ``main_grad``. A replay runs no Python: a wrapper that clears the mark at each step adds the
+dummy from its second step on. With the fix, the capture records the weights that each backward marks, and each replay
+marks them again (`te_graph_fixes/shipped/added_marks.py`).
+"""
+
+from ..fix import Fix
+
+PATCH = """
+@@ graph.py _make_graphed_callables
++from ._te_added_marks import record_marks
++
++# For each backward graph, the indexes of the inputs that it marks: their wgrads are in main_grad.
++inputs_to_mark = {}
+ visited_te_modules = ANY_EMPTY
+@@ (2 times)
+-with ..., _graph_context_wrapper(bwd_graph, ...):
++with ..., record_marks(inputs_to_mark, bwd_graph, static_input_surface), _graph_context_wrapper(bwd_graph, ...):
+     ...
+
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function
++marked_inputs = inputs_to_mark.get(bwd_graph, ())
++
+ class Graphed(torch.autograd.Function):
+     ...
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
++for i in marked_inputs:
++    static_input_surface[i].grad_added_to_main_grad = True
+"""
+
+FIX = Fix(
+    symptom="fused wgrads are random values, or NaN, in a data-parallel wrapper that clears grad_added_to_main_grad",
+    group="gradients",
+    affects="fused wgrads with Megatron-FSDP, or Megatron's DDP without its cuda_graph_impl='transformer_engine'",
+    patch=PATCH,
+    provides=("added_marks",),
+    check_hints=("backward mark",),
+)

@@ -1,0 +1,25 @@
+"""The mark that a fused backward sets on a weight: its gradient is in ``main_grad``, and ``.grad`` is a dummy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def record_marks(marked: dict[Any, list[int]], graph: Any, inputs: Sequence[Any]) -> Iterator[None]:
+    """Record in ``marked[graph]`` the indexes of the ``inputs`` that a captured backward marks.
+
+    Afterwards inputs that were marked before are marked as well.
+    """
+    marked_before = [tensor for tensor in inputs if getattr(tensor, "grad_added_to_main_grad", False)]
+    for tensor in marked_before:
+        tensor.grad_added_to_main_grad = False
+    try:
+        yield
+    finally:
+        indexes = marked.setdefault(graph, [])
+        indexes.extend(i for i, tensor in enumerate(inputs) if getattr(tensor, "grad_added_to_main_grad", False))
+        for tensor in marked_before:
+            tensor.grad_added_to_main_grad = True
