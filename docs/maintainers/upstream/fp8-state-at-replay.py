@@ -1,60 +1,67 @@
-"""Scales of delayed scaling that replays leave as they are: exits with 1 if any differ from the eager ones."""
+"""Replays must update the scales that eager forwards update."""
 
-import sys
-from collections.abc import Callable
-
+import pytest
 import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+import transformer_engine.pytorch.ops as te_ops
+from transformer_engine.common import recipe
+from transformer_engine.pytorch import (
+    Linear,
+    autocast,
+    checkpoint,
+    is_fp8_available,
+    make_graphed_callables,
+)
 
-SIZE, STEPS = 128, 3
-DELAYED = DelayedScaling()
-OPTIONS = {"params_dtype": torch.bfloat16, "device": "cuda"}
+fp8_available = is_fp8_available()
 
 
-class Layer(torch.nn.Module):
-    """A projection that is run by ``forward``, or in an autocast of its own."""
+class _ForwardOfSubmodule(torch.nn.Module):
+    """Calls ``forward`` of its submodule directly, so that the submodule's hooks do not run."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.way, self.linear = way, te.Linear(SIZE, SIZE, **OPTIONS)
+        self.linear = Linear(128, 128, params_dtype=torch.bfloat16, device="cuda")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.way == "sub.forward(x)":
-            return self.linear.forward(x)
-        if self.way == "te.checkpoint":
-            return self.linear(x)
-        with te.autocast(enabled=True, recipe=DELAYED):
-            return self.linear(x)
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        return self.linear.forward(inp)
 
 
-def gradients(way: str, graphed: bool) -> list[torch.Tensor]:
-    """The gradients of a few steps, with inputs that grow."""
-    torch.manual_seed(1)
-    recipe = Float8CurrentScaling() if way == "autocast of its own" else DELAYED
-    layer = Layer(way) if way != "te.ops.Linear" else te.ops.Linear(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
-    run: Callable[[torch.Tensor], torch.Tensor] = layer
-    if graphed:
-        sample = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda").requires_grad_()
-        te.make_graphed_callables(layer, (sample,), enabled=True, recipe=recipe)
-    if way == "te.checkpoint":
-        run = lambda x: te.checkpoint(layer, x)  # noqa: E731
-    found = []
-    torch.manual_seed(2)
-    for step in range(STEPS):
-        x = (torch.randn(SIZE, SIZE, device="cuda") * 10**step).bfloat16().requires_grad_()
-        with te.autocast(enabled=True, recipe=recipe):
-            out = run(x)
-        out.backward(torch.randn_like(out) / 1000)
-        found += [parameter.grad.clone() for parameter in layer.parameters()]
-        layer.zero_grad()
-    return found
+class _OwnAutocast(_ForwardOfSubmodule):
+    """Enters an autocast with a recipe of its own."""
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        with autocast(enabled=True, recipe=recipe.DelayedScaling()):
+            return self.linear(inp)
 
 
-wrong = 0
-for way in ("sub.forward(x)", "te.ops.Linear", "autocast of its own", "te.checkpoint"):
-    wanted, found = gradients(way, graphed=False), gradients(way, graphed=True)
-    errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, wanted, strict=True)]
-    wrong += max(errors) > 0
-    print(f"{way}: gradients of the graph are off by up to {max(errors):.2f} of their norm")
-sys.exit(wrong > 0)
+@pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
+@pytest.mark.parametrize(
+    "case", ("forward of submodule", "own autocast", "operation", "checkpoint")
+)
+def test_make_graphed_callables_updates_scales(case: str) -> None:
+    """Gradients of growing inputs must be those of eager training, which updates the scales."""
+    fp8_recipe = recipe.DelayedScaling()
+    if case == "own autocast":
+        fp8_recipe = recipe.Float8CurrentScaling()
+    grads = []
+    for graphed in (False, True):
+        torch.manual_seed(1)
+        if case == "operation":
+            module = te_ops.Linear(128, 128, dtype=torch.bfloat16, device="cuda")
+        elif case == "checkpoint":
+            module = Linear(128, 128, params_dtype=torch.bfloat16, device="cuda")
+        else:
+            module = {"own autocast": _OwnAutocast}.get(case, _ForwardOfSubmodule)()
+        if graphed:
+            sample = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda").requires_grad_()
+            make_graphed_callables(module, (sample,), enabled=True, recipe=fp8_recipe)
+        torch.manual_seed(2)
+        for step in range(3):
+            inp = (torch.randn(128, 128, device="cuda") * 10**step).bfloat16().requires_grad_()
+            with autocast(enabled=True, recipe=fp8_recipe):
+                out = checkpoint(module, inp) if case == "checkpoint" else module(inp)
+            out.backward(torch.randn_like(out) / 1000)
+            grads.append([param.grad.clone() for param in module.parameters()])
+            module.zero_grad()
+    for expected, found in zip(grads[:3], grads[3:]):
+        assert all(map(torch.equal, found, expected))

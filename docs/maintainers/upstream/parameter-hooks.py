@@ -1,49 +1,38 @@
-"""Hooks of parameters in TransformerEngine's graphs: prints what a hook has added up, relative to eager.
+"""Hooks of parameters must run at a replay, and not in warmup and capture."""
 
-python parameter-hooks.py
-"""
-
-from __future__ import annotations
-
-import sys
-from typing import Any
-
+import pytest
 import torch
-import transformer_engine.pytorch as te
-
-HIDDEN, TOKENS, MICROBATCHES = 128, 64, 3
+from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
-def random() -> torch.Tensor:
-    return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+@pytest.mark.parametrize("frees_grad", (False, True))
+def test_make_graphed_callables_runs_parameter_hooks_once(frees_grad: bool) -> None:
+    """A hook must be called once for each replay, and get the gradient of that replay."""
+    sums, calls = [], []
+    for graphed in (False, True):
+        torch.manual_seed(1)
+        layer = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        total, called = torch.zeros(128, 128, device="cuda"), []
 
+        def hook(param: torch.Tensor, total=total, called=called) -> None:
+            called.append(param)
+            total.add_(param.grad)
+            if frees_grad:
+                param.grad = None
 
-def total(graphed: bool, take: bool) -> torch.Tensor:
-    """The sum of a weight's gradients as a hook computes it, which may ``take`` them away."""
-    torch.manual_seed(1)
-    layer = te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    found = torch.zeros(HIDDEN, HIDDEN, device="cuda")
-
-    def hook(parameter: Any) -> None:
-        found.add_(parameter.grad)
-        if take:
-            parameter.grad = None
-
-    layer.weight.register_post_accumulate_grad_hook(hook)
-    run = te.make_graphed_callables(layer, (random(),)) if graphed else layer
-    found.zero_()
-    torch.manual_seed(2)
-    for _ in range(MICROBATCHES):
-        out = run(random())
-        out.backward(torch.randn_like(out))
-        layer.weight.grad = None
-    return found
-
-
-wrong = 0
-for take in (False, True):
-    wanted, found = total(False, take), total(True, take)
-    error = float((found - wanted).norm() / wanted.norm())
-    print(f"hook that {'takes' if take else 'leaves'} the gradient: error {error:.3f}")
-    wrong += error != 0
-sys.exit(wrong > 0)
+        layer.weight.register_post_accumulate_grad_hook(hook)
+        run = layer
+        if graphed:
+            sample = torch.randn(64, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            run = make_graphed_callables(layer, (sample,))
+            assert not called, "the hook ran in warmup or capture"
+        torch.manual_seed(2)
+        for _ in range(3):
+            inp = torch.randn(64, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            out = run(inp)
+            out.backward(torch.randn_like(out))
+            layer.weight.grad = None
+        sums.append(total)
+        calls.append(len(called))
+    assert calls == [3, 3]
+    assert torch.equal(*sums)

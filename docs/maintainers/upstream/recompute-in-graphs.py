@@ -1,52 +1,52 @@
-"""te.checkpoint in a graph, delayed scaling: exits with 1 if scales differ from those of eager training."""
+"""Activation recomputation in a graph must update scales as eager training does."""
 
-import sys
 from contextlib import nullcontext
 
+import pytest
 import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.common import recipe
+from transformer_engine.pytorch import (
+    Linear,
+    autocast,
+    checkpoint,
+    is_fp8_available,
+    make_graphed_callables,
+)
 
-SIZE = 128
-RECIPE = DelayedScaling()
+fp8_available = is_fp8_available()
 
 
-class Block(torch.nn.Module):
+class _Recomputed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = te.Linear(SIZE, SIZE, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        self.linear = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return te.checkpoint(self.inner, x)
-
-
-def scales(graphed: bool, behind: bool) -> list[torch.Tensor]:
-    """The scales and amax histories, forward and backward, after two microbatches."""
-    FP8GlobalStateManager.reset()
-    torch.manual_seed(1)
-    other, block = (kind() for kind in (Block, Block))
-    if graphed:
-        sample = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        te.make_graphed_callables(block, (sample,), enabled=True, recipe=RECIPE)
-    torch.manual_seed(2)
-    for _ in range(2):
-        x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        with (
-            nullcontext() if behind else te.autocast(enabled=False),
-            te.autocast(enabled=True, recipe=RECIPE),
-        ):
-            if behind:
-                other.inner(x.detach())
-            out = block(x)
-        out.backward(torch.ones_like(out))
-    states = [block.inner.fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd")]
-    return [tensor for state in states for tensor in (state.scale, state.amax_history)]
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.linear, inp)
 
 
-wrong = False
-for name, behind in {"behind a module without a backward": True, "in an autocast inside another": False}.items():
-    same = [torch.equal(*pair) for pair in zip(scales(True, behind), scales(False, behind), strict=True)]
-    print(f"{name}: {sum(same)} of {len(same)} scales are those of eager training")
-    wrong = wrong or not all(same)
-sys.exit(wrong)
+@pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
+@pytest.mark.parametrize("nested", (False, True))
+def test_make_graphed_callables_recomputation_updates_scales(nested: bool) -> None:
+    """A graph behind a module without a backward, or in a nested autocast, must update scales."""
+    fp8_recipe = recipe.DelayedScaling()
+    states = []
+    for graphed in (False, True):
+        torch.manual_seed(1)
+        other, module = _Recomputed(), _Recomputed()
+        if graphed:
+            sample = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            make_graphed_callables(module, (sample,), enabled=True, recipe=fp8_recipe)
+        torch.manual_seed(2)
+        for _ in range(2):
+            inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            outer = autocast(enabled=False) if nested else nullcontext()
+            with outer, autocast(enabled=True, recipe=fp8_recipe):
+                if not nested:
+                    other.linear(inp.detach())
+                out = module(inp)
+            out.backward(torch.ones_like(out))
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state = module.linear.fp8_meta[key]
+            states += [state.scale.clone(), state.amax_history.clone()]
+    assert all(map(torch.equal, states[4:], states[:4]))

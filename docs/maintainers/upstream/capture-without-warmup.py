@@ -1,0 +1,19 @@
+"""A capture for training must work without warmup iterations."""
+
+import torch
+from transformer_engine.pytorch import Linear, make_graphed_callables
+
+
+def test_make_graphed_callables_without_warmup() -> None:
+    """``num_warmup_iters=0`` must capture a module for training."""
+    module = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    expected = module(inp)
+    (expected_grad,) = torch.autograd.grad(expected.sum(), inp)
+    graphed = make_graphed_callables(
+        module, (torch.randn_like(inp).requires_grad_(),), num_warmup_iters=0
+    )
+    out = graphed(inp)
+    (grad,) = torch.autograd.grad(out.sum(), inp)
+    assert torch.equal(out, expected)
+    assert torch.equal(grad, expected_grad)

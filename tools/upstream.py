@@ -1,0 +1,128 @@
+"""Write the reports to TransformerEngine (TE), ready to send: ``python -m tools.upstream CHECKOUT FOLDER [FIX ...]``.
+
+FOLDER gets a folder for each report that applies to the checkout: the text (``report.md``), the patch of the fix
+(``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). Both are for ``git apply``. The
+fixes that a fix requires are not in its patch; the first line of the report names them. New modules get the header of
+the checkout's own graph.py. If black is installed, the code is formatted with the options of TE's pre-commit hook.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from te_graph_fixes.decision import verdicts
+from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.installation import patched
+from te_graph_fixes.patching.source import Source
+
+ROOT = Path(__file__).parents[1]
+REPORTS = ROOT / "docs" / "maintainers" / "upstream"
+TEST_FILE = "tests/pytorch/test_cuda_graphs.py"
+GRAPH_FILE = "transformer_engine/pytorch/graph.py"
+BLACK = ("--quiet", "--line-length=100", "--preview", "--enable-unstable-feature=string_processing")
+
+
+def main(arguments: list[str]) -> None:
+    """Write the reports that ``arguments`` name, or all."""
+    checkout, folder, *names = arguments
+    source = Source.at(Path(checkout))
+    found = verdicts(source)
+    for report in sorted(REPORTS.glob("*.md")):
+        fix = report.stem
+        if fix == "README" or (names and fix not in names):
+            continue
+        if not found[fix].edits:
+            print(f"{fix}: {found[fix].reason}")
+            continue
+        write_report(fix, found, source, Path(checkout), folder=Path(folder, fix))
+
+
+def write_report(fix: str, found: Mapping[str, Verdict], source: Source, checkout: Path, folder: Path) -> None:
+    """Write the text and both patches of one report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    required = {name: found[name] for name in sorted(all_required(fix)) if found[name].edits}
+    header = license_header((checkout / GRAPH_FILE).read_text())
+    before = changed_files(source, required, header)
+    after = changed_files(source, {**required, fix: found[fix]}, header)
+    originals = {path: (checkout / path).read_text() for path in after if (checkout / path).exists()}
+    (folder / "fix.patch").write_text(
+        "".join(diff(path, before.get(path, originals.get(path, "")), text) for path, text in after.items())
+    )
+    tests = (checkout / TEST_FILE).read_text()
+    (folder / "test.patch").write_text(diff(TEST_FILE, tests, with_test(tests, (REPORTS / f"{fix}.py").read_text())))
+    text = re.sub(r"\s\(\[details\]\([^)]*\)\)", "", (REPORTS / f"{fix}.md").read_text())
+    note = f"*Apply after the patches of: {', '.join(required)}.*\n\n" if required else ""
+    (folder / "report.md").write_text(note + text)
+
+
+def all_required(fix: str) -> set[str]:
+    """Return the fixes that a fix requires, directly or not."""
+    direct = set(CATALOGUE[fix].requires)
+    return direct.union(*(all_required(name) for name in direct))
+
+
+def license_header(text: str) -> str:
+    """Return the comments before the first blank line of a file."""
+    return text.partition("\n\n")[0] + "\n\n"
+
+
+def changed_files(source: Source, changes: Mapping[str, Verdict], header: str) -> dict[str, str]:
+    """Return the text of each file that the fixes change or add, by its path in the checkout."""
+    files = {}
+    for name, (old, new) in patched(source, changes).items():
+        path = f"{name.replace('.', '/')}.py"
+        module = source.find(name)
+        if module and module.path.endswith("__init__.py"):
+            path = f"{name.replace('.', '/')}/__init__.py"
+        files[path] = formatted(new if old else header + new)
+    return dict(sorted(files.items()))
+
+
+def with_test(tests: str, test: str) -> str:
+    """Append the functions and classes of a test, and add the imports that the file lacks."""
+    tree, theirs = ast.parse(test), ast.parse(tests)
+    known = {name.asname or name.name for node in theirs.body for name in getattr(node, "names", ())}
+    imports = [
+        ast.unparse(type(node)(**{**vars(node), "names": missing}))
+        for node in tree.body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        and (missing := [name for name in node.names if (name.asname or name.name) not in known])
+    ]
+    lines = test.splitlines()
+    definitions = [
+        "\n".join(lines[min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1 : node.end_lineno])
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    ]
+    anchor = "from utils import"
+    tests = tests.replace(anchor, "".join(f"{line}\n" for line in imports) + anchor, 1)
+    return formatted("\n\n\n".join([tests.rstrip("\n"), *definitions]) + "\n")
+
+
+@functools.cache
+def formatted(text: str) -> str:
+    """Format code as TE's pre-commit hook does, if black is installed."""
+    try:
+        done = subprocess.run(["black", *BLACK, "-"], input=text, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        return text
+    return done.stdout
+
+
+def diff(path: str, before: str, after: str) -> str:
+    """Return a unified diff with git's names."""
+    old = f"a/{path}" if before else "/dev/null"
+    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), old, f"b/{path}")
+    return "".join([f"diff --git a/{path} b/{path}\n", *(["" if before else "new file mode 100644\n"]), *lines])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
