@@ -1,26 +1,42 @@
-"""``capture-without-warmup``: with ``num_warmup_iters=0`` it is not known which modules a graph runs.
+"""``capture-without-warmup``: a capture for training with ``num_warmup_iters=0`` stops with KeyError.
 
 Upstream: none yet, TE 2.10 to main
 
-TE learns from forward hooks in the warmup which of its modules a callable runs, and from its backward which parameters
-get gradients. Without a warmup nothing is known, and taken to be none. At least one iteration is run now.
+Forward hooks in the warmup show TransformerEngine (TE) which of its modules a callable runs. The backward of the warmup
+shows which parameters get gradients. Without a warmup TE knows neither, and needs both for a backward graph. A capture
+for training now runs at least one warmup iteration. A capture for evaluation runs as many as its caller asks for, with
+one exception: modules of delayed scaling that never ran have no scales yet. Scales that a capture creates lie in the
+graph's memory, and each replay resets them.
 """
 
 from ..fix import Fix
 
 PATCH = """
+@@ graph.py make_graphed_callables
++if isinstance(recipe, DelayedScaling) and any(
++    not m.fp8_meta_tensors_initialized and list(m.parameters(recurse=False))
++    for module in modules
++    for m in module.modules()
++    if isinstance(m, TransformerEngineBaseModule)
++):
++    # Scales that a capture creates would be reset by each replay.
++    num_warmup_iters = max(num_warmup_iters, 1)
+ saved_fp8_tensors = save_fp8_tensors(...)
+
 @@ graph.py _make_graphed_callables
++if is_training:
++    # Backward graphs depend on what a warmup finds out.
++    num_warmup_iters = max(num_warmup_iters, 1)
  visited_te_modules = {}
 @@
--for ANY_ITERATION in range(num_warmup_iters):
-+for ANY_ITERATION in range(max(num_warmup_iters, 1)):
+ for ANY_ITERATION in range(num_warmup_iters):
      ...
 """
 
 FIX = Fix(
     symptom="a capture for training with num_warmup_iters=0 stops with KeyError",
     group="crashes",
-    affects="own callers of make_graphed_callables(num_warmup_iters=0)",
-    cost="one warmup iteration, where none was asked for",
+    affects="callers of make_graphed_callables(num_warmup_iters=0)",
+    cost="one warmup iteration in a capture for training with num_warmup_iters=0",
     patch=PATCH,
 )
