@@ -33,19 +33,19 @@ PATCH = """
 +skip_fp8_weight_update = None
 +if is_graph_capturing() and FP8GlobalStateManager.fp8_graph_capturing():
 +    skip_fp8_weight_update = FLAG
-+    if skip_fp8_weight_update is not None:
-+        is_first_microbatch = False
-+    elif is_first_microbatch is False:
++    if skip_fp8_weight_update is None:
 +        from .._te_first_microbatches import flag_of_capture
 +
-+        skip_fp8_weight_update = flag_of_capture()
++        skip_fp8_weight_update = flag_of_capture(self, is_first_microbatch)
++    if skip_fp8_weight_update is not None:
++        is_first_microbatch = False
 +
 """
 
 UPSTREAM = """
 @@ module/grouped_linear.py GroupedLinear.forward ({reads} times)
  if FP8GlobalStateManager.fp8_graph_capturing():
-     skip_fp8_weight_update = FLAG
+     skip_fp8_weight_update = {flag}
  else:
      skip_fp8_weight_update = None
  if skip_fp8_weight_update is not None:
@@ -71,12 +71,14 @@ UPSTREAM = """
 """
 
 
-def skip_tensor(source: Source) -> str:
-    """How this TE reads the graph's skip tensor; up to 2.14 by an accessor."""
-    state = skip_flag_state(source)
-    if state == "FP8GlobalStateManager":
-        return f"{state}.get_skip_fp8_weight_update_tensor()"
-    return f"{state}.skip_fp8_weight_update_tensor"
+BY_ACCESSOR = "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
+BY_STATE = "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor"
+"""The two ways to read the skip flag: up to TE 2.14 and in #3298 by the accessor, in TE 2.15 to main by the state."""
+
+
+def flag_read(source: Source) -> str:
+    """Return the expression that reads the skip flag in this TE."""
+    return BY_ACCESSOR if skip_flag_state(source) == "FP8GlobalStateManager" else BY_STATE
 
 
 FIX = Fix(
@@ -85,10 +87,11 @@ FIX = Fix(
     affects="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) and fp8_weight_caching (Megatron sets it)",
     affected_versions=">=2.10,<2.17",
     patch=PATCH,
-    names={"FLAG": skip_tensor},
+    names={"FLAG": flag_read},
     provides=("first_microbatches",),
     corrected=[
-        (UPSTREAM.format(reads=reads, assignments=2 * reads), "GroupedLinear passes the skip flag on")
+        (UPSTREAM.format(flag=flag, reads=reads, assignments=2 * reads), "GroupedLinear passes the skip flag on")
+        for flag in (BY_ACCESSOR, BY_STATE)
         for reads in (1, 2)
     ],
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),

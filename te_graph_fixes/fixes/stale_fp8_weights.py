@@ -18,62 +18,47 @@ from .shapes import skip_flag_state
 
 GRAPH = """
 @@ graph.py _make_graphed_callables
-+from ._te_first_microbatches import Marks
++from ._te_first_microbatches import FirstMicrobatches, needs_fill, note_fill
 +
-+@contextlib.contextmanager
-+def own_skip_flag(marks=None):
-+    # Captures that cache weights share one skip flag. Hide it from those that do not; their graphs have one each.
-+    state = STATE
-+    skip_flag = state.skip_fp8_weight_update_tensor
-+    if not cache_quantized_params:
-+        state.skip_fp8_weight_update_tensor = None
-+        Marks.of_capture = marks
-+    try:
-+        yield
-+    finally:
-+        state.skip_fp8_weight_update_tensor = skip_flag
-+        Marks.of_capture = None
-+
-+flags = iter(torch.zeros(len(flatten_sample_args) + 1, device="cuda").split(1))
++first_microbatches = FirstMicrobatches(callables, cache_quantized_params)
  visited_te_modules = ANY_EMPTY
 @@
 -with ..., torch.cuda.stream(ANY):
-+with own_skip_flag(Marks(next(flags))), ..., torch.cuda.stream(ANY):
++with first_microbatches.during_warmup(STATE), ..., torch.cuda.stream(ANY):
      ...
 @@ (2 times)
-+fwd_graph.marks = Marks(next(flags), func)
 -with ..., _graph_context_wrapper(fwd_graph, ...):
-+with own_skip_flag(fwd_graph.marks), ..., _graph_context_wrapper(fwd_graph, ...):
++with first_microbatches.during_forward(STATE, fwd_graph, func), ..., _graph_context_wrapper(fwd_graph, ...):
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with own_skip_flag(), ..., _graph_context_wrapper(bwd_graph, ...):
++with first_microbatches.during_backward(STATE), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
+@@
++first_microbatches.restore_marks()
+ ret = []
 @@ graph.py _make_graphed_callables.Graphed.forward
 -if ctx.is_first_module and skip_fp8_weight_update is not None:
-+if isinstance(skip_fp8_weight_update, bool):
-     ...
-+if fwd_graph.marks.are_read:
-+    skip_fp8_weight_update = fwd_graph.marks.take()
-@@ graph.py make_graphed_callables
-+marked = [m for module in modules for m in module.modules() if hasattr(m, "is_first_microbatch")]
-+marks = [m.is_first_microbatch for m in marked]
- saved_fp8_tensors = save_fp8_tensors(...)
++if needs_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update, ctx.is_first_module):
+     ANY_FILL
++    note_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update)
 @@
- restore_fp8_tensors(modules, saved_fp8_tensors, ...)
-+for m, mark in zip(marked, marks):
-+    m.is_first_microbatch = mark
++if fwd_graph.skip_flags is not None:
++    skip_fp8_weight_update = fwd_graph.skip_flags.fill()
+ for i in range(len_user_args):
+     ...
 """
 
 LAYER = """
 @@ module/FILE.py CLASS.forward (at least once)
- if skip_fp8_weight_update is not None:
-     is_first_microbatch = False
-+if is_first_microbatch is False and skip_fp8_weight_update is None:
-+    # Captured without a skip flag, "not the first microbatch" would mean that weights are never quantized.
-+    from .._te_first_microbatches import flag_of_capture
+ if FP8GlobalStateManager.fp8_graph_capturing():
+     skip_fp8_weight_update = ANY_FLAG
++    if skip_fp8_weight_update is None:
++        from .._te_first_microbatches import flag_of_capture
 +
-+    skip_fp8_weight_update = flag_of_capture()
++        skip_fp8_weight_update = flag_of_capture(self, is_first_microbatch)
+ else:
+     skip_fp8_weight_update = None
 """
 EARLIER_EXPERTS = """
 @@ (or)

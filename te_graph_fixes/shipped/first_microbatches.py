@@ -1,43 +1,150 @@
-"""First microbatches in graphs that are not told of them: the modules say themselves, as Megatron-Core's do.
+"""Skip flags: they make a graph quantize its FP8 weights (0.0), or reuse the cached ones (1.0).
 
-Such a module has ``is_first_microbatch``, which is set before a step. Its forward passes that on to TransformerEngine
-and clears it: weights are quantized at the first microbatch, and kept for the others. A replay runs no Python, so the
-attribute is read and cleared before it, and a flag tells the graph what it said.
+Megatron-Core marks modules. A marked module has the attribute ``is_first_microbatch``, which is set before a step. Its
+forward passes the mark to TransformerEngine (TE) and clears it. TE quantizes weights at the first microbatch and reuses
+them at the others. A replay runs no Python. So a graph whose caller does not ask for cached weights reads flags of its
+own. They are filled from the marks before each replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+_thread = threading.local()
+"""``listener`` is told of first microbatches while this thread warms up or captures a forward."""
 
 
-class Marks:
-    """The marks of one graph's modules for its next replay; ``flag`` is 1.0 where weights are kept."""
+class FirstMicrobatches:
+    """The marks of all modules in one call of `make_graphed_callables`, and what a warmup finds out about them."""
 
-    of_capture: Marks | None = None
-    """Those of the graph that is being captured, if it does not cache weights for its caller."""
+    def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
+        modules = [module for function in callables for module in _modules(function)]
+        self.marks = {
+            module: module.is_first_microbatch for module in modules if hasattr(module, "is_first_microbatch")
+        }
+        self.told_first: set[Any] = set()
+        self._caches_weights = caches_weights
+        self._needs_flags = True
 
-    def __init__(self, flag: torch.Tensor, module: Any = None) -> None:
-        modules: Iterable[Any] = getattr(module, "modules", tuple)()
-        self._modules = [marked for marked in modules if hasattr(marked, "is_first_microbatch")]
-        self.flag = flag
-        self.are_read = False
+    def restore_marks(self) -> None:
+        """Restore the marks from before the warmup, which clears them."""
+        for module, mark in self.marks.items():
+            module.is_first_microbatch = mark
 
-    def take(self) -> bool:
-        """Whether the next replay keeps the weights that it finds. Where no module can say so, it does not."""
-        keep = bool(self._modules) and not any(module.is_first_microbatch for module in self._modules)
-        for module in self._modules:
-            module.is_first_microbatch = False
-        self.flag.fill_(keep)
-        return keep
+    @contextlib.contextmanager
+    def during_warmup(self, state: Any) -> Iterator[None]:
+        """Find out which modules are told of first microbatches."""
+        self._needs_flags = False
+        with self._without_shared_flag(state, self):
+            yield
+
+    @contextlib.contextmanager
+    def during_forward(self, state: Any, graph: Any, function: Any) -> Iterator[None]:
+        """Let the ``graph`` of ``function`` read flags of its own, which become its attribute ``skip_flags``."""
+        owners = [module for module in _modules(function) if module in self.marks] if self._needs_flags else []
+        graph.skip_flags = GraphFlags(owners, self) if self._needs_flags and not self._caches_weights else None
+        with self._without_shared_flag(state, graph.skip_flags):
+            yield
+
+    @contextlib.contextmanager
+    def during_backward(self, state: Any) -> Iterator[None]:
+        """Let a recomputation reuse the weights of its forward."""
+        with self._without_shared_flag(state, None):
+            yield
+
+    @contextlib.contextmanager
+    def _without_shared_flag(self, state: Any, listener: Any) -> Iterator[None]:
+        """Hide the flag that captures with cached weights share, which ``state`` has, from one without."""
+        shared = state.skip_fp8_weight_update_tensor
+        if not self._caches_weights:
+            state.skip_fp8_weight_update_tensor = None
+            _thread.listener = listener
+        try:
+            yield
+        finally:
+            state.skip_fp8_weight_update_tensor = shared
+            _thread.listener = None
+
+    def flag_of(self, module: Any, is_first: bool | None) -> None:
+        """Note what a module is told in the warmup."""
+        self._needs_flags |= is_first is not None
+        if is_first:
+            self.told_first.add(module)
 
 
-def flag_of_capture() -> torch.Tensor | None:
-    """The flag for a module that is not at its first microbatch, if a graph is being captured that has one."""
-    marks = Marks.of_capture
-    if marks is None:
+class GraphFlags:
+    """The flags of one graph: one for each marked module, and one that is always 0.0."""
+
+    def __init__(self, owners: list[Any], found: FirstMicrobatches) -> None:
+        self._found = found
+        self._flags = dict(zip([*owners, None], torch.zeros(len(owners) + 1, device="cuda").split(1), strict=True))
+        self._reuses: dict[Any, bool] = {}
+
+    def flag_of(self, module: Any, is_first: bool | None) -> torch.Tensor | None:
+        """Return the flag that a module's weights depend on; None if the module is always told the same.
+
+        Told False each time, a module reuses the weights of an earlier call, and so does its graph. A module without a
+        mark that was told True in the warmup quantizes its weights at each replay.
+        """
+        if is_first is not False:
+            return None
+        owner = next((owner for owner in reversed(self._flags) if owner and module in owner.modules()), None)
+        may_be_first = module in self._found.told_first or (owner is not None and not self._found.marks[owner])
+        if not may_be_first:
+            return None
+        self._reuses[owner] = False
+        return self._flags[owner]
+
+    def fill(self) -> bool | None:
+        """Fill the flags for the next replay and clear the marks.
+
+        Return whether the replay reuses all weights; None if it reads no flag.
+        """
+        for owner, reused in self._reuses.items():
+            if owner is None:
+                continue
+            reuses = not owner.is_first_microbatch
+            owner.is_first_microbatch = False
+            if reuses != reused:
+                self._flags[owner].fill_(reuses)
+                self._reuses[owner] = reuses
+        return all(self._reuses.values()) if self._reuses else None
+
+
+def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:
+    """Return the flag for a module that is told ``is_first`` in a forward of this thread; None if it needs none."""
+    listener = getattr(_thread, "listener", None)
+    if listener is None or not FP8GlobalStateManager.is_fp8_enabled():
         return None
-    marks.are_read = True
-    return marks.flag
+    flag: torch.Tensor | None = listener.flag_of(module, is_first)
+    return flag
+
+
+def note_fill(flag: torch.Tensor, value: bool) -> None:
+    """Note that ``flag`` was just filled with ``value``."""
+    flag._te_filled = None if flag.is_inference() else (value, flag._version)  # type: ignore[attr-defined,unused-ignore]
+
+
+def needs_fill(flag: torch.Tensor | None, value: bool | None, is_first_module: bool) -> bool:
+    """Return whether a graph with cached weights must fill the shared flag with ``value`` before its replay.
+
+    The first module of an autocast fills it, as without this fix. A later one fills it unless `note_fill` noted this
+    value, and nothing has written to the flag since.
+    """
+    if value is None:
+        return False
+    if is_first_module or flag is None:
+        return True
+    filled = getattr(flag, "_te_filled", None)
+    return filled is None or bool(filled != (value, flag._version))
+
+
+def _modules(function: Any) -> Iterable[Any]:
+    modules: Iterable[Any] = getattr(function, "modules", tuple)()
+    return modules

@@ -1,8 +1,18 @@
-"""Marks of first microbatches that are set after a step, in graphs that do not cache weights; on the simulator."""
+"""Graphs that quantize FP8 weights at first microbatches only, or never; on the simulator."""
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from te_graph_fixes.decision import verdicts
+from te_graph_fixes.patching.source import Source
+from te_graph_fixes.status import Status
 from tests.support.child import simulate
+from tests.support.published import VERSIONS, copy_of, source
 
 MARKED_AFTERWARDS = """
 import torch
@@ -54,3 +64,222 @@ def test_marks_that_are_set_after_a_step_count_for_marked_modules_alone() -> Non
 
 def test_without_the_fix_marks_are_lost() -> None:
     assert float(simulate("-c", MARKED_AFTERWARDS, TE_GRAPH_FIXES_DISABLE="stale-fp8-weights")) > 0.01
+
+
+OWN_CACHES = """
+import json
+import torch
+import te_graph_fixes
+import transformer_engine.pytorch as te
+from te_graph_fixes.verify.driver.comparison import error
+from te_graph_fixes.verify.driver.setting import make_recipe
+
+GPU = {"params_dtype": torch.bfloat16, "device": "cuda"}
+KINDS = {
+    "linear": lambda: te.Linear(64, 64, bias=False, **GPU),
+    "layernorm_linear": lambda: te.LayerNormLinear(64, 64, bias=False, **GPU),
+    "layernorm_mlp": lambda: te.LayerNormMLP(64, 64, bias=False, **GPU),
+    "grouped_linear": lambda: te.GroupedLinear(2, 64, 64, bias=False, **GPU),
+}
+
+class Policy(torch.nn.Module):
+    # Its FP8 weights are those of an earlier call.
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(1)
+        self.frozen, self.splits = KINDS[kind](), [[32, 32]] if kind == "grouped_linear" else []
+
+    def forward(self, x, first=False):
+        return self.frozen(x, *self.splits, is_first_microbatch=first)
+
+class Marked(Policy):
+    # A layer beside them follows the mark of the module.
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.trained, self.is_first_microbatch = KINDS["linear"](), True
+
+    def forward(self, x, first=False):
+        out = self.trained(super().forward(x, first), is_first_microbatch=self.is_first_microbatch)
+        self.is_first_microbatch = False
+        return out
+
+class Renamed(Policy):
+    # It says itself when a step begins, by an attribute that no one else knows.
+    starts_step = True
+
+    def forward(self, x, first=False):
+        out = super().forward(x, self.starts_step)
+        self.starts_step = False
+        return out
+
+def outputs(of, kind, warmup, graphed):
+    policy, recipe = of(kind).eval(), make_recipe("current")
+    torch.manual_seed(2)
+    x = torch.randn(64, 64, dtype=torch.bfloat16, device="cuda")
+    found = []
+    with torch.no_grad():
+        if of is not Renamed:
+            with te.autocast(enabled=True, recipe=recipe):
+                policy(x, first=True)
+            policy.is_first_microbatch = True
+        if graphed:
+            te.make_graphed_callables(policy, (x.clone(),), num_warmup_iters=warmup, enabled=True, recipe=recipe)
+        for step in range(2):
+            policy.is_first_microbatch = policy.starts_step = True
+            for weight in policy.parameters():
+                weight.mul_(-1 - step)
+            with te.autocast(enabled=True, recipe=recipe):
+                found += [policy(x).clone() for microbatch in range(2)]
+    return found
+
+cases = [(Policy, kind, 3) for kind in KINDS] + [(Policy, "linear", 0), (Marked, "linear", 3), (Renamed, "linear", 3)]
+print(json.dumps([error(outputs(*case, False), outputs(*case, True)) for case in cases]))
+"""
+
+
+def test_modules_that_keep_weights_of_an_earlier_call_keep_them_in_a_graph() -> None:
+    """A module that always passes False is right without a fix; one with a mark, or that passes both, is not."""
+    errors = json.loads(simulate("-c", OWN_CACHES))
+    assert errors == [0.0] * 7
+
+
+def test_only_modules_that_always_pass_the_same_are_right_without_the_fix() -> None:
+    *same, _, renamed = json.loads(simulate("-c", OWN_CACHES, TE_GRAPH_FIXES="off"))
+    assert same == [0.0] * 5
+    assert renamed > 1
+
+
+FILLS = """
+import json
+import torch
+import te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+from te_graph_fixes.verify.driver.setting import make_recipe
+
+recipe = make_recipe("current")
+layers = tuple(te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda") for _ in range(6))
+eager = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+x = torch.randn(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+options = {"enabled": True, "recipe": recipe, "cache_quantized_params": True}
+if TOGETHER:
+    te.make_graphed_callables(layers, ((x,),) * 6, **options)
+else:
+    for layer in layers:
+        te.make_graphed_callables(layer, (x,), **options)
+flag = getattr(Manager, "quantization_state", Manager).skip_fp8_weight_update_tensor
+fills = []
+for step in range(2):
+    for first in (True, False):
+        before, out = flag._version, x
+        with te.autocast(enabled=True, recipe=recipe):
+            out = eager(out) if EAGER else out
+            for layer in layers:
+                out = layer(out, is_first_microbatch=first)
+        fills.append(flag._version - before)
+        assert bool(flag) is not first or OFF
+print(json.dumps(fills))
+"""
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_graphs_fill_the_shared_skip_flag_once_in_an_autocast(together: bool) -> None:
+    program = f"TOGETHER, EAGER, OFF = {together}, False, False{FILLS}"
+    assert json.loads(simulate("-c", program)) == [1, 1, 1, 1]
+    assert json.loads(simulate("-c", program, TE_GRAPH_FIXES="off")) == [1, 1, 1, 1]
+
+
+def test_behind_an_eager_module_graphs_fill_the_flag_once_instead_of_never() -> None:
+    assert json.loads(simulate("-c", f"TOGETHER, EAGER, OFF = True, True, False{FILLS}")) == [1, 1, 1, 1]
+    off = simulate("-c", f"TOGETHER, EAGER, OFF = True, True, True{FILLS}", TE_GRAPH_FIXES="off")
+    assert json.loads(off) == [0, 0, 0, 0]
+
+
+IN_ANOTHER_THREAD = """
+import threading
+import torch
+import te_graph_fixes
+import transformer_engine.pytorch as te
+from te_graph_fixes.verify.driver.comparison import error
+from te_graph_fixes.verify.driver.setting import make_recipe
+
+recipe = make_recipe("current")
+other = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
+x = torch.randn(64, 64, dtype=torch.bfloat16, device="cuda")
+found = []
+
+def infer(first):
+    with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
+        found.append(other(x, is_first_microbatch=first).clone())
+
+infer(True)
+with torch.no_grad():
+    other.weight.mul_(-1)
+
+class Layer(te.Linear):
+    is_first_microbatch = True
+
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing() and len(found) == 1:
+            thread = threading.Thread(target=infer, args=(False,))
+            thread.start()
+            thread.join()
+        out = super().forward(x, is_first_microbatch=self.is_first_microbatch)
+        self.is_first_microbatch = False
+        return out
+
+layer = Layer(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda").eval()
+te.make_graphed_callables(layer, (x.clone(),), enabled=True, recipe=recipe)
+infer(False)
+assert len(found) == 3
+print(error([found[0]] * 2, found[1:]))
+"""
+
+
+def test_an_eager_module_in_another_thread_keeps_its_weights_during_a_capture() -> None:
+    assert float(simulate("-c", IN_ANOTHER_THREAD)) == 0.0
+
+
+STATE = "FP8GlobalStateManager.quantization_state"
+GETTER = '"""Get the skip fp8 weight update tensor"""\n'
+
+
+def with_flag_of_one_capture(folder: Path) -> Path:
+    """Return a copy of the newest TE in which modules read the skip flag by its accessor.
+
+    The accessor returns None outside captures with cached weights. So does an open pull request of TE, #3298.
+    """
+    pytorch = copy_of(source(VERSIONS[-1]), folder) / "transformer_engine" / "pytorch"
+    read = re.compile(rf"skip_fp8_weight_update = \(\s+{STATE}\.skip_fp8_weight_update_tensor\s+\)")
+    for module in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"):
+        path = pytorch / "module" / f"{module}.py"
+        accessor = "skip_fp8_weight_update = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
+        text, reads = read.subn(accessor, path.read_text())
+        assert reads
+        path.write_text(text)
+    mark, caches = "FP8GlobalStateManager.in_caching_capture", "    if cache_quantized_params:\n        #"
+    manager, end = "\nclass FP8GlobalStateManager:\n", "    set_capture_end()\n    return"
+    for name, old, new in (
+        ("quantization.py", GETTER, f"{GETTER}        if not cls.in_caching_capture:\n            return None\n"),
+        ("quantization.py", manager, f"{manager}    in_caching_capture = False\n"),
+        ("graph.py", caches, f"    {mark} = cache_quantized_params\n{caches}"),
+        ("graph.py", end, f"    {mark} = False\n{end}"),
+    ):
+        text = (pytorch / name).read_text()
+        assert text.count(old) == 1, (name, old)
+        (pytorch / name).write_text(text.replace(old, new))
+    return folder
+
+
+def test_a_flag_that_is_read_by_its_accessor_is_recognized(tmp_path: Path) -> None:
+    changed, published = (verdicts(Source.at(at)) for at in (with_flag_of_one_capture(tmp_path), source(VERSIONS[-1])))
+    assert changed["grouped-linear-skip-flag"].status == Status.NOT_NEEDED
+    assert {fix: verdict.status for fix, verdict in changed.items()} == {
+        fix: verdict.status for fix, verdict in published.items()
+    }
+
+
+def test_the_fixes_work_where_the_flag_is_of_one_capture(tmp_path: Path) -> None:
+    path = with_flag_of_one_capture(tmp_path)
+    assert json.loads(simulate("-c", OWN_CACHES, path=path)) == [0.0] * 7
+    assert json.loads(simulate("-c", f"TOGETHER, EAGER, OFF = True, True, False{FILLS}", path=path)) == [1, 1, 1, 1]
