@@ -1,8 +1,9 @@
-"""What `examples/megatron_lm.py` concludes from the logs of its three runs. The programs here only print such logs."""
+"""Conclusions and tables of `examples/megatron_*.py`, from programs that only print Megatron's logs."""
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -14,25 +15,44 @@ ROOT = Path(__file__).parents[2]
 RIGHT = ("3.000", "2.000", "1.000", "0.900", "0.800", "0.700", "0.600", "0.500")
 WRONG = (*RIGHT[:4], "0.801", *RIGHT[5:])
 LINE = " [a time] iteration {0:8}/{1:8} | elapsed time per iteration (ms): {2} | lm loss: 9.2E+00 | grad norm: {3} |"
+EXPERT = "decoder.layers.0.mlp.experts.linear_fc1.weight0 of rank 0"
+NORMS = {EXPERT: 0.5, "decoder.layers.0.mixer.A_log of rank 0": 0.25}
+EQUAL = "te-graph-fixes check: 2 steps, 8 callables, 1,456 tensors compared on 2 ranks: all equal"
+DIFFERENT = "te-graph-fixes check: 2 steps, 8 callables, 1,456 tensors compared on 2 ranks: 3 differ, on rank 0"
+OF_CHILD = "te-graph-fixes check: 0 steps, 0 callables, 0 tensors compared: there was nothing to compare"
 CRASH = "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Could not infer dtype"
 
 
-def log(norms: tuple[str, ...]) -> str:
+def log(norms: tuple[str, ...], *more: str) -> str:
     lines = [LINE.format(i + 1, len(norms), 100.0 + i, norm) for i, norm in enumerate(norms)]
-    return "\n".join([*lines, "", "peak memory of rank 0: 1024 MiB", "peak memory of rank 1: 1025 MiB"])
+    return "\n".join([*lines, *more, "", "peak memory of rank 0: 1024 MiB", "peak memory of rank 1: 1025 MiB"])
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("megatron_lm", ROOT / "examples" / "megatron_lm.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "megatron_lm", module)
-    spec.loader.exec_module(module)
+def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the module `megatron_runs`; its siblings can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("megatron_runs")
+
+
+@pytest.fixture
+def example(runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    module = importlib.import_module("megatron_lm")
     (tmp_path / "pretrain_gpt.py").touch()
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
     return module
+
+
+def print_instead(monkeypatch: pytest.MonkeyPatch, runs: ModuleType, *programs: tuple[str, int]) -> None:
+    """Let the run of each setting print a text and end with a status."""
+    settings = [*runs.SETTINGS, *runs.CHECKED]
+    by_setting = dict(zip(settings, programs, strict=False))
+
+    def command(_: object, setting: str) -> list[str]:
+        text, status = by_setting[setting]
+        return [sys.executable, "-c", f"import sys; print({text!r}); sys.exit({status})"]
+
+    monkeypatch.setattr(runs.Training, "command", command)
 
 
 def run(
@@ -40,24 +60,21 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     *programs: tuple[str, int],
-    at_once: bool = False,
+    options: tuple[str, ...] = (),
 ) -> int:
-    """The exit status, where the run of each setting prints a text and ends with a status."""
-    by_setting = dict(zip(example.SETTINGS, programs, strict=True))
-
-    def command(_: object, setting: str) -> list[str]:
-        text, status = by_setting[setting]
-        return [sys.executable, "-c", f"import sys; print({text!r}); sys.exit({status})"]
-
-    monkeypatch.setattr(example, "command", command)
-    arguments = [str(folder), "--out", str(folder / "out"), *(["--at-once"] if at_once else [])]
-    monkeypatch.setattr(sys, "argv", ["megatron_lm.py", *arguments])
+    """Return the exit status of the example if its runs print these texts and end with these statuses."""
+    print_instead(monkeypatch, sys.modules["megatron_runs"], *programs)
+    monkeypatch.setattr(sys, "argv", ["megatron_lm.py", str(folder), "--out", str(folder / "out"), *options])
     status: int = example.main()
     return status
 
 
 def test_equal_runs_end_with_0_and_are_said_to_be_the_same(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    example: ModuleType,
+    runs: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     programs = [(log(RIGHT), 0), (log(WRONG), 0), (log(RIGHT), 0)]
     assert run(example, monkeypatch, tmp_path, *programs) == 0
@@ -67,7 +84,7 @@ def test_equal_runs_end_with_0_and_are_said_to_be_the_same(
     assert "| 5 | 9.2E+00 | 9.2E+00 | 9.2E+00 | 0.800 | **0.801** | 0.800 |" in output
     assert "graphs off: 106.0 ms a step (median of 3), peak memory 1025 MiB" in output
     recorded = json.loads((tmp_path / "out" / "runs.json").read_text())
-    assert [*recorded] == [*example.SETTINGS]
+    assert [*recorded] == [*runs.SETTINGS]
     assert recorded["TE's graphs"]["figures"]["grad norm"] == [*WRONG]
 
 
@@ -89,7 +106,7 @@ def test_what_is_not_equal_with_the_fixes_ends_with_1(
     fixed: tuple[str, int],
     said: str,
 ) -> None:
-    assert run(example, monkeypatch, tmp_path, (log(RIGHT), 0), (log(RIGHT), 0), fixed, at_once=True) == 1
+    assert run(example, monkeypatch, tmp_path, (log(RIGHT), 0), (log(RIGHT), 0), fixed, options=("--at-once",)) == 1
     output = capsys.readouterr().out
     assert f"with te-graph-fixes against graphs off: {said}" in output
     assert "ms a step" not in output
@@ -105,7 +122,8 @@ def test_without_a_reference_there_is_no_answer(
 def test_a_run_that_takes_too_long_is_ended(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(example, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(example.Training, "command", lambda *_: sleep)
     monkeypatch.setattr(sys, "argv", ["example", str(tmp_path), "--out", str(tmp_path / "out"), "--timeout", "0.5"])
     assert example.main() == 2
     assert "graphs off: took longer than --timeout" in capsys.readouterr().err
@@ -116,7 +134,155 @@ def test_the_picture_is_drawn_from_recorded_runs(
 ) -> None:
     pytest.importorskip("matplotlib")
     run(example, monkeypatch, tmp_path, (log(RIGHT), 0), (log(WRONG), 0), (log(RIGHT), 0))
-    assert (tmp_path / "out" / "megatron-lm.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "megatron.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(sys, "argv", ["example", "--draw", str(tmp_path / "both.png"), f"TE 2.12.0={tmp_path / 'out'}"])
     assert example.main() == 0
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def norms(**changed: float) -> str:
+    return f"gradient norms of step 4: {json.dumps({**NORMS, **changed})}"
+
+
+def test_norms_are_compared_and_shown_by_kind_of_parameter(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = norms(**{EXPERT: 0.125})
+    programs = [(log(RIGHT, norms()), 0), (log(RIGHT, wrong), 0), (log(RIGHT, norms()), 0)]
+    assert run(example, monkeypatch, tmp_path, *programs) == 0
+    output = capsys.readouterr().out
+    assert "TE's graphs against graphs off: differ: norms of main_grad 1 of 2" in output
+    assert "| 4 | experts | 0.5 | **0.125** | 0.5 | 0.250 |" in output
+    assert "| 4 | Mamba mixer | 0.25 | 0.25 | 0.25 | 1.000 |" in output
+
+
+@pytest.mark.parametrize(
+    ("checked", "status", "printed"),
+    [
+        (log(RIGHT, EQUAL, OF_CHILD), 0, "2 steps, 8 callables, 1,456 tensors compared on 2 ranks: all equal"),
+        (log(RIGHT, DIFFERENT), 1, "2 steps, 8 callables, 1,456 tensors compared on 2 ranks: 3 differ, on rank 0"),
+        (log(WRONG, EQUAL), 1, "checked against with te-graph-fixes: differ: grad norm 1 of 8"),
+        (log(RIGHT), 1, "checked against with te-graph-fixes: the same in every digit"),
+    ],
+    ids=["equal", "mismatch", "another-training", "no-result"],
+)
+def test_the_check_must_find_all_equal_and_leave_the_training_as_it_is(
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    checked: str,
+    status: int,
+    printed: str,
+) -> None:
+    programs = [(log(RIGHT), 0), (log(WRONG), 0), (log(RIGHT), 0), (log(WRONG, DIFFERENT), 0), (checked, 0)]
+    assert run(example, monkeypatch, tmp_path, *programs, options=("--check",)) == status
+    assert printed in capsys.readouterr().out
+
+
+def test_the_hybrid_model_runs_the_program_that_the_checkout_has(example: ModuleType, tmp_path: Path) -> None:
+    def command() -> str:
+        model = example.MODELS["hybrid"]
+        training = example.train("hybrid", tmp_path, model.programs, [], ["--graphs"], tmp_path)
+        return " ".join(training.command("TE's graphs"))
+
+    (tmp_path / "pretrain_mamba.py").touch()
+    assert "pretrain_mamba.py --mock-data" in command()
+    assert example.MAMBA_SPEC in command()
+    (tmp_path / "pretrain_hybrid.py").touch()
+    assert "pretrain_hybrid.py --mock-data" in command()
+    assert "--spec" not in command()
+
+
+def test_a_run_of_two_stages_keeps_its_folder(runs: ModuleType, tmp_path: Path) -> None:
+    program = ["program.py", "--save", runs.FOLDER]
+    training = runs.Training("resume", program, ["--graphs"], tmp_path, stages=(("--exit",), ()))
+    shell, option, script = training.command("with te-graph-fixes, checked")
+    assert (shell, option) == ("sh", "-c")
+    first, second = script.split(" && ")
+    folder = tmp_path / "with-te-graph-fixes-checked"
+    assert first.endswith(f"program.py --save {folder} --graphs --exit")
+    assert second.endswith(f"program.py --save {folder} --graphs")
+    assert "te_graph_fixes run --check -- " in first
+
+
+def test_the_bridge_example_delays_the_capture_without_graphs(
+    runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bridge = importlib.import_module("megatron_bridge")
+    programs = [(log(RIGHT, norms()), 0)] * 3
+    commands = []
+
+    def remember(training: object, setting: str) -> list[str]:
+        commands.append(original(training, setting)[-4:])
+        text, status = programs[0]
+        return [sys.executable, "-c", f"import sys; print({text!r}); sys.exit({status})"]
+
+    original = runs.Training.command
+    monkeypatch.setattr(runs.Training, "command", remember)
+    monkeypatch.setattr(sys, "argv", ["megatron_bridge.py", "--out", str(tmp_path), "--iterations", "9"])
+    assert bridge.main() == 0
+    rank = [bridge.__file__, bridge.AS_RANK, "9", "2"]
+    assert rank in commands
+    assert [*rank[1:], "graphs"] in commands
+    assert [*bridge.steps(9)] == [4, 8]
+
+
+def recorded(runs: ModuleType, *texts: tuple[str, int]) -> dict[str, dict[str, object]]:
+    """Return the runs of an option in the order of `megatron_options`."""
+    settings = [*runs.SETTINGS, "with te-graph-fixes, checked"]
+    return {
+        setting: dataclasses.asdict(runs.Run.read(text, status))
+        for setting, (text, status) in zip(settings, texts, strict=False)
+    }
+
+
+VERSIONS = 'versions: {"TE": "2.12.0", "Megatron": "0.16.2"}'
+OFF = (log(RIGHT, VERSIONS), 0)
+
+
+@pytest.mark.parametrize(
+    ("others", "cells", "good"),
+    [
+        ([(log(WRONG), 0), (log(RIGHT), 0), (log(RIGHT, EQUAL), 0)], "1 of 16 | 0 | 1,456 equal", True),
+        ([(log(WRONG), 0), (log(RIGHT), 0)], "1 of 16 | 0 | -", True),
+        ([(CRASH, 1), (log(RIGHT), 0)], "raises RuntimeError: Could not infer dtype | 0 | -", True),
+        ([(log(RIGHT), 0), (log(WRONG), 0)], "0 | 1 of 16 | -", False),
+        (
+            [(log(RIGHT), 0), (log(RIGHT), 0), (log(WRONG, EQUAL), 0)],
+            "0 | 0 | changes the training: 1 of 16",
+            False,
+        ),
+    ],
+    ids=["fixed", "unchecked", "raises", "wrong", "check-changes"],
+)
+def test_an_option_is_a_row(runs: ModuleType, others: list[tuple[str, int]], cells: str, good: bool) -> None:
+    options = importlib.import_module("megatron_options")
+    found = recorded(runs, OFF, *others)
+    assert options.is_good(found) is good
+    row = options.table([{"multi-token": found}]).splitlines()[-1]
+    assert row == f"| `--mtp-num-layers 1` | `attn moe` | tensorwise | 2.12.0, 0.16.2 | {cells} |"
+
+
+def test_an_option_that_fails_without_graphs_is_no_bug_of_graphs(runs: ModuleType) -> None:
+    options = importlib.import_module("megatron_options")
+    found = recorded(runs, (CRASH, 1), (CRASH, 1), (CRASH, 1))
+    assert options.outcomes(found) == ("without graphs: RuntimeError: Could not infer dtype", "-", "-")
+
+
+def test_options_run_and_their_table_replaces_that_of_a_page(
+    example: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = importlib.import_module("megatron_options")
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table -->\nold\n<!-- end -->\nafter\n")
+    print_instead(monkeypatch, runs, OFF, (log(WRONG), 0), OFF, OFF, (log(RIGHT, EQUAL), 0))
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["options", str(tmp_path), "multi-token", "local", "--out", str(out)])
+    assert options.main() == 0
+    monkeypatch.setattr(sys, "argv", ["options", "--table", str(out / "options.json"), "--page", str(page)])
+    assert options.main() == 0
+    lines = page.read_text().splitlines()
+    assert lines[:2] + lines[-2:] == ["before", "<!-- table -->", "<!-- end -->", "after"]
+    assert any(line.endswith("| 1 of 16 | 0 | 1,456 equal |") for line in lines)
+    assert any("`--cuda-graph-impl local`" in line and line.endswith("| 1 of 16 | 0 | - |") for line in lines)

@@ -78,6 +78,9 @@ ELSEWHERE = {
     "python -m tests.explore --equal on.jsonl --defects --jobs 16": LONG,
     "python -m tests.explore --equal on.jsonl --breakages 40 --jobs 16": LONG,
     "python examples/megatron_lm.py ~/Megatron-LM": "tests/clients/test_megatron_lm_example.py",
+    "python examples/megatron_lm.py ~/Megatron-LM --model hybrid": "tests/clients/test_megatron_lm_example.py",
+    "python examples/megatron_bridge.py": "tests/clients/test_megatron_lm_example.py",
+    "python examples/megatron_options.py ~/Megatron-LM": "tests/clients/test_megatron_lm_example.py",
     "python examples/megatron_moe.py": GPU,
     "TE_GRAPH_FIXES=off python examples/megatron_moe.py": GPU,
     "torchrun --nproc-per-node 8 examples/gather_reports.py": "tests/activation/test_ranks.py",
@@ -183,7 +186,7 @@ def doc(name: str) -> str:
 
 
 def figures_of_real_runs() -> list[str]:
-    title = "Real runs: Megatron-LM's own program, three times"
+    title = "FP8 experts and expert-parallel overlap"
     first = rows(doc("results/real-runs.md"), title, "model and flags")[0]
     return [f"with TE's graphs {first[2]} gradient norms are wrong"]
 
