@@ -1,12 +1,12 @@
-"""``backward-amax-reduction``: a graph that needs no backward switches off the backward's amax reduction of others.
+"""``backward-amax-reduction``: a graph without a backward prevents the backward's amax reduction of other modules.
 
 Upstream: none yet, TE 2.10 to main
 
-In an autocast the first FP8 module that has a backward updates the scales of all backwards at its end. TE finds it by a
-flag. Eager modules take the flag only with grad mode on and where something needs a gradient; `Graphed.forward` always
-takes it, so after a frozen layer or a teacher the scales of the backward stay at 1. The flag is now left to the next
-module where no output needs a gradient, and where the graph holds no FP8 module. Whether the graph sets the flag that
-says if weights are new is decided before that, as it was.
+In an autocast, the first FP8 module with a backward updates the scales of all backwards at its end. TE finds this
+module by a flag. Eager modules take the flag only in grad mode and if something needs a gradient. `Graphed.forward`
+always takes it. After a frozen layer or a teacher, the scales of the backward therefore stay 1. A graph now leaves the
+flag to the next module if none of its outputs needs a gradient, or if it has no FP8 module. It still decides before
+that whether to set the skip flag of the weights.
 """
 
 from ..fix import Fix
@@ -29,12 +29,12 @@ PATCH = """
 @@
  out = Graphed.apply(...)
 +if not any(o is not None and o.requires_grad for o in out):
-+    # As eager modules do, leave the reduction of the backward's amaxes to one that has a backward.
++    # As eager modules do, leave the amax reduction of the backward to a module with a backward.
 +    FIRST = is_first_module
 """
 
 FIX = Fix(
-    symptom="delayed scaling, a frozen or teacher module captured first: small gradients become 0, wgrads off by 1.2",
+    symptom="delayed scaling, a frozen or teacher module first: gradients of 0, relative error of wgrads 1.2",
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed) with a frozen layer or a teacher first in an autocast",
     patch=PATCH,

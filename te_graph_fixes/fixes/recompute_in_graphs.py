@@ -1,14 +1,16 @@
-"""``recompute-in-graphs``: where a graph recomputes activations, its replays miss updates of FP8 scales.
+"""``recompute-in-graphs``: if a graph recomputes activations, its replays miss updates of FP8 scales.
 
 Upstream: none yet, TE 2.10 to main
 
-A recomputation has an autocast of its own: its end updates the scales of the forward, its first module those of the
-backward. The first update is captured with the modules that happen to be registered then, so that a capture after an
-evaluation updates the scales of all other modules. The second is left to the graph that is the first of an autocast:
-after a module without a backward, or in an autocast inside another that is off, it is never done. Both are now left out
-of warmup and capture, and done after each replay of such a backward, which gets the skip flag of its own forward:
-another graph's first microbatch in between would have weights quantized again. Other captures than TE's own, as those
-of `torch.cuda.graph` or Megatron-Core, keep the update: nothing else does it at their replays.
+A recomputation enters an autocast. The end of this autocast updates the scales of the forward, and the backward of its
+first module updates the scales of the backward. A capture records the first update with the modules that are registered
+at that time: a capture after an evaluation updates the scales of all other modules. TE omits the second update unless
+the graph is the first of an autocast. It is missing after a module without a backward, and in an autocast inside a
+disabled one.
+
+Warmup and capture now do neither update; each replay of such a backward does them. The backward also gets the skip flag
+of its own forward. Otherwise the first microbatch of another graph in between would quantize weights again. Captures by
+`torch.cuda.graph` or Megatron-Core, and other threads, do the update themselves as before.
 """
 
 from ..fix import Fix
@@ -16,55 +18,65 @@ from .shapes import skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit
-+if hasattr(cls, "recompute_asked_for_update"):
-+    # A recomputation in a graph: each replay of its backward will do it.
-+    cls.recompute_asked_for_update = True
++if hasattr(cls, "leaves_updates_to_replays") and torch._C._is_key_in_tls("updates_of_replays"):
++    # A recomputation in a graph: each replay of its backward updates the scales.
++    torch._C._get_obj_in_tls("updates_of_replays").add("forward")
 +    return
  cls.reduce_and_update_fp8_tensors(forward=True)
+
+@@ quantization.py FP8GlobalStateManager.is_first_fp8_module
+ ANY_FIRST = ANY_FLAG
+ ANY_FLAG = False
++if ANY_FIRST and hasattr(cls, "leaves_updates_to_replays"):
++    if torch._C._is_key_in_tls("updates_of_replays"):
++        torch._C._get_obj_in_tls("updates_of_replays").add("backward")
 
 @@ graph.py _make_graphed_callables
 +flag_of_graphs = STATE.skip_fp8_weight_update_tensor
 +@contextlib.contextmanager
-+def updates_left_out(bwd_graph=None):
-+    FP8GlobalStateManager.recompute_asked_for_update = False
++def updates_left_to_replays(bwd_graph=None):
++    # Autograd's threads inherit the set, and other threads of the program do not have it.
++    updates = set()
++    torch._C._stash_obj_in_tls("updates_of_replays", updates)
++    FP8GlobalStateManager.leaves_updates_to_replays = True
 +    try:
 +        yield
-+        # `autocast_exit` has set it while this graph was captured.
-+        if bwd_graph is not None:
-+            bwd_graph.recomputes = FP8GlobalStateManager.recompute_asked_for_update
 +    finally:
-+        del FP8GlobalStateManager.recompute_asked_for_update
++        torch._C._remove_obj_from_tls("updates_of_replays")
++        del FP8GlobalStateManager.leaves_updates_to_replays
++    if bwd_graph is not None:
++        bwd_graph.updates = updates
 +
  visited_te_modules = ANY_EMPTY
 @@
 -with ..., torch.cuda.stream(ANY):
-+with updates_left_out(), ..., torch.cuda.stream(ANY):
++with updates_left_to_replays(), ..., torch.cuda.stream(ANY):
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with updates_left_out(bwd_graph), ..., _graph_context_wrapper(bwd_graph, ...):
++with updates_left_to_replays(bwd_graph), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 
 @@ graph.py _make_graphed_callables.Graphed.forward (at its start)
 +ctx.skips_update = skip_fp8_weight_update
 
 @@ graph.py _make_graphed_callables.Graphed.backward (at its start)
-+recomputes = getattr(bwd_graph, "recomputes", False)
-+if recomputes and isinstance(ctx.skips_update, bool):
++updates = getattr(bwd_graph, "updates", ())
++if updates and isinstance(ctx.skips_update, bool):
 +    # Another graph may have set the flag since the forward.
 +    flag_of_graphs.fill_(ctx.skips_update)
 @@ graph.py _make_graphed_callables.Graphed.backward
-+if recomputes:
++if "forward" in updates:
 +    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 -if ctx.is_first_module:
-+if ctx.is_first_module or recomputes:
++if ctx.is_first_module or "backward" in updates:
      FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 """
 
 FIX = Fix(
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
-    affects="DelayedScaling (Megatron --fp8-recipe delayed) and te.checkpoint in captured modules (--recompute-modules)",
+    affects="DelayedScaling (Megatron --fp8-recipe delayed), te.checkpoint in captured modules (--recompute-modules)",
     patch=PATCH,
     names={"STATE": skip_flag_state},
     check_hints=("fp8 gradient",),

@@ -1,12 +1,14 @@
-"""``state-after-evaluation``: an evaluation in bf16 or another recipe takes a graph's FP8 state from its modules.
+"""``state-after-evaluation``: an evaluation in bf16 or another recipe removes a graph's FP8 state from its modules.
 
 Upstream: none yet, TE 2.10 to main
 
-Modules note in each forward whether they run in FP8, and in which recipe, and drop a recipe state that does not fit. A
-replay runs none of this, and goes on with the tensors of the capture. The graph now holds its recipe states, and does
-before its replay what a forward does to them (`te_graph_fixes/shipped/recipe_states.py`). A module's new state is now
-among those that are updated: after another recipe its scales stayed at 1.0 for good, eagerly too. Modules that are run
-by ``sub.forward(x)``, which TE's hooks do not see, are covered where the recipe is that of the capture.
+Each eager forward of a module records whether it runs in FP8 and in which recipe, and drops the state of another
+recipe. A replay does neither, and uses the tensors of the capture. The graph now owns its recipe states. Before each
+replay it does the work of a forward on them (`te_graph_fixes/shipped/recipe_states.py`). Modules that run by
+``sub.forward(x)``, which TE's hooks do not see, are covered if the recipe is that of the capture.
+
+After a forward in another recipe, TE never updates the scales of a module's new state again. Eager training keeps this
+bug, and a graph gives the numbers of eager training.
 """
 
 from ..fix import Fix
@@ -25,11 +27,6 @@ PATCH = """
      if m not in ANY_KNOWN:
          continue
      ...
-
-@@ module/base.py TransformerEngineBaseModule.init_fp8_metadata
- self._fp8_workspaces.clear()
-+# The new recipe state is to be registered for updates; the index is that of the old one.
-+self.fp8_meta.pop(FP8GlobalStateManager.get_buffer_info(), None)
 """
 
 FIX = Fix(

@@ -1,12 +1,12 @@
-"""``subclass-autocast``: after a capture, modules of a captured subclass keep the capture's recipe for good.
+"""``subclass-autocast``: after a capture, modules of a captured subclass keep the recipe of the capture.
 
 Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 
-For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module, and puts back what it
-found. On a subclass that is captured after its base, as Megatron-Core's `MoETransformerLayer` after `TransformerLayer`,
-it finds, inherited, the replacement that it has just made: eager calls then run in the capture's autocast, and modules
-that were not captured lose FP8. A class that inherits a replaced ``__call__`` is now left alone: the replacement tells
-modules apart, not classes.
+For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module, and restores the one that
+it found. A subclass that is captured after its base inherits the replacement, and TE restores this replacement to it,
+as on Megatron-Core's `MoETransformerLayer` after `TransformerLayer`. Eager calls then run in the autocast of the
+capture, and modules that were not captured lose FP8. A class that inherits a replaced ``__call__`` is now not changed:
+the replacement tells modules apart, not classes.
 """
 
 from ..fix import Fix
@@ -21,7 +21,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="after a capture, eager calls of a captured class's subclass keep the recipe of the capture",
+    symptom="after a capture, eager calls of a subclass of a captured class keep the recipe of the capture",
     group="FP8 state",
     affects="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
     patch=PATCH,

@@ -1,60 +1,118 @@
-"""The FP8 state of delayed scaling that a graph's forward uses, and what an eager forward does with it.
+"""The FP8 state of delayed scaling that a graph's forward uses, and the work of an eager forward on it.
 
-An eager forward puts the state (``fp8_meta``: scales and amax histories) of each module that it runs into buffers, from
-which the end of an autocast makes the next scales; under activation recompute it keeps a copy for the second forward.
-No Python of the modules runs in a replay. So they say in the capture which state they use, and `with_fp8_state` does
-the rest at each replay.
+An eager forward registers the state (``fp8_meta``: scales and amax histories) of each module in buffers. The end of an
+autocast computes the next scales from these buffers. Under activation recompute, the forward also copies the state for
+the second forward. A replay runs no Python of the modules. So modules note in the capture which state they use, and
+`with_fp8_state` does the rest at each replay.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id, _is_key_in_tls, _stash_obj_in_tls
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.graph import is_graph_capturing
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 KEYS = ("scaling_fwd", "scaling_bwd")
+_CAPTURES = "captures_fp8_state"
+"""The mark of a thread that captures. Autograd's threads inherit it for the backwards of the capture."""
+
+_UPDATED_INSIDE = (
+    "A captured module runs an FP8 module twice, each time in an autocast of its own with delayed scaling. Eager "
+    "training updates the scales in between, and a graph cannot. Enter one autocast around both calls, or capture the "
+    "two calls separately"
+)
+_MIXED_COPIES = (
+    "A captured module has a checkpoint inside a te.checkpoint, in delayed scaling. TransformerEngine then recomputes "
+    "with the scales of an earlier forward, and a graph cannot. Remove one of the two checkpoints, use another recipe, "
+    "or do not capture the module"
+)
 
 
 @dataclass
 class UsedState:
-    """The state that one graph uses: in the autocast of the capture, in autocasts of the modules' own, in modules.
+    """The state that one graph uses.
 
-    In the autocast of the capture there is a recipe with it where it is not that autocast's: attention chooses its own.
-    Modules, unlike operations of `te.ops`, keep a copy for a recomputation. ``has_first_module`` says that one of them
-    is the first FP8 module of the autocast around it, whose backward updates the scales of all: it is not in an
-    autocast of its own.
+    ``in_capture`` is the state that is used in the autocast of the capture. A recipe comes with it if it is not that of
+    the autocast: attention chooses its own. ``of_modules`` is the state that is copied for a recomputation, which
+    operations of `te.ops` do not do.
+
+    ``has_first_module``: the first FP8 module of the autocast around the graph is in it, and has a backward, which
+    updates the scales of all backwards. The others are about autocasts that the captured module enters itself:
+    ``has_own_backward`` if FP8 modules inside have a backward, ``updates_scales`` if the end of one would update the
+    scales outside of another autocast, and ``updated_inside`` if a state is used before and after such an end.
     """
 
+    in_fp8: bool = False
     in_capture: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
-    autocasts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     of_modules: list[dict[str, Any]] = field(default_factory=list)
     has_first_module: bool = False
+    has_own_backward: bool = False
+    updates_scales: bool = False
+    updated_inside: bool = False
+
+
+class _Copies(deque[Any]):
+    """The copies of one state for recomputations. It counts how many were taken."""
+
+    taken = 0
+
+    def popleft(self) -> Any:
+        self.taken += 1
+        return super().popleft()
 
 
 class Capture:
-    """The states that modules use between the warmup and the last graph of one capture of TE's own.
+    """The states that modules use from the warmup to the last graph of one capture of TE's own.
 
-    They are noted as long as this object is alive: TE's sign of a capture is set by others too, as Megatron-Core.
+    They are noted while this object is alive. Others, such as Megatron-Core, set TE's flag of a capture too.
     """
 
     def __init__(self) -> None:
-        self.used = UsedState()
+        self._graphs: list[UsedState] = []
+        self._depth = _autocast_depth()
+        self._updates = 0
+        self._updates_before_use: dict[int, int] = {}
         self._before: dict[int, tuple[dict[str, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]] = {}
+        copies = _copies_for_recomputations()
+        self._restore_copies = weakref.finalize(self, _put_back, [*copies])
+        copies[:] = [deque() for _ in copies]
 
     def begin_graph(self) -> UsedState:
-        """Begin with the capture of a forward; what it uses will be in the result."""
-        self.used = UsedState()
-        return self.used
+        """Begin the capture of a forward, and return the record of its state."""
+        if not self._graphs:
+            # A captured backward must not take a copy that the warmup has left: its memory is not that of a graph.
+            copies = _copies_for_recomputations()
+            copies[:] = [_Copies() for _ in copies]
+        self._graphs.append(UsedState())
+        self._updates, self._updates_before_use = 0, {}
+        return self._graphs[-1]
 
-    def keep(self, fp8_meta: dict[str, Any]) -> None:
-        """Keep the scales and histories that a module has before its warmup, in host memory."""
+    def use(self, fp8_meta: dict[str, Any], of_module: bool) -> None:
+        """Note a state that a forward uses; in the warmup, save its values."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._save(fp8_meta)
+            return
+        used = self._graphs[-1]
+        if FP8GlobalStateManager.get_autocast_state()[-1]:
+            recipe = fp8_meta["recipe"]
+            used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
+        else:
+            used.has_own_backward |= torch.is_grad_enabled()
+            before = self._updates_before_use.setdefault(id(fp8_meta), self._updates)
+            used.updated_inside |= before != self._updates
+        if of_module:
+            used.of_modules.append(fp8_meta)
+
+    def _save(self, fp8_meta: dict[str, Any]) -> None:
+        """Save the scales and histories from before the warmup, in host memory."""
         if id(fp8_meta) not in self._before:
             states = {key: fp8_meta[key] for key in KEYS if key in fp8_meta}
             self._before[id(fp8_meta)] = (
@@ -62,95 +120,170 @@ class Capture:
                 {key: (state.scale.cpu(), state.amax_history.cpu()) for key, state in states.items()},
             )
 
-    def end(self) -> None:
-        """Give the scales and histories the values from before the warmup, which has put its own into them."""
+    def end_autocast(self, enabled: bool) -> None:
+        """Note the end of an autocast that a captured forward has entered itself."""
+        if enabled and torch.is_grad_enabled() and _autocast_depth() == self._depth + 1:
+            self._updates += 1
+            self._graphs[-1].updates_scales = True
+
+    def end_forward(self) -> None:
+        """Note, in the autocast of the capture, whether its first FP8 module has run."""
+        used = self._graphs[-1]
+        used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        used.has_first_module = not FP8GlobalStateManager.get_autocast_state()[-2]
+
+    def end(self, is_training: bool) -> None:
+        """Restore the values from before the warmup, which has written its own.
+
+        Raises RuntimeError if eager training computes something that the graphs cannot.
+        """
+        mixed = [
+            copies for copies in _copies_for_recomputations() if isinstance(copies, _Copies) and copies and copies.taken
+        ]
+        self._restore_copies()
         for fp8_meta, states in self._before.values():
             for key, (scale, amax_history) in states.items():
                 fp8_meta[key].scale.copy_(scale)
                 fp8_meta[key].amax_history.copy_(amax_history)
-
-
-_current: weakref.ref[Capture] | None = None
+        if is_training and mixed:
+            raise RuntimeError(_MIXED_COPIES)
+        if is_training and any(used.updated_inside and not used.in_fp8 for used in self._graphs):
+            raise RuntimeError(_UPDATED_INSIDE)
 
 
 def begin_capture() -> Capture:
-    """Begin with the warmup of a capture."""
-    global _current
+    """Begin the warmup of a capture in this thread."""
     capture = Capture()
-    _current = weakref.ref(capture)
+    FP8GlobalStateManager.fp8_capture = weakref.ref(capture, _forget)
+    _stash_obj_in_tls(_CAPTURES, True)
     return capture
 
 
-def use_fp8_state(fp8_meta: dict[str, Any], of_module: bool = True) -> None:
-    """Say, in a forward, that it uses this state of delayed scaling.
+def _forget(capture: weakref.ref[Capture]) -> None:
+    """Forget a capture that is over, so that eager forwards do not ask for it."""
+    if getattr(FP8GlobalStateManager, "fp8_capture", None) is capture:
+        del FP8GlobalStateManager.fp8_capture
 
-    An eager forward of an operation puts it into the buffers: TE does so where it makes the state, but not in captures,
-    which make it outside of an autocast, without the group of that.
+
+def current_capture() -> Capture | None:
+    """Return the capture of this thread, or of the backward that this thread runs for it."""
+    capture = getattr(FP8GlobalStateManager, "fp8_capture", None)
+    return capture() if capture and _is_key_in_tls(_CAPTURES) else None
+
+
+def _capture_of_forward() -> Capture | None:
+    """Return the capture of this thread, unless it runs a backward, which may recompute a forward."""
+    return current_capture() if is_graph_capturing() and _current_graph_task_id() == -1 else None
+
+
+def use_fp8_state(fp8_meta: dict[str, Any]) -> None:
+    """Note, in the forward of a module, that it uses this state of delayed scaling."""
+    if capture := _capture_of_forward():
+        capture.use(fp8_meta, of_module=True)
+
+
+def use_fp8_state_of_operations(fuser: Any) -> None:
+    """Note, in the forward of operations, that they use their state of delayed scaling.
+
+    TE registers the state of operations when it creates it, but not in a capture. Such operations register it in every
+    eager forward, as modules do.
     """
-    if not is_graph_capturing():
-        if not of_module:
+    metas = [
+        op._fp8_metas[mode] for op in fuser._basic_ops for mode in ("forward", "backward") if op.num_quantizers(mode)
+    ]
+    if capture := _capture_of_forward():
+        fuser.was_captured = True
+        for fp8_meta in metas:
+            capture.use(fp8_meta, of_module=False)
+    elif not is_graph_capturing():
+        for fp8_meta in metas:
             fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(fp8_meta)
-        return
-    capture = _current and _current()
-    if not capture:
-        return
-    in_capture = FP8GlobalStateManager.get_autocast_state()[-1]
-    if not torch.cuda.is_current_stream_capturing():
-        capture.keep(fp8_meta)
-        return
-    used = capture.used
-    if in_capture:
-        recipe = fp8_meta["recipe"]
-        used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
-    else:
-        recipe, group = FP8GlobalStateManager.get_fp8_recipe(), FP8GlobalStateManager.get_fp8_group()
-        used.autocasts[FP8GlobalStateManager.get_unique_autocast_key(recipe, group)] = recipe, group
-    if of_module:
-        used.of_modules.append(fp8_meta)
 
 
-def note_first_module() -> None:
-    """Say, at the end of a forward in the autocast of a capture, whether its first FP8 module has run."""
-    if capture := _current and _current():
-        capture.used.has_first_module = not FP8GlobalStateManager.get_autocast_state()[-2]
+def end_autocast(enabled: bool) -> None:
+    """Note the end of an autocast of a captured module's own."""
+    if torch.cuda.is_current_stream_capturing() and (capture := _capture_of_forward()):
+        capture.end_autocast(enabled)
 
 
-def has_other_state(module: torch.nn.Module) -> bool:
-    """Whether a module or operation holds the state of another recipe than delayed scaling, or an operation none."""
-    if getattr(module, "_fp8_metas", {}) is None:
+def end_captured_forward() -> None:
+    """Note the end of a forward in the autocast of a capture."""
+    if torch.cuda.is_current_stream_capturing() and (capture := _capture_of_forward()):
+        capture.end_forward()
+
+
+def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
+    """Whether TE cannot save or restore a module's state in this capture.
+
+    It can for delayed scaling only, and restores to an operation only what was ``saved``.
+    """
+    if not current_capture():
+        return False
+    if getattr(module, "_fp8_metas", {}) is None or None in saved:
         return True
     metas = [getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()]
     return any(not hasattr(meta[key], "amax_history") for meta in metas if meta for key in KEYS if key in meta)
 
 
 def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[..., Any]:
-    """The replay ``graphed`` with what eager forwards do with the state, where there is any of delayed scaling."""
-    if not used.in_capture and not used.autocasts:
+    """Return the replay ``graphed`` with the work of eager forwards on the state that it uses, if there is any."""
+    if not (used.in_capture or used.of_modules or used.updates_scales):
         return graphed
 
     def replay(*args: Any, **kwargs: Any) -> Any:
         manager = FP8GlobalStateManager
+        was_first = _is_first_module()
+        updates_scales = not _autocast_depth() and torch.is_grad_enabled()
+        if used.updated_inside and (updates_scales or (was_first and torch.is_grad_enabled())):
+            raise RuntimeError(_UPDATED_INSIDE)
         if manager.is_fp8_enabled():
             for fp8_meta, own in used.in_capture:
                 fp8_meta["recipe"], fp8_meta["fp8_group"] = own or manager.get_fp8_recipe(), manager.get_fp8_group()
                 manager.add_fp8_tensors_to_global_buffer(fp8_meta)
-        with ExitStack() as stack:
-            for recipe, group in used.autocasts.values():
-                stack.enter_context(autocast(recipe=recipe, amax_reduction_group=group))
-            if distributed.in_fp8_activation_recompute_phase():
-                for fp8_meta in used.of_modules:
-                    manager.get_old_fp8_meta_tensors_for_recompute(fp8_meta)
-                    stack.callback(manager.restore_fp8_meta_tensors, fp8_meta)
-            elif distributed.is_fp8_activation_recompute_enabled():
-                for fp8_meta in used.of_modules:
-                    manager.copy_forward_fp8_meta_tensors_for_recompute(fp8_meta)
-            outputs = graphed(*args, **kwargs)
-            is_first = manager.get_autocast_state()[-2]
-        if used.has_first_module:
-            # Leaving an inner autocast has taken back that the first module of the outer one has run.
-            *state, _, is_capturing = manager.get_autocast_state()
-            manager.set_autocast_state((*state, is_first, is_capturing))
+        if not _autocast_depth():
+            _set_first_module(used.has_own_backward)
+        elif not (used.has_own_backward or used.has_first_module):
+            _set_first_module(False)
+        if distributed.in_fp8_activation_recompute_phase():
+            for fp8_meta in used.of_modules:
+                manager.get_old_fp8_meta_tensors_for_recompute(fp8_meta)
+        elif distributed.is_fp8_activation_recompute_enabled():
+            for fp8_meta in used.of_modules:
+                manager.copy_forward_fp8_meta_tensors_for_recompute(fp8_meta)
+        outputs = graphed(*args, **kwargs)
+        if distributed.in_fp8_activation_recompute_phase():
+            for fp8_meta in used.of_modules:
+                manager.restore_fp8_meta_tensors(fp8_meta)
+        if not used.has_first_module:
+            _set_first_module(was_first)  # the end of an inner autocast restores it for the outer one
+        if used.updates_scales and updates_scales:
+            manager.reduce_and_update_fp8_tensors(forward=True)
         return outputs
 
     return replay
+
+
+def _autocast_depth() -> int:
+    state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    return state.autocast_depth if hasattr(state, "autocast_depth") else state.AUTOCAST_DEPTH  # type: ignore[no-any-return]
+
+
+def _is_first_module() -> bool:
+    return FP8GlobalStateManager.get_autocast_state()[-2]  # type: ignore[no-any-return]
+
+
+def _set_first_module(is_first: bool) -> None:
+    *state, _, is_capturing = FP8GlobalStateManager.get_autocast_state()
+    FP8GlobalStateManager.set_autocast_state((*state, is_first, is_capturing))
+
+
+def _copies_for_recomputations() -> list[deque[Any]]:
+    state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    return state.fp8_tensors_recompute_buffer  # type: ignore[no-any-return]
+
+
+def _put_back(before: list[deque[Any]]) -> None:
+    """Put the copies from before a capture back; modules that came in it have none."""
+    copies = _copies_for_recomputations()
+    copies[:] = [*before, *(deque() for _ in copies[len(before) :])]

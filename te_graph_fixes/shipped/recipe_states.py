@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-INDEX = "buffer_index_and_autocast_key"
-"""Under this key a module notes where its state is in the buffers in which all scales are updated."""
-
 STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
@@ -97,20 +94,30 @@ class _State:
             self._scale.copy_(state.scale)
         if state.amax_history is not self._history:
             self._history.copy_(state.amax_history)
+        self._exchange(state, buffers)
         self._state.times_taken_over = getattr(self._state, "times_taken_over", 0) + 1  # for `_te_replay_contract`
         self._state.scale, self._state.amax_history = self._scale, self._history
         meta[STATES[self._mode]] = self._state
         _quantizers(self._module, self._mode)[:] = self._quantizers
         for parameter, quantizer in self._of_parameters:
             parameter.update_quantizer(quantizer)
-        if self._mode == "forward" or "fp8_meta" not in self._attributes:
-            meta.pop(INDEX, None)
+
+    def _exchange(self, state: Any, buffers: Any) -> None:
+        """Exchange the tensors of a state with those of the graph in the buffers from which TE updates scales.
+
+        After a forward in another recipe TE updates the old state of a module, and never its new one. Then it must not
+        update that of the graph either, in order that replays are as eager training is.
+        """
         for key, scales in buffers.global_scale_buffer.items():
             for index, scale in enumerate(scales):
-                if scale is self._scale:
-                    buffers.global_amax_buffer[key][index] = self._history[0]
-                    buffers.global_amax_history_buffer[key][index] = self._history
-                    meta.setdefault(INDEX, []).extend((index, key))
+                if scale is state.scale:
+                    scales[index], history = self._scale, self._history
+                elif scale is self._scale:
+                    scales[index], history = state.scale, state.amax_history
+                else:
+                    continue
+                buffers.global_amax_buffer[key][index] = history[0]
+                buffers.global_amax_history_buffer[key][index] = history
 
 
 def _meta(attributes: dict[str, Any], mode: str) -> dict[str, Any]:

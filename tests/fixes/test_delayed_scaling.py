@@ -1,0 +1,218 @@
+"""Programs of delayed scaling on the simulator: eager training, own autocasts, checkpoints, and other threads."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.child import on_simulator, simulate
+
+SETUP = """
+import threading, torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.graph import restore_fp8_tensors, save_fp8_tensors
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+
+DELAYED, OPTIONS = DelayedScaling(amax_history_len=4), {"params_dtype": torch.bfloat16, "device": "cuda"}
+
+def autocast(recipe=DELAYED):
+    return te.autocast(enabled=True, recipe=recipe)
+
+def linear():
+    return te.Linear(32, 32, **OPTIONS)
+
+def sample():
+    return torch.randn(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+def scales(model):
+    found = []
+    for module in model.modules():
+        metas = [getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()]
+        for meta in metas:
+            for key in ("scaling_fwd", "scaling_bwd"):
+                state = (meta or {}).get(key)
+                if hasattr(state, "amax_history"):
+                    found += [state.scale.clone(), state.amax_history.clone()]
+    return found
+
+def train(model, graph, replay=autocast, steps=4, **options):
+    torch.manual_seed(3)
+    layer = model()
+    run = te.make_graphed_callables(layer, (sample(),), **options) if graph else layer
+    torch.manual_seed(4)
+    for _ in range(steps):
+        x = sample()
+        with replay():
+            y = run(x)
+        (y.float() ** 2).mean().backward()
+        yield from (y, x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None), *scales(layer))
+        layer.zero_grad()
+
+def compare(model, **options):
+    eager, graph = ([t.detach().float() for t in train(model, graphed, **options)] for graphed in (False, True))
+    print([bool((a == b).all()) for a, b in zip(eager, graph, strict=True)].count(False))
+"""
+
+EAGER = """
+def entries():
+    buffers = getattr(manager, "quantization_state", manager)
+    return sorted(len(values) for values in buffers.global_amax_buffer.values())
+
+torch.manual_seed(0)
+operations = te.ops.Sequential(te.ops.Linear(32, 32, dtype=torch.bfloat16, device="cuda"))
+models = [linear(), operations, te.LayerNormMLP(32, 32, **OPTIONS)]
+for step in range(4):
+    for model in models:
+        x = sample()
+        with autocast():
+            y = model(x)
+        y.sum().backward()
+        with torch.no_grad(), autocast(Float8CurrentScaling()):
+            z = model(x)
+        print(step, y.sum().item(), x.grad.sum().item(), z.sum().item(), [s.tolist() for s in scales(model)], entries())
+saved = save_fp8_tensors(models[1:2], DELAYED)
+with autocast():
+    operations(10 * sample()).sum().backward()
+restore_fp8_tensors(models[1:2], saved)
+fresh = te.ops.Sequential(te.ops.Linear(32, 32, dtype=torch.bfloat16, device="cuda"))
+saved = save_fp8_tensors([fresh], DELAYED)
+with autocast():
+    fresh(10 * sample()).sum().backward()
+restore_fp8_tensors([fresh], saved)
+print([s.tolist() for s in scales(operations) + scales(fresh)], entries())
+"""
+
+TEACHER = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student, self.third = linear(), linear(), linear()
+
+    def own(self, x):
+        with autocast():
+            return self.teacher(x)
+
+    def forward(self, x):
+        {forward}
+        return self.student(x) + y
+
+compare(Layer, {options})
+"""
+
+TEACHERS = {
+    "autocast inside no_grad": "with torch.no_grad(): y = self.own(x)",
+    "no_grad inside autocast": "with autocast(), torch.no_grad(): y = self.teacher(x)",
+    "trained": "y = self.own(x)",
+    "trained with another recipe after it": """y = self.own(x)
+        with autocast(Float8CurrentScaling()):
+            x = self.third(x)""",
+}
+
+NESTED = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def inner(self, x):
+        return self.second(te.checkpoint(self.first, x))
+
+    def forward(self, x):
+        return x + te.checkpoint(self.inner, x)
+
+compare(Layer, enabled=True, recipe=DELAYED)
+"""
+
+UNUSED = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = te.LayerNormMLP(32, 32, checkpoint=True, **OPTIONS), linear()
+
+    def forward(self, x):
+        te.checkpoint(self.second, x)
+        return x + te.checkpoint(self.first, x)
+
+compare(Layer, enabled=True, recipe=DELAYED, allow_unused_input=True)
+"""
+
+TWICE = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x):
+        for _ in range(2):
+            with autocast():
+                x = self.inner(x)
+        return x
+
+compare(Layer, {options})
+"""
+
+THREAD = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.eager = linear(), [linear()]
+        self.steps = []
+
+    def step(self, _):
+        def run():
+            with torch.enable_grad(), autocast():
+                self.eager[0](torch.ones(32, 32, dtype=torch.bfloat16, device="cuda"))
+            self.steps.append(self.eager[0].fp8_meta["scaling_fwd"].scale.clone())
+
+        if not torch.cuda.is_current_stream_capturing():  # the simulator runs all threads in the capture
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+    def forward(self, x):
+        y = self.inner(x)
+        y.register_hook(self.step)
+        return y
+
+layer = Layer()
+te.make_graphed_callables(layer, (sample(),), enabled=True, recipe=DELAYED)
+print([bool((scale != 1).any()) for scale in layer.steps])
+"""
+
+
+def last_line(program: str, **environment: str) -> str:
+    return simulate("-c", SETUP + program, **environment).splitlines()[-1]
+
+
+def refusal(program: str) -> str:
+    done = on_simulator("-c", SETUP + program, TE_GRAPH_FIXES="on")
+    assert done.returncode == 1, done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+def test_eager_training_is_that_of_te() -> None:
+    assert simulate("-c", SETUP + EAGER, TE_GRAPH_FIXES="on") == simulate("-c", SETUP + EAGER, TE_GRAPH_FIXES="off")
+
+
+@pytest.mark.parametrize("options", ["replay=torch.enable_grad", "enabled=True, recipe=DELAYED"])
+@pytest.mark.parametrize("forward", TEACHERS)
+def test_own_autocasts_end_as_in_eager_training(forward: str, options: str) -> None:
+    assert last_line(TEACHER.format(forward=TEACHERS[forward], options=options), TE_GRAPH_FIXES="on") == "0"
+
+
+def test_a_checkpoint_in_a_checkpoint_is_refused() -> None:
+    assert "has a checkpoint inside a te.checkpoint" in refusal(NESTED)
+
+
+def test_checkpoints_that_take_their_own_copies_are_captured() -> None:
+    assert last_line(UNUSED, TE_GRAPH_FIXES="on") == "0"
+
+
+def test_a_module_in_two_autocasts_of_its_own() -> None:
+    assert "each time in an autocast of its own" in refusal(TWICE.format(options="replay=torch.enable_grad"))
+    assert "each time in an autocast of its own" in refusal(TWICE.format(options="enabled=True, recipe=DELAYED"))
+
+
+def test_another_thread_updates_its_scales_during_a_capture() -> None:
+    for switch in ("off", "on"):
+        assert last_line(THREAD, TE_GRAPH_FIXES=switch) == "[True, True, True]"
