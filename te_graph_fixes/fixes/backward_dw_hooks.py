@@ -1,10 +1,10 @@
-"""``backward-dw-hooks``: after the replay of a delayed wgrad no hook says that the gradient is ready.
+"""``backward-dw-hooks``: no hook runs after the replay of a delayed wgrad.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2614 (TE 2.13), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/2999
 
-`backward_dw` of a module ends with the hooks given to `register_wgrad_accumulation_and_reduce_hooks`; that of a graphed
-callable only replays. It now runs the hooks of its modules after the replay, in the order of its modules.
+`backward_dw` of a module runs the hooks of `register_wgrad_accumulation_and_reduce_hooks` at its end. A graphed
+callable only replays. With the fix, it runs the hooks of its modules after the replay, in the order of the modules.
 """
 
 from ..fix import Fix
@@ -12,7 +12,7 @@ from ..fix import Fix
 PATCH = """
 @@ graph.py _make_graphed_callables.backward_dw
  bwd_dw_graphs[graph_idx].replay()
-+# Tell whoever waits for the weight gradients.
++# The weight gradients are ready.
 +for module in graph_callables[graph_idx].modules():
 +    if (
 +        module in visited_te_modules.get(graph_idx, ())

@@ -1,10 +1,10 @@
-"""``leaf-grad-lifetime``: the grads that a graph returns for leaf inputs are overwritten by the next replay.
+"""``leaf-grad-lifetime``: the next replay overwrites the gradients that a graph returns for leaf inputs.
 
 Upstream: none yet, TE 2.10 to main
 
-`Graphed.backward` returns the graph's static buffers, and autograd adopts that of a leaf as its ``.grad``. So an input
-that is a leaf accumulates the last microbatch's gradient over and over. It is now returned as a copy. Grads of other
-inputs are read at once, and stay the buffers.
+`Graphed.backward` returns the graph's static buffers, and autograd uses the buffer of a leaf as its ``.grad``. So a
+leaf input accumulates the last microbatch's gradient again and again. With the fix, leaves get copies. Autograd reads
+the gradients of other inputs at once, so they remain the buffers.
 """
 
 from ..fix import Fix
@@ -26,7 +26,7 @@ FIX = Fix(
     symptom="a parameter that is passed as an input gets the last microbatch's gradient several times",
     group="gradients",
     affects="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
-    cost="the gradients of inputs that are leaves are copied; not measured",
+    cost="a copy of each gradient of a leaf input; not measured",
     patch=PATCH,
     provides=("leaf_grads",),
     check_hints=("use overwritten",),

@@ -1,23 +1,23 @@
-"""``parameter-hooks``: hooks of parameters run in warmup and capture, and what they do becomes part of the graph.
+"""``parameter-hooks``: hooks of parameters run in warmup and capture, and become part of the graph.
 
 Upstream: none yet, TE 2.10 to main.
 
-Hooks run in warmup and capture, where gradients are uninitialised memory, and again after each replay, when the
-gradients arrive at the parameters. A hook that adds to a sum counts each gradient twice; one that takes ``.grad`` away
-is never called at replay, for its parameter seems to have no gradient. Hooks are now put aside for the backwards of
-warmup and capture (`te_graph_fixes/shipped/parameter_hooks.py`). `torch.autograd.grad`, which TE called up to 2.11,
-leaves out only the hooks of accumulation, and `te.checkpoint` within a graph refuses it.
+Hooks run in warmup and capture, where gradients are uninitialized memory, and again after each replay, when the
+gradients arrive at the parameters. A hook that adds to a sum counts each gradient twice. A hook that takes ``.grad`` is
+never called at a replay, because its parameter seems to have no gradient. With the fix, the backwards of warmup and
+capture run no hooks (`te_graph_fixes/shipped/parameter_hooks.py`). `torch.autograd.grad`, which TE up to 2.11 calls,
+skips only the hooks of accumulation, and `te.checkpoint` raises under it.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_parameter_hooks import hooks_put_aside
++from ._te_parameter_hooks import hooks_disabled
  visited_te_modules = ANY_EMPTY
 @@
 -with ..., _none_grad_context_wrapper(inputs, ...):
-+with hooks_put_aside(func), ..., _none_grad_context_wrapper(inputs, ...):
++with hooks_disabled(func), ..., _none_grad_context_wrapper(inputs, ...):
      ...
      torch.autograd.backward(...)
      ...
@@ -29,7 +29,7 @@ PATCH = """
 -    only_inputs=True,
 -    allow_unused=allow_unused_input,
 -)
-+with hooks_put_aside(func):
++with hooks_disabled(func):
 +    grad_inputs = torch.autograd.grad(
 +        outputs=ANY_OUTPUTS,
 +        inputs=tuple(i for i in static_input_surface if i.requires_grad),
@@ -37,9 +37,24 @@ PATCH = """
 +        only_inputs=True,
 +        allow_unused=allow_unused_input,
 +    )
-@@ (2 times)
--with ..., _graph_context_wrapper(bwd_graph, ...):
-+with hooks_put_aside(graph_callables[bwd_graphs.index(bwd_graph)]), ..., _graph_context_wrapper(bwd_graph, ...):
+@@
+ bwd_graph = bwd_graphs[ANY_INDEX]
+ ...
+ if is_training:
+     ...
+-    with ..., _graph_context_wrapper(bwd_graph, ...):
++    with hooks_disabled(graph_callables[ANY_INDEX]), ..., _graph_context_wrapper(bwd_graph, ...):
+         ...
+     ...
+@@
+ for static_input_surface, static_outputs, bwd_graph, bwd_dw_graph, bwd_idx in ANY_GRAPHS:
+     ...
+     if is_training:
+         ...
+-        with ..., _graph_context_wrapper(bwd_graph, ...):
++        with hooks_disabled(graph_callables[bwd_idx]), ..., _graph_context_wrapper(bwd_graph, ...):
+             ...
+         ...
      ...
 """
 

@@ -1,17 +1,19 @@
-"""``wgrad-memory-reuse``: where callables are captured together, a dgrad writes what another's delayed wgrad reads.
+"""``wgrad-memory-reuse``: in a capture of several callables, a dgrad overwrites inputs of another's delayed wgrad.
 
 Upstream: none yet, TE 2.10 to main
 
-The wgrad of each callable is captured right after its dgrad, and what it reads goes back to the pool, where the dgrad
-of the callable before it takes it. Autograd replays all dgrads before ``backward_dw`` can be called. Wgrads are
-captured after all dgrads now, in a pool of their own, so that they may be replayed in any order too.
+Without ``_order``, the wgrad of each callable is captured right after its dgrad. The memory of its inputs then returns
+to the pool, and the dgrad of the previous callable reuses it. Autograd replays all dgrads before ``backward_dw`` can be
+called. With the fix, wgrads are captured after all dgrads. With several callables they have a pool of their own, so
+that they may be replayed in any order.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+wgrad_captures, wgrad_pool = [], graph_pool_handle()
++wgrad_captures = []
++wgrad_pool = graph_pool_handle() if len(callables) > 1 else mempool
  for static_input_surface, static_outputs, bwd_graph, bwd_dw_graph, bwd_idx in ANY_GRAPHS:
      ...
      if is_training:
@@ -21,7 +23,7 @@ PATCH = """
              ...
 +        if need_bwd_dw_graph[bwd_idx]: wgrad_captures.append(capture_wgrad)
      ...
-+# Autograd replays the dgrads of all callables before a wgrad: none may write what a wgrad reads.
++# Autograd replays the dgrads of all callables before a wgrad, so none may overwrite the inputs of a wgrad.
 +for capture_wgrad in wgrad_captures:
 +    capture_wgrad()
 @@ (2 times)
@@ -30,10 +32,10 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="delayed wgrads of several callables in one capture without _order: off by 1.0, or inf",
+    symptom="delayed wgrads of several callables in one capture without _order are wrong (relative error 1.0, or inf)",
     group="pipelines and delayed wgrads",
     affects="own callers of make_graphed_callables((a, b), ...) without _order, with delay_wgrad_compute",
-    cost="a memory pool of the wgrads' own",
+    cost="a second memory pool, for the wgrads of several callables",
     patch=PATCH,
     check_hints=("wgrad .grad",),
 )

@@ -2,10 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main
 
-The autograd function of a graph takes those parameters whose gradients the warmup's backward gives, and a delayed wgrad
-is none of these. In a first layer with plain data and without bias or norm nothing is left: its output needs no
-gradient, or, in front of other layers, its wgrad graph is replayed without its dgrad graph. An empty tensor is taken
-instead where the callable's outputs need a gradient.
+The autograd function of a graph gets the parameters for which the warmup's backward returns gradients. Delayed wgrads
+are not among them. A first layer with plain data and without bias or norm then has no input that needs a gradient: its
+output needs none, or, before other layers, its wgrad graph is replayed without its dgrad graph. With the fix, the
+function gets an empty tensor that needs a gradient, if the callable's outputs do. A callable with a single parameter
+passes that parameter on anyway.
 """
 
 from ..fix import Fix

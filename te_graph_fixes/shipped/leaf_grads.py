@@ -1,4 +1,4 @@
-"""Gradients that a graph returns for leaf inputs, as copies: a leaf keeps what it gets, a graph writes there again."""
+"""Copies of the gradients that a graph returns for leaf inputs, because the next replay overwrites its buffers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def leaf_inputs(inputs: Sequence[Tensor], number: int) -> list[int]:
-    """Those of the first ``number`` inputs of a replay that keep their gradient: the leaves of autograd's graph."""
+    """Return the indexes of the leaves of autograd's graph among the first ``number`` inputs of a replay."""
     return [i for i in range(number) if getattr(inputs[i], "requires_grad", False) and inputs[i].is_leaf]
 
 
 def with_copied_grads(backward: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """The ``backward`` of a graph with copies of the gradients that ``ctx.inputs_with_copied_grads`` names.
+    """Return the ``backward`` of a graph, with copies of the gradients of ``ctx.inputs_with_copied_grads``.
 
-    The last gradients that it returns are those of the graph's ``inputs``.
+    The gradients of the graph's ``inputs``, a number, are the last ones that it returns.
     """
 
     def backward_with_copies(ctx: Any, *grads: Any) -> Any:

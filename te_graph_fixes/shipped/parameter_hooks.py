@@ -1,4 +1,4 @@
-"""Backwards of warmup and capture: the hooks of parameters belong to the gradients of training, and must not run."""
+"""Backwards of warmup and capture without the hooks of parameters, which are for the gradients of training."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 
 @contextmanager
-def hooks_put_aside(owner: Any) -> Iterator[None]:
-    """Within the block no hook of the parameters of ``owner`` runs, which has some if it is a module.
+def hooks_disabled(function: Any) -> Iterator[None]:
+    """Run no hook of the parameters of ``function`` in the block, if it is a module.
 
-    Neither hooks of a tensor's gradient, nor those for after its accumulation, nor those that are registered with the
-    node that accumulates, as data-parallel wrappers do. Nothing is unregistered: their handles stay valid.
+    This includes hooks of a tensor's gradient, hooks after its accumulation, and hooks of the node that accumulates,
+    which data-parallel wrappers use. The hooks' handles stay valid.
     """
     # In inference mode no backward is recorded.
-    is_module = isinstance(owner, torch.nn.Module) and not torch.is_inference_mode_enabled()
-    parameters = owner.parameters() if is_module else ()
+    is_module = isinstance(function, torch.nn.Module) and not torch.is_inference_mode_enabled()
+    parameters = function.parameters() if is_module else ()
     registries = [hooks for parameter in parameters if parameter.requires_grad for hooks in _hooks(parameter)]
-    held = [dict(hooks) for hooks in registries]
+    hooks_before = [dict(hooks) for hooks in registries]
     for hooks in registries:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in zip(registries, held, strict=True):
+        for hooks, before in zip(registries, hooks_before, strict=True):
             added = dict(hooks)
             hooks.clear()
             hooks.update({**before, **added})
@@ -38,7 +38,7 @@ def _hooks(parameter: Any) -> Iterator[MutableMapping[int, Any]]:
         if hooks:
             yield hooks
     with torch.enable_grad():
-        view = parameter.expand_as(parameter)  # where its class does this in Python, the node lives as long as the view
+        view = parameter.expand_as(parameter)  # keeps the node alive if the class of the parameter makes it in Python
     node = view.grad_fn.next_functions[0][0]
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)
