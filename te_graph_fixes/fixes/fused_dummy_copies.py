@@ -1,12 +1,11 @@
-"""``fused-dummy-copies``: parameter grads that nobody reads are copied at each replay.
+"""``fused-dummy-copies``: each replay copies parameter gradients that no code reads.
 
 Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 names the loss,
 https://github.com/NVIDIA/Megatron-LM/pull/5893 switches all copies off in Megatron-LM; no release up to 0.19.2 has it.
 
-From TE 2.19 on `Graphed.backward` copies every parameter grad that it returns. TE's shared dummies, which stand for
-wgrads in ``main_grad``, are now returned as they are. `LayerNormMLP` made dummies of its own, in the graph's pool, and
-now takes the shared ones too.
-`param-grad-lifetime` does the same for TE before 2.19.
+From TE 2.19 on, `Graphed.backward` copies every parameter gradient that it returns. With the fix, it does not copy TE's
+shared dummies for wgrads in ``main_grad``. In a capture, `LayerNormMLP` returns these dummies instead of its own, which
+are in graph memory. `param-grad-lifetime` does the same for TE before 2.19.
 """
 
 from ..fix import Fix
@@ -28,7 +27,7 @@ EARLIER = """
 """
 
 FIX = Fix(
-    symptom="fused wgrad: the backward takes 15 to 20 % longer, and needs the weights' size again in memory",
+    symptom="fused wgrads: the backward takes 15 to 20 % longer, and needs as much extra memory as the weights",
     group="speed",
     affects="fuse_wgrad_accumulation (Megatron, unless --no-gradient-accumulation-fusion)",
     affected_versions=">=2.19",

@@ -1,11 +1,11 @@
-"""``param-grad-lifetime``: parameter grads that a graph returns are overwritten by the next replay.
+"""``param-grad-lifetime``: the next replay overwrites the parameter gradients that a graph returns.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2937 (TE 2.19)
 
-`Graphed.backward` returns the graph's static buffers, and autograd adopts them as ``.grad``; a grad that a hook keeps
-changes under it. Parameter grads are now returned as copies, vectors (biases, norm weights) by one kernel. Not copied
-are the grads of user inputs, and TE's shared dummies, which stand for wgrads in ``main_grad`` and are in no graph's
-memory. `LayerNormMLP` made dummies of its own, and now takes the shared ones too.
+`Graphed.backward` returns the graph's static buffers, and autograd uses them as ``.grad``, so a gradient that a hook
+stores changes later. With the fix, it returns copies of parameter gradients; one kernel copies all vectors (biases,
+norm weights). It does not copy gradients of user inputs, nor TE's shared dummies for wgrads in ``main_grad``, which are
+outside graph memory. In a capture, `LayerNormMLP` returns these dummies instead of its own.
 """
 
 from ..fix import Fix
@@ -13,9 +13,10 @@ from .shapes import SHARED_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
-+from ._te_fused_wgrads import ReturnedGrads, is_shared_dummy
++from ._te_fused_wgrads import is_shared_dummy
++from ._te_returned_grads import ReturnedGrads
 +
-+# Which grads to return as copies: those of parameters, except dummies that stand for a wgrad in main_grad.
++# Copy the gradients of parameters, except dummies for wgrads in main_grad.
 +is_copied = tuple(
 +    index >= len_user_args
 +    and not is_shared_dummy(static_grad_inputs[index], static_input_surface[index])
@@ -66,14 +67,14 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    symptom="gradients in .grad of parameters: off by 1.0 over three microbatches, often inf",
+    symptom="gradients in .grad of parameters are wrong (relative error 1.0 with three microbatches, often inf)",
     group="gradients",
     affects="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights next to fused",
     affected_versions="<2.19",
-    cost="gradients that are not fused are copied: for biases and norm weights 3 µs of the GPU a replay, and one "
-    "kernel for each unfused wgrad",
+    cost="copies of unfused gradients: 3 µs of GPU time a replay for biases and norm weights, one kernel for each "
+    "unfused wgrad",
     patch=SHARED_DUMMIES + PATCH,
     corrected=[(UPSTREAM, "parameter grads are returned as copies")],
-    provides=("fused_wgrads",),
+    provides=("fused_wgrads", "returned_grads"),
     check_hints=("use overwritten",),
 )

@@ -59,7 +59,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="gradient hooks also run during capture, so what they sum counts twice",
+    symptom="gradient hooks also run during capture, so their sums count gradients twice",
     group="gradients",
     affects="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",
     patch=PATCH,

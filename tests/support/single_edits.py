@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -47,12 +46,12 @@ def alter(fix_id: str, altered: Callable[[Source, Verdict], Verdict]) -> None:
 
 
 def delivered() -> dict[str, Any]:
-    """What the functions below give; the last two, where this TransformerEngine has such experts."""
+    """What the two functions below give; the last one, where this TransformerEngine has such experts."""
     from transformer_engine.pytorch.module import grouped_linear
 
     found: dict[str, Any] = {"left": left_after_reset()}
     if hasattr(grouped_linear, "is_module_grouped_tensor_path_supported"):
-        found |= delayed_experts() | wgrads_of_experts()
+        found |= delayed_experts()
     return found
 
 
@@ -129,39 +128,6 @@ def reductions_in_capture() -> int:
     layer = with_splits(te.GroupedLinear(2, 64, 64, **options))
     te.make_graphed_callables(layer, (x,), enabled=True, recipe=MXFP8BlockScaling())
     return reduced.count(False)
-
-
-def wgrads_of_experts() -> dict[str, list[float]]:
-    """What two wgrads of 1.0 become in experts with a parameter each or one for all, in every form that these have."""
-    import torch
-    import transformer_engine.pytorch as te
-    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
-
-    os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"
-    options = {"bias": False, "device": "cuda", "delay_wgrad_compute": True}
-
-    def rowwise() -> Any:
-        return GroupedTensor.make_grouped_tensor_from_rowwise_data(
-            num_tensors=2, tensor_shape=(48, 64), rowwise_data=torch.ones(2 * 48 * 64), dtype=torch.float32
-        )
-
-    def split() -> Any:
-        return [torch.ones(48, 64) for _ in range(2)]
-
-    found = {}
-    for made, form, one in (
-        (te.GroupedLinear, rowwise, True),
-        (te.ops.GroupedLinear, rowwise, True),
-        (te.ops.GroupedLinear, split, True),
-        (te.ops.GroupedLinear, split, False),
-    ):
-        experts = made(2, 64, 48, **options, single_grouped_weight=one)
-        for _ in range(2):
-            experts.wgrad_store.put([[torch.empty(0)], [], form()], lambda *_: (None, [], None))
-            experts.backward_dw()
-        grads = [float(weight.grad.mean()) for weight in experts.parameters()]
-        found[f"{made.__module__}, {form.__name__}, {len(grads)}"] = grads
-    return found
 
 
 def captured_operations() -> int:

@@ -1,0 +1,41 @@
+"""Copies of the parameter gradients that a replayed backward returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class ReturnedGrads:
+    """Return the static buffers ``grads`` of a replayed backward, as copies if they are among those ``copied``.
+
+    One kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes, into memory
+    that they share. There, each begins as aligned as in memory of its own.
+    """
+
+    ALIGNMENT = 256
+
+    def __init__(self, grads: Sequence[Tensor | None], copied: Sequence[bool]) -> None:
+        self._grads = grads
+        self._single: dict[int, Tensor] = {}
+        vectors: dict[torch.dtype, dict[int, Tensor]] = {}
+        for index, grad in enumerate(grads):
+            if copied[index] and grad is not None:
+                is_vector = grad.dim() == 1 and grad.nbytes % self.ALIGNMENT == 0
+                group = vectors.setdefault(grad.dtype, {}) if is_vector else self._single
+                group[index] = grad
+        self._groups = [
+            (tuple(group), tuple(group.values()), [grad.numel() for grad in group.values()])
+            for group in vectors.values()
+        ]
+
+    def __call__(self) -> tuple[Tensor | None, ...]:
+        returned = [None if grad is None else grad.detach() for grad in self._grads]
+        for indexes, vectors, sizes in self._groups:
+            for index, copy in zip(indexes, torch.cat(vectors).split_with_sizes(sizes), strict=True):
+                returned[index] = copy
+        for index, grad in self._single.items():
+            returned[index] = grad.detach().clone()
+        return tuple(returned)
