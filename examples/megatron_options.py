@@ -121,7 +121,7 @@ OPTIONS = {
     "hybrid": hybrid(PADDED, "mamba attn moe"),
     "hybrid-bf16": hybrid(PADDED, "mamba attn moe", recipe="bf16"),
     "hybrid-router": hybrid("--moe-permute-fusion", f"mamba attn {ROUTER}"),
-    "hybrid-mamba": hybrid("", "mamba", recipe="delayed"),
+    "hybrid-attention": hybrid("", "mamba attn", recipe="delayed"),
     # parallelism
     "tensor-parallel": Option(TENSOR, model=f"{MOE} {PADDED}"),
     "tensor-parallel-dense": dense(TENSOR, recipe="delayed", more=EVALUATE),
@@ -148,6 +148,7 @@ OPTIONS = {
     "dense-and-moe": routed("--moe-layer-freq ([0,1]*2)", "attn mlp moe_router"),
     "grouped-query": Option(f"{QUERIES} --qk-layernorm --calculate-per-token-loss"),
     "sliding-window": routed("--window-size (127,0) --window-attn-skip-freq 2", more="--add-qkv-bias"),
+    "learnable-softmax": routed("--softmax-type learnable"),
     "dropout": dense("--hidden-dropout 0.1 --attention-dropout 0.1", recipe="delayed"),
     # routers
     "router-fusion": routed("--moe-router-fusion --moe-router-dtype fp32"),
