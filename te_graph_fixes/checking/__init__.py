@@ -1,7 +1,8 @@
-"""Graph against eager in a job of your own: `check`, ``te-graph-fixes run --check`` and ``TE_GRAPH_FIXES_CHECK``.
+"""The comparison of graphs with eager runs in the user's own job.
 
-`twins` runs modules eagerly beside their graphs, `findings` compares, watches graph memory that is in use, and
-reports. Neither is imported unless a check is asked for.
+It is started by `check`, ``te-graph-fixes run --check`` or ``TE_GRAPH_FIXES_CHECK``. `callables` and `reference` run
+modules eagerly next to their graphs. `isolation` protects the job from these runs. `findings` compares and reports.
+`lifetimes` detects graph memory that is overwritten while it is in use. None is imported without a check.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import re
 from dataclasses import dataclass
 
 from ..activation import active_settings
-from ..importing import PACKAGE
+from ..patching import PACKAGE
 from ..settings import CHECK, Settings
 
-DIFFERENT = 86  # the exit status of a process that a strict check has ended
+EXIT_MISMATCH = 86
+"""The exit status of a process that a strict check has ended."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Every module is checked in ``steps`` steps, ``layers`` modules at a time (0: all at once)."""
+    """Check every module in ``steps`` steps, ``layers`` modules at a time (0: all at once)."""
 
-    steps: int = 2  # one cannot show that a graph computes with old weights
+    steps: int = 2  # one cannot reveal that a graph uses old weights
     layers: int = 0
     strict: bool = False
 
@@ -30,24 +32,24 @@ class Options:
 
     @classmethod
     def parse(cls, text: str) -> Options | None:
-        """``N``, ``N,layers=K``, ``N,strict``, ``on``; None for ``off``; ValueError for anything else."""
+        """Parse ``N``, ``N,layers=K``, ``N,strict``, ``on``; None for ``off``; ValueError for anything else."""
         text = text.lower().replace(" ", "")
         if text in ("", "0", "off"):
             return None
         words = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", text)
         if words is None:
-            raise ValueError(f"{text!r} is not understood by {CHECK}; valid: on, off, N, N,layers=K, N,strict")
+            raise ValueError(f"invalid {CHECK}: {text!r}. Valid: on, off, N, N,layers=K, N,strict")
         steps, layers, strict = words.groups()
         return cls(cls.steps if steps in (None, "on") else int(steps), int(layers or 0), bool(strict))
 
 
 def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) -> None:
-    """Compare the graphs that are captured after this call with eager, in their first ``steps`` steps, and report it.
+    """Compare graphs that are captured after this call with eager runs in their first ``steps`` steps, and report.
 
     With ``layers``, that many modules are checked at a time, each in ``steps`` steps, which takes less memory. With
-    ``strict`` the process ends with status 86 after a step that has a mismatch. Training goes on as it would without.
-    docs/check.md says what is seen, what is not, and what it costs. ValueError for numbers that make no sense, and
-    where the settings that are active leave out fixes that are in TransformerEngine's files.
+    ``strict`` the process ends with status 86 after a step that has a mismatch. Training continues as without the
+    check. docs/check.md describes its coverage and cost. Raise ValueError for invalid numbers, and if the active
+    settings disable fixes that are baked into TransformerEngine's files.
     """
     options = Options(steps, layers, strict)
     require_comparable(active_settings())
@@ -55,15 +57,15 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 
     @when_imported(PACKAGE)
     def start(_: object) -> None:
-        from .twins import start
+        from .callables import start
 
         start(options)
 
 
 def require_comparable(settings: Settings) -> None:
-    """Raise ValueError where TransformerEngine's files hold other fixes than the settings ask for."""
+    """Raise ValueError if the settings disable fixes that are baked into TransformerEngine's files."""
     from ..decision import disagreement
     from ..stamp import installed
 
     if problem := disagreement(settings, installed()):
-        raise ValueError(f"{problem}, so a check would not show what TransformerEngine does without them")
+        raise ValueError(f"{problem}, so the check would run with them")

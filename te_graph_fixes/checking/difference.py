@@ -1,4 +1,4 @@
-"""How much a tensor differs from another, as the check of a user's job and `verify` say it."""
+"""The relative error of a tensor, for the check of a user's job and for `verify`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 import torch
 
-CHUNK = 1 << 22  # elements that are compared at a time; some 32 bytes of memory for each
+CHUNK = 1 << 22  # elements that are compared at a time; each takes about 32 bytes of memory
 
 
-def off_by(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The norm of the difference over the norm of ``expected``; 0.0 is bit for bit, and NaN equals NaN."""
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the difference over the norm of ``expected``. 0.0 is bit-identical; NaN equals NaN."""
     total = torch.zeros(3, dtype=torch.float64, device=actual.device)
     if actual.shape != expected.shape:
         return total[0] + math.inf

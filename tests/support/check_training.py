@@ -32,7 +32,7 @@ if sys.argv[1:2] == ["--without"]:
     )
     del sys.argv[1:3]
 
-from te_graph_fixes.checking import twins
+from te_graph_fixes.checking import callables
 from te_graph_fixes.verify.cases import CASES
 from te_graph_fixes.verify.driver import events, setting
 from te_graph_fixes.verify.driver.comparison import error
@@ -259,7 +259,7 @@ def hooks_added_afterwards() -> Iterator[Any]:
 
 
 class Scaled(torch.nn.Module):
-    """A layer whose output is scaled by a function, which ``hold`` returns for the module."""
+    """A layer that scales its output by a function, which ``hold`` returns for the module."""
 
     def __init__(self, hold: Callable[[Any], Callable[[Any], Any]], checkpoint: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -267,78 +267,161 @@ class Scaled(torch.nn.Module):
         self.square = te.Linear(32, 32, bias=False, **OPTIONS)
         self.scale = torch.nn.Parameter(torch.ones(32, device="cuda"))
         self.register_buffer("count", torch.zeros(1, device="cuda"))
-        self.used = Holder(hold(self))  # no container: the dictionary of this module does not show it
+        self.function = hold(self)
         self.checkpoint = checkpoint
+
+    @property
+    def from_list(self) -> Any:
+        return self.held[0]
 
     def forward(self, x: Any) -> Any:
         x = self.square(self.linear(x))
-        return (self.checkpoint(self.used.held, x) if self.checkpoint else self.used.held(x)).to(x.dtype)
+        return (self.checkpoint(self.function, x) if self.checkpoint else self.function(x)).to(x.dtype)
 
 
-class Holder:
+class Helper:
+    """An object that is neither a module nor a container."""
+
     def __init__(self, held: Any) -> None:
         self.held = held
-
-    @property
-    def itself(self) -> Any:
-        return self.held
 
     def scale(self, x: Any) -> Any:
         return x * self.held
 
-    def __call__(self, x: Any) -> Any:
+    def count(self, x: Any) -> Any:
         self.held.add_(1)
         return x * 2
 
 
-def held_as_a_module_attribute(module: Any) -> Any:
-    holder = Holder(module)
-    return lambda x: x * holder.held.scale
+def a_closure(module: Any) -> Any:
+    scale = module.scale
+    return lambda x: x * scale
 
 
-def used_by_reference(module: Any) -> Any:
-    module.other = Module(lambda other, x: other.b(x) * other.scale)
-    module.other.scale = module.scale
-    return weakref.ref(module.other)().forward
+def a_list(module: Any) -> Any:
+    module.held = [module.scale]
+    return lambda x: x * module.held[0]
 
 
-def a_plain_tensor(module: Any) -> Any:
-    """A leaf that is no parameter: nothing of the training but the check may change it."""
-    leaf = torch.ones(32, device="cuda", requires_grad=True)
-    return lambda x: x * leaf.detach() * module.scale
+def a_property(module: Any) -> Any:
+    module.held = (module.scale,)
+    return lambda x: x * module.from_list
 
 
-def default(module: Any) -> Any:
-    view = module.scale.unsqueeze(0)
+def a_dictionary(module: Any) -> Any:
+    held = {"scale": module.scale}
+    return lambda x: x * held["scale"]
 
-    def use(x: Any, scale: Any = module.scale, *, view: Any = view) -> Any:
-        return x * scale + view
+
+def a_default_argument(module: Any) -> Any:
+    def use(x: Any, scale: Any = module.scale) -> Any:
+        return x * scale
 
     return use
 
 
+def a_view(module: Any) -> Any:
+    module.view = module.scale.view(1, 32)
+    return lambda x: x * module.view
+
+
+def a_view_of_a_view(module: Any) -> Any:
+    view = module.scale.view(2, 16).T.T.view(32)
+    return lambda x: x * view
+
+
+def a_transposed_weight(module: Any) -> Any:
+    module.transposed = module.square.weight.T
+    return lambda x: x @ module.transposed
+
+
+def a_copy_in_another_type(module: Any) -> Any:
+    copy = module.scale.to(torch.bfloat16)
+    return lambda x: x * copy
+
+
+def a_weak_reference(module: Any) -> Any:
+    scale = weakref.ref(module.scale)
+    return lambda x: x * scale()
+
+
+def another_submodule(module: Any) -> Any:
+    """A tied parameter."""
+    module.other = Module(lambda other, x: other.b(x) * other.scale)
+    module.other.scale = module.scale
+    return Helper(module.other).held
+
+
+def a_module_in_a_list(module: Any) -> Any:
+    """No graph returns the gradients of its parameters."""
+    module.held = [te.Linear(32, 32, **OPTIONS).requires_grad_(False)]
+    return lambda x: module.held[0](x) * module.scale
+
+
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "a helper object": lambda module: Holder(module.scale).scale,
-    "a closure": lambda module: (lambda scale: lambda x: x * scale)(module.scale),
-    "a list": lambda module: (lambda held: lambda x: x * held[0])([module.scale]),
-    "a dictionary": lambda module: (lambda held: lambda x: x * held["scale"])({"scale": module.scale}),
-    "a property": lambda module: (lambda holder: lambda x: x * holder.itself)(Holder(module.scale)),
-    "an attribute of a module": held_as_a_module_attribute,
+    "a helper object": lambda module: Helper(module.scale).scale,
     "a partial function": lambda module: functools.partial(torch.mul, module.scale),
-    "a default argument": default,
-    "a view": lambda module: (lambda view: lambda x: x * view)(module.scale.view(1, 32)),
-    "a view of a view": lambda module: (lambda view: lambda x: x * view[0])(module.scale.view(2, 16).T.T.view(1, 32)),
-    "a transposed weight": lambda module: (lambda weight: lambda x: x @ weight)(module.square.weight.T),
-    "a copy in another type": lambda module: (lambda copy: lambda x: x * copy)(module.scale.to(torch.bfloat16)),
-    "two modules": used_by_reference,
-    "a module, and a plain tensor by a closure": a_plain_tensor,
+    **{
+        way.__name__.replace("_", " "): way
+        for way in (
+            a_closure,
+            a_list,
+            a_property,
+            a_dictionary,
+            a_default_argument,
+            a_view,
+            a_view_of_a_view,
+            a_transposed_weight,
+            a_copy_in_another_type,
+            a_weak_reference,
+            another_submodule,
+            a_module_in_a_list,
+        )
+    },
 }
-"""Ways in which a module holds a parameter that it uses."""
-OUTSIDE: dict[str, Callable[[Any], Any]] = {
-    "a module in a list": lambda module: (lambda held: lambda x: held[0](x))([te.Linear(32, 32, **OPTIONS)]),
-    "a buffer in a helper object": lambda module: Holder(module.count),
+"""Ways to hold a parameter."""
+
+
+class AddToMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, main_grad: Any) -> Any:
+        ctx.main_grad = main_grad
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        ctx.main_grad.add_(grad.float().sum(0))
+        return grad * 2, None
+
+
+def a_main_grad_in_a_closure(module: Any) -> Any:
+    main_grad = module.scale.main_grad = torch.zeros(32, device="cuda")
+    return lambda x: AddToMainGrad.apply(x, main_grad)
+
+
+def a_fused_module_in_a_list(module: Any) -> Any:
+    held = [te.Linear(32, 32, fuse_wgrad_accumulation=True, bias=False, **OPTIONS)]
+    held[0].weight.main_grad = torch.zeros(32, 32, device="cuda")
+    return lambda x: held[0](x)
+
+
+def an_fp8_module_in_a_list(module: Any) -> Any:
+    held = [te.Linear(32, 32, **OPTIONS).requires_grad_(False)]
+
+    def use(x: Any) -> Any:
+        with te.autocast(enabled=True, recipe=recipes.DelayedScaling()):
+            return held[0](x)
+
+    return use
+
+
+LEFT_OUT: dict[str, Callable[[Any], Any]] = {
+    "a buffer in a helper object": lambda module: Helper(module.count).count,
+    "a main_grad in a closure": a_main_grad_in_a_closure,
+    "a fused module in a list": a_fused_module_in_a_list,
+    "an FP8 module in a list": an_fp8_module_in_a_list,
 }
-"""Of those, the check cannot isolate the eager run, or changes something and restores it: the module is left out."""
+"""Modules that the check cannot isolate, or that the check changes and restores."""
 CHECKPOINTS: dict[str, Callable[..., Any] | None] = {
     "": None,
     " in a checkpoint of TE": te.checkpoint,
@@ -352,7 +435,8 @@ def train_scaled(hold: Callable[[Any], Any], checkpoint: Callable[..., Any] | No
     graphed: list[bool] = []
     nodes = []
     for name, parameter in module.named_parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        if not hasattr(parameter, "main_grad"):
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
         nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
 
@@ -384,8 +468,10 @@ def train_scaled(hold: Callable[[Any], Any], checkpoint: Callable[..., Any] | No
 
 
 for at, checkpoint in CHECKPOINTS.items():
-    for way, hold in {**WAYS, **OUTSIDE}.items():
+    for way, hold in WAYS.items():
         OTHERS[f"held by {way}{at}"] = partial(train_scaled, hold, checkpoint)
+for way, hold in LEFT_OUT.items():
+    OTHERS[f"left out: {way}"] = partial(train_scaled, hold, None)
 
 
 def run_program(options: dict[str, Any]) -> Iterator[Any]:
@@ -406,26 +492,25 @@ def measure(name: str, training: Callable[[], Iterator[Any]]) -> dict[str, Any]:
     without = values(training)
     te_graph_fixes.check(2)
     checked = values(training)
-    check = twins.current[0]
+    check = callables.current[0]
     ended = check.finished
     check.finish()
-    refusals = {each.refusal for each in check.twins if each.refusal}
-    looks = [text.partition("; looks like ")[2] for text in check.mismatches]
+    looks = [text.partition("; likely cause: ")[2] for text in check.mismatches]
     return {
         "name": name,
         "same": error(checked, without) == 0.0,
         "found": check.mismatches,
         "hints": sorted({fix for look in looks if look for fix in look.split(" or ")}),
         "ended": ended,
-        "refusals": sorted(refusals),
+        "refusals": sorted({reference.refusal for reference in check.references} - {""}),
         **check.totals,
     }
 
 
 for argument in sys.argv[1:]:
     if argument == "others":
-        trainings = {name: training for name, training in OTHERS.items() if not name.startswith("held by ")}
-    elif argument.startswith("held by "):
+        trainings = {name: OTHERS[name] for name in OTHERS if not name.startswith(("held by ", "left out: "))}
+    elif argument.startswith(("held by ", "left out: ")):
         trainings = {name: training for name, training in OTHERS.items() if name.startswith(argument)}
     else:
         options = json.loads(argument) if argument.startswith("{") else dict(CASES[argument].options)

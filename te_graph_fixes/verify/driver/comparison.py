@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...checking.difference import off_by
+from ...checking.difference import relative_error
 from .events import OF_GRAPHS
 
 
@@ -32,4 +32,4 @@ def _error(graphed: torch.Tensor | None, eager: torch.Tensor | None) -> float:
         return 0.0 if graphed is eager else 1.0
     if graphed.shape != eager.shape or graphed.dtype != eager.dtype:
         return 1.0
-    return float(off_by(graphed, eager))
+    return float(relative_error(graphed, eager))

@@ -1,0 +1,73 @@
+"""Detection of replays that write into graph memory in use."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import wrapt
+from torch.distributed import distributed_c10d
+
+from .subjects import PARAMETER, Subject
+
+
+class Compare(Protocol):
+    def __call__(self, subject: Subject, graphed: Any, eager: Any, again: Any, text: str) -> None: ...
+
+
+class Lifetimes:
+    """Tensors in graph memory that are in use, and the replays that write into them.
+
+    In use are the ``.grad`` of a parameter that lies in the memory of a graph, and a tensor that is being sent, until
+    the program waits for it. Sends are detected in the process group, as torch compares `isend` by identity.
+    """
+
+    def __init__(self, compare: Compare) -> None:
+        self._compare = compare
+        self.returned: dict[int, Subject] = {}
+        """By address, the tensors that graphs have returned. The ``.grad`` of a parameter may lie there."""
+        self._batch: list[tuple[Subject, torch.Tensor]] = []  # sent without a handle: the end of the batch returns one
+        self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Subject, torch.Tensor]]]] = WeakKeyDictionary()
+        """By handle, the receiver and the tensors that are being sent, in the order of the sends."""
+        self._sums: list[tuple[Subject, torch.Tensor, torch.Tensor]] = []
+        self.undo = ExitStack()
+        for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
+            self.undo.callback(setattr, *wrapt.resolve_path(distributed_c10d, name))
+            wrapt.wrap_function_wrapper(distributed_c10d, name, self._wait if name == "Work.wait" else self._send)
+
+    def before_replay(self) -> None:
+        """Note the contents of tensors in use: the program itself may have written into them before."""
+        used = [pair for _, sent in self._sends.values() for pair in sent]
+        for address, subject in self.returned.items():
+            parameter = subject.reference.parameters.get("".join(PARAMETER.findall(subject.kind)))
+            if (grad := getattr(parameter, "grad", None)) is not None and grad.data_ptr() == address:
+                used.append((subject._replace(kind=f"{subject.kind} is in use and overwritten"), grad))
+        self._sums = [(subject, tensor, tensor.sum(dtype=torch.float64)) for subject, tensor in used]
+
+    def after_replay(self, by: str) -> None:
+        for subject, tensor, total in self._sums:
+            self._compare(subject, tensor.sum(dtype=torch.float64), total, total, f"by {by}")
+        self._sums = []
+
+    def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
+        """Send tensors, or end a batch, all of which has one handle."""
+        work = send(*args, **kwargs)
+        for tensor in args[0] if isinstance(args[0], list) else ():
+            if subject := self.returned.get(tensor.data_ptr()):
+                subject = subject._replace(kind=f"{subject.kind} is being sent and overwritten")
+                self._batch.append((subject, tensor.detach()))
+        if work is not None:
+            self._sends[work], self._batch = ((group, args[1:2]), self._batch), []
+        return work
+
+    def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
+        """Wait for a send, and with it for the earlier ones to the same rank, which are done in order."""
+        result = wait(*args, **kwargs)
+        if work in self._sends:
+            handles, (receiver, _) = list(self._sends), self._sends[work]
+            for handle in handles[: handles.index(work) + 1]:
+                if self._sends[handle][0] == receiver:
+                    del self._sends[handle]
+        return result

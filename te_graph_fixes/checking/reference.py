@@ -1,0 +1,277 @@
+"""The eager reference of a graphed module: the same module, run eagerly in the state of a microbatch.
+
+It is no copy of the module, which would not include closures and process groups. While it runs, the ``__dict__`` of the
+module and of each submodule is replaced by one with copies of buffers and containers, and with its own cached FP8
+weights, delayed wgrads and hooks. FP8 scales and random states are set to those of the microbatch, then restored.
+`isolation` protects the gradients of parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import queue
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from transformer_engine.pytorch import autocast
+from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+from .isolation import MARK, IsolatedParameters, JobState, NotIsolatedError, State
+
+FIRST = "is_first_microbatch"
+RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
+REGISTER = "add_fp8_tensors_to_global_buffer"  # the method of TE's manager that each module with delayed scaling calls
+NO_CACHES: dict[str, Any] = {
+    "_fp8_workspaces": {},
+    "_module_groups": None,
+    "cuda_graphs": [],
+    "wgrad_accumulation_and_reduce_hooks": [],
+}
+GRAPHED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without a schedule
+CLIENTS = ("megatron.core.transformer.cuda_graphs", "megatron.core.extensions.te_cuda_graphs")
+"""The modules of Megatron-Core, old and new, whose `FLAG` is true during a capture."""
+FLAG = "_IS_GRAPH_CAPTURING"
+Values = dict[str, Any]
+"""Tensors by names for people: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
+
+
+class Microbatch:
+    """The inputs of a microbatch and the state before it, all of them copies, and its eager results."""
+
+    backward: tuple[list[torch.Tensor | None], State]  # the gradient of each output, and the state before the backward
+
+    def __init__(self, reference: EagerReference, args: Any, kwargs: Values, first: bool | None) -> None:
+        reference.refusal = reference.why_not_checked()
+        self.inputs, self.state = copied((args, kwargs)), reference.state()
+        passed = first is not None or reference.graph_leaves_marks
+        self.first = dict.fromkeys(reference.own, first) if passed else reference.first_microbatch_marks()
+        self.buffers = {module: copied(module._buffers) for module in reference.own}
+        self.updates_scales = bool(Manager.get_autocast_state()[4])  # TE then updates FP8 scales in its backward
+        self.delayed: list[Any] = []  # modules with delayed wgrads
+        self.eager: list[Values] = []  # the results of two runs, until they are compared
+
+
+class EagerReference:
+    """The eager side of a module, created before the capture."""
+
+    def __init__(self, module: Module, enabled: bool, recipe: Any, retain_graph: bool) -> None:
+        """``enabled``, ``recipe`` and ``retain_graph`` are the options of the capture."""
+        self.module, self.name, self.refusal = module, type(module).__name__, ""
+        self.changes: dict[str, list[Any]] = {}  # by name, the relative errors of changes to the job by the eager runs
+        self.graph_leaves_marks = False  # a replay has left a mark of a first microbatch, which an eager forward clears
+        self.parameters: dict[str, Any] = dict(module.named_parameters())
+        classes = {kind for submodule in module.modules() for kind in type(submodule).__mro__}
+        self.kinds = frozenset({kind.__name__ for kind in classes} | ({"fp8"} if enabled else set()))
+        self.is_of_megatron = any(kind.__module__.startswith("megatron.core.") for kind in classes)
+        self.takes = {FIRST} & inspect.signature(module.forward).parameters.keys()
+        self._retain_graph = retain_graph
+        self._autocast = partial(autocast, enabled=enabled, recipe=recipe)
+        of_torch = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        self._torch_autocast = torch.autocast("cuda", *of_torch, cache_enabled=False)
+        self.own: dict[Module, Values] = {}  # the entries of the eager side in the dictionary of each submodule
+        for submodule in module.modules():
+            own = {name: copy.copy(x) for name, x in vars(submodule).items() if name in GRAPHED or "_hooks" in name}
+            self.own[submodule] = own | copy.deepcopy(NO_CACHES)
+
+    def first_microbatch_marks(self) -> dict[Module, bool | None]:
+        """Return, by submodule, its own mark of a first microbatch, which modules of Megatron-Core have."""
+        return {module: vars(module).get(FIRST) for module in self.own}
+
+    def why_not_checked(self) -> str:
+        """Return the reason why this module cannot be compared, or an empty string."""
+        names = {name for module in self.own for name, value in vars(module).items() if value is True}
+        parameters = self.parameters.values()
+        if any(name.startswith("ub_") for name in names):
+            return "it shares communication buffers (userbuffers) with its graph"
+        if any(type(parameter).__name__ == "DTensor" for parameter in parameters):
+            return "its parameters are sharded (DTensor), and an eager run would change their gradients"
+        if any(hasattr(x, "__fsdp_param__") or getattr(x, "is_distributed_weight", False) for x in parameters):
+            return "its parameters accumulate gradients themselves (Megatron-FSDP, distributed weights)"
+        if any(parameter is not self.parameters.get(name) for name, parameter in self.module.named_parameters()):
+            return "it has new parameters since its capture"
+        if self.is_of_megatron and not _megatron_flags():
+            return f"an eager run may differ from the capture: Megatron-Core has {FLAG} in none of {', '.join(CLIENTS)}"
+        if self.scaling() and in_fp8_activation_recompute_phase():
+            return "te.checkpoint runs it a second time, with the FP8 scales of an earlier step"
+        return ""
+
+    def compute(self, run: Microbatch, until: str) -> list[Values]:
+        """Run a microbatch twice until the end of its ``forward``, ``backward`` or ``wgrad``; return the new values."""
+        job = JobState(self._tensors_of_job(with_gradients=until != "forward"), self.random_states)
+        try:
+            return [self._compute(run, until) for _ in range(2)]
+        finally:
+            for name, error in job.restore().items():
+                self.changes.setdefault(name, []).append(error)
+
+    def _compute(self, run: Microbatch, until: str) -> Values:
+        with self._restored(run) as isolated, torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
+            args, kwargs = copied(run.inputs)
+            inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            outputs = tree_leaves(self.module(*args, **kwargs))
+            run.updates_scales |= any(RECOMPUTED in vars(module).get("fp8_meta", ()) for module in self.own)
+            if until == "forward":
+                return named_outputs(outputs) | self.amaxes(until)
+            self._backward(run, outputs)
+            if until == "wgrad":
+                self._wgrads(run, isolated)
+                return self._gradients(run, until, isolated)
+            values = {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+            amaxes = {} if run.updates_scales else self.amaxes(until)
+            return values | self._gradients(run, until, isolated) | amaxes
+
+    def _backward(self, run: Microbatch, outputs: list[Any]) -> None:
+        grads, state = run.backward
+        _restore(state)
+        used = [(x, g) for x, g in zip(outputs, copied(grads), strict=False) if getattr(x, "requires_grad", False)]
+        torch.autograd.backward([x for x, _ in used], [torch.zeros_like(x) if g is None else g for x, g in used])
+        stores = {module: vars(module).get("wgrad_store") for module in self.own}
+        run.delayed = [module for module, store in stores.items() if store and store.context.qsize()]
+
+    def _wgrads(self, run: Microbatch, isolated: IsolatedParameters) -> None:
+        """Compute the delayed wgrads, which add to the present ``main_grad`` of the job."""
+        for parameter, main_grad in isolated.main_grads.items():
+            parameter.grad = None
+            if main_grad is not None:
+                parameter.main_grad.copy_(main_grad)
+        for module in run.delayed:
+            module.backward_dw()
+
+    def _gradients(self, run: Microbatch, until: str, isolated: IsolatedParameters) -> Values:
+        """Return the gradients and marks of the parameters after an eager run."""
+        values: Values = {}
+        for name, parameter in self.parameters.items():
+            values[f"main_grad of {name}"] = getattr(parameter, "main_grad", None)
+            marked = bool(getattr(parameter, MARK, False))
+            if until == "backward":
+                values[f"mark {MARK} of {name}"] = isolated.marks[parameter] or marked
+            is_delayed = run.delayed and parameter.grad is None
+            if parameter.requires_grad and not marked and not is_delayed:
+                before = isolated.grads[parameter] if until == "wgrad" else None
+                values[f".grad of {name}"] = parameter.grad if before is None else before + parameter.grad
+        return values
+
+    def amaxes(self, when: str) -> Values:
+        """Return, by module, the amaxes of this microbatch: the first row of the histories of delayed scaling."""
+        parts = self.scaling("scaling_fwd" if when == "forward" else "scaling_bwd")
+        return {f"amaxes of {name}": part.amax_history[0].clone() for name, part in parts.items()}
+
+    def scaling(self, of: str = "scaling") -> Values:
+        """Return the parts of delayed scaling, by names for people."""
+        parts = {}
+        for name, module in self.module.named_modules():
+            for meta in (vars(module).get("fp8_meta"), *(vars(module).get("_fp8_metas") or {}).values()):
+                for key, part in (meta or {}).items():
+                    if key.startswith(of) and hasattr(part, "amax_history"):
+                        parts[f"{key} of {name or self.name}"] = part
+        return parts
+
+    def _tensors_of_job(self, with_gradients: bool) -> Values:
+        """Return, by names for people, the tensors that an eager run may not change."""
+        tensors: Values = {f"buffer {name}": buffer for name, buffer in self.module.named_buffers()}
+        for name, parameter in self.parameters.items():
+            tensors[f"parameter {name}"] = None if hasattr(parameter, "_quantizer") else parameter
+            if with_gradients:
+                tensors[f".grad of {name}"] = parameter.grad
+                tensors[f"main_grad of {name}"] = getattr(parameter, "main_grad", None)
+        for name, part in self.scaling().items():
+            tensors |= {f"scale of {name}": part.scale, f"amax_history of {name}": part.amax_history}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def state(self) -> State:
+        """Return all random states, and the FP8 state of delayed scaling."""
+        tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
+        return self.random_states() + [(tensor.copy_, tensor.clone()) for tensor in tensors]
+
+    def random_states(self) -> State:
+        """Return the states of torch's generators, TE's trackers, Python and NumPy."""
+        trackers = [state for state in get_all_rng_states().values() if isinstance(state, torch.Generator)]
+        generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]
+        states: State = [(generator.set_state, generator.get_state()) for generator in generators]
+        states.append((random.setstate, random.getstate()))
+        if numpy := sys.modules.get("numpy"):
+            states.append((numpy.random.set_state, numpy.random.get_state()))
+        return states
+
+    @contextmanager
+    def _restored(self, run: Microbatch) -> Iterator[IsolatedParameters]:
+        """Restore the state of the module before ``run``, isolated from the job, then restore the state of the job."""
+        with ExitStack() as stack:
+            stack.callback(_restore, self._all_that_changes())
+            for module in self.own:
+                object.__setattr__(module, "__dict__", self._dictionary(module, run))
+            self._enter_autocasts(stack)
+            for client in _megatron_flags():  # whose layers run less in a capture than in eager training
+                stack.callback(setattr, client, FLAG, getattr(client, FLAG))
+                setattr(client, FLAG, True)
+            hooks: Any = torch._C._autograd  # a checkpoint around the module has hooks that count saved tensors
+            while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+                hooks._pop_saved_tensors_default_hooks()
+                stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
+            _restore(run.state)
+            setattr(Manager, REGISTER, partial(self._register, getattr(Manager, REGISTER)))
+            isolated = IsolatedParameters(self.parameters.values(), self._retain_graph)
+            stack.callback(isolated.restore)
+            yield isolated
+
+    def _all_that_changes(self) -> State:
+        """Return attributes, TE's own state, and `state`: another recipe has amax histories of another length."""
+        modules: State = [(partial(object.__setattr__, module, "__dict__"), vars(module)) for module in self.own]
+        attributes = [(name, value) for name, value in vars(Manager).items() if not name.startswith("__")]
+        manager: State = [(partial(setattr, Manager, name), value) for name, value in attributes]
+        parts: State = [(part.__dict__.update, dict(part.__dict__)) for part in self.scaling().values()]
+        return modules + manager + parts + self.state()
+
+    def _register(self, register: Any, fp8_meta: Values) -> None:
+        """Register the FP8 state of a submodule with TE, and refuse other modules, whose state is not restored."""
+        own = {id(part) for part in self.scaling().values()}
+        if own.isdisjoint(map(id, fp8_meta.values())):
+            raise NotIsolatedError("it runs a module that is not one of its submodules, with FP8 state of its own")
+        register(fp8_meta)
+
+    def _enter_autocasts(self, stack: ExitStack) -> None:
+        """Enter those of the graphs, in an outer one: its first module would update scales, and is none of these."""
+        group = Manager.get_fp8_group()
+        Manager.reset()
+        stack.enter_context(autocast(enabled=False))
+        Manager.is_first_fp8_module()
+        stack.enter_context(self._autocast(amax_reduction_group=group))
+        stack.enter_context(self._torch_autocast)
+
+    def _dictionary(self, module: Module, run: Microbatch) -> Values:
+        """Return the replacement for the ``__dict__`` of a submodule, with containers of its own."""
+        result: Values = tree_map(lambda leaf: leaf, {k: v for k, v in vars(module).items() if k not in GRAPHED})
+        result |= self.own[module] | {"_buffers": copied(run.buffers[module]), FIRST: run.first[module]}
+        result.get("fp8_meta", {}).pop(RECOMPUTED, None)
+        if store := result.get("wgrad_store"):
+            result["wgrad_store"] = copy.copy(store)
+            result["wgrad_store"].context = queue.Queue()
+        return result
+
+
+def named_outputs(outputs: list[Any]) -> Values:
+    return {f"output {i}": value.detach() for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
+
+
+def copied(tree: Any) -> Any:
+    """Copy a tree with all of its tensors. The copies are leaves."""
+    return tree_map_only(torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
+
+
+def _megatron_flags() -> list[Any]:
+    """Return the modules of Megatron-Core that have its `FLAG`."""
+    return [sys.modules[name] for name in CLIENTS if hasattr(sys.modules.get(name), FLAG)]
+
+
+def _restore(state: State) -> None:
+    for restore, value in state:
+        restore(value)

@@ -1,0 +1,17 @@
+"""The subjects of comparisons: a tensor, or a mark, of a graphed callable in a step."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Subject`
+
+
+class Subject(NamedTuple):
+    """A tensor or mark of a callable in a step. One is reported of each kind, as ``(Linear), forward: output 0``."""
+
+    step: int
+    callable: int
+    kind: str
+    reference: Any
