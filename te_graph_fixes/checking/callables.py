@@ -166,6 +166,9 @@ class CheckedCallable:
         values |= returned
         (eager, again), run.eager = run.eager, []  # the program may hold the output, and with it ``run``
         for name, expected in eager.items():
+            is_delayed = run.delayed and when == "backward" and name.startswith(".grad of ")
+            if is_delayed and (values[name] is None or expected is None):
+                continue  # `backward_dw` computes it; until then eager TE may return uninitialized memory
             if name in values:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 

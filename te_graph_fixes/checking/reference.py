@@ -124,10 +124,10 @@ class EagerReference:
             self._backward(run, outputs)
             if until == "wgrad":
                 self._wgrads(run, isolated)
-                return self._gradients(run, until, isolated)
+                return self._gradients(until, isolated)
             values = {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
             amaxes = {} if run.updates_scales else self.amaxes(until)
-            return values | self._gradients(run, until, isolated) | amaxes
+            return values | self._gradients(until, isolated) | amaxes
 
     def _backward(self, run: Microbatch, outputs: list[Any]) -> None:
         grads, state = run.backward
@@ -138,15 +138,16 @@ class EagerReference:
         run.delayed = [module for module, store in stores.items() if store and store.context.qsize()]
 
     def _wgrads(self, run: Microbatch, isolated: IsolatedParameters) -> None:
-        """Compute the delayed wgrads, which add to the present ``main_grad`` of the job."""
+        """Compute the delayed wgrads, from the present ``.grad`` and ``main_grad`` of the job."""
         for parameter, main_grad in isolated.main_grads.items():
-            parameter.grad = None
+            grad = isolated.grads[parameter]
+            parameter.grad = None if grad is None else grad.clone()
             if main_grad is not None:
                 parameter.main_grad.copy_(main_grad)
         for module in run.delayed:
             module.backward_dw()
 
-    def _gradients(self, run: Microbatch, until: str, isolated: IsolatedParameters) -> Values:
+    def _gradients(self, until: str, isolated: IsolatedParameters) -> Values:
         """Return the gradients and marks of the parameters after an eager run."""
         values: Values = {}
         for name, parameter in self.parameters.items():
@@ -154,10 +155,8 @@ class EagerReference:
             marked = bool(getattr(parameter, MARK, False))
             if until == "backward":
                 values[f"mark {MARK} of {name}"] = isolated.marks[parameter] or marked
-            is_delayed = run.delayed and parameter.grad is None
-            if parameter.requires_grad and not marked and not is_delayed:
-                before = isolated.grads[parameter] if until == "wgrad" else None
-                values[f".grad of {name}"] = parameter.grad if before is None else before + parameter.grad
+            if parameter.requires_grad and not marked:
+                values[f".grad of {name}"] = parameter.grad
         return values
 
     def amaxes(self, when: str) -> Values:
