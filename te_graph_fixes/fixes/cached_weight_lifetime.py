@@ -1,12 +1,11 @@
-"""``cached-weight-lifetime``: the FP8 weights that a graph caches are freed, or go stale, while the graph reads them.
+"""``cached-weight-lifetime``: the FP8 weights that a graph caches are freed or outdated while the graph reads them.
 
 Upstream: none yet, TE 2.10 to main
 
-Modules keep quantized weights in ``_fp8_workspaces``. A workspace without the transposes that training needs is
-replaced there, and a change of recipe clears all of them. The graph goes on with the addresses of the old ones, which
-nobody owns any more, and neither side learns of the other's updates. The graph now holds them; before its replay it
-takes over what its modules have instead, or gives these the update that it makes itself
-(`te_graph_fixes/shipped/fp8_weights.py`).
+Modules cache quantized weights in ``_fp8_workspaces``. A workspace that lacks the transposes for training is replaced
+there, and another recipe clears all workspaces. The graph still reads the old ones, which are free memory. Graph and
+modules also miss each other's updates. The graph now owns the workspaces that it reads. Before a replay it copies the
+weights that its modules have instead, or updates them as it updates its own (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
 from ..fix import Fix
@@ -26,7 +25,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="a graph for inference beside training, cached FP8 weights: illegal memory access, or old weights",
+    symptom="graphs for inference and training with cached FP8 weights: illegal memory access, or old weights",
     group="evaluation and checkpoints",
     affects="fp8_weight_caching (Megatron sets it) with a graph for inference, or an evaluation in another recipe",
     cost="memory for the FP8 weights that modules have replaced since the capture",

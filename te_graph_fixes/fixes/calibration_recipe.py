@@ -1,9 +1,9 @@
-"""``calibration-recipe``: a capture that only calibrates does it for the default recipe instead of the caller's.
+"""``calibration-recipe``: a capture that only calibrates uses the default recipe instead of the caller's.
 
 Upstream: none yet
 
-``recipe`` is set to None where FP8 is enabled for no module, and None means the default: histories of 1024 entries,
-whatever ``recipe.amax_history_len`` is. It is now kept where ``calibrating`` is set.
+``recipe`` is set to None if FP8 is enabled for no module, and None means the default recipe. Its histories have 1024
+entries, whatever ``recipe.amax_history_len`` is. The recipe is now kept if ``calibrating`` is set.
 """
 
 from ..fix import Fix
@@ -18,7 +18,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="a capture with calibrating=True records its amaxes for the default recipe, not for yours",
+    symptom="a capture with calibrating=True records amaxes for the default recipe instead of yours",
     group="FP8 state",
     affects="make_graphed_callables(enabled=False, calibrating=True, recipe=...)",
     patch=PATCH,

@@ -1,15 +1,16 @@
-"""``fp8-weight-transposes``: replays compute dgrads with transposes of FP8 primary weights from before the last update.
+"""``fp8-weight-transposes``: a replay computes dgrads with transposes of FP8 parameters from before the last update.
 
 Upstream: none yet, TE 2.10 to main
 
-A replay runs no Python that could make the transposes which its dgrad reads, and they are lost in two ways:
+The dgrad of an FP8 parameter reads its transpose. Eager forwards and backwards compute missing transposes, but a replay
+runs no Python. Transposes are lost in two ways:
 
-1. ``quantize_master_weights`` (``cast_master_weights_to_fp8``) with its default arguments, as ZeRO optimizers call it,
-   marks them invalid, or drops the columnwise data of block scaling, and leaves them to the next forward;
-2. the quantizers of modules that were built under ``torch.no_grad()`` have no columnwise use, so each ``copy_`` by an
-   optimizer drops the transpose, and leaves it to the next backward.
+1. ``quantize_master_weights`` (``cast_master_weights_to_fp8``) marks them as invalid, or drops the columnwise data of
+   block scaling. ZeRO optimizers call it with these default arguments. The next forward has to compute them.
+2. The quantizers of modules that were built under ``torch.no_grad()`` have no columnwise use. Each ``copy_`` by an
+   optimizer then drops the transpose, and the next backward has to compute it.
 
-The graph now holds the transposes that it reads, and before its replay those are made again that are invalid, gone or
+A graph now owns the transposes that it reads. Before a replay it computes those again that are invalid, missing or
 elsewhere (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
@@ -27,7 +28,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="FP8 parameters built under no_grad or given by quantize_master_weights: dgrads off by 1.0",
+    symptom="FP8 parameters built under no_grad or updated by quantize_master_weights: relative dgrad error 1.0",
     group="FP8 state",
     affects="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     cost="a transpose before the replay, for each weight that has lost its own",

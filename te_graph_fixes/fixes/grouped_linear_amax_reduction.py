@@ -1,11 +1,11 @@
-"""``grouped-linear-amax-reduction``: GroupedLinear's reduction of the backward's amaxes becomes part of its graph.
+"""``grouped-linear-amax-reduction``: graphs of GroupedLinear contain the reduction of the backward's amaxes.
 
 Upstream: none yet, TE 2.10 to main (up to 2.9 it was left out of captures)
 
-Experts that are captured after some steps, as Megatron-Core does, or again, capture the reduction with all modules that
-are registered by then. Each replay of their backward rolls the amax histories of those and makes new scales from them,
-besides what its end does; with several ranks the graph holds a collective. Other modules do not reduce while a graph is
-captured, since the replay does. GroupedLinear does not either now.
+Experts may be captured after some steps, as in Megatron-Core, or captured again. The graph then contains the reduction
+for all modules that are registered by then. Each replay of the backward rolls their amax histories and computes new
+scales, in addition to the update after the replay. With several ranks the graph contains a collective. Other modules do
+not reduce during a capture, because the replay does. GroupedLinear now does not either.
 """
 
 from ..fix import Fix
@@ -24,7 +24,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="delayed scaling, experts captured after some steps: FP8 scales change at each replay, off by 1.41",
+    symptom="delayed scaling, experts captured after some steps: each replay changes FP8 scales (relative error 1.41)",
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed) with captured te.GroupedLinear (--moe-grouped-gemm)",
     patch=PATCH,

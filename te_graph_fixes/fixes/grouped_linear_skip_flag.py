@@ -1,14 +1,14 @@
-"""``grouped-linear-skip-flag``: under graphs, FP8 experts ignore the flag that says when weights are new.
+"""``grouped-linear-skip-flag``: graphs of FP8 experts ignore the skip flag, which says whether weights are new.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3051,
 https://github.com/NVIDIA/TransformerEngine/pull/3052,
 https://github.com/NVIDIA/TransformerEngine/pull/3065 (TE 2.17)
 
-`GroupedLinear.forward` hands a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. With cached
-weights a graph then never quantizes its weights again, or does so at every microbatch and overwrites its wgrad. The
-slot now gets what it gets in `Linear`: under capture the graph's skip tensor is read and, where there is one, passed on
-and ``is_first_microbatch=False`` is forced; but not in captures by `torch.cuda.graph`, which the flag is not about.
-The slot differs by version (16, 18 or 19), so it is found by its name.
+`GroupedLinear.forward` passes a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. With
+cached weights a graph then never quantizes its weights again. Or it does so at every microbatch, and overwrites its
+wgrad. The slot now has the same value as in `Linear`: a capture reads the skip flag, and a flag forces
+``is_first_microbatch=False``. Captures by `torch.cuda.graph` outside TE still read no flag here, as in TE up to 2.16.
+The slot has another index in each version (16, 18 or 19), so the patch finds it by its name.
 """
 
 from ..fix import Fix
@@ -82,7 +82,7 @@ def flag_read(source: Source) -> str:
 
 
 FIX = Fix(
-    symptom="FP8 experts: outputs off by 1.0 after the first optimizer step, or wgrads at 0.577 of their norm",
+    symptom="FP8 experts: outputs wrong after the first optimizer step (relative error 1.0), or wgrad norm ratio 0.577",
     group="gradients",
     affects="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) and fp8_weight_caching (Megatron sets it)",
     affected_versions=">=2.10,<2.17",

@@ -1,9 +1,9 @@
-"""``none-outputs``: a callable with an output that is None cannot be graphed.
+"""``none-outputs``: a callable with an output that is None cannot be captured.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2657 (TE 2.13)
 
-`_make_graphed_callables` takes every output for a tensor. Outputs that are None are now left out of what is captured,
-and put back into what a replay returns.
+`_make_graphed_callables` treats every output as a tensor. The capture now omits outputs that are None, and a replay
+returns them at their places.
 """
 
 from ..fix import Fix
@@ -41,7 +41,7 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    symptom="capturing a module that returns None among its outputs stops with AttributeError",
+    symptom="capturing a module that returns None as one of its outputs stops with AttributeError",
     group="crashes",
     affects="callables that return None among their outputs, such as vision encoders",
     affected_versions="<2.13",

@@ -1,13 +1,13 @@
-"""``nvfp4-weight-preswizzle``: cached NVFP4 weights get their scales swizzled once more in every graph.
+"""``nvfp4-weight-preswizzle``: every graph swizzles the scales of cached NVFP4 weights once more.
 
 Upstream: none yet, TE 2.18 to main (docs/maintainers/upstream/nvfp4-weight-preswizzle.md); the rest of
 https://github.com/NVIDIA/TransformerEngine/issues/3220. Known from the sources and a simulator, not from a GPU.
 
-`_enable_weight_preswizzle` asks for scales in the order of a GEMM from capability 10.0 on. TE's kernels write them so
-from 10.0 to 11.0. Elsewhere ``tex.quantize`` swizzles afterwards, even where the graph's flag says that the weight is
-to stay as it is, into new memory which it gives to the cached weight: graph n swizzles what graph n-1 has swizzled, and
-a single graph writes to memory that nobody owns. There, weights now keep plain scales, as before TE 2.18; a GEMM
-swizzles a copy of them.
+`_enable_weight_preswizzle` requests scales in the order of a GEMM from capability 10.0 on. TE's kernels write this
+order from 10.0 to 11.0. On other GPUs ``tex.quantize`` swizzles afterwards, even if the skip flag tells the graph to
+reuse the weight. It writes into new memory, which becomes part of the cached weight. So graph n swizzles the result of
+graph n-1, and a single graph writes to memory without an owner. On these GPUs weights now keep plain scales, as before
+TE 2.18, and a GEMM swizzles a copy.
 """
 
 from ..fix import Fix
@@ -34,7 +34,7 @@ CANNOT_BE_ASKED = """
 """
 
 FIX = Fix(
-    symptom="NVFP4 with cached weights on RTX Blackwell: outputs and dgrads off by 0.2 to 0.6",
+    symptom="NVFP4 with cached weights on RTX Blackwell: outputs and dgrads have a relative error of 0.2 to 0.6",
     group="FP8 state",
     affects="NVFP4BlockScaling (Megatron --fp4-recipe nvfp4) with cached weights on GPUs of capability 12.x",
     affected_versions=">=2.18",

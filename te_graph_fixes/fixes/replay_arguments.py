@@ -1,14 +1,14 @@
-"""``replay-arguments``: graphs take arguments that are not those of their samples, without a word.
+"""``replay-arguments``: graphs silently accept arguments that differ from their samples.
 
 Upstream: none yet, TE 2.10 to main
 
-A replay flattens its arguments and copies them into the static inputs by position. A keyword for a sample that was
-positional, or a missing argument, gives it the first *weight* as input; dicts with their keys in another order exchange
-tensors; inputs of another shape are broadcast. It now compares number, shapes, need of gradients and, where an argument
-is a dict or another container, its structure with the samples first, and raises `TypeError` or `ValueError`
-(`te_graph_fixes/shipped/replay_arguments.py`). A backward through a graph that was captured for a forward alone raises
-`RuntimeError`. Inputs of another dtype are cast, which is warned of once, except under `torch.autocast`: an fp32 input
-gives other numbers in bf16 (0.002). Keywords that were not among the samples are ignored as before: callers give
+A replay flattens its arguments and copies them into the static inputs by position. If a positional sample is passed as
+a keyword, or an argument is missing, the first *weight* becomes an input. Dicts with another order of keys exchange
+tensors. Inputs of another shape are broadcast. A replay now compares its arguments with the samples: number, shapes,
+``requires_grad``, and the structure of dicts and other containers. It raises `TypeError` or `ValueError`
+(`te_graph_fixes/shipped/replay_arguments.py`). A backward through a graph that has only a forward raises
+`RuntimeError`. Inputs of another dtype are cast, with one warning except under `torch.autocast`: an fp32 input gives
+other numbers than in bf16 (relative error 0.002). Keywords without a sample are still ignored, because callers pass
 ``is_first_microbatch``.
 """
 
@@ -43,10 +43,10 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="graphed(inp=x) computes with a weight in place of x, and dicts with other key orders exchange tensors",
+    symptom="graphed(inp=x) computes with a weight instead of x, and dicts with another order of keys exchange tensors",
     group="misuse",
-    affects="own callers of make_graphed_callables that pass other arguments than their samples",
-    cost="3 µs of the CPU a call, with a dict of tensors 9",
+    affects="callers of make_graphed_callables that pass other arguments than their samples",
+    cost="3 µs of CPU time a call, 9 with a dict of tensors",
     patch=PATCH,
     provides=("warn_once", "replay_arguments"),
 )

@@ -1,10 +1,11 @@
-"""``rng-states-at-replay``: replays draw from the generators that an RNG tracker had at capture, not from those it has.
+"""``rng-states-at-replay``: replays draw from the generators that an RNG tracker had at the capture.
 
 Upstream: none yet, TE 2.10 to main
 
-Graphs are registered with the generators themselves, so TE cannot follow a tracker that gets others by ``reset()`` and
-``add()``, or by ``set_states()``. Each graph now keeps the tracker; where it has other generators at a replay, their
-states are lent to those of the capture (`te_graph_fixes/shipped/rng_states.py`).
+Graphs are registered with the generators themselves. A tracker has other generators after ``reset()`` and ``add()``, or
+after ``set_states()``, and the graphs do not follow. Each graph now refers to the tracker. If the tracker has other
+generators at a replay, their states are copied to the captured ones and back (`te_graph_fixes/shipped/rng_states.py`).
+The tracker cannot reuse generators in place: ``get_states()`` returns the generators themselves to its callers.
 """
 
 from ..fix import Fix
@@ -28,7 +29,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="dropout repeats itself, or differs from eager, after an RNG tracker's reset() or set_states()",
+    symptom="after an RNG tracker's reset() or set_states(), dropout repeats itself or differs from eager",
     group="evaluation and checkpoints",
     affects="dropout with an RNG tracker (Megatron has one) that is reset or set after the capture, as by loading",
     patch=PATCH,

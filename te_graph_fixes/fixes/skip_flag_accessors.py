@@ -1,10 +1,10 @@
-"""``skip-flag-accessors``: Megatron-Core's own graphs call a setter which TE 2.15 and 2.16 removed.
+"""``skip-flag-accessors``: Megatron-Core's own graphs call a setter that TE 2.15 and 2.16 lack.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3015 (TE 2.17), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/4707
 
-TE 2.15 moved the skip tensor from the class into ``quantization_state`` and dropped its accessors. They are added
-again, reading and writing the tensor where it lives now. Graphs that TE makes for Megatron-Core do without.
+TE 2.15 moved the skip flag from the class to ``quantization_state`` and removed its accessors. The fix adds them again.
+They read and write the flag at its new place. Graphs that TE captures for Megatron-Core do not need them.
 """
 
 from ..fix import Fix
@@ -47,9 +47,9 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    symptom="own graphs of Megatron-Core 0.11 to 0.17 stop: no attribute 'set_skip_fp8_weight_update_tensor'",
+    symptom="Megatron-Core 0.11 to 0.17 with its own graphs stops: no attribute 'set_skip_fp8_weight_update_tensor'",
     group="crashes",
-    affects="Megatron-Core 0.11.0 to 0.17.1 with graphs of its own (--cuda-graph-impl local) in FP8",
+    affects="Megatron-Core 0.11.0 to 0.17.1 with its own graphs (--cuda-graph-impl local) in FP8",
     affected_versions=">=2.15,<2.17",
     patch=PATCH,
     corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")],

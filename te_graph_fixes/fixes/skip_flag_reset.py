@@ -2,10 +2,9 @@
 
 Upstream: none yet
 
-The flag is one tensor of shape [1], whose address is part of the graphs that were captured with
-``cache_quantized_params=True``. After a ``reset()`` they read memory that belongs to something else, or to nobody, to
-learn whether their weights are new. They keep the flag now, and set it where it is not the manager's any more. Captures
-after the ``reset()`` that do not cache weights do not see it.
+The flag is one tensor of shape [1]. Graphs that were captured with ``cache_quantized_params=True`` read it at a fixed
+address. After a ``reset()`` this memory is free, or belongs to another tensor. The graphs now own their flag, and fill
+it if the manager has another flag. ``reset()`` itself is unchanged, so later captures without cached weights see none.
 """
 
 from ..fix import Fix
@@ -31,7 +30,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="after FP8GlobalStateManager.reset() earlier graphs keep old FP8 weights, or read memory of others",
+    symptom="after FP8GlobalStateManager.reset(), earlier graphs reuse old FP8 weights or read freed memory",
     group="FP8 state",
     affects="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching (Megatron sets it)",
     patch=PATCH,

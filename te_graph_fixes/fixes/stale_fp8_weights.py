@@ -1,16 +1,19 @@
-"""``stale-fp8-weights``: graphs go on with the FP8 weights of their capture.
+"""``stale-fp8-weights``: a graph keeps using the FP8 weights of its capture.
 
 Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
 
-It happens
+It happens in three cases.
 
-1. to modules that carry ``is_first_microbatch``, as Megatron-Core's do, where the capture does not cache weights
-   (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 where attention is not captured). Warmup leaves
-   False, and without a skip flag False means that weights are never quantized. Such a graph now has a flag of its own,
-   which says before each replay what its modules say eagerly (`te_graph_fixes/shipped/first_microbatches.py`);
-2. to a capture that does not cache weights, after one that does: it reads the skip flag of the other;
-3. where another FP8 module runs before the graph in the same autocast: the graph does not set the skip flag, which
-   still has the value of another graph or microbatch. Every graph that caches weights sets it now.
+1. Modules have the mark ``is_first_microbatch``, as Megatron-Core's do, and the capture does not cache weights
+   (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 if attention is not captured). The warmup clears the
+   mark. Without a skip flag, a module that is told False never quantizes its weights. Such a graph now reads a flag for
+   each marked module. The flags are filled from the marks before each replay
+   (`te_graph_fixes/shipped/first_microbatches.py`). A module that is told False at every call reuses the weights of an
+   earlier call, and its graph still does.
+2. A capture that does not cache weights follows one that does. It reads the skip flag of the other capture.
+3. Another FP8 module runs before the graph in the same autocast. The graph then does not fill the skip flag, which
+   still has the value for another graph or microbatch. A graph that caches weights now fills the flag if its value
+   differs.
 """
 
 from ..fix import Fix
@@ -78,7 +81,7 @@ PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 
 
 FIX = Fix(
-    symptom="FP8 without cached weights: graphs go on with the weights of their capture, outputs off by 1.0",
+    symptom="FP8 without cached weights: graphs use the weights of their capture, outputs have a relative error of 1.0",
     group="FP8 state",
     affects="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in one autocast",
     patch=PATCH,

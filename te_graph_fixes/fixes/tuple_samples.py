@@ -1,9 +1,9 @@
-"""``tuple-samples``: samples given as a tuple are refused where buffers are reused.
+"""``tuple-samples``: with reused buffers, TE refuses samples in a tuple.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2426 (TE 2.12)
 
-Where buffers are reused, TE asserts that ``sample_args`` is a list, or assigns to items of the default tuple of
-``sample_kwargs``. Tuples are now made into lists.
+With reused buffers TE asserts that ``sample_args`` is a list, or assigns to items of the default tuple of
+``sample_kwargs``. Tuples are now converted to lists.
 """
 
 from ..fix import Fix
@@ -25,9 +25,9 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    symptom="samples given as a tuple are refused where buffers are reused: AssertionError",
+    symptom="with reused buffers, samples in a tuple stop the capture with AssertionError",
     group="crashes",
-    affects="own callers that give samples in a tuple with _reuse_graph_input_output_buffers",
+    affects="callers of make_graphed_callables with samples in a tuple and _reuse_graph_input_output_buffers",
     affected_versions=">=2.6,<2.12",
     patch=PATCH,
     corrected=[(UPSTREAM, "samples may be tuples")],

@@ -1,10 +1,11 @@
-"""``warmup-outputs``: warmup keeps the outputs of all forwards until its iteration ends.
+"""``warmup-outputs``: a warmup iteration holds the outputs of all forwards until it ends.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 
-From TE 2.19 on warmup runs the forwards and backwards of all callables in their order. It keeps the outputs of each
-forward, and what autograd has saved for them, until the iteration is over, though the backward that needs them has run;
-for an evaluation too, where none does. They are now kept until that backward, and without training not at all.
+From TE 2.19 on the warmup runs the forwards and backwards of all callables in their order. It holds the outputs of each
+forward, with everything that autograd saved for them, until the end of the iteration. Their backward has run by then.
+An evaluation holds them too, though it runs no backward. They are now released after their backward, and in an
+evaluation at once.
 """
 
 from ..fix import Fix
@@ -72,7 +73,7 @@ EARLIER = """
 """
 
 FIX = Fix(
-    symptom="a capture takes a quarter more memory at its peak than it needs",
+    symptom="the peak memory of a capture is a quarter higher than necessary",
     group="speed",
     affects="pipelines (Megatron --pipeline-model-parallel-size): an _order with many microbatches and model chunks",
     affected_versions=">=2.19,<2.20",

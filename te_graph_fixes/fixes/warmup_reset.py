@@ -1,10 +1,10 @@
-"""``warmup-reset``: the first microbatch's behaviour is captured into every graph.
+"""``warmup-reset``: every graph contains the behavior of the first microbatch.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2715 (TE 2.14)
 
-After warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on every module that has the attribute, as
-Megatron's do. The capture that follows reads it and freezes "first microbatch" into the graph: the wgrad overwrites
-``main_grad`` at every replay. The loop is removed.
+After the warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on every module that has the attribute.
+Megatron's modules have it. The capture then bakes "first microbatch" into the graph, and each replay overwrites
+``main_grad`` with its wgrad. The fix removes the loop.
 """
 
 from ..fix import Fix
@@ -30,7 +30,7 @@ UPSTREAM = """
 """Graphs read a keyword of that name, three times, and nobody sets the attribute."""
 
 FIX = Fix(
-    symptom="fused wgrad: only the last microbatch of a step counts, wgrads at 0.577 of their norm for three",
+    symptom="fused wgrad: only the last microbatch reaches main_grad (wgrad norm ratio 0.577 for three microbatches)",
     group="gradients",
     affects="several microbatches with fused wgrads, Megatron's default, or modules with is_first_microbatch",
     affected_versions="<2.14",

@@ -200,9 +200,50 @@ def kept_in_recomputations() -> list[float]:
     return found
 
 
+def fills_of_the_shared_flag() -> int:
+    """Return how often three graphs in one autocast fill the skip flag of captures with cached weights."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+    layers = tuple(te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    options = {"enabled": True, "recipe": Float8CurrentScaling()}
+    te.make_graphed_callables(layers, ((x,),) * 3, cache_quantized_params=True, **options)
+    flag = getattr(Manager, "quantization_state", Manager).skip_fp8_weight_update_tensor
+    before: int = flag._version
+    with te.autocast(**options):
+        for layer in layers:
+            layer(x, is_first_microbatch=True)
+    fills: int = flag._version - before
+    return fills
+
+
 def first_microbatches() -> tuple[Any, ...]:
-    """What the two functions above give."""
-    return left_by_a_capture(), kept_in_recomputations()
+    """Return the results of the three functions above."""
+    return left_by_a_capture(), kept_in_recomputations(), fills_of_the_shared_flag()
+
+
+def scales_after_an_evaluation() -> list[float]:
+    """Return the scales of a layer that was first run by a capture for evaluation without a warmup, after a step."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling
+
+    layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda").eval()
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
+    options = {"enabled": True, "recipe": DelayedScaling(amax_history_len=1)}
+    with torch.no_grad():
+        te.make_graphed_callables(layer, (x,), num_warmup_iters=0, **options)
+    layer.train()
+    with te.autocast(**options):
+        layer(x)
+    layer.eval()
+    with torch.no_grad(), te.autocast(**options):
+        layer(x)
+    scales: list[float] = layer.fp8_meta["scaling_fwd"].scale.tolist()
+    return scales
 
 
 def numbers_of_the_tracker() -> bool:
@@ -248,6 +289,7 @@ def weights_held_after_reset() -> int:
 
 
 OTHERS: dict[str, Callable[[], Any]] = {
+    "capture-without-warmup": scales_after_an_evaluation,
     "delayed-wgrad-delivery": delivered,
     "grouped-linear-amax-reduction": reductions_in_capture,
     "replay-contract": weights_held_after_reset,
