@@ -1,7 +1,7 @@
-"""The scales and amax histories that a graph reads and writes: it holds them, and its modules use them again.
+"""The scales and amax histories that a graph reads and writes. The graph owns them, and returns them to its modules.
 
-An evaluation without FP8 takes the recipe state from operations of ``te.ops``, one in another recipe does so from
-modules as well, and the next forward makes a new state. The graph still has that of its capture.
+An evaluation without FP8 removes the recipe state of operations of ``te.ops``. One in another recipe removes that of
+modules as well. The next forward creates a new state, and the graph still uses the state of its capture.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class RecipeStates:
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
 
     def resume(self, known: Collection[Any], manager: Any) -> None:
-        """Do as forwards do with the FP8 state, and keep it in the tensors that the graph uses.
+        """Do the work of a forward on the FP8 state, with the tensors that the graph uses.
 
         ``manager`` is TE's `FP8GlobalStateManager`, ``known`` are the modules that TE has seen called. Raises
-        RuntimeError if the recipe of these, or of operations, is not that of the capture. Others, as those that are run
-        by ``module.forward(x)``, and attention that is not in FP8, are resumed if it is.
+        RuntimeError if their recipe, or the recipe of operations, is not that of the capture. Modules that run by
+        ``module.forward(x)``, and attention that is not in FP8, are resumed in the recipe of the capture only.
         """
         recipe = manager.get_fp8_recipe()
         for module, states in self._held.items():
@@ -51,14 +51,14 @@ class RecipeStates:
         else:
             module.reset_recipe_state(recipe=recipe)
             for fuser in self._fusers:
-                fuser.recipe_type = None  # the next forward in Python has to look at the recipe again
+                fuser.recipe_type = None  # the next eager forward has to compare recipes again
         if not all(map(_State.is_current, states)):
             for state in states:
                 state.take_over(getattr(manager, "quantization_state", manager))
 
 
 class _State:
-    """The recipe state of a module or operation, forward or backward, and what a graph has the addresses of."""
+    """The recipe state of a module or operation, forward or backward, and the tensors whose addresses a graph uses."""
 
     def __init__(self, module: Any, mode: str) -> None:
         self._module, self._attributes, self._mode = module, vars(module), mode
@@ -80,7 +80,7 @@ class _State:
         return not self._delayed or (state.scale is self._scale and state.amax_history is self._history)
 
     def take_over(self, buffers: Any) -> None:
-        """Put the values of the module's present state into the held one, and that in its place."""
+        """Copy the values of the module's current state to the state of the graph, and return that to the module."""
         meta = _meta(self._attributes, self._mode)
         state: Any = meta.get(STATES[self._mode])
         if _kind(state) != self._kind:
@@ -105,8 +105,8 @@ class _State:
     def _exchange(self, state: Any, buffers: Any) -> None:
         """Exchange the tensors of a state with those of the graph in the buffers from which TE updates scales.
 
-        After a forward in another recipe TE updates the old state of a module, and never its new one. Then it must not
-        update that of the graph either, in order that replays are as eager training is.
+        After a forward in another recipe, TE updates the old state of a module, and never the new one. A replay then
+        must not update the state of the graph either, to equal eager training.
         """
         for key, scales in buffers.global_scale_buffer.items():
             for index, scale in enumerate(scales):

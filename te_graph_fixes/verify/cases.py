@@ -243,6 +243,8 @@ _ALL = (
     _program("operations-in-bf16", (STATE,), modules=("nested_operations", "Block"), recipe="delayed", in_bf16=(0,),
         together=True, events=("step", "recapture", "step")),
     _program("own-autocast", (STATE,), modules=("OwnAutocast",), recipe="current", other="delayed"),
+    _program("own-autocast-outside-of-others", (STATE,), modules=("OwnAutocast",), recipe="bf16", other="delayed",
+        autocasts="none", weights="plain"),
     _program("own-autocast-of-another", (STATE,), modules=("OwnAutocast",), recipe="delayed", other="current",
         events=("step", "recapture", "step")),
     _program("own-autocast-after-an-eager-module", (STATE,), modules=("OwnAutocast", "linear"), recipe="current",

@@ -40,7 +40,7 @@ class Program:
     calibrating: bool = False  # FP8 is calibrated, not used
     sets_flag: bool = False  # the caller sets TE's flag that says whether weights are new, as Megatron-Core does
     first: str = ""  # what else runs first in the autocast; "cached" is a model of its own whose graph caches weights
-    autocasts: str = "one"  # around all layers; or "each"; or "nested": each inside another one
+    autocasts: str = "one"  # around all layers; or "each"; or "nested": each inside another one; or "none"
     residual: bool = False  # the input is added to the output
     input_grads: bool = True
     hooks: str = ""  # what those of parameters do; "of the node": take grads, as those of Megatron-Core's DDP do

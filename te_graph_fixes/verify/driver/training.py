@@ -103,7 +103,7 @@ class Training(Captured):
         with autocast(outer) if outer else contextlib.nullcontext():
             x = self.before(x, microbatch, calls, graphed)
             for number in layers:
-                with autocast(self.recipe) if program.autocasts != "one" else contextlib.nullcontext():
+                with autocast(self.recipe) if program.autocasts in ("each", "nested") else contextlib.nullcontext():
                     x = self.layer(number, calls[number][microbatch], x, microbatch, graphed)
         if program.in_place:
             return x.add_(given)
