@@ -1,4 +1,4 @@
-"""Compare what the fixes did on every rank of a job, and stop if the ranks do not agree.
+"""Compare the statuses of the fixes on all ranks of a job, and stop the job if they differ.
 
     torchrun --nproc-per-node 8 examples/gather_reports.py
 
@@ -14,7 +14,7 @@ import transformer_engine.pytorch  # noqa: F401
 
 
 def check_ranks() -> dict[int, te_graph_fixes.Report]:
-    """Gather the reports on every rank, and return those that are not what rank 0 has, by rank."""
+    """Gather the reports on every rank, and return those that differ from the report of rank 0, by rank."""
     reports: list[te_graph_fixes.Report] = [te_graph_fixes.report()] * dist.get_world_size()
     dist.all_gather_object(reports, te_graph_fixes.report())
     return {rank: report for rank, report in enumerate(reports) if report != reports[0]}

@@ -1,4 +1,4 @@
-"""A small MoE GPT of Megatron-Core, trained with TransformerEngine's (TE's) graphs and without, to compare gradients.
+"""Train a small MoE GPT of Megatron-Core with TransformerEngine's (TE's) graphs and without, and compare gradients.
 
     python examples/megatron_moe.py                       # one GPU, TE and megatron-core
     TE_GRAPH_FIXES=off python examples/megatron_moe.py    # the same with the fixes off
@@ -50,7 +50,7 @@ def start() -> None:
 
 
 def stand_in_for_apex() -> None:
-    """Megatron's embedding and output layers take fused weight gradients from an extension of apex."""
+    """Install the function of apex that Megatron's embedding and output layers call for fused wgrads."""
     import torch
 
     def accumulate(inputs: torch.Tensor, grads: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ def config(recipe: str, graphs: bool, **changed: Any) -> Any:
 
 
 def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, Any]]]:
-    """The loss of every microbatch and the ``main_grad`` of every parameter, for each step."""
+    """Return the loss of every microbatch and the ``main_grad`` of every parameter, for each step."""
     gpt, model = build(recipe, graphs)
     losses, grads = [], []
     for number in range(STEPS):
@@ -106,7 +106,7 @@ def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, 
 
 
 def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
-    """The model, and Megatron's DDP around it, captured if ``graphs``; ``changed`` replaces options of the config."""
+    """Return the model and its DDP wrapper, captured if ``graphs``; ``changed`` replaces options of the config."""
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -120,7 +120,7 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
     made = config(recipe, graphs, **changed)
     layers = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
     gpt = GPTModel(made, layers, VOCABULARY, TOKENS, position_embedding_type="rope").cuda().bfloat16()
-    # As Megatron's training loop does: gradients that accumulate on the default stream cannot be captured.
+    # Like Megatron's training loop: gradients that accumulate on the default stream cannot be captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -132,7 +132,7 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
 
 
 def capture(model: Any) -> Any:
-    """Capture the layers of a model that was built for it; Megatron's helper, which can delete the graphs."""
+    """Capture the layers of a model that was built for it. Return Megatron's helper, which can delete the graphs."""
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
     helper = TECudaGraphHelper([model], model.config, TOKENS, 1, [])
@@ -141,7 +141,7 @@ def capture(model: Any) -> Any:
 
 
 def step(model: Any, data: Iterator[Any]) -> list[float]:
-    """Forwards and backwards of all microbatches; the loss of each."""
+    """Run the forwards and backwards of all microbatches; return the loss of each."""
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -204,7 +204,7 @@ def main() -> int:
         error = (square / sum(float(eager.norm()) ** 2 for _, eager in wanted)) ** 0.5
         worst = max(worst, error)
         found, eager = losses[step][-1], eager_losses[step][-1]
-        print(f"step {step}: loss {found:.6f}, eager {eager:.6f}; gradients off by {error:.3g}")
+        print(f"step {step}: loss {found:.6f}, eager {eager:.6f}; relative error of the gradients {error:.3g}")
     report = te_graph_fixes.report()
     applied = [fix_id for fix_id, status in report.fixes.items() if status.status == "applied"]
     print(f"TransformerEngine {report.te_version}; fixes applied: {', '.join(applied) or 'none'}")

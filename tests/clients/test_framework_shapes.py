@@ -1,4 +1,4 @@
-"""The shapes in which frameworks call `make_graphed_callables`, as their pull requests describe them, on the simulator.
+"""Calls of `make_graphed_callables` in frameworks, as their pull requests describe them, on the simulator.
 
 Two to four layers, a graph for each of three microbatches in flight. Each layer has a part that is captured and a rest
 that runs eagerly. Outputs, gradients and parameters of three steps with graphs are compared with those of eager ones.
@@ -31,7 +31,7 @@ def main(shape: str, recipe: str) -> None:
     plain = {"dtype": torch.bfloat16, "device": "cuda"}
 
     class Layer(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-        """What a framework does around one graph for each microbatch."""
+        """One layer of a framework, with one graph for each microbatch."""
 
         capturing, microbatch = False, 0
         width = HIDDEN
@@ -119,7 +119,7 @@ def main(shape: str, recipe: str) -> None:
                 before.fill_(torch.nan)
 
     class Pages:
-        """Memory outside of the graphs for what autograd saves, with a list of free pages on the device."""
+        """Memory outside the graphs for the tensors that autograd saves, with a list of free pages on the device."""
 
         def __init__(self) -> None:
             self.memory = torch.zeros(PAGES, TOKENS, HIDDEN, **plain)
@@ -155,7 +155,7 @@ def main(shape: str, recipe: str) -> None:
             return saved
 
     class Stash(Layer):
-        """A whole MoE layer, what it saves for its backward in pages that all layers and microbatches share."""
+        """A whole MoE layer. Tensors for its backward are in pages that all layers and microbatches share."""
 
         pages: Any = None
 
@@ -175,7 +175,7 @@ def main(shape: str, recipe: str) -> None:
             self.pages.reset()
 
     class Hyper(Layer):
-        """Hyper-connections: all streams are one input, and outputs too, with what mixes them after the experts."""
+        """Hyper-connections: all streams are one input. Outputs are the streams and their mixing weights."""
 
         width = STREAMS * HIDDEN
 
@@ -198,7 +198,7 @@ def main(shape: str, recipe: str) -> None:
             return (streams + post[..., None].to(x.dtype) * self.expert(hidden)[:, None]).view_as(x)
 
     class Sharded(Layer):
-        """Weights that are gathered before each forward and each backward: in two buffers in turns, or elsewhere."""
+        """Weights gathered before each forward and each backward, into two buffers in turns or into new memory."""
 
         shared: list[torch.Tensor] = []  # noqa: RUF012
         places, fused = shape.partition("-")[2].split("-")[0], "fused" in shape
@@ -343,18 +343,18 @@ def main(shape: str, recipe: str) -> None:
         ("sharded-double-fused", "bf16"),
     ],
 )
-def test_graphs_give_eager_numbers(shape: str, recipe: str) -> None:
+def test_graphs_equal_eager_runs(shape: str, recipe: str) -> None:
     assert json.loads(simulate(__file__, shape, recipe).splitlines()[-1]) == 0
 
 
-def test_without_the_fix_parameters_that_are_inputs_get_other_gradients() -> None:
+def test_parameters_as_inputs_get_wrong_gradients_without_the_fix() -> None:
     assert json.loads(simulate(__file__, "experts", "bf16", TE_GRAPH_FIXES_DISABLE="leaf-grad-lifetime")) > 0
 
 
 @pytest.mark.parametrize(
     ("shape", "moved"), [("sharded-elsewhere", "a parameter (weight)"), ("sharded-newgrads-fused", "the main_grad")]
 )
-def test_memory_that_moves_is_refused_by_name(shape: str, moved: str) -> None:
+def test_moving_memory_raises_by_name(shape: str, moved: str) -> None:
     said = json.loads(simulate(__file__, shape, "bf16").splitlines()[-1])
     assert str(said).startswith("RuntimeError: callable "), said
     assert moved in said, said

@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
 @pytest.mark.parametrize("name", ["mamba", "mamba-late"])
-def test_training_is_eager_training(name: str, recipe: str) -> None:
+def test_training_equals_eager_training(name: str, recipe: str) -> None:
     program = ROOT / "tests" / "support" / "mamba_on_simulator.py"
     output = simulate(program, name, recipe, MASTER_PORT=str(free_port()))
     assert json.loads(output.splitlines()[-1])["verdict"] == "equal"

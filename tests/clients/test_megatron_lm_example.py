@@ -1,4 +1,4 @@
-"""Conclusions and tables of `examples/megatron_*.py`, from programs that only print Megatron's logs."""
+"""Test the conclusions and tables of `examples/megatron_*.py` with programs that only print Megatron's logs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(
     return status
 
 
-def test_equal_runs_end_with_0_and_are_said_to_be_the_same(
+def test_equal_runs_exit_with_0(
     example: ModuleType,
     runs: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,7 +89,7 @@ def test_equal_runs_end_with_0_and_are_said_to_be_the_same(
 
 
 @pytest.mark.parametrize(
-    ("fixed", "said"),
+    ("fixed", "printed"),
     [
         ((log(WRONG), 0), "differ: grad norm 1 of 8"),
         ((log(RIGHT[:6]), 0), "differ: lm loss 2 of 8, grad norm 2 of 8"),
@@ -98,21 +98,21 @@ def test_equal_runs_end_with_0_and_are_said_to_be_the_same(
     ],
     ids=["another-norm", "fewer-steps", "crash", "late-crash"],
 )
-def test_what_is_not_equal_with_the_fixes_ends_with_1(
+def test_a_difference_with_the_fixes_exits_with_1(
     example: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     fixed: tuple[str, int],
-    said: str,
+    printed: str,
 ) -> None:
     assert run(example, monkeypatch, tmp_path, (log(RIGHT), 0), (log(RIGHT), 0), fixed, options=("--at-once",)) == 1
     output = capsys.readouterr().out
-    assert f"with te-graph-fixes against graphs off: {said}" in output
+    assert f"with te-graph-fixes against graphs off: {printed}" in output
     assert "ms a step" not in output
 
 
-def test_without_a_reference_there_is_no_answer(
+def test_a_failed_reference_exits_with_2(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(example, monkeypatch, tmp_path, (CRASH, 1), (log(RIGHT), 0), (log(RIGHT), 0)) == 2
@@ -166,7 +166,7 @@ def test_norms_are_compared_and_shown_by_kind_of_parameter(
     ],
     ids=["equal", "mismatch", "another-training", "no-result"],
 )
-def test_the_check_must_find_all_equal_and_leave_the_training_as_it_is(
+def test_a_checked_run_must_be_all_equal_and_unchanged(
     example: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -264,13 +264,13 @@ def test_an_option_is_a_row(runs: ModuleType, others: list[tuple[str, int]], cel
     assert row == f"| `--mtp-num-layers 1` | `attn moe` | tensorwise | 2.12.0, 0.16.2 | {cells} |"
 
 
-def test_an_option_that_fails_without_graphs_is_no_bug_of_graphs(runs: ModuleType) -> None:
+def test_an_option_that_fails_without_graphs_is_not_compared(runs: ModuleType) -> None:
     options = importlib.import_module("megatron_options")
     found = recorded(runs, (CRASH, 1), (CRASH, 1), (CRASH, 1))
     assert options.outcomes(found) == ("without graphs: RuntimeError: Could not infer dtype", "-", "-")
 
 
-def test_options_run_and_their_table_replaces_that_of_a_page(
+def test_the_table_of_options_is_written_into_a_page(
     example: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     options = importlib.import_module("megatron_options")

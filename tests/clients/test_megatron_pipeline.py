@@ -26,7 +26,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_every_main_grad_of_every_rank_is_that_of_eager() -> None:
+def test_main_grads_of_all_ranks_equal_eager_runs() -> None:
     environment = {
         **os.environ,
         "WORLD_SIZE": str(STAGES),
@@ -63,7 +63,7 @@ def test_every_main_grad_of_every_rank_is_that_of_eager() -> None:
 
 
 def test_more_microbatches_than_captured_raise_by_name() -> None:
-    """Captured with four microbatches, run with four, two and eight, in two ranks of two virtual stages each."""
+    """Capture four microbatches and run four, two and eight, in two ranks of two virtual stages each."""
     program = ["-m", "tests.simulator", "tests/support/megatron_on_simulator.py", "megatron_microbatches.py"]
     done = subprocess.run(
         [sys.executable, "tests/gpu/megatron_microbatches.py", str(STAGES), *program],

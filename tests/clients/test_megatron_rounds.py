@@ -1,4 +1,4 @@
-"""Graphs of Megatron-Core that are deleted before weights are offloaded, and captured again, on the simulator."""
+"""Delete graphs of Megatron-Core before weights are offloaded, and capture them again, on the simulator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_recipe_is_exact_and_flat_and_graphs_that_are_kept_raise() -> None:
+def test_recapture_is_bit_identical_and_kept_graphs_raise() -> None:
     done = subprocess.run(
         [
             sys.executable,

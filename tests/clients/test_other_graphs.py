@@ -1,6 +1,6 @@
-"""TE's modules in graphs that `make_graphed_callables` has not made, or not alone: they are right with this package.
+"""Capture TE's modules by other means than `make_graphed_callables`, or next to it: the package leaves them correct.
 
-Run as a program it trains each way that it is told, eagerly and in graphs, and prints what differs.
+As a program, it trains in each way that its arguments name, eagerly and in graphs, and prints the differences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = {
     "after TE was reset": Program(modules=("linear",) * 2, **{**DELAYED, "recipe": "current"}),
     "TE after TE was reset": Program(modules=("linear",) * 2, **{**DELAYED, "recipe": "current"}),
 }
-"""What is trained in each way."""
+"""The program of each way of training."""
 AS_WITHOUT = ("a step", "microbatches", "after TE was reset")
 CORRECTED = ["TE after TE was reset"]
 """Without this package TE's own graphs in them are wrong."""
@@ -31,17 +31,17 @@ if "grouped-linear-skip-flag" in published.te("installed").needed:
 
 
 def different(setting: str) -> dict[str, dict[str, float]]:
-    """What differs from eager training, by the way."""
+    """Return the differences from eager training, by the way of training."""
     ways = [*AS_WITHOUT, *CORRECTED]
     lines = simulate(__file__, *ways, TE_GRAPH_FIXES=setting).splitlines()
     return dict(zip(ways, map(json.loads, lines), strict=True))
 
 
-def test_other_graphs_give_eager_numbers() -> None:
+def test_other_graphs_equal_eager_runs() -> None:
     assert different("on") == {way: {} for way in [*AS_WITHOUT, *CORRECTED]}
 
 
-def test_without_the_package_only_graphs_of_te_are_wrong() -> None:
+def test_without_the_package_only_te_graphs_are_wrong() -> None:
     found = different("off")
     assert {way for way, differing in found.items() if differing} == set(CORRECTED)
 
@@ -72,7 +72,7 @@ assert scale() is None, gc.get_referrers(scale())
 """
 
 
-def test_what_others_capture_is_not_held() -> None:
+def test_tensors_of_other_captures_are_freed() -> None:
     simulate("-c", CAPTURE_OF_OTHERS)
 
 
@@ -101,7 +101,7 @@ def main(ways: list[str]) -> None:
             self.x.grad.zero_()  # type: ignore[union-attr]
 
     class Job:
-        """A training whose first step is eager; in its second graphs are captured."""
+        """A training with an eager first step and a capture in the second."""
 
         def __init__(self, way: str, graphed: bool) -> None:
             self.way, self.graphed, self.number = way, graphed, 0
@@ -137,7 +137,7 @@ def main(ways: list[str]) -> None:
             self.training.see("dgrads", slot.x.grad)
 
         def beside(self, number: int = 0) -> None:
-            """Two microbatches of a projection in TE's own graph, which caches its weights and sets the skip flag."""
+            """Run two microbatches of a projection in TE's own graph. It caches its weights and sets the skip flag."""
             if len(self.besides) == number:
                 module = te.Linear(setting.hidden(), setting.hidden(), bias=False, **self.plain)
                 if self.graphed:

@@ -1,6 +1,6 @@
-"""Tools that change TransformerEngine (TE) themselves, before and after this package: the table of docs/how.md.
+"""Other tools that patch TransformerEngine (TE), before and after this package: the table of docs/how.md.
 
-Each does to a stand-in for TE, by the same means, what frameworks do to TE.
+Each test changes a stand-in for TE by the means of a framework.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def world(tmp_path: Path) -> World:
 
 
 def rewrite(world: World, old: str, new: str) -> None:
-    """As `sed -i`, NeMo-RL and Automodel do it."""
+    """Rewrite a file, as `sed -i`, NeMo-RL and Automodel do."""
     path = world.folder / GRAPH
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_a_file_that_was_rewritten_elsewhere_gets_the_fix(world: World) -> None:
+def test_a_file_rewritten_elsewhere_is_fixed(world: World) -> None:
     rewrite(world, "return inner(), x", "return inner(), x + 1")
     world.run("""
 import te_graph_fixes
@@ -56,7 +56,7 @@ assert results() == ("right", 2, "right", 2) and statuses() == APPLIED
 """)
 
 
-def test_a_file_that_is_rewritten_after_the_import_changes_the_next_process(world: World) -> None:
+def test_a_file_rewritten_after_the_import_affects_the_next_process(world: World) -> None:
     program = """
 import pathlib, te_graph_fixes
 assert results() == RIGHT
@@ -69,7 +69,7 @@ assert results() == RIGHT and statuses() == APPLIED
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_function_that_was_replaced_before_is_left_to_its_owner(world: World, everywhere: bool) -> None:
+def test_a_function_replaced_before_keeps_its_replacement(world: World, everywhere: bool) -> None:
     out = world.run(f"""
 {REPLACE}
 replace({everywhere})
@@ -83,7 +83,7 @@ assert results() == ("theirs", 1, "wrong", 2)
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_function_that_is_replaced_after_shows_in_the_report(world: World, everywhere: bool) -> None:
+def test_a_function_replaced_after_is_reported(world: World, everywhere: bool) -> None:
     world.run(f"""
 {REPLACE}
 import te_graph_fixes

@@ -1,4 +1,4 @@
-"""torch's own ways around a function, which follow wrappers to what is below them: they see the corrected code."""
+"""Test that the tools of torch that unwrap functions (`torch.compile`, TorchScript) see the fixed code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CODE = "standin_of_torch.code"
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["compiled caller", "compiled", "scripted", "saved forward"])
-def test_torch_runs_the_correction(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_runs_the_fixed_code(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     package = tmp_path / "standin_of_torch"

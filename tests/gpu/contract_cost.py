@@ -1,14 +1,14 @@
-"""What ``replay-contract`` costs: prints one line for each way of training.
+"""Measure the cost of ``replay-contract``: print one line for each way of training.
 
     python tests/gpu/contract_cost.py [SECONDS FOR EACH]
 
-Four transformer layers with fused wgrads, in an order and without one; small, as a step that waits for the host, and
-large. Where megatron-core is installed, also the step of a GPT of it (`examples/megatron_moe.py`). The graphs are
-captured once: two captures of one setting differ by more than the fix takes. Steps run in turns with and without the
-fix's lines in the functions that a replay runs. The microseconds are what they add on the host to a replay,
-the ratio is the time of a step with it over that without, until the GPU is done; each is the median of the rounds, with
-its 95 % interval. A clock is set around the fix's calls, too: what they take in the median step, less what the clock
-takes around empty functions. Needs Python 3.11.
+Four transformer layers with fused wgrads, with a schedule and without; small, so that a step waits for the host, and
+large. If megatron-core is installed, also a GPT of Megatron-Core (`examples/megatron_moe.py`). The graphs are captured
+once, because two captures of one setting differ by more than the cost of the fix. Steps alternate with and without the
+lines of the fix in the functions that a replay runs. Microseconds are the time that these lines add on the host to a
+replay. The ratio is the time of a step with the fix over the time without, until the GPU is done. Both are medians of
+the rounds, with 95 % intervals. The calls of the fix are also timed: in the median step, less the time of empty
+functions. Needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Step = Callable[[], None]
 
 
 def of_layers(in_order: bool, microbatches: int, hidden: int, tokens: int) -> Step:
-    """What runs one step of new layers; a step has 2 * LAYERS * microbatches replays."""
+    """Return a function that runs one step of new layers; a step has 2 * LAYERS * microbatches replays."""
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True, "fuse_qkv_params": True}
     options |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     layers = [te.TransformerLayer(hidden, 4 * hidden, hidden // 64, **options).cuda() for _ in range(LAYERS)]
@@ -106,7 +106,7 @@ def of_layers(in_order: bool, microbatches: int, hidden: int, tokens: int) -> St
 
 
 def of_megatron(example: dict[str, Any], microbatches: int, hidden: int, tokens: int, **changed: Any) -> Step:
-    """What runs one step of a new GPT of four layers."""
+    """Return a function that runs one step of a new GPT of four layers."""
     from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 
     reconfigure_num_microbatches_calculator(0, None, microbatches, 1, 1)
@@ -123,7 +123,7 @@ def of_megatron(example: dict[str, Any], microbatches: int, hidden: int, tokens:
 
 
 def seconds(step: Callable[[], None]) -> tuple[float, float]:
-    """Until the host has issued a step, and until the GPU has done it."""
+    """Return the seconds until the host has issued a step, and until the GPU has done it."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     step()
@@ -133,14 +133,14 @@ def seconds(step: Callable[[], None]) -> tuple[float, float]:
 
 
 def median(values: list[float]) -> str:
-    """The median and its 95 % interval."""
+    """Return the median and its 95 % interval as text."""
     found, reach = sorted(values), 0.98 * math.sqrt(len(values))
     least, most = (found[round(place)] for place in (len(found) / 2 - reach, len(found) / 2 + reach - 1))
     return f"{statistics.median(found):.4f} [{least:.4f}, {most:.4f}]"
 
 
 def clocked(step: Step, contract: Any) -> dict[str, float]:
-    """Microseconds that a step spends in the fix's calls, by the methods of its class ``contract``."""
+    """Return the microseconds that a step spends in the calls of the fix, by method of its class ``contract``."""
     real = {name: getattr(contract, name) for name in ("before_forward", "before_backward")}
     times: dict[str, list[int]] = {name: [] for name in real}
     spent: list[dict[str, float]] = []
@@ -169,7 +169,7 @@ def timed(function: Callable[..., None], times: list[int]) -> Callable[..., None
 
 
 class WithoutContract(ast.NodeTransformer):
-    """Takes the fix out of these functions. Its variables stay: a function's new code must have those of the old."""
+    """Remove the fix from these functions. Its variables stay: new code of a function must have the old variables."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
@@ -186,7 +186,7 @@ class WithoutContract(ast.NodeTransformer):
 
 @functools.cache
 def codes(with_fix: bool) -> dict[str, CodeType]:
-    """The code of the functions that a replay runs, by name."""
+    """Return the code of the functions that a replay runs, by name."""
     decision = Decision(Source.installed(), Settings())
     _, text = patched(decision.source, decision.to_apply)[GRAPH]
     tree = ast.parse(text)
@@ -195,7 +195,7 @@ def codes(with_fix: bool) -> dict[str, CodeType]:
 
 
 def compare(build: Callable[[], Step], microbatches: int, limit: float) -> str:
-    """Times of steps with the fix and without it."""
+    """Return the times of steps with the fix and without it as text."""
     step = build()
     objects = [each for each in gc.get_objects() if type(each) is FunctionType]
     functions = [each for each in objects if each.__code__.co_qualname in AT_A_REPLAY]

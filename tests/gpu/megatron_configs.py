@@ -1,13 +1,13 @@
-"""Megatron-Core GPTs of many kinds, trained with TransformerEngine's (TE's) graphs and without: do they differ?
+"""Train Megatron-Core GPTs of many kinds with TransformerEngine's (TE's) graphs and without, and compare them.
 
     python tests/gpu/megatron_configs.py NAME RECIPE               # a JSON line; NAME and RECIPE as below
-    torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py NAME RECIPE        # those of two ranks
-    python tests/gpu/megatron_configs.py                           # the names, and how many ranks each needs
-    python tests/gpu/megatron_configs.py --all 12 RECIPE ...       # all of one rank, twelve at a time
+    torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py NAME RECIPE        # a model of two ranks
+    python tests/gpu/megatron_configs.py                           # the names, and the number of ranks of each
+    python tests/gpu/megatron_configs.py --all 12 RECIPE ...       # all models of one rank, twelve at a time
 
-Each trains the model of `examples/megatron_moe.py`, changed, twice eagerly and once through graphs, which are captured
+Each run changes the model of `examples/megatron_moe.py` and trains it twice eagerly and once with graphs, captured
 before the first step or (``late``) after one. Losses, ``main_grad``s and, at the end, parameters and buffers are
-compared bit by bit, on every rank.
+compared bit for bit, on every rank.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "overlap-delayed-router": {**OVERLAP, **SHARED, "cuda_graph_scope": "moe_router", "delay_wgrad_compute": True},
     "overlap-delayed-preprocess": {**OVERLAP, **SHARED, **PREPROCESS, "delay_wgrad_compute": True},
 }
-"""Those of two ranks.
+"""Models of two ranks.
 
 Ours are ``late``, ``latent``, ``hybrid`` (Mamba, attention and MLP layers, a letter each; it needs mamba-ssm and
 causal-conv1d), ``fused_attention`` (TE has no other for context parallelism), ``alone`` (the schedule of overlapped
@@ -206,7 +206,7 @@ class Job:
         self.gpt = model.cuda().bfloat16()
         settings = {"overlap_grad_reduce": reduce or optimizer, "fp8_param_gather": "fp8_param" in changed}
         settings |= dict.fromkeys(("use_distributed_optimizer", "overlap_param_gather"), optimizer)
-        # As Megatron's training loop does: gradients that accumulate on the default stream cannot be captured.
+        # Like Megatron's training loop: gradients that accumulate on the default stream cannot be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -237,7 +237,7 @@ class Job:
             self.helper.cuda_graph_set_manual_hooks()
 
     def train(self) -> dict[str, list[Any]]:
-        """The losses and gradients of each step, and what the model holds at the end."""
+        """Return the losses and gradients of each step, and the tensors of the model at the end."""
         found: dict[str, list[Any]] = {}
         for number in range(moe.STEPS + self.late):
             found[f"losses of step {number}"] = self.step(number)
@@ -288,7 +288,7 @@ class Job:
 
 
 def config(recipe: str, graphs: bool, latent: bool = False, alone: bool = False, **changed: Any) -> Any:
-    """Megatron's config: that of the example, changed."""
+    """Return the config of the example with these changes."""
     from megatron.core.transformer import transformer_config
 
     if changed.pop("swiglu", False):
@@ -327,7 +327,7 @@ def forward_step(data: Iterator[Any], model: Any, return_schedule_plan: bool = F
 
 
 def values(value: Any) -> list[Any]:
-    """Tensors with what a buffer, a parameter or TE's extra state holds; the latter is pickled, with its addresses."""
+    """Return the tensors of a buffer, a parameter or TE's extra state, which is pickled with its addresses."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -339,7 +339,7 @@ def values(value: Any) -> list[Any]:
 
 
 def compare(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> dict[str, float]:
-    """What differs, and by how much: the norm of the difference over that of what is wanted."""
+    """Return the relative error of each name that differs."""
     import torch
 
     differing = {}
@@ -378,7 +378,7 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
 
 
 def start_method() -> str:
-    """``fork``, unless a process that is forked from this one cannot use CUDA, because of what an import has asked."""
+    """Return ``fork``, or ``spawn`` if an import has already initialized CUDA."""
     import torch
 
     probe = multiprocessing.get_context("fork").Process(target=torch.cuda.set_device, args=(0,))
@@ -388,7 +388,7 @@ def start_method() -> str:
 
 
 def measure_all(at_once: int, recipes: list[str]) -> None:
-    """Each model of one rank, and whether it fails, in a process of its own, which has imported Megatron already."""
+    """Measure each model of one rank in a process of its own, forked after Megatron was imported."""
     moe.stand_in_for_apex()
     importlib.import_module("megatron.core.models.gpt.gpt_model")
     start = multiprocessing.get_context(start_method()).Process
@@ -416,7 +416,7 @@ def main() -> None:
 
 
 def report(recipe: str, name: str) -> None:
-    """Print what `measure` finds, or the error that it ends with."""
+    """Print the result of `measure`, or its error."""
     try:
         result = measure(name, recipe)
     except Exception as failure:

@@ -1,13 +1,13 @@
-"""``replay-contract`` under Megatron-Core: graphs of four microbatches a step, run with two, four and eight.
+"""Test ``replay-contract`` under Megatron-Core: graphs of four microbatches a step, run with two, four and eight.
 
     python tests/gpu/megatron_microbatches.py [RANKS]
 
 On as many GPUs as `torch.distributed.run` is to start RANKS (2) for: pipeline stages of two virtual stages each with
 expert-parallel overlap, as in `megatron_pipeline`. Microbatches grow as under ``--rampup-batch-size 4 4 8``, by
 Megatron-Core's own count of them; Megatron then replays the graph of microbatch k modulo 4. Without the fix the
-gradients of the stages on which this breaks the sequence of the capture are garbage; with it the first of them raises,
-and `torch.distributed.run` ends the others. Exits with 0 if two and four microbatches are exact both ways, eight are
-wrong without the fix, and one rank raises an error with it that names it, before all have ended.
+gradients of some stages are garbage, because their replays leave the sequence of the capture. With the fix the first
+such stage raises, and `torch.distributed.run` ends the others. Exit status 0: two and four microbatches are
+bit-identical with and without the fix; eight are wrong without it, and with it one rank raises and names the graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 2
 
 
 def worker() -> None:
-    """One rank: prints one JSON line for each number of microbatches."""
+    """Run one rank: print one JSON line for each number of microbatches."""
     sys.path.insert(0, str(Path(__file__).parent))
     import megatron_pipeline as pipeline
     import torch
@@ -75,7 +75,7 @@ def worker() -> None:
 
 
 def main(ranks: str, *program: str) -> int:
-    """Both settings, each in processes of its own; ``program`` is what each rank runs instead of this file."""
+    """Run both settings, each in processes of its own; each rank runs ``program`` instead of this file."""
     good = True
     for fixes in ("without", "with"):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]

@@ -1,13 +1,13 @@
-"""``grad-input-lifetime`` under Megatron-Core: the gradients of a pipelined MoE model, graph replay against eager.
+"""Test ``grad-input-lifetime`` under Megatron-Core: compare the gradients of a pipelined MoE model with eager runs.
 
     python -m torch.distributed.run --nproc-per-node 2 tests/gpu/megatron_pipeline.py
     CHUNKS=3 GROUP=4 MICROBATCHES=6 python -m torch.distributed.run ...  # a last send before a long cooldown
 
 Pipeline stages over all ranks, two virtual stages each, two layers a model chunk, expert-parallel overlap,
 TransformerEngine graphs on attention, and a receiver that is late: a sleep kernel before rank 0 exchanges gradients.
-Every ``main_grad`` of every rank is compared with eager, for several steps, without fixes, with all but this one, and
-with all. Prints one JSON line a rank and setting, and exits with 1 unless they are all equal in the last case, and not
-in the others.
+Every ``main_grad`` of every rank is compared with an eager run, for several steps: without fixes, with all but this
+one, and with all. It prints one JSON line for each rank and setting. Exit status 1: a gradient differs with all fixes,
+or none differs without them.
 
 Megatron-Core insists on expert parallelism of two or more for the overlap. The pipeline takes all the ranks here, so
 the option is set after that check; tokens are then dispatched within the rank, by a copy (`dispatch_by_copy`).
@@ -25,7 +25,7 @@ from typing import Any
 
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-# So little buffer that a send waits for its receiver, as a large one does anyway.
+# A small buffer: a send waits for its receiver, as a large send always does.
 os.environ["NCCL_BUFFSIZE"] = str(2**20)
 os.environ["NCCL_MAX_P2P_NCHANNELS"] = "2"
 
@@ -118,7 +118,7 @@ class Model:
             )
             chunk.cuda().bfloat16()
             ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-            # As Megatron's training loop does: gradients that accumulate on the default stream cannot be captured.
+            # Like Megatron's training loop: gradients that accumulate on the default stream cannot be captured.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -127,7 +127,7 @@ class Model:
         self.forward_backward = get_forward_backward_func()
 
     def step(self, number: int) -> list[torch.Tensor]:
-        """Forward and backward of all microbatches: every ``main_grad``, copied."""
+        """Run all microbatches; return copies of every ``main_grad``."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.forward_backward(
@@ -170,7 +170,7 @@ def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def dispatch_by_copy() -> None:
-    """Let an all-to-all within one rank give a new tensor, as it does between ranks: the overlap frees its input."""
+    """Return a new tensor from an all-to-all within one rank, as between ranks: the overlap frees its input."""
     from megatron.core.transformer.moe import token_dispatcher
 
     exchange = token_dispatcher.all_to_all
@@ -178,20 +178,20 @@ def dispatch_by_copy() -> None:
 
 
 class Sends:
-    """What this rank sends to the previous stage while Megatron goes on, and whether it changes before the wait."""
+    """Tensors that this rank sends to the previous stage, and their state at the wait."""
 
     def __init__(self) -> None:
         self.last: tuple[torch.Tensor, torch.Tensor] | None = None
         self.changed: list[torch.Tensor] = []
 
     def exchange(self, grad: torch.Tensor | None, overlap: bool) -> None:
-        """To be called where Megatron sends ``grad``: it waits for the last overlapped send right after that."""
+        """Record a send of ``grad``; Megatron waits for the last overlapped send right after it."""
         if overlap and self.last is not None:
             self.changed.append((self.last[0] != self.last[1]).any())
         self.last = (grad, grad.clone()) if overlap and grad is not None else None
 
     def count(self) -> dict[str, int]:
-        """Since the last call: how many were sent, how many of them were overwritten."""
+        """Return how many tensors were sent since the last call, and how many of them were overwritten."""
         found = {"sends": len(self.changed), "overwritten": sum(map(bool, self.changed))}
         self.__init__()  # type: ignore[misc]
         return found

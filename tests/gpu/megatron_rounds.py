@@ -1,13 +1,13 @@
-"""Rounds of reinforcement learning in Megatron-Core: between two trainings all memory is given to somebody else.
+"""Run rounds of reinforcement learning in Megatron-Core: between two trainings all memory is used by another program.
 
     python tests/gpu/megatron_rounds.py [RECIPE]
 
-The model of `examples/megatron_moe.py`, ten rounds of two steps. After each round weights go to the host, gradient
-buffers go, others use the memory, and all comes back elsewhere, as RL frameworks do it around a generation. Graphs off
-is compared with the recipe of docs/reinforcement-learning.md (delete the graphs before weights go, capture again when
-they are back), and with graphs that are kept, which ought to raise. One line of JSON for each, and a conclusion. Exits
-with 0 if the recipe gives every loss, gradient and parameter of graphs off with memory flat from the second round on,
-and kept graphs raise.
+The model of `examples/megatron_moe.py` trains for ten rounds of two steps. After each round the weights are offloaded
+and the gradient buffers freed. Other tensors use the memory, and the weights return to other addresses, as in an RL
+framework around a generation. Graphs off is compared with the recipe of docs/reinforcement-learning.md (delete the
+graphs before the offload, capture again after it) and with graphs that stay, which must raise. It prints one line of
+JSON for each, and a conclusion. Exit status 0: with the recipe every loss, gradient and parameter equals graphs off and
+memory is flat from the second round on, and graphs that stay raise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def grad_buffers(model: Any) -> list[Any]:
 
 
 def give_away(gpt: Any, model: Any) -> dict[str, Any]:
-    """Offload the weights, which are returned, and free the gradient buffers."""
+    """Offload the weights, return them, and free the gradient buffers."""
     import torch
 
     on_host = {}
@@ -57,7 +57,7 @@ def bring_back(gpt: Any, model: Any, on_host: dict[str, Any]) -> None:
 
 
 def generate() -> Any:
-    """Others use the memory: NaN in what is free, and some of it stays theirs until the weights are back."""
+    """Fill the free memory with NaN; return blocks that stay in use until the weights are back."""
     import torch
 
     blocks = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
@@ -65,7 +65,7 @@ def generate() -> Any:
 
 
 def train(setting: str, recipe: str) -> dict[str, Any]:
-    """Losses and ``main_grad``s of each step, the parameters at the end, memory after each round, what was raised."""
+    """Return losses and ``main_grad``s by step, parameters at the end, memory by round, and the error raised."""
     import torch
 
     graphs = {} if setting == OFF else {"cuda_graph_impl": TRANSFORMER_ENGINE}
@@ -98,7 +98,7 @@ def train(setting: str, recipe: str) -> dict[str, Any]:
 
 
 def differences(run: dict[str, Any], wanted: dict[str, Any]) -> dict[str, int]:
-    """How many losses, gradients and parameters are not those of ``wanted``."""
+    """Return how many losses, gradients and parameters differ from ``wanted``."""
     import torch
 
     grads = [
@@ -112,7 +112,7 @@ def differences(run: dict[str, Any], wanted: dict[str, Any]) -> dict[str, int]:
 
 
 def is_flat(memory: list[list[float]]) -> bool:
-    """Whether what is allocated is the same from the second round on, and what is reserved does not grow by 5 %."""
+    """Return whether, from the second round on, allocated memory is constant and reserved memory grows below 5 %."""
     (allocated, *others), (reserved, *_, last) = ([sizes[i] for sizes in memory[1:]] for i in range(2))
     return all(size == allocated for size in others) and last <= 1.05 * reserved
 
