@@ -62,7 +62,7 @@ CORRECT: dict[str, dict[str, Any]] = {
         "retain": True,
         "events": ("forward", "backward_and_keep", "backward", "update") * 3,
     },
-    "a module that is copied": {**PLAIN, "events": (*("step",) * 3, "go_on_with_a_copy")},
+    "a module that is copied": {**PLAIN, "events": (*("step",) * 3, "continue_with_a_copy")},
 }
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "te.checkpoint in delayed scaling": {
