@@ -1,13 +1,13 @@
-"""``backward-dw-order``: delayed weight gradients are captured, or fed, out of order.
+"""``backward-dw-order``: a capture records delayed wgrads out of order, or with another microbatch's inputs.
 
-Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) lets ``_order`` hold wgrads; the rest is open.
+Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) accepts wgrads in ``_order``; the rest is open.
 
-`_make_graphed_callables` numbers a wgrad by the dgrads before it instead of the wgrads: ``[1,-1.5,-1]`` is a
-``KeyError: -1``, ``[1,1,-1,-1,-1.5,-1.5]`` an "already owns a captured graph". It hands a microbatch's static inputs
-and grad-output buffer on at its dgrad, although its wgrad reads them later: ``[1,-1,1,-1.5,-1,-1.5]`` gives wrong
-numbers without an error. A plan made from the order now says where a capture stands and which buffers it uses, and
-refuses illegal orders (docs/maintainers/schedules.md). Delayed wgrads that an order does not name are captured right after
-their dgrad, as in TE 2.10, which knows no other place.
+`_make_graphed_callables` numbers a wgrad by the dgrads before it instead of the wgrads: ``[1,-1.5,-1]`` raises
+``KeyError: -1``, and ``[1,1,-1,-1,-1.5,-1.5]`` "already owns a captured graph". It reuses the static inputs and the
+grad-output buffer of a microbatch after its dgrad, although its wgrad reads them later, so ``[1,-1,1,-1.5,-1,-1.5]``
+gives wrong numbers without an error. With the fix, a plan made from the order determines the microbatch and the buffers
+of each capture, and illegal orders raise (docs/maintainers/schedules.md). Delayed wgrads that an order does not name are
+captured right after their dgrad, as in TE 2.10, which accepts no wgrads in an order.
 """
 
 from ..fix import Fix
