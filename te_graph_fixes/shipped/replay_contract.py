@@ -177,7 +177,8 @@ class Preconditions:
 
     def note_forward(self, ctx: Any) -> None:
         """Store in ``ctx`` the conditions that its backward requires."""
-        ctx.time, ctx.in_checkpoint, ctx.scales = self.pool.now, self.pool.in_checkpoint, self._scales()
+        ctx.time, ctx.in_checkpoint = self.pool.now, self.pool.in_checkpoint
+        ctx.scales = self._scales() if self._recipe_states else 0
 
     def _scales(self) -> int:
         """Count how often the scales that the dgrad reads were replaced, as by an evaluation in another recipe."""
@@ -242,7 +243,7 @@ class Preconditions:
         # A backward that retains the data of its forward may be replayed again.
         end = self.backward + self._retains_graph
         pool.require_untouched(f"backward of {self.name}", self.forward, since, end, "its forward")
-        if scales != self._scales():
+        if self._recipe_states and scales != self._scales():
             raise RuntimeError(
                 f"the backward of {self.name} cannot be replayed: after its forward, its modules ran in another "
                 "recipe, which dropped the scales and cached weights that the backward reads. Evaluate in the recipe "
@@ -250,7 +251,8 @@ class Preconditions:
             )
         self._tensors.read.require_same(self.name)
         if not self._delays_wgrad:
-            self._tensors.written.require_same(self.name)
+            if self._tensors.fused:
+                self._tensors.written.require_same(self.name)
         elif self._dgrad_time:
             warn_once(
                 f"{self.name}: backward_dw() was not called after the last backward, so its wgrad is lost. Call it "
