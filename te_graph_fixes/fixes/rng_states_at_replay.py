@@ -12,9 +12,9 @@ from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_rng_states import graph_maker
++from ._te_rng_states import graph_factory
 +
-+new_graph = graph_maker()
++new_graph = graph_factory()
  fwd_graphs = [torch.cuda.CUDAGraph() for _ in ANY]
 @@ (at least once)
 -torch.cuda.CUDAGraph()

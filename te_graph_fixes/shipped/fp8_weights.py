@@ -1,7 +1,7 @@
-"""The FP8 weights that a graph reads: it holds them, and they are brought up to date before its forward is replayed.
+"""Keep the FP8 weights that a graph reads alive, and update them before each replay of its forward.
 
-A replay runs no Python. Before modules use a weight, they make a transpose that an update has left out, or look for the
-workspace of the last one. That is done here, on the tensors whose addresses are in the graph.
+Eager modules compute a missing transpose, or look up the last workspace, before they use a weight. A replay runs no
+Python. The classes below do it instead, on the tensors whose addresses are in the graph.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
-"""The parts of quantized tensors, of several formats, that a dgrad reads and the forward does not."""
+"""The parts of quantized tensors in all formats that only a dgrad reads."""
 
 
 class PrimaryWeights:
-    """The columnwise data of a module's parameters that are quantized themselves."""
+    """The columnwise data of a module's quantized parameters."""
 
     def __init__(self, module: Any) -> None:
         parameters: Iterable[Any] = getattr(module, "parameters", tuple)()
@@ -25,7 +25,7 @@ class PrimaryWeights:
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
 
     def refresh(self) -> None:
-        """Have the data that the graph reads be that of the parameters' present values."""
+        """Update the data that the graph reads to the present values of the parameters."""
         for parameter, tensors in self._held:
             valid = not getattr(parameter, "_transpose_invalid", False)
             if valid and _has(parameter, tensors):
@@ -51,10 +51,10 @@ class CachedWeights:
         ]
 
     def refresh(self, skip_update: bool | None) -> None:
-        """Have the graph and its modules use the same weights, as calls of the modules do.
+        """Make the graph and its modules share their cached weights, as eager calls do.
 
-        With ``skip_update`` the graph will use what it reads as it is, without, quantize the weights anew. None says
-        that it does not cache.
+        If ``skip_update`` is True the graph reuses the cached weights, if it is False it quantizes them again, and if
+        it is None it caches none.
         """
         if skip_update is None:
             return
@@ -86,7 +86,7 @@ def _has(owner: object, tensors: dict[str, Tensor]) -> bool:
 
 
 def _values(owner: Any, name: str) -> Tensor:
-    """The weight that a module caches under ``name``; a projection may hold it in several parameters."""
+    """Return the weight that a module caches under ``name``; a projection may split it into several parameters."""
     if hasattr(owner, name):
         weight: Tensor = getattr(owner, name)
         return weight

@@ -1,4 +1,4 @@
-"""Graphs that draw random numbers as eager training does, whatever generators an RNG tracker has by their replay."""
+"""Graphs that draw from the present generators of an RNG tracker, as eager training does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, get_all_rng_states, graph_safe_rng_available
 
 
-def graph_maker() -> Callable[[], Any]:
-    """The maker of graphs that are to be captured now; of plain ones where no RNG tracker has states."""
+def graph_factory() -> Callable[[], Any]:
+    """Return a function that creates graphs for the present RNG tracker; plain graphs if no tracker has states."""
     plain: Callable[[], Any] = torch.cuda.CUDAGraph
     states = get_all_rng_states()
     if not states or not graph_safe_rng_available():
@@ -29,9 +29,9 @@ def graph_maker() -> Callable[[], Any]:
 
 
 class _Tracked:
-    """The generators that a tracker has at a capture: those from which the graphs draw.
+    """The generators of a tracker at a capture, from which the graphs draw.
 
-    ``gc.freeze()`` hides a tracker (None): then those count that any tracker got last, as they do for TE's capture.
+    The tracker is None if ``gc.freeze()`` hides it. Then the last generators of any tracker count, as in TE's capture.
     """
 
     def __init__(self, tracker: CudaRNGStatesTracker | None) -> None:
@@ -45,7 +45,7 @@ class _Tracked:
         return tracker.states_ if tracker else {}
 
     def replaced(self) -> list[tuple[torch.Generator, torch.Generator]]:
-        """The generators that are not the tracker's any more, each with the one that it has instead."""
+        """Return each captured generator that the tracker has replaced, with its replacement."""
         now = self._states()
         pairs = [(captured, now.get(name, captured)) for name, captured in self._captured.items()]
         return [(captured, current) for captured, current in pairs if captured is not current]
@@ -55,7 +55,7 @@ class _Graph(torch.cuda.CUDAGraph):  # type: ignore[misc,unused-ignore]
     tracked: _Tracked
 
     def replay(self) -> None:
-        """Replay, and let the tracker's generators have drawn what the graph draws."""
+        """Replay, and advance the tracker's generators by the numbers that the graph draws."""
         replaced = self.tracked.replaced()
         for captured, current in replaced:
             captured.set_state(current.get_state())
