@@ -281,7 +281,18 @@ def flags_of(name: str) -> str:
 
 def table(recordings: list[dict[str, Any]]) -> str:
     """Return all results, by option and by version of TE, as Markdown."""
-    rows = [["flags", "graphs", "recipe", "TE, Megatron-LM", "TE's graphs", "with te-graph-fixes", "`run --check`"]]
+    rows = [
+        [
+            "option",
+            "flags",
+            "graphs",
+            "recipe",
+            "TE, Megatron-LM",
+            "TE's graphs",
+            "with te-graph-fixes",
+            "`run --check`",
+        ]
+    ]
     for name, option in OPTIONS.items():
         for recorded in recordings:
             if name in recorded:
@@ -289,7 +300,7 @@ def table(recordings: list[dict[str, Any]]) -> str:
                 where = f"{versions.get('TE', '?')}, {versions.get('Megatron', '?')}"
                 graphs = option.graphs.removeprefix(f"{GRAPHS} ").replace(LAYERS, "whole layers")
                 flags = f"`{flags_of(name)}`" if option.flags else "-"
-                rows.append([flags, f"`{graphs}`", option.recipe, where, *outcomes(recorded[name])])
+                rows.append([name, flags, f"`{graphs}`", option.recipe, where, *outcomes(recorded[name])])
     return markdown(rows)
 
 

@@ -19,7 +19,7 @@ EXPERT = "decoder.layers.0.mlp.experts.linear_fc1.weight0 of rank 0"
 NORMS = {EXPERT: 0.5, "decoder.layers.0.mixer.A_log of rank 0": 0.25}
 EQUAL = "te-graph-fixes check: 2 steps, 8 callables, 1,456 tensors compared on 2 ranks: all equal"
 DIFFERENT = "te-graph-fixes check: 2 steps, 8 callables, 1,456 tensors compared on 2 ranks: 3 differ, on rank 0"
-OF_CHILD = "te-graph-fixes check: 0 steps, 0 callables, 0 tensors compared: there was nothing to compare"
+OF_CHILD = "te-graph-fixes check: 0 steps, 0 callables, 0 tensors compared: nothing was compared"
 CRASH = "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Could not infer dtype"
 
 
@@ -261,7 +261,7 @@ def test_an_option_is_a_row(runs: ModuleType, others: list[tuple[str, int]], cel
     found = recorded(runs, OFF, *others)
     assert options.is_good(found) is good
     row = options.table([{"multi-token": found}]).splitlines()[-1]
-    assert row == f"| `--mtp-num-layers 1` | `attn moe` | tensorwise | 2.12.0, 0.16.2 | {cells} |"
+    assert row == f"| multi-token | `--mtp-num-layers 1` | `attn moe` | tensorwise | 2.12.0, 0.16.2 | {cells} |"
 
 
 def test_an_option_that_fails_without_graphs_is_not_compared(runs: ModuleType) -> None:
