@@ -69,6 +69,7 @@ TWICE = ("--exit-interval 4", "")
 """Stages of a run that ends after its fourth step and is started again."""
 ROUTER = "moe_router moe_preprocess"
 LAYERS = GRAPHS.removesuffix(" --cuda-graph-scope")
+HISTORY = "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent"
 LOCAL = "--cuda-graph-impl local"
 
 
@@ -171,6 +172,7 @@ OPTIONS = {
     "rerun": Option("--rerun-mode validate_results"),
     # Megatron's own graphs
     "local": dense("", graphs=LOCAL, recipe="delayed"),
+    "local-history-1": dense(HISTORY, graphs=LOCAL, recipe="delayed"),
     "local-bf16": dense("", graphs=LOCAL, recipe="bf16"),
     "local-tensorwise": dense("", graphs=LOCAL),
     "full-iteration": dense("--no-check-for-nan-in-loss-and-grad", graphs=f"{LOCAL} --cuda-graph-scope full_iteration"),
