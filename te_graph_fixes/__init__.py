@@ -1,25 +1,28 @@
-"""Correct, in memory, the CUDA-graph defects of the installed TransformerEngine (TE).
+"""Fix, in memory, the CUDA-graph bugs of the installed TransformerEngine (TE).
 
-Import this package before or after TE, but before TE's graphs are captured: they then give the eager numbers.
+Import this package before or after TE, but before capturing TE's graphs. Graph replays then give the eager numbers.
 
     import te_graph_fixes
     te_graph_fixes.report()
 
-Environment: ``TE_GRAPH_FIXES`` = ``on`` (default), ``off``, ``upstream`` (what upstream has merged since), or a comma
-list of ids; ``TE_GRAPH_FIXES_DISABLE`` = ids; ``TE_GRAPH_FIXES_STRICT=1`` raises `FixNotAppliedError` where a needed
-fix cannot be applied, instead of warning;
-``TE_GRAPH_FIXES_VERBOSE`` = ``1``: every process says on stderr what was applied, not only that of rank 0; ``0``: none.
-``TE_GRAPH_FIXES_CHECK=N`` compares graphs with eager in the first N steps of training (`check`).
+Environment variables:
+
+- ``TE_GRAPH_FIXES``: ``on`` (default), ``off``, ``upstream`` (bugs that upstream fixed later), or a comma list of ids
+- ``TE_GRAPH_FIXES_DISABLE``: a comma list of ids
+- ``TE_GRAPH_FIXES_STRICT=1``: raise `FixNotAppliedError` if a needed fix cannot be applied, instead of warning
+- ``TE_GRAPH_FIXES_VERBOSE``: with ``1`` every process prints the applied fixes, not only rank 0; with ``0`` none does
+- ``TE_GRAPH_FIXES_CHECK=N``: compare graphs with eager runs in the first N training steps (see `check`)
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 from .activation import activate, deactivate, report
 from .checking import Options, check
 from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
-from .settings import CHECK, STARTED_AS
+from .settings import CHECK
 from .version import __version__
 
 __all__ = [
@@ -35,8 +38,17 @@ __all__ = [
 ]
 
 
-if not STARTED_AS:  # a command needs no fixes, and says itself which settings are bad
-    _asked = Options.parse(os.environ.get(CHECK, ""))
+def _is_own_command() -> bool:
+    """Return whether this process is ``te-graph-fixes`` or ``python -m te_graph_fixes``."""
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    # While Python looks for the module of `-m`, the name is "-m".
+    return name == "te-graph-fixes" or (
+        name == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "te_graph_fixes"
+    )
+
+
+if not _is_own_command():  # a command needs no fixes, and prints errors in the settings itself
+    _options = Options.parse(os.environ.get(CHECK, ""))
     activate()
-    if _asked:
-        check(**vars(_asked))
+    if _options:
+        check(**vars(_options))

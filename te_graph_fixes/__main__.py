@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run one command and return its exit status, also where its output cannot be written."""
+    """Run one command and return its exit status, also if its output cannot be written."""
     try:
         status = _start()
         sys.stdout.flush()
@@ -26,7 +26,7 @@ def _start() -> int:
     from .activation import require_wrapt
 
     require_wrapt()
-    if sys.argv[1:2] == ["run"]:  # has to start fast, so it does without the other commands
+    if sys.argv[1:2] == ["run"]:  # has to start fast, so it does not import the other commands
         from .commands.run import main as run
 
         return run(sys.argv[2:])

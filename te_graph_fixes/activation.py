@@ -1,237 +1,300 @@
-"""Apply the fixes as TransformerEngine (TE) is imported, and take them back.
+"""Apply the fixes when TransformerEngine (TE) has been imported, and revert them.
 
-A finder watches TE and the modules that the fixes change. What then happens:
+    activate()           reads the settings. If TE is imported already, applies the fixes
+    import of TE ends    wrapt calls our hook: the fixes are applied, by the settings that are active then
+    deactivate()         reverts the fixes
 
-    activate()                                    the settings are known, and the finder is in place
-    TE is about to be executed                    TE is read: its source, the verdicts, what is chosen of them
-    the last module that changes was executed     what is chosen is installed in one step, or nothing is
-    deactivate(), activate(), a strict refusal    what was installed is taken back
+The fixes are applied all at once, or none is. In strict mode an error then makes the import of TE fail. `decision` has
+the steps from the source of TE to the fixes that are applied.
 """
 
 from __future__ import annotations
 
+import _imp
+import contextlib
+import importlib
 import importlib.util
 import logging
 import sys
 import threading
 from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .importing import PACKAGE, Finder, loaded, runs_unchecked_bytecode
-from .report import (
-    FixNotAppliedError,
-    FixStatus,
-    Report,
-    TEGraphFixesWarning,
-    announce,
-    copies_of_graphs,
-    problem_summary,
-)
+from .patching import PACKAGE, TE
+from .report import FixNotAppliedError, FixStatus, Report, announce, problem_summary, warn_once
 from .settings import Settings, unknown_variables
-from .shipped.warn_once import warn_once
 from .status import Status
 
 if TYPE_CHECKING:
     from .decision import Decision
+    from .patching.installation import Installation
 
+_COPIED = "_make_graphed_callables"
+"""A function of TransformerEngine's graph.py, by which a copy of that file is recognized."""
 _logger = logging.getLogger("te_graph_fixes")
 
 
 def require_wrapt() -> None:
-    """Raise ImportError where wrapt is missing. It is imported only with TE, because it is slow to import."""
-    if importlib.util.find_spec("wrapt") is None:
-        advice = f"{sys.executable} -m pip install 'wrapt>=1.16,<3'"
-        raise ImportError(f"te_graph_fixes needs wrapt, which is not installed: {advice}", name="wrapt")
+    """Raise ImportError if wrapt is missing or too old."""
+    advice = f"{sys.executable or 'python'} -m pip install 'wrapt>=1.16,<3'"
+    try:
+        import wrapt
+    except ImportError as error:
+        raise ImportError(f"te_graph_fixes needs wrapt, which is not installed. Run: {advice}", name="wrapt") from error
+    version: str = wrapt.__version__  # type: ignore[attr-defined]
+    if tuple(map(int, version.split(".")[:2])) < (1, 16):
+        raise ImportError(f"te_graph_fixes needs wrapt 1.16 or later, found {version}. Run: {advice}", name="wrapt")
 
 
 class _Activation:
-    """The state of this process: the settings, the decision on TE, and whether that is installed.
+    """The state of this process: the settings, the decision on TE, and its installation.
 
     The lock is never held while TE is imported.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._finder = Finder(self.watches, self.before, self.after)
+        self._is_watching = False
         self._settings: Settings | None = None
-        self._early: Decision | None = None  # for the first time that TE is to be read
         self._decision: Decision | None = None
-        self._failure = ""  # why nothing of the decision was put in place
+        self._installation: Installation | None = None
+        self._failure = ""  # why nothing is installed, though the decision has fixes to apply
         self._reverted: frozenset[str] = frozenset()
-        self._earlier_graphs: int | None = None  # of TE, captured before any fix was in place
-        self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graphs, as TE was imported
+        self._earlier_graphs: int | None = None  # graphs of TE that were captured before any fix was applied
+        self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graph.py
 
     def activate(
         self, only: Iterable[str] | None = None, disable: Iterable[str] | None = None, strict: bool | None = None
     ) -> None:
-        """Apply the fixes now if TransformerEngine (TE) is imported, else as it is imported.
+        """Apply the fixes now if TransformerEngine (TE) is imported, else when its import ends.
 
-        TE's graphs keep what they were captured with: capture them afterwards. Graphs that were captured before the
-        first activation are counted in a warning (in strict mode, an error).
+        TE's graphs keep the code that they were captured with, so capture them afterwards. A warning (in strict mode,
+        an error) counts the graphs that were captured before the first activation.
 
-        ``only`` (fix ids), ``disable`` (fix ids) and ``strict`` replace what ``TE_GRAPH_FIXES``,
-        ``TE_GRAPH_FIXES_DISABLE`` and ``TE_GRAPH_FIXES_STRICT`` say. Calling it again starts over with the new
-        settings. Raises ValueError for an unknown id or value and for a fix that is named without one that it requires,
-        and in strict mode `FixNotAppliedError` where a needed fix cannot be applied; TE is then as it was.
+        ``only`` (fix ids), ``disable`` (fix ids) and ``strict`` replace ``TE_GRAPH_FIXES``, ``TE_GRAPH_FIXES_DISABLE``
+        and ``TE_GRAPH_FIXES_STRICT``. A fix brings the fixes that it requires. Disabling a fix disables the fixes that
+        require it. Calling this again starts over with the new settings.
+
+        Raises ValueError for an unknown id or value. In strict mode raises `FixNotAppliedError` if a needed fix cannot
+        be applied; TE is then unchanged.
         """
         require_wrapt()
-        settings, early = Settings.read(only, disable, strict), None
+        settings = Settings.read(only, disable, strict)
         for text in unknown_variables():
-            warn_once(text, category=TEGraphFixesWarning)
-        if settings.only is not None or settings.disable:
-            from .decision import Decision, disagreement
-            from .stamp import installed
-
-            if settings.only:
-                early = Decision.installed(settings)  # that a fix is named without one that it requires shows at once
-            self._warn_or_raise(disagreement(settings, installed()), settings)
+            warn_once(text)
         with self._lock:
-            self._stop()
-            self._settings, self._early, self._reverted = settings, early, frozenset()
-            if settings.off:
-                return
-            sys.meta_path.insert(0, self._finder)
-        self._finder.wait()
-        if PACKAGE in sys.modules:
-            self.before(PACKAGE)
-            self.after(PACKAGE if loaded(PACKAGE) else "", late=True)  # not yet loaded: it is TE that imports us
+            self._revert()
+            self._settings, self._reverted = settings, frozenset()
+            if not self._is_watching:
+                self._is_watching = True
+                self._watch()
+        _wait_for_other_threads()
+        if PACKAGE not in sys.modules:
+            return
+        if not loaded(PACKAGE):
+            raise RuntimeError(
+                "The fixes cannot be applied while this thread is importing TransformerEngine. "
+                "Import te_graph_fixes before TransformerEngine, or after it."
+            )
+        with self._lock:
+            if self._decision is None:  # else the hook came first, in another thread
+                self._apply(is_late=True)
 
     def deactivate(self) -> None:
-        """Take every fix back and stop watching for TransformerEngine. What others have wrapped or replaced stays."""
+        """Revert every fix, and apply none when TE is imported. Replacements by other packages stay."""
         with self._lock:
-            if self._decision and self._decision.installation.is_in_place:
+            if self._installation and self._decision:
                 self._reverted |= frozenset(self._decision.to_apply)
-            self._stop()
-        from .stamp import installed, undoing
+            self._revert()
+            self._settings = None
+        from .manifest import UNDO, installed_manifest
 
-        if corrected := installed():
-            source, stamp = corrected
-            warn_once(f"{undoing(source)}: deactivate() leaves all {len(stamp.made)} in", category=TEGraphFixesWarning)
+        if manifest := installed_manifest():
+            warn_once(f"The fixes that {manifest.by} baked into TransformerEngine stay active until `{UNDO}`.")
 
     def active_settings(self) -> Settings:
-        """Those of the last `activate`; after `deactivate`, that no fix is wanted."""
+        """Return the settings of the last `activate`; after `deactivate`, settings that select no fix."""
         return self._settings or Settings(only=frozenset())
 
-    def watches(self, name: str) -> bool:
-        """Whether ``name`` is where TE starts, or a module to be changed."""
-        return name == PACKAGE or (self._decision is not None and name in self._decision.targets)
+    def _watch(self) -> None:
+        """Have wrapt call the hook when the next import of TE ends.
 
-    def before(self, name: str) -> None:
-        """``name`` is about to be executed: read TE, if this is its start."""
-        settings = self._settings
-        if settings is None or name != PACKAGE:
-            return
-        from .decision import Decision
-
-        decision = Decision.installed(settings, self._early)
-        with self._lock:
-            if self._settings is settings:
-                self._take_back()
-                self._decision, self._early = decision, None
-        if settings.strict and not loaded(PACKAGE):
-            self._warn_or_raise(problem_summary(self.report()), settings)
-
-    def after(self, name: str, late: bool = False) -> None:
-        """``name`` has been executed: install what is chosen, if all that it changes has been.
-
-        What is loaded ``late``, before TE's files were read, may be older than these.
+        For a module in `sys.modules`, wrapt would call the hook at once and not keep it. So TE is taken out meanwhile,
+        under the lock that every import of a missing module needs.
         """
-        with self._lock:
-            decision = self._decision
-            if decision is None or decision.installation.is_in_place or self._failure or self._waits(decision, name):
-                return
-            try:
-                if self._earlier_graphs is None:
-                    self._earlier_graphs = _captured_graphs()
-                self._copies = copies_of_graphs(f"{PACKAGE}.graph")
-                self._decision = decision.install(compare=late or runs_unchecked_bytecode(PACKAGE))
-            except Exception as error:  # one of ours must not reach the import of TE
-                _logger.debug("the installation failed", exc_info=True)
-                self._failure = f"nothing was changed: {type(error).__name__}: {error}"
-        report = self.report()
-        self._warn_or_raise(problem_summary(report), decision.settings)
-        announce(report, decision.settings.verbose)
+        from wrapt import register_post_import_hook
 
-    def _take_back(self) -> None:
-        if self._decision:
-            self._decision.installation.revert()
+        _imp.acquire_lock()
+        try:
+            module = sys.modules.pop(PACKAGE, None)
+            register_post_import_hook(self._on_import, PACKAGE)
+            if module is not None:
+                sys.modules[PACKAGE] = module
+        finally:
+            _imp.release_lock()
+
+    def _on_import(self, _: ModuleType) -> None:
+        """The hook. wrapt forgets it before the call, but a later import of TE must not go unnoticed."""
+        self._watch()
+        self._apply(is_late=bool(self._failure))  # modules of a refused import are still loaded
+
+    def _apply(self, is_late: bool) -> None:
+        """Apply the fixes to the imported TE. It ``is_late`` if TE may have been imported from other files."""
+        with self._lock:
+            settings = self._settings
+            if settings is None:  # deactivated
+                return
+            self._revert()
+            if settings.off:
+                problems = _conflict(settings)
+            else:
+                try:
+                    self._install(settings, is_late or runs_unchecked_bytecode(PACKAGE))
+                except Exception as error:  # a bug of ours, which must not break the import of TE
+                    _logger.debug("the installation failed", exc_info=True)
+                    self._failure = f"nothing was changed: {type(error).__name__}: {error}"
+                problems = "\n".join(filter(None, [_conflict(settings), problem_summary(self.report())]))
+            if problems and settings.strict:
+                self._uninstall()
+                self._failure = "nothing was changed: strict mode raised an error"
+                raise FixNotAppliedError(problems)
+        warn_once(problems)
+        if not settings.off:
+            announce(self.report(), settings.verbose)
+
+    def _install(self, settings: Settings, is_late: bool) -> None:
+        from .decision import compose, decide, judge, read_installed
+
+        if self._earlier_graphs is None:
+            self._earlier_graphs = _captured_graphs()
+        self._copies = _copies_of_graphs()
+        self._decision = decide(read_installed(), settings)
+        self._decision = judge(self._decision, is_late)
+        installation = compose(self._decision)
+        installation.install()
+        self._installation = installation
+
+    def _uninstall(self) -> None:
+        if self._installation:
+            self._installation.revert()
+        self._installation = None
+
+    def _revert(self) -> None:
+        self._uninstall()
+        self._decision = None
         self._failure = ""
 
-    def _stop(self) -> None:
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        self._take_back()
-        self._settings = self._early = self._decision = None
-
-    def _warn_or_raise(self, text: str, settings: Settings) -> None:
-        """Warn of what the text says, if there is any; in strict mode raise it, with everything taken back."""
-        if text and settings.strict:
-            with self._lock:
-                self._take_back()
-                self._failure = "nothing was changed: strict mode has raised an error"
-            raise FixNotAppliedError(text)
-        if text:
-            warn_once(text, category=TEGraphFixesWarning)
-
     def report(self) -> Report:
-        """The status of every fix, read from the live objects."""
-        from .decision import on_disk
+        """Return the status of every fix, read from the live objects."""
+        from .decision import read
         from .fixes import CATALOGUE
+        from .manifest import installed_manifest
         from .patching.source import Source, TENotFoundError
 
         with self._lock:
-            source, absent = self._decision.source if self._decision else None, ""
+            decision, source, missing = self._decision, None, ""
             try:
-                source = source or Source.installed()
+                source = decision.source if decision else Source.installed()
             except TENotFoundError:
-                absent = "TransformerEngine is not installed"
-            baked = on_disk(source) if source and not self._decision else None
+                missing = "TransformerEngine is not installed"
+            baked = read(source).verdicts if source and not decision and installed_manifest() else {}
             fixes = {}
             for fix in CATALOGUE.values():
-                if baked:
-                    state, reason = baked[fix.id].status, baked[fix.id].reason
-                else:
-                    state, reason = self._status(fix.id, absent)
-                targets = self._decision.decisions[fix.id].targets if self._decision else ()
-                graphs = (self._earlier_graphs or 0) if state == Status.APPLIED else 0
-                fixes[fix.id] = FixStatus(state, reason, fix.upstream, targets, graphs)
+                verdict = baked.get(fix.id)
+                status, reason = (verdict.status, verdict.reason) if verdict else self._status_of(fix.id, missing)
+                targets = decision.fixes[fix.id].targets if decision else ()
+                graphs = (self._earlier_graphs or 0) if status == Status.APPLIED else 0
+                fixes[fix.id] = FixStatus(status, reason, fix.upstream, targets, graphs)
             return Report(source.version if source else None, fixes, copies=self._copies)
 
-    def _status(self, fix_id: str, absent: str) -> tuple[Status, str]:
-        """The state of a fix, and the reason; ``absent`` says why there is no TE."""
-        decision = self._decision
+    def _status_of(self, fix_id: str, missing: str) -> tuple[Status, str]:
+        """Return the status of a fix and the reason. ``missing`` is the reason if there is no TE."""
         if self._settings is None:
             if fix_id in self._reverted:
-                return Status.REVERTED, "deactivate() took it back"
+                return Status.REVERTED, "reverted by deactivate()"
             return Status.DISABLED, "te_graph_fixes is not active"
-        if decision:
-            decided = decision.decisions[fix_id]
-            state, reason = decided.status, decided.reason
-            if state != Status.APPLICABLE:
-                return state, reason
-            if decision.installation.is_in_place:
-                if decision.installation.is_live(fix_id):
-                    return Status.APPLIED, f"corrected: {reason}"
-                return Status.FAILED, "another package has replaced a corrected function"
-        elif not self._settings.wants(fix_id):
-            return Status.DISABLED, "left out by the settings"
+        if self._settings.off:
+            return Status.DISABLED, "disabled by the settings"
+        decided = self._decision.fixes[fix_id] if self._decision else None
+        if decided and decided.status != Status.APPLICABLE:
+            return decided.status, decided.reason
+        if self._installation and decided:
+            if self._installation.is_live(fix_id):
+                return Status.APPLIED, decided.reason
+            return Status.FAILED, "another package has replaced the fixed code"
         if self._failure:
             return Status.FAILED, self._failure
         if loaded(PACKAGE):
-            return Status.FAILED, f"{PACKAGE} was imported past te_graph_fixes; call te_graph_fixes.activate()"
-        return Status.PENDING, absent or "TransformerEngine is not imported yet"
+            return Status.FAILED, f"the import of {PACKAGE} was not noticed. Call te_graph_fixes.activate()"
+        return Status.PENDING, missing or "TransformerEngine is not imported yet"
 
-    def _waits(self, decision: Decision, executed: str) -> bool:
-        """Whether a module that changes is yet to be executed."""
-        edited = {edit.module for verdict in decision.to_apply.values() for edit in verdict.edits}
-        return executed != PACKAGE and not all(name == executed or loaded(name) for name in edited)
+
+def _conflict(settings: Settings) -> str:
+    """Describe how the settings differ from the fixes that are baked into the installed TE; "" if they agree."""
+    if settings.only is None and not settings.disable:
+        return ""
+    from .decision import settings_conflict
+    from .manifest import installed_manifest
+
+    return settings_conflict(settings, installed_manifest())
+
+
+def _wait_for_other_threads() -> None:
+    """Wait if another thread is importing TE: it may have looked for TE before the hook was there.
+
+    `import_module` waits for such a thread. If there is none, the finder here ends the import before it begins.
+    """
+    thread = threading.get_ident()
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name in (TE, PACKAGE) and threading.get_ident() == thread:
+                raise ModuleNotFoundError(f"no other thread imports {name}", name=name)
+
+    sys.meta_path.insert(0, Finder)
+    try:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(PACKAGE)
+    finally:
+        sys.meta_path.remove(Finder)
+
+
+def loaded(name: str) -> bool:
+    """Return whether a module is imported, to its end."""
+    module = sys.modules.get(name)
+    return module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False) is not True
+
+
+def runs_unchecked_bytecode(package: str) -> bool:
+    """Return whether a module of a package was imported from bytecode that Python does not compare with its source."""
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None) if name.startswith(f"{package}.") else None
+        path = getattr(spec, "cached", None)
+        with contextlib.suppress(OSError):
+            if path and Path(path).read_bytes()[4:8] == b"\1\0\0\0":  # PEP 552
+                return True
+    return False
 
 
 def _captured_graphs() -> int:
-    """How many graphs of TE there are: for each it makes a class of autograd functions."""
+    """Count the graphs that TE has captured: for each one it defines a subclass of `torch.autograd.Function`."""
     function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
     classes: list[type] = function.__subclasses__() if isinstance(function, type) else []
     return sum(function_class.__module__ == f"{PACKAGE}.graph" for function_class in classes)
+
+
+def _copies_of_graphs() -> tuple[str, ...]:
+    """Return the imported modules that define `_COPIED`, except TE's own."""
+    copies = []
+    for name, module in list(sys.modules.items()):
+        is_module = issubclass(type(module), ModuleType)
+        own = object.__getattribute__(module, "__dict__") if is_module else {}  # loads nothing
+        if name != f"{PACKAGE}.graph" and getattr(own.get(_COPIED), "__module__", None) == name:
+            copies.append(name)
+    return tuple(sorted(copies))
 
 
 _activation = _Activation()

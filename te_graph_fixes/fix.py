@@ -1,4 +1,4 @@
-"""What a fix is: its catalogue record, and the verdict that it gives on a TransformerEngine's source."""
+"""A fix: its catalogue record, and its verdict on a TransformerEngine's source."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ GROUPS = (
     "misuse",
     "speed",
 )
-"""What a defect hurts: the groups of `Fix`, in the order in which ``te-graph-fixes status`` has them."""
+"""The groups of fixes, by the harm of their bugs, in the order of ``te-graph-fixes status``."""
 
 OLDEST = "2.10"
-"""The oldest release that is tested: nothing is applied to those before it."""
+"""The oldest release that is tested. Nothing is applied to older ones."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a source says of one fix: its ``status``, the ``reason``, and the change where it is applicable.
+    """The ``status`` of one fix on one source, the ``reason``, and the edits if it is applicable.
 
-    ``new_modules`` maps the full name of a module that the edited source imports to its text; TE does not have it.
-    ``rests_on`` are the modules that show that the fix is not needed.
-    ``details`` say at length why a source is not recognized. ``stamped``: by our stamp, not by the source's shape.
+    ``new_modules`` are the support modules: their full names and texts. ``rests_on`` are the modules that show that the
+    fix is not needed. ``details`` explain at length why a source is not recognized.
     """
 
     status: Status
@@ -45,30 +44,30 @@ class Verdict:
     new_modules: Mapping[str, str] = field(default_factory=dict)
     rests_on: frozenset[str] = frozenset()
     details: str = ""
-    stamped: bool = False
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The modules that the fix changes or adds."""
+        """The modules that the fix edits or adds."""
         return tuple(sorted({edit.module for edit in self.edits} | set(self.new_modules)))
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One catalogue record: the catalogue has one for each module of `te_graph_fixes.fixes`.
+    """One catalogue record. The catalogue has one for each module of `te_graph_fixes.fixes`.
 
     ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that lead
-    there. ``group`` is one of `GROUPS`. ``cost`` is the cost of this fix, if it has any (docs/results/single-fixes.md).
-    ``affected_versions`` are the versions expected to have the bug: ``>=2.10,<2.17``, or one of the two bounds. ``requires`` names fixes that must be applied or not needed for this one to be applied.
-    ``check_hints`` says in the words of CONTRIBUTING.md what a check of graphs against eager meets where the defect is.
+    there. ``group`` is one of `GROUPS`. ``cost`` is the cost of this fix, if any (docs/results/single-fixes.md).
+    ``affected_versions`` are the versions expected to have the bug: ``>=2.10,<2.17``, or one of the two bounds.
+    ``requires`` names the fixes without which this one must not be applied, unless they are not needed. ``check_hints``
+    are the words of a check's finding that point to this bug (CONTRIBUTING.md).
 
-    ``patch`` is the change (`te_graph_fixes.patching.patch`). ``absent`` says which sources lack the public feature,
-    ``corrected`` which hold upstream's correction, both as patches of context alone, with reasons. In these texts
-    ``names`` are words that stand for others, which depend on the source. ``provides`` are the modules of
-    `te_graph_fixes.shipped` that the corrected text imports.
+    ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` are patches of context only,
+    which match a source without the public feature, each with a reason. ``corrected`` are patches that match the
+    upstream fix. ``names`` replace words in these texts by text that depends on the source. ``provides`` are the
+    support modules, from `te_graph_fixes.shipped`.
 
-    ``id`` is the name of its file, ``summary`` and ``upstream``, the links, are the beginning of that file's docstring
-    (`described_by`).
+    ``id`` is the name of the fix's file. ``summary`` and ``upstream``, the links, are the first paragraphs of that
+    file's docstring (`described_by`).
     """
 
     symptom: str
@@ -88,9 +87,9 @@ class Fix:
     upstream: tuple[str, ...] = ()
 
     def described_by(self, name: str, docstring: str) -> Fix:
-        """This record with its id, from the ``name`` of its file, and what the first two paragraphs there say.
+        """Return this record with its id, from the ``name`` of its file, and the texts of the file's docstring.
 
-        They are ``ID: summary.``, and upstream's links.
+        The docstring begins with two paragraphs: ``ID: summary.``, and upstream's links.
         """
         title, upstream, *_ = [*docstring.split("\n\n"), "", ""]
         summary = title.partition(": ")[2].removesuffix(".").replace("``", "")
@@ -99,29 +98,29 @@ class Fix:
 
     @property
     def _bounds(self) -> dict[str, Version]:
-        """The first release with the defect, by ``>=``, and the first without it again, by ``<``."""
+        """The first release with the bug, by ``>=``, and the first without it again, by ``<``."""
         return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
     def expected_in(self, version: Version) -> bool:
-        """Whether one expects the defect in the release that a version belongs to."""
+        """Return whether the release of a version is expected to have the bug."""
         return SpecifierSet(self.affected_versions).contains(version.base_version)
 
     @property
     def versions(self) -> str:
-        """The releases with the defect from 2.10 on, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
+        """The releases with the bug from 2.10 on, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
         oldest = Version(OLDEST)
         first = str(max(self._bounds.get(">=", oldest), oldest))
-        corrected = self._bounds.get("<")
-        last = f"{corrected.major}.{corrected.minor - 1}" if corrected else "main"
+        fixed = self._bounds.get("<")
+        last = f"{fixed.major}.{fixed.minor - 1}" if fixed else "main"
         return first if first == last else f"{first} to {last}"
 
     @property
     def merged(self) -> str | None:
-        """The first release that holds upstream's correction; None where upstream is open."""
+        """The first release with the upstream fix; None if there is none."""
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def verdict_on(self, source: Source) -> Verdict:
-        """The verdict on a source: an unknown shape is ``unrecognized``, an error of ours ``failed``."""
+        """Return the verdict on a source: ``unrecognized`` for an unknown shape, ``failed`` for an error of ours."""
         try:
             try:
                 return self._verdict_on(source)
@@ -131,29 +130,29 @@ class Fix:
             return Verdict(Status.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
 
     def _verdict_on(self, source: Source) -> Verdict:
-        """Raises `UnrecognizedError` unless the source has the defect or one correction, or lacks the feature."""
+        """Raise `UnrecognizedError` unless the source has the bug or one upstream fix, or lacks the feature."""
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
                 self._edits(source, text)
                 return Verdict(Status.NOT_APPLICABLE, reason)
-        misfits, corrections = [], []
+        misfits, upstream_fixes = [], []
         for text, reason in self.corrected:
             try:
                 self._edits(source, text)
-                corrections.append(Verdict(Status.NOT_NEEDED, reason, rests_on=modules(source, text)))
+                upstream_fixes.append(Verdict(Status.NOT_NEEDED, reason, rests_on=modules(source, text)))
             except UnrecognizedError as error:
-                misfits.append((f"for the correction {reason!r}", error))
-        if len(corrections) > 1:
-            raise UnrecognizedError("looked for the defect or one correction, found several corrections")
+                misfits.append((f"for the upstream fix {reason!r}", error))
+        if len(upstream_fixes) > 1:
+            raise UnrecognizedError("looked for the bug or one upstream fix, found several upstream fixes")
         try:
             changes = self._edits(source, self.patch)
         except UnrecognizedError as error:
-            if corrections:
-                return corrections[0]
-            lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the defect", error), *misfits)]
+            if upstream_fixes:
+                return upstream_fixes[0]
+            lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the bug", error), *misfits)]
             raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
-        if corrections:
-            raise UnrecognizedError("looked for the defect or a correction, found both")
+        if upstream_fixes:
+            raise UnrecognizedError("looked for the bug or an upstream fix, found both")
         new_modules = {name: text for module in self.provides for name, text in new_module(module).items()}
         return Verdict(Status.APPLICABLE, self.summary, tuple(changes), new_modules)
 

@@ -1,24 +1,24 @@
-"""The status of every fix, and what the package says unasked: a warning, and one line about what was applied."""
+"""The report of this process: the status of every fix, and its texts: a table, a warning, and one line when applied."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Any
 
-from .settings import COMMAND, DISABLE, STRICT, rank
-from .status import ON_DISK, REFUSED, Status
+from .settings import DISABLE, STRICT, rank
+from .status import BAKED, CANNOT_APPLY, Status
 from .version import __version__
 
-COPIED = "_make_graphed_callables"
-"""A function of TransformerEngine's graph.py, by which a copy of it is known."""
-_NAMED = 5
-"""As many fixes are named in a message, more are counted."""
+_MOST_NAMED = 5
+"""Up to this number, fixes are named in a message. More are counted."""
+_BELOW = ("te_graph_fixes", "te_graph_fixes_run", "transformer_engine", "torch", "wrapt", "importlib")
+"""The packages between the user's line and a warning."""
 _logger = logging.getLogger("te_graph_fixes")
-_said: set[str] = set()
+_printed: set[str] = set()
 
 
 class FixNotAppliedError(RuntimeError):
@@ -26,15 +26,15 @@ class FixNotAppliedError(RuntimeError):
 
 
 class TEGraphFixesWarning(UserWarning):
-    """Without strict mode: graphs may be wrong, or a setting has no effect. The text says what to do."""
+    """Without strict mode: graphs may be wrong, or a setting has no effect. The text describes what to do."""
 
 
 @dataclass(frozen=True)
 class FixStatus:
-    """What became of one fix: its ``status``, the ``reason``, upstream's links, and the modules that it changes.
+    """The ``status`` of one fix with its ``reason``, upstream's links, and the modules that it changes or adds.
 
-    ``status`` is a `te_graph_fixes.status.Status`, a string, and never ``applicable``. ``earlier_graphs`` counts
-    the graphs without an applied fix: they were captured before it was in place.
+    ``status`` is a `te_graph_fixes.status.Status`, a string, and never ``applicable``. ``earlier_graphs`` counts the
+    graphs that were captured before the fix was applied, and do not have it.
     """
 
     status: Status
@@ -46,11 +46,10 @@ class FixStatus:
 
 @dataclass(frozen=True)
 class Report:
-    """The `FixStatus` of every fix, by its id; ``str`` makes a table of it.
+    """The `FixStatus` of every fix, by its id; ``str`` formats a table.
 
-    ``te_version`` is None where TransformerEngine is not found, or has no metadata. ``version`` is that of
-    te-graph-fixes. ``copies`` names the modules that held a copy of TransformerEngine's graph.py when it was imported:
-    no fix reaches their graphs.
+    ``te_version`` is None if TransformerEngine is not found or has no metadata. ``version`` is the version of
+    te-graph-fixes. ``copies`` names modules with a copy of TransformerEngine's graph.py: the fixes do not apply there.
     """
 
     te_version: str | None
@@ -62,61 +61,68 @@ class Report:
         width = max(map(len, self.fixes), default=0)
         lines = [f"te-graph-fixes {self.version}, {te_name(self.te_version)}"]
         for fix_id, fix in self.fixes.items():
-            earlier = f" (not in {_count(fix.earlier_graphs, 'graph')} captured before)" if fix.earlier_graphs else ""
+            earlier = f" (not in {count(fix.earlier_graphs, 'graph')} captured before)" if fix.earlier_graphs else ""
             lines.append(f"  {fix_id:{width}}  {fix.status:14}  {fix.reason}{earlier}")
-        return "\n".join([*lines, *(f"  {text}" for text in self.said_of_copies())])
+        return "\n".join([*lines, *(f"  {text}" for text in self.copy_warnings())])
 
-    def said_of_copies(self) -> list[str]:
-        """A sentence for each copy of TransformerEngine's graphs."""
-        return [f"{name} is a copy of TransformerEngine's graph.py: no fix reaches its graphs" for name in self.copies]
+    def copy_warnings(self) -> list[str]:
+        return [
+            f"{name} is a copy of TransformerEngine's graph.py. The fixes do not apply to graphs that it captures."
+            for name in self.copies
+        ]
 
     def having(self, *statuses: str) -> dict[str, str]:
-        """The reasons of the fixes with one of these statuses."""
+        """Return the reasons of the fixes with one of these statuses."""
         return {fix_id: fix.reason for fix_id, fix in self.fixes.items() if fix.status in statuses}
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain dicts and lists, ready for JSON."""
+        """Return plain dicts and lists, ready for JSON."""
         import json  # slow to import
 
         plain = json.loads(json.dumps(asdict(self)))
         return {"te_graph_fixes_version": plain.pop("version"), **plain}
 
 
-def copies_of_graphs(original: str) -> tuple[str, ...]:
-    """The imported modules, except the one called ``original``, that define `COPIED`."""
-    copies = []
-    for name, module in list(sys.modules.items()):
-        is_module = issubclass(type(module), ModuleType)
-        own = object.__getattribute__(module, "__dict__") if is_module else {}  # loads nothing
-        if name != original and getattr(own.get(COPIED), "__module__", None) == name:
-            copies.append(name)
-    return tuple(sorted(copies))
-
-
 def problem_summary(report: Report) -> str:
-    """What is wrong: first what to do, then a line for each reason with the fixes that have it; "" if nothing is."""
-    bad, te = report.having(*REFUSED), te_name(report.te_version)
-    early = max((fix.earlier_graphs for fix in report.fixes.values()), default=0)
+    """Describe which needed fixes are missing, what to do, and the reasons; "" if none is missing."""
+    missing, te = report.having(*CANNOT_APPLY), te_name(report.te_version)
     lines = []
-    if bad:
-        lines = [
-            f"stop the job, or switch the graphs of {te} off: {_count(len(bad), 'fix')} that it needs cannot be "
-            f"applied, so they may give wrong gradients. To go on without a fix, name it in {DISABLE} (without all of "
-            f"these: {STRICT}=0). te_graph_fixes.report() has all of it; `{COMMAND} issue` prints what a report needs"
+    if missing:
+        number = count(len(missing), "fix")
+        lines += [
+            f"{number} that {te} needs cannot be applied: its graphs may give wrong gradients.",
+            f"Stop the job, or turn graphs off. To run without a fix, add it to {DISABLE}; without all of them, "
+            f"set {STRICT}=0.",
+            "For a report of the problem, run:",
+            "  te-graph-fixes issue",
+            "Reasons:",
         ]
-        lines += [f"{named(ids)}: {reason}" for reason, ids in by_reason(bad).items()]
-    if early:
-        lines.append(
-            f"import te_graph_fixes before graphs are captured: {_count(early, 'graph')} of {te} captured before the "
-            "fixes were in place will stay without them and may give wrong gradients"
-        )
-    return "\n  ".join(lines)
+        lines += [f"  {named(ids)}: {reason}" for reason, ids in by_reason(missing).items()]
+    if early := max((fix.earlier_graphs for fix in report.fixes.values()), default=0):
+        were = "graph was" if early == 1 else "graphs were"
+        lines += [
+            f"{early} {were} captured before the fixes were applied and may give wrong gradients.",
+            "Import te_graph_fixes before capturing graphs.",
+        ]
+    return "\n".join(lines)
+
+
+def warn_once(text: str) -> None:
+    """Warn at the line of the user's program, once in a process for each text."""
+    if not text or text in _printed:
+        return
+    _printed.add(text)
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BELOW:
+        level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` does not count these frames
+        frame = frame.f_back
+    warnings.warn(text, TEGraphFixesWarning, stacklevel=level)
 
 
 def announce(report: Report, verbose: bool | None) -> None:
-    """Say once what was applied: to a log that takes it, or else on stderr; unless ``verbose``, on the first rank.
+    """Report the applied fixes once: to a log at level INFO, else on stderr. Without ``verbose``, on the first rank.
 
-    Workers of `multiprocessing`, as those of a DataLoader, are daemons. They would say it again.
+    Workers of `multiprocessing`, for example of a DataLoader, are daemons. They would only repeat it.
     """
     from multiprocessing import current_process  # slow to import, but for torch
 
@@ -124,38 +130,43 @@ def announce(report: Report, verbose: bool | None) -> None:
     if verbose is None:
         is_first = rank() in (None, "0") and not current_process().daemon
         wanted = is_first and len(report.having(Status.DISABLED)) < len(report.fixes)
-    if text in _said or not wanted:
+    if text in _printed or not wanted:
         return
-    _said.add(text)
+    _printed.add(text)
     if verbose is None and _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers():
         _logger.info("%s", text)
     else:
         where = f", rank {rank()}" if rank() else ""
-        print(f"te-graph-fixes {report.version}{where}: {text}", file=sys.stderr, flush=True)
+        print_stderr(f"te-graph-fixes {report.version}{where}: {text}")
+
+
+def print_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _summary(report: Report) -> str:
-    """How many fixes are applied, or why none is, and which are missing or left out."""
-    te, count = te_name(report.te_version), len(report.having(Status.APPLIED))
-    on_disk = [reason for reason in report.having(Status.NOT_NEEDED).values() if reason.startswith(ON_DISK)]
-    if count:
-        text = f"{_count(count, 'fix')} applied to {te}"
-    elif on_disk:
-        text = f"{te} has {_count(len(on_disk), 'fix')}, {on_disk[0]}"
+    te, applied = te_name(report.te_version), len(report.having(Status.APPLIED))
+    baked = [reason for reason in report.having(Status.NOT_NEEDED).values() if reason.startswith(BAKED)]
+    if applied:
+        text = f"{count(applied, 'fix')} applied to {te}"
+    elif baked:
+        text = f"{te} has {count(len(baked), 'fix')}, {baked[0]}"
     else:
         text = f"no fix applied to {te}"
-    for word, ids in (("missing", report.having(*REFUSED)), ("left out", report.having(Status.DISABLED))):
+    for word, ids in (
+        ("cannot be applied", report.having(*CANNOT_APPLY)),
+        ("disabled", report.having(Status.DISABLED)),
+    ):
         text += f"; {word}: {named(list(ids))}" if ids else ""
-    return "; ".join([text, *report.said_of_copies()])
+    return "; ".join([text, *report.copy_warnings()])
 
 
 def te_name(version: str | None) -> str:
-    """TransformerEngine with its version."""
     return f"TransformerEngine {version or '(version unknown)'}"
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """The reasons of fixes, each with all the fixes that have it."""
+    """Group fixes by their reasons."""
     fixes: dict[str, list[str]] = {}
     for fix_id, reason in reasons.items():
         fixes.setdefault(reason, []).append(fix_id)
@@ -163,9 +174,9 @@ def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def named(fixes: Sequence[str]) -> str:
-    """The fixes by their names if they are few, or else their number."""
-    return ", ".join(fixes) if len(fixes) <= _NAMED else _count(len(fixes), "fix")
+    """Name the fixes if they are few; else return their number."""
+    return ", ".join(fixes) if len(fixes) <= _MOST_NAMED else count(len(fixes), "fix")
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun == 'fix' else 's'}"

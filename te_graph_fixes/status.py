@@ -1,35 +1,35 @@
-"""The words for what becomes of a fix: in `te_graph_fixes.report`, in ``te-graph-fixes status`` and in their JSON."""
+"""The statuses of a fix, as `te_graph_fixes.report`, ``te-graph-fixes status`` and their JSON name them."""
 
 from enum import Enum
 
-ON_DISK = "corrected on disk"
-"""How the reason begins why a fix is not needed, where this package has put it into the files."""
-
 
 class Status(str, Enum):
-    """What the source says of a fix (the first four), or what was made of it."""
+    """The verdict on TransformerEngine's source (the first four), or what became of the fix in this process."""
 
     APPLICABLE = "applicable"
-    """The defect is there, and can be corrected."""
+    """TransformerEngine has the bug, and the fix fits."""
     NOT_NEEDED = "not-needed"
-    """Upstream or the vendor has corrected it, or this package has, on disk."""
+    """The bug is fixed by upstream, by the vendor, or by a bake of this package."""
     NOT_APPLICABLE = "not-applicable"
     """This TransformerEngine lacks the feature."""
     UNRECOGNIZED = "unrecognized"
-    """Neither the defect nor its correction was found: nothing is changed."""
+    """Neither the bug nor its upstream fix is in the source. Nothing is changed."""
     DISABLED = "disabled"
-    """The settings leave it out."""
+    """The settings disable it, or a fix that it requires."""
     FAILED = "failed"
-    """It could not be put in place, or is no longer what runs."""
+    """It could not be installed, or another package has replaced it."""
     PENDING = "pending"
     """TransformerEngine is not imported yet."""
     APPLIED = "applied"
     REVERTED = "reverted"
-    """`te_graph_fixes.deactivate` has taken it back."""
+    """`te_graph_fixes.deactivate` has reverted it."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
-REFUSED = (Status.UNRECOGNIZED, Status.FAILED)
-"""A fix that TransformerEngine needs, or may need, cannot be applied."""
+WITHOUT_BUG = (Status.NOT_NEEDED, Status.NOT_APPLICABLE)
+CANNOT_APPLY = (Status.UNRECOGNIZED, Status.FAILED)
+"""TransformerEngine needs the fix, or may need it, and it cannot be applied."""
+BAKED = "baked by"
+"""The reason of a fix begins with this if it is not needed because it is baked into TransformerEngine's files."""

@@ -1,19 +1,18 @@
-"""The version of this package: what a build has written into it, or in a checkout its commit."""
+"""The version of this package: written by a build, or in a checkout taken from its commit."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 NEXT = "0.1.0"
-"""The release that a checkout is on its way to."""
+"""The next release of a checkout."""
 
 
 def _of_checkout(root: Path) -> str | None:
-    """``NEXT.dev0+g<commit>`` for a clone, by its ``.git``; None where git keeps the commit in another way."""
+    """Return ``NEXT.dev0+g<commit>`` for a clone, by its ``.git``; None if git stores the commit in another way."""
     try:
         if b"te-graph-fixes" not in (root / "pyproject.toml").read_bytes():
-            return None  # a copy in a repository of others
+            return None  # a copy in another repository
         commit = (root / ".git" / "HEAD").read_text().strip()
         if commit.startswith("ref: "):
             commit = (root / ".git" / commit.removeprefix("ref: ")).read_text().strip()
@@ -27,10 +26,3 @@ try:
 except ImportError:  # a checkout, or a copy of one
     _of_build = f"{NEXT}.dev0"
 __version__: str = _of_checkout(Path(__file__).parents[1]) or _of_build
-
-
-def fixes_digest() -> str:
-    """A digest of the fixes and of the modules that they ship: all copies without git have the same version."""
-    here = Path(__file__).parent
-    files = sorted([*here.glob("fixes/*.py"), *here.glob("shipped/*.py")])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from te_graph_fixes.decision import Decision, expected
+from te_graph_fixes.decision import decide, expected, read
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
@@ -30,9 +30,9 @@ from tools.commits import PARTS
 def unexpected(tree: Source) -> list[str]:
     """Print the verdicts on ``tree``; the fixes for which the catalogue has to be looked at."""
     print(f"\nTransformerEngine {tree.version} in {tree.location}\n")
-    decision = Decision(tree, Settings())
+    decision = decide(read(tree), Settings())
     found = []
-    for fix_id, verdict in decision.decisions.items():
+    for fix_id, verdict in decision.fixes.items():
         guess = expected(CATALOGUE[fix_id], tree.version)
         if (Status.NOT_NEEDED if verdict.status == Status.NOT_APPLICABLE else verdict.status) != guess:
             found.append(fix_id)

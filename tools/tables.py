@@ -10,7 +10,7 @@ import re
 
 from te_graph_fixes.fix import GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.stamp import NAME as STAMP
+from te_graph_fixes.manifest import NAME as MANIFEST
 from tests.support.child import ROOT, python
 from tests.support.published import needed, source
 
@@ -68,7 +68,7 @@ def size() -> str:
     """Count the lines and modules that the fixes change in one version of TE."""
     path = source(SHOWN)
     diff = python("-m", "te_graph_fixes", "diff", "--source", path).stdout
-    files = [text for text in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:] if STAMP not in text]
+    files = [text for text in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:] if MANIFEST not in text]
     new = [text for text in files if text.startswith("/dev/null")]
     changed = [text for text in files if text not in new]
     added, removed, own = _lines(changed, "+"), _lines(changed, "-"), _lines(new, "+")

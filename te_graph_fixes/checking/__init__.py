@@ -63,9 +63,9 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 
 
 def require_comparable(settings: Settings) -> None:
-    """Raise ValueError if the settings disable fixes that are baked into TransformerEngine's files."""
-    from ..decision import disagreement
-    from ..stamp import installed
+    """Raise ValueError if the fixes baked into TransformerEngine differ from those that the settings select."""
+    from ..decision import settings_conflict
+    from ..manifest import installed_manifest
 
-    if problem := disagreement(settings, installed()):
-        raise ValueError(f"{problem}, so the check would run with them")
+    if problem := settings_conflict(settings, installed_manifest()):
+        raise ValueError(f"{problem} The check would run with other fixes than the settings select.")

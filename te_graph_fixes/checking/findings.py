@@ -25,10 +25,9 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
-from ..decision import verdicts
+from ..decision import read_installed
 from ..fix import Fix
 from ..fixes import CATALOGUE
-from ..patching.source import Source
 from ..status import Status
 from . import EXIT_MISMATCH, Options
 from .difference import relative_error
@@ -182,8 +181,7 @@ class Check:
     @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
         """The fixes that this TransformerEngine needs, and that are not applied."""
-        found = verdicts(Source.installed()).items()
-        needed = [fix for fix, verdict in found if verdict.status == Status.APPLICABLE]
+        needed = [fix for fix, verdict in read_installed().verdicts.items() if verdict.status == Status.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
 
     def finish(self) -> Check:

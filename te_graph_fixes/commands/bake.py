@@ -1,14 +1,14 @@
-"""Corrections in the files of TransformerEngine (TE): ``bake`` puts them in place, ``bake --overlay`` beside it.
+"""Fixes in the files of TransformerEngine (TE): ``bake`` writes them in place, ``bake --overlay`` next to it.
 
-A bake gathers a copy of each module that it changes, and its new text, in the folder `KEPT` inside TE's. Then it
-exchanges them, and keeps the copies for ``bake --undo``, which exchanges them back. The stamp says how far that is:
+A bake gathers a copy of each module that it changes, and its new text, in `BAKE_FOLDER` inside TE's folder. Then it
+exchanges them. It keeps the copies for ``bake --undo``, which exchanges them back. The manifest shows the progress:
 
-    there is none           no module of TE has changed
-    .te-graph-fixes/open    modules are being exchanged, one way or the other. Importing TE is an error that says so
+    no manifest             no module of TE has changed
+    .te-graph-fixes/open    modules are being exchanged, in either direction. Importing TE raises an error
     te-graph-fixes.json     the bake is done
 
-The command that follows one that was killed takes back what is not done. An exchange renames and deletes files, and
-writes none, so it needs no space on the disk. Folders are not renamed: those of a container's lower layers cannot be.
+If a command was killed, the next one rolls its work back. An exchange renames and deletes files and writes none, so it
+needs no space on the disk. Folders are not renamed, because folders of a container's lower layers cannot be.
 """
 
 from __future__ import annotations
@@ -20,21 +20,97 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from packaging.version import Version
+
+from ..decision import Decision, Reading, decide, verdicts
+from ..fixes import CATALOGUE
+from ..manifest import BAKE_FOLDER, NAME, OPEN, Manifest, ReinstalledError, digest, read_manifest
 from ..patching import TE
-from ..patching.source import Source
-from ..stamp import KEPT, NAME, OPEN, ReplacedError, Stamp, of_source
+from ..patching.installation import patched
+from ..patching.source import ModuleSource, Source
+from ..settings import Settings
+from ..status import Status
+from ..version import __version__
 
 BEFORE, AFTER, GUARD = "before", "after", "guard"
-_GUARD_TEXT = 'raise RuntimeError("wait for `te-graph-fixes bake`, or start it again: it runs, or was interrupted")\n'
+_GUARD_TEXT = """\
+raise RuntimeError(
+    "TransformerEngine is being baked, or a bake was interrupted. Wait for it, or run `te-graph-fixes bake` again."
+)
+"""
 
 
 class BakeError(Exception):
-    """TE on disk cannot be changed, or not be changed back; it is as it was, unless the message says otherwise."""
+    """The files of TE cannot be changed or restored. They are as before, unless the message says otherwise."""
+
+
+def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
+    """Return the text before ("": none) and after, of every module that the fixes to apply change or add.
+
+    The keys are sorted paths from the folder that contains TE; the manifest is last. Line breaks are as in each file.
+    """
+    source, files = decision.source, {}
+    for name, texts in patched(source, decision.to_apply).items():
+        module = source.find(name)
+        before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
+        files[module_path(source, name)] = before, after
+    if not files:
+        return {}
+    files = dict(sorted(files.items()))
+    digests = {
+        path: (digest(before.encode()) if before else None, digest(after.encode()))
+        for path, (before, after) in files.items()
+    }
+    statuses = {fix_id: str(verdict.status) for fix_id, verdict in decision.reading.verdicts.items()}
+    statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
+    statuses |= dict.fromkeys(decision.disabled, str(Status.DISABLED))
+    manifest = Manifest(__version__, decision.source.version, statuses, digests)
+    return {**files, f"{TE}/{NAME}": ("", manifest.to_json())}
+
+
+def module_path(source: Source, module: str) -> str:
+    """Return the path of a module's file, from the folder that contains TE."""
+    file = source.find(module)
+    return os.path.relpath(file.path, os.path.dirname(source.location)) if file else f"{module.replace('.', '/')}.py"
+
+
+def is_outdated(reading: Reading) -> bool:
+    """Return whether this package would bake another text than the text in a baked TE.
+
+    Compares the text with the one that the kept originals lead to. A patch or an overlay keeps no originals; then the
+    releases are compared. A bake of a later release is not outdated.
+    """
+    manifest = reading.manifest
+    if manifest is None:
+        return False
+    theirs, ours = Version(manifest.version).release, Version(__version__).release
+    if theirs > ours or not is_baked(reading.source):
+        return theirs < ours
+    original = _original(reading.source, manifest)
+    disabled = frozenset(manifest.disabled) & CATALOGUE.keys()
+    files = baked_files(decide(Reading(original, verdicts(original)), Settings(disable=disabled)))
+    digests = {path: digest(after.encode()) for path, (_, after) in files.items() if path != f"{TE}/{NAME}"}
+    return digests != {path: after for path, (_, after) in manifest.files.items()}
+
+
+def _original(source: Source, manifest: Manifest) -> Source:
+    """Return a baked TE as it was before the bake."""
+    kept, modules = Path(source.location) / BAKE_FOLDER / BEFORE, {}
+    for path, (before, _) in manifest.files.items():
+        name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        file = Path(source.location).parent / path
+        modules[name] = ModuleSource.of(name, str(file), (kept / path).read_bytes()) if before else None
+    return source.with_modules(modules)
+
+
+def is_baked(source: Source) -> bool:
+    """Return whether the fixes in a TE's files are from a bake, which keeps the originals, not a patch or overlay."""
+    return (Path(source.location) / BAKE_FOLDER).exists()
 
 
 @contextlib.contextmanager
-def changing(location: Path) -> Iterator[bool]:
-    """Let one process at a time change the TE in a folder. Yields whether it took back what another had left."""
+def locked(location: Path) -> Iterator[bool]:
+    """Let one process at a time change the TE in a folder. Yields whether an interrupted bake was rolled back."""
     folder = os.open(location, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -43,13 +119,13 @@ def changing(location: Path) -> Iterator[bool]:
         os.close(folder)
 
 
-def in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write corrected modules and their stamp into the TE in a folder, or change nothing."""
-    root, kept = location.parent, location / KEPT
-    guard = {GUARD: ("", _GUARD_TEXT)}  # one for the way there, one for the way back
+def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
+    """Write fixed modules and their manifest into the TE in a folder, or change nothing."""
+    root, kept = location.parent, location / BAKE_FOLDER
+    guard = {GUARD: ("", _GUARD_TEXT)}  # one for the bake, one for the undo
     try:
-        write(kept / BEFORE, root, guard)
-        write(kept / AFTER, root, {**files, **guard})
+        write_files(kept / BEFORE, root, guard)
+        write_files(kept / AFTER, root, {**files, **guard})
         for path in (path for path, (before, _) in files.items() if before):
             (kept / BEFORE / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / path, kept / BEFORE / path, follow_symlinks=False)
@@ -60,44 +136,45 @@ def in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
         roll_back(location)
 
 
-def written(location: Path, stamp: Stamp) -> dict[str, tuple[str, str]]:
-    """The files of a bake as `in_place` takes them, to put it in place again; digests stand for the texts before."""
-    befores = {path: before or "" for path, (before, _) in stamp.files.items()} | {f"{TE}/{NAME}": ""}
+def current_files(location: Path, manifest: Manifest) -> dict[str, tuple[str, str]]:
+    """Return the files of a bake for `write_in_place`, to restore that bake. Digests stand for the texts before."""
+    befores = {path: before or "" for path, (before, _) in manifest.files.items()} | {f"{TE}/{NAME}": ""}
     return {path: (before, (location.parent / path).read_bytes().decode()) for path, before in befores.items()}
 
 
 def undo(source: Source) -> str:
-    """Give each changed module its very bytes back, unless TE was installed anew, and delete the added ones.
+    """Restore every changed module byte for byte, unless TE was reinstalled, and delete the added modules.
 
-    Returns a sentence about that. Raises `BakeError` where there is no bake, `ChangedStampError` after a later edit.
+    Returns a sentence about it. Raises `BakeError` if there is no bake, `ManifestError` after a later edit.
     """
     location = Path(source.location)
     try:
-        stamp = of_source(source)
-        if stamp is None or not (location / KEPT).exists():
-            raise BakeError(f"there is no bake in {location}. A patch is taken back with `patch -p1 -R`")
-        done = f"{len(stamp.files)} modules of {location} are as they were before the bake of {stamp.by}"
-    except ReplacedError:
-        shutil.rmtree(location / KEPT, ignore_errors=True)  # the modules of another TE
-        (location / KEPT).mkdir()
-        done = f"what a bake had left in {location} is deleted"
+        manifest = read_manifest(source)
+        if manifest is None or not is_baked(source):
+            advice = "To revert a patch, use `patch -p1 -R`; to remove an overlay, its mounts."
+            raise BakeError(f"Nothing to undo: {location} has not been baked. {advice}")
+        done = f"Undid the bake of {manifest.by}: {len(manifest.files)} modules restored or deleted in {location}"
+    except ReinstalledError:
+        shutil.rmtree(location / BAKE_FOLDER, ignore_errors=True)  # the modules of another TE
+        (location / BAKE_FOLDER).mkdir()
+        done = f"Deleted what an earlier bake had left in {location}"
     os.rename(location / NAME, location / OPEN)
-    roll_back(location)  # an undo is a bake that is taken back
+    roll_back(location)  # an undo is a bake that is rolled back
     return done
 
 
 def roll_back(location: Path) -> bool:
-    """Take back a bake or an undo that is not done; whether there was one."""
-    if not (location / KEPT).exists() or (location / NAME).exists():
+    """Roll back an unfinished bake, or finish an unfinished undo. Returns whether there was one."""
+    if not (location / BAKE_FOLDER).exists() or (location / NAME).exists():
         return False
     if (location / OPEN).exists():
         _exchange(location, BEFORE)
-    shutil.rmtree(location / KEPT)
+    shutil.rmtree(location / BAKE_FOLDER)
     return True
 
 
-def write(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write the texts after into a folder, with the permissions of those before, or of TE's first module."""
+def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
+    """Write the texts after into a folder, with the permissions of the files before, or of TE's first module."""
     for path, (before, after) in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(after.encode())
@@ -105,18 +182,18 @@ def write(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> Non
 
 
 def _exchange(location: Path, side: str) -> None:
-    """Put the files of one side in place, as far as they are not there yet.
+    """Move the files of one side into place, unless they are there already.
 
-    Importing TE imports every module that is edited, so a guard in the place of the first one closes it meanwhile.
+    Importing TE imports every module that is edited. Meanwhile a guard in the place of the first one prevents that.
     """
-    root, new = location.parent, location / KEPT / side
-    files = Stamp.read(location / OPEN).files
+    root, new = location.parent, location / BAKE_FOLDER / side
+    files = Manifest.read(location / OPEN).files
     gate = next(path for path, (before, _) in files.items() if before)
     others = [path for path in files if path != gate]
     for name, path in [(GUARD, gate), *((path, path) for path in others), (gate, gate)]:
         if os.path.lexists(new / name):
             for compiled in (root / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
-                compiled.unlink()  # Python may take it without a look at the text
+                compiled.unlink()  # Python may use it without comparing it with the text
             os.replace(new / name, root / path)
         elif side == BEFORE and files[path][0] is None:
             (root / path).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The command line, all but ``te-graph-fixes run``. Only ``verify`` imports torch or TransformerEngine (TE).
+"""The command line, except ``te-graph-fixes run``. Only ``verify`` imports torch or TransformerEngine (TE).
 
-The docstring of a command is its help.
+The docstring of a command is its help text.
 """
 
 from __future__ import annotations
@@ -11,37 +11,39 @@ import inspect
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..decision import Decision, expected
+from ..decision import Decision, decide, expected, read, settings_conflict
 from ..fixes import CATALOGUE
-from ..importing import PACKAGE
-from ..patching import TE
+from ..manifest import UNDO, ManifestError, ReinstalledError, digest, read_manifest
+from ..patching import PACKAGE, TE
+from ..patching.installation import InstallationError
 from ..patching.source import Source, TENotFoundError
-from ..report import te_name
-from ..settings import COMMAND, DISABLE, Settings, fix_ids, option, unknown_variables
-from ..stamp import ChangedStampError, ReplacedError, digest, of_source
-from ..status import REFUSED, Status
+from ..report import by_reason, print_stderr, te_name
+from ..settings import DISABLE, Settings, fix_ids, unknown_variables
+from ..status import CANNOT_APPLY, Status
 from ..version import __version__
 from . import answers, bake
 from .bake import BakeError
 
-NOT_USABLE = 2  # wrong use, no TE or no GPU
-_EPILOG = f"""\
+NOT_USABLE = 2  # wrong usage, no TE or no GPU
+_EPILOG = """\
 in this order:
-  {COMMAND} status                    is my TE affected, and can it be corrected?
-  {COMMAND} run torchrun train.py     start a job with the fixes in memory; nothing on disk changes
-  {COMMAND} verify --quick            on a GPU: are graphs now eager, bit for bit?
-  {COMMAND} run --check CMD           in the first steps of your own job: are its graphs eager?
-  undo: without `run`, or with TE_GRAPH_FIXES=off, TE is as it was
+  te-graph-fixes status                   list the bugs of your TE
+  te-graph-fixes run torchrun train.py    start a job with the fixes in memory; nothing on disk changes
+  te-graph-fixes verify --quick           on a GPU: compare test programs with and without the fixes
+  te-graph-fixes run --check CMD          compare the graphs of your own job with eager runs, in its first steps
+  undo: start without `run`, or set TE_GRAPH_FIXES=off (a baked TE: bake --undo)
 for an image:
-  {COMMAND} bake                      write the fixes into TE's files; the build fails if it cannot
-  {COMMAND} bake --undo               give TE's files their very bytes back
+  te-graph-fixes bake                     write the fixes into TE's files; fails if a needed fix does not fit
+  te-graph-fixes bake --undo              restore TE's files byte for byte
 
 Each command has -h, with its exit statuses and an example.
+From a checkout that is not installed, type `python -m te_graph_fixes` for `te-graph-fixes`.
 """
 
 
@@ -51,33 +53,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options))
     except (TENotFoundError, ValueError) as error:
-        return _say(error, NOT_USABLE)
-    except (BakeError, ChangedStampError) as error:
-        return _say(error, 1)
+        return _fail(error, NOT_USABLE)
+    except (BakeError, ManifestError, InstallationError) as error:
+        return _fail(error, 1)
 
 
-def _say(message: object, status: int = 0) -> int:
-    print(f"te-graph-fixes: {message}", file=sys.stderr)
+def _fail(message: object, status: int) -> int:
+    _note(message)
     return status
 
 
-def _status(options: argparse.Namespace) -> int:
-    """Say which known defects TE has, and whether they can be corrected.
+def _note(message: object) -> None:
+    print_stderr(f"te-graph-fixes: {message}")
 
-    exit status: 0 every defect is or can be corrected, or is left out by you; 1 one cannot, or TE is to be baked again;
-      2 no TE
+
+def _status(options: argparse.Namespace) -> int:
+    """List the known bugs of TE, and whether they can be fixed.
+
+    exit status: 0 every bug is fixed, can be fixed, or its fix is disabled; 1 a fix cannot be applied, or the baked
+      fixes are outdated; 2 no TE
     example: te-graph-fixes status --source /usr/lib/python3/dist-packages
     """
     decision = _decision(options)
+    outdated = bake.is_outdated(decision.reading)
     if options.json:
-        print(json.dumps(answers.record(decision), indent=2))
+        print(json.dumps(answers.record(decision, outdated), indent=2))
     else:
-        print(*answers.status(decision, options.all), sep="\n")
-    return int(bool(decision.refused or decision.is_outdated))
+        print(*answers.status(decision, options.all, outdated, _where(options)), sep="\n")
+    return int(bool(decision.cannot_apply or outdated))
 
 
 def _explain(options: argparse.Namespace) -> int:
-    """Explain one fix: its symptom, who has it, what it changes and costs, how to leave it out.
+    """Explain one fix: the bug, the affected jobs, the change, its cost, and how to disable it.
 
     exit status: 0; 2 no such fix, or no TE in --source
     example: te-graph-fixes explain warmup-reset
@@ -89,148 +96,151 @@ def _explain(options: argparse.Namespace) -> int:
     except TENotFoundError as error:
         if options.source is not None:
             raise
-        _say(f"{error}, so the lines about it are left out")
-    print(*answers.explain(CATALOGUE[fix_id], decision), sep="\n")
+        _note(f"{error}. The lines about it are omitted.")
+    print(*answers.explain(CATALOGUE[fix_id], decision, _where(options)), sep="\n")
     return 0
 
 
 def _diff(options: argparse.Namespace) -> int:
-    """Print the change as a unified diff for `patch -p1`, all of it or none.
+    """Print the fixes as one unified diff for `patch -p1`, all or none.
 
-    exit status: 0; 1 a fix that is needed cannot be applied; 2 no TE, or no such fix
+    exit status: 0; 1 a needed fix cannot be applied; 2 no TE, or no such fix
     example: te-graph-fixes diff > te.patch
     """
     names = [name.strip() for word in options.fixes for name in word.split(",") if name.strip()]
     decision = _decision(options, Settings(fix_ids(names)) if names else None)
     _require_complete(decision)
     for fix_id in names:
-        verdict = decision.decisions[fix_id]
-        if verdict.status != Status.APPLICABLE:
-            _say(f"{fix_id} is {verdict.status}: {verdict.reason}")
+        fix = decision.fixes[fix_id]
+        if fix.status != Status.APPLICABLE:
+            _note(f"{fix_id} is {fix.status}: {fix.reason}")
+    for fix_id, by in decision.added.items():
+        _note(f"The diff includes {fix_id}, which {by} requires.")
     if not (names or decision.to_apply):
-        _say(f"no changes: `{COMMAND} status --all{option(decision.source)}` says why")
+        _note(f"No changes. For the reasons, run `te-graph-fixes status --all{_where(options)}`.")
     sys.stdout.writelines(answers.unified(decision))
     return 0
 
 
 def _bake(options: argparse.Namespace) -> int:
-    """Write the changes into TE's files, all or none; for image builds.
+    """Write the fixes into TE's files, all or none; for image builds.
 
-    exit status: 0 all that this TE needs is in or left out; 1 nothing was changed, and why (--check: it is not in);
+    exit status: 0 every needed fix is baked or disabled; 1 nothing was changed (--check: a needed fix is missing);
       2 no TE
     example: te-graph-fixes bake
     """
     if options.check:
-        return _check_bake(_decision(options))
+        return _check_bake(_decision(options), _where(options))
     try:
         if options.overlay:
             return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
         source = _source(options)
-        with bake.changing(Path(source.location)) as interrupted:
+        with bake.locked(Path(source.location)) as interrupted:
             if interrupted:
-                _say("took back what an interrupted command had left")
+                _note("Rolled back an interrupted bake.")
             if not options.undo:
-                return _bake_in_place(source)
+                return _bake_in_place(source, _where(options))
             if not interrupted:
                 print(bake.undo(source))
             return 0
     except OSError as error:
-        advice = "see `status` for how TE is now, or write elsewhere with `bake --overlay DIR`"
-        raise BakeError(f"{advice}: cannot write {error.filename or 'the files'}: {error.strerror}") from error
+        advice = "Check TE with `te-graph-fixes status`, or write elsewhere with `te-graph-fixes bake --overlay DIR`."
+        raise BakeError(f"Cannot write {error.filename or 'the files'}: {error.strerror}. {advice}") from error
 
 
-def _check_bake(decision: Decision) -> int:
-    print(answers.answer(decision))
-    is_in = (Status.NOT_NEEDED, Status.NOT_APPLICABLE, Status.DISABLED)
-    lacks = decision.is_outdated or any(verdict.status not in is_in for verdict in decision.verdicts.values())
-    if lacks:
-        print("the fixes that this te-graph-fixes has for it are not all in its files")
-    return int(lacks)
+def _check_bake(decision: Decision, where: str) -> int:
+    print(answers.summary_line(decision))
+    is_missing = bool(decision.to_apply or decision.cannot_apply or bake.is_outdated(decision.reading))
+    if is_missing:
+        print(f"Not all needed fixes are baked. Run:\n  te-graph-fixes bake{where}")
+    return int(is_missing)
 
 
-def _bake_in_place(source: Source) -> int:
-    """Bake; before it, undo an older bake, or what is left of one. If the new one is refused, the older one stays."""
+def _bake_in_place(source: Source, where: str) -> int:
+    """Bake. First undo an older bake, or the remains of one. If the new bake fails, restore the older one."""
     settings, location = _settings(), Path(source.location)
     try:
-        stamp = of_source(source)
-    except ReplacedError:
+        reading = read(source)
+        manifest = read_manifest(source)
+    except ReinstalledError:
         print(bake.undo(source))
-        stamp = None
-    if stamp is None or not stamp.is_outdated:
-        return _bake_anew(source, settings)
-    older = bake.written(location, stamp)
+        manifest = None
+    if manifest is None or not bake.is_outdated(reading):
+        return _bake_fixes(source, settings, where)
+    older = bake.current_files(location, manifest)
     print(bake.undo(source))
     try:
-        return _bake_anew(source, settings)
+        return _bake_fixes(source, settings, where)
     except BaseException:
-        bake.in_place(location, older)
-        _say(f"the bake of {stamp.by} is in place again")
+        bake.write_in_place(location, older)
+        _note(f"Restored the bake of {manifest.by}.")
         raise
 
 
-def _bake_anew(source: Source, settings: Settings) -> int:
-    """Bake. Where TE could be imported before and no more, this is undone."""
-    decision = Decision(source, settings)
-    if decision.disagreement:
-        raise BakeError(decision.disagreement)
+def _bake_fixes(source: Source, settings: Settings, where: str) -> int:
+    """Bake. If TE could be imported before and cannot be imported after, undo the bake."""
+    decision = decide(read(source), settings)
+    if conflict := settings_conflict(settings, decision.reading.manifest):
+        raise BakeError(conflict)
     _require_complete(decision)
     if not decision.to_apply:
-        if decision.left_out:
-            raise BakeError(answers.answer(decision))
-        print(answers.answer(decision))
+        summary = answers.summary_line(decision)
+        if decision.disabled:
+            raise BakeError(f"{summary} Nothing to bake: unset {settings.disabled_by}.")
+        print(summary)
         return 0
-    where, location, files = option(source), Path(source.location), answers.corrected(decision)
-    bake.in_place(location, files)
+    location, files = Path(source.location), bake.baked_files(decision)
+    bake.write_in_place(location, files)
     if not where and (problem := _import_problem()):
         bake.undo(source)
         if not _import_problem():
-            raise BakeError(f"all is as it was: TransformerEngine could not be imported with the fixes: {problem}")
-        bake.in_place(location, files)
-        _say(f"TransformerEngine cannot be imported here, with the fixes or without, so that was not tried: {problem}")
-    left = f" ({len(decision.left_out)} left out by {settings.chosen_by})" if decision.left_out else ""
-    print(
-        f"{len(decision.to_apply)} fixes are now in {te_name(decision.version)} in {source.location}: "
-        f"{len(files) - 1} modules{left}. Undo: {COMMAND} bake --undo{where}"
-    )
+            raise BakeError(f"The bake was undone, because TransformerEngine could not be imported with it: {problem}")
+        bake.write_in_place(location, files)
+        _note(f"The bake was not tested: TransformerEngine cannot be imported here, even without the fixes: {problem}")
+    disabled = f", {len(decision.disabled)} disabled by {settings.disabled_by}" if decision.disabled else ""
+    te, modules = te_name(source.version), len(files) - 1
+    print(f"Baked {len(decision.to_apply)} fixes into {te} ({modules} modules in {location}{disabled}). Undo:")
+    print(f"  {UNDO}{where}")
     return 0
 
 
 def _import_problem() -> str:
-    """Why a new process cannot import the installed TE, which imports every module that is edited; "" where it can."""
+    """Import the installed TE in a new process, and so every edited module. Returns its error; "" if it succeeds."""
     command = [sys.executable, "-c", f"import {PACKAGE}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = done.stderr.strip().rpartition("\n")[2]
-    return said or f"it ended with status {done.returncode}" if done.returncode else ""
+    last_line = done.stderr.strip().rpartition("\n")[2]
+    return last_line or f"it ended with status {done.returncode}" if done.returncode else ""
 
 
 def _overlay(decision: Decision, folder: Path) -> int:
     _require_complete(decision)
     if not decision.to_apply:
-        raise BakeError("there is nothing to correct, so there is no overlay to make")
+        raise BakeError("No overlay was written, because there is nothing to fix.")
     if folder.exists() and any(folder.iterdir()):
-        raise BakeError(f"name another folder: {folder} is not empty")
-    root, files = Path(decision.source.location).parent, answers.corrected(decision)
-    bake.write(folder, root, files)
+        raise BakeError(f"{folder} is not empty. Name another folder.")
+    root, files = Path(decision.source.location).parent, bake.baked_files(decision)
+    bake.write_files(folder, root, files)
     print(*(f"{folder}/{path} {root}/{path}" for path in files), sep="\n")
-    return _say(f"mount each file over the second path of its line, read-only: {len(decision.to_apply)} fixes")
+    _note(f"Overlay with {len(decision.to_apply)} fixes written. Mount each file, read-only, at the second path.")
+    return 0
 
 
 def _require_complete(decision: Decision) -> None:
-    """Raise `BakeError` where a fix that TE needs cannot be applied."""
-    if decision.why_none:
-        raise BakeError(f"nothing was written: {decision.why_none}")
-    if decision.refused:
-        where = option(decision.source)
-        reasons = "; ".join(f"{', '.join(ids)}: {reason}" for reason, ids in decision.refused.items())
-        advice = f"to go on without a fix, name it in {DISABLE}; `{COMMAND} issue{where}` prints what a report needs"
-        raise BakeError(f"{advice}. Nothing was written, because these cannot be applied: {reasons}")
+    """Raise `BakeError` if a fix that TE needs cannot be applied."""
+    if decision.unusable_reason:
+        raise BakeError(f"Nothing was written: {decision.unusable_reason}")
+    if decision.cannot_apply:
+        reasons = by_reason({fix_id: fix.reason for fix_id, fix in decision.cannot_apply.items()})
+        lines = [f"  {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
+        advice = f"To go on without a fix, add it to {DISABLE}. To report the problem, run:\n  te-graph-fixes issue"
+        raise BakeError("\n".join(["Nothing was written, because these fixes cannot be applied:", *lines, advice]))
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Measure on a GPU each defect without and with the fixes.
+    """Run test programs on a GPU, each without and with the fixes.
 
-    exit status: 0 every replay is right, bit for bit; 1 one is not, or was not measured;
-      2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all others are right
+    exit status: 0 every replay is bit-identical with the fixes; 1 a replay is not, or could not be measured;
+      2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all others pass
     example: te-graph-fixes verify --quick
     """
     from ..verify.cases import select
@@ -238,16 +248,16 @@ def _verify(options: argparse.Namespace) -> int:
 
     _settings()
     cases = select(options.wanted, options.quick)
-    on_disk = of_source(Source.installed()) is not None
+    is_baked = read_manifest(Source.installed()) is not None
     if reason := no_gpu():
-        return _say(f"verify needs a GPU: {reason}", NOT_USABLE)
-    return verify(cases, options.json, options.limit, on_disk)
+        return _fail(f"`verify` needs a GPU: {reason}", NOT_USABLE)
+    return verify(cases, options.json, options.limit, is_baked)
 
 
 def _issue(options: argparse.Namespace) -> int:
-    """Print what a report about a TE that is not recognised needs, and nothing else.
+    """Print the content of a bug report about a TE that is not recognized.
 
-    It has versions, verdicts, and digests of the files that they are about; of the source only lines that do not fit.
+    It contains versions, verdicts, and file digests. Of TE's source it contains only lines that do not fit.
 
     exit status: 0; 2 no TE
     example: te-graph-fixes issue > report.txt
@@ -257,32 +267,33 @@ def _issue(options: argparse.Namespace) -> int:
     print(f"te-graph-fixes {__version__}, {te_name(source.version)}")
     packages = [f"{name} {_installed(name)}" for name in ("torch", "megatron-core", "wrapt")]
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
-    for fix_id, verdict in decision.decisions.items():
+    for fix_id, fix in decision.fixes.items():
         by_version = expected(CATALOGUE[fix_id], source.version)
-        state = Status.NOT_NEEDED if verdict.status == Status.NOT_APPLICABLE else verdict.status
-        print(f"{fix_id}: {verdict.status}" + (f" (expected: {by_version})" if by_version not in (None, state) else ""))
-        if verdict.status in REFUSED:
-            explanation = verdict.details or verdict.reason
-            names = {source.location: TE, os.path.dirname(source.location): "DIR", sys.executable: "python"}
+        status = Status.NOT_NEEDED if fix.status == Status.NOT_APPLICABLE else fix.status
+        print(f"{fix_id}: {fix.status}" + (f" (expected: {by_version})" if by_version not in (None, status) else ""))
+        if fix.status in CANNOT_APPLY:
+            explanation = fix.details or fix.reason
+            names = {source.location: TE, os.path.dirname(source.location): "DIR", str(sys.executable): "python"}
             for path, name in names.items():
                 explanation = explanation.replace(path, name)
             print("    " + explanation.replace("\n", "\n    "))
     print()
     for name in source.modules_read:
         text = source.module(name).text
-        print(f"{digest(text.encode())[:16]}  {answers.module_path(source, name)}")
-    return _say("send it to whoever gave you the package")
+        print(f"{digest(text.encode())[:16]}  {bake.module_path(source, name)}")
+    _note("Send this text to the maintainers of te-graph-fixes.")
+    return 0
 
 
 def _installed(name: str) -> str:
     try:
         return importlib.metadata.version(name)
-    except Exception:  # not there, or its metadata is broken
+    except Exception:  # not installed, or its metadata is broken
         return "-"
 
 
 def _list(options: argparse.Namespace) -> int:
-    """List all fixes: symptom, versions with the defect, upstream.
+    """List all fixes: symptom, affected versions, upstream.
 
     exit status: 0
     example: te-graph-fixes list
@@ -295,15 +306,15 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _decision(options: argparse.Namespace, settings: Settings | None = None) -> Decision:
-    """The decision on the TE that the options name, by these settings or the environment's."""
-    settings = settings or _settings()  # what is wrong there is said first
-    return Decision(_source(options), settings)
+    """Decide on the TE that the options name, by these settings or the environment's."""
+    settings = settings or _settings()  # errors in the settings come first
+    return decide(read(_source(options)), settings)
 
 
 def _settings() -> Settings:
-    """The environment's settings, after a sentence for each variable there that is none."""
+    """Read the environment's settings, after a message for each unknown variable."""
     for text in unknown_variables():
-        _say(text)
+        _note(text)
     return Settings.read()
 
 
@@ -311,9 +322,14 @@ def _source(options: argparse.Namespace) -> Source:
     return Source.installed() if options.source is None else Source.at(options.source)
 
 
+def _where(options: argparse.Namespace) -> str:
+    """Return the option --source for a command in a message, with a space before it; "" for the installed TE."""
+    return "" if options.source is None else f" --source {shlex.quote(options.source)}"
+
+
 _parser = argparse.ArgumentParser(
-    prog=COMMAND,
-    description="Correct the CUDA-graph defects of the installed TransformerEngine (TE).",
+    prog="te-graph-fixes",
+    description="Fix the CUDA-graph bugs of the installed TransformerEngine (TE).",
     epilog=_EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,
 )
@@ -324,8 +340,8 @@ COMMANDS: dict[str, argparse.ArgumentParser] = _commands.choices
 
 
 def _add(function: Callable[[argparse.Namespace], int], *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Make a command of a function, with the options of ``parents``."""
-    title, _, details = str(inspect.getdoc(function)).replace("te-graph-fixes", COMMAND).partition("\n\n")
+    """Register a function as a command, with the options of ``parents``."""
+    title, _, details = str(inspect.getdoc(function)).partition("\n\n")
     parser = _commands.add_parser(
         function.__name__.removeprefix("_"),
         help=title.removesuffix("."),
@@ -339,23 +355,23 @@ def _add(function: Callable[[argparse.Namespace], int], *parents: argparse.Argum
 
 
 _of_te = argparse.ArgumentParser(add_help=False)
-_of_te.add_argument("--source", metavar="DIR", help="a site-packages folder or checkout that holds TE")
+_of_te.add_argument("--source", metavar="DIR", help="a site-packages folder or checkout that contains TE")
 _as_json = argparse.ArgumentParser(add_help=False)
 _as_json.add_argument("--json", action="store_true", help="print JSON")
 
 _add(_status, _of_te, _as_json).add_argument(
-    "--all", action="store_true", help="also the defects that it does not have"
+    "--all", action="store_true", help="also list the affected jobs, and the bugs that TE does not have"
 )
 _add(_explain, _of_te).add_argument("fix", metavar="FIX")
-_add(_diff, _of_te).add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to show (default: all that apply)")
-_instead = _add(_bake, _of_te).add_mutually_exclusive_group()
-_instead.add_argument("--check", action="store_true", help="only say whether all that this TE needs is in")
-_instead.add_argument("--undo", action="store_true", help="give TE's files their very bytes back")
-_instead.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
+_add(_diff, _of_te).add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to print (default: all that apply)")
+_modes = _add(_bake, _of_te).add_mutually_exclusive_group()
+_modes.add_argument("--check", action="store_true", help="only report whether every needed fix is baked")
+_modes.add_argument("--undo", action="store_true", help="restore TE's files byte for byte")
+_modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
 _of_cases = _add(_verify, _as_json)
 _of_cases.add_argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)")
 _of_cases.add_argument("--quick", action="store_true", help="one or two cases for each fix")
-_of_cases.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time for a case (60)")
+_of_cases.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time limit of a case (60)")
 _commands.add_parser("run", help="Start a program with the fixes in it and its children")  # `__main__` starts it
 _add(_issue, _of_te)
 _add(_list, _as_json)

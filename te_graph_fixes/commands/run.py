@@ -1,8 +1,9 @@
-"""``te-graph-fixes run``: start a program with the fixes active in it and in all its children, through the environment.
+"""``te-graph-fixes run``: start a program with the fixes active in it and in all its children.
 
-PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start, and that
-`launcher/te_graph_fixes_run.py`; where another one stands before it, PYTHONWARNINGS does, by naming a category there.
-Then the program takes the place of this process, so that its signals, exit status and streams are its own.
+It works through the environment. PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start, and
+that imports `launcher/te_graph_fixes_run.py`. If another ``sitecustomize`` comes first, PYTHONWARNINGS imports it, by
+naming a category of that module. Then the program replaces this process, so signals, exit status and streams are its
+own.
 """
 
 from __future__ import annotations
@@ -16,30 +17,32 @@ import sys
 from collections.abc import Sequence
 
 from ..checking import Options, require_comparable
-from ..importing import TE
 from ..launcher.te_graph_fixes_run import FILTER
-from ..settings import CHECK, COMMAND, STRICT, Settings, unknown_variables
+from ..patching import TE
+from ..report import print_stderr
+from ..settings import CHECK, STRICT, Settings, unknown_variables
 
-USAGE = f"""\
-usage: {COMMAND} run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
-       {COMMAND} run --print-env
+USAGE = """\
+usage: te-graph-fixes run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
+       te-graph-fixes run --print-env
 
-Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children. A fix that is needed
-and cannot be applied ends the process that imports TransformerEngine with an error; with TE_GRAPH_FIXES_STRICT=0 it
-is a warning.
-With --check, compare graphs with eager in the first N steps (2), and print what differs. With layers=K it takes K
-layers at a time and less memory. With strict, a process that finds a mismatch ends with the status 86.
-With --print-env, print the shell commands that set the variables which do it, for `eval` in a Slurm script.
+Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children. If a needed fix cannot
+be applied, importing TransformerEngine raises an error (with TE_GRAPH_FIXES_STRICT=0, a warning).
 
-exit status: that of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong use, or a bad variable
-example: {COMMAND} run torchrun --nproc-per-node 8 pretrain_gpt.py
+--check      compare graphs with eager runs in the first N steps (2), and print the mismatches. layers=K checks K layers
+             at a time, with less memory. strict ends a process with status 86 at a mismatch.
+--print-env  print the shell commands that set these environment variables, for `eval` in a Slurm script
+
+exit status: the status of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong usage or a bad variable
+example: te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py
 """
-FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher")
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+LAUNCHER = os.path.join(ROOT, "te_graph_fixes", "launcher")
 BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Become the program that ``arguments`` name; return an exit status where there is none to become."""
+    """Replace this process by the program in ``arguments``; return an exit status if that fails."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     if command[:1] == ["--"]:
         del command[0]
     for text in unknown_variables():
-        _say(text)
+        _note(text)
     try:
         settings = Settings.read()
         if list(arguments) == ["--print-env"]:
@@ -56,48 +59,52 @@ def main(arguments: Sequence[str]) -> int:
             print(*(f"export {name}={shlex.quote(value)}" for name, value in variables().items()), sep="\n")
             return 0
         for option in options:
-            os.environ[CHECK] = _check_of(option)
+            os.environ[CHECK] = _check_value(option)
         if Options.parse(os.environ.get(CHECK, "")):
             require_comparable(settings)
         if not command or not command[0]:
-            raise ValueError(f"no command; write for example: {COMMAND} run python train.py")
+            raise ValueError("No command. For example:\n  te-graph-fixes run python train.py")
     except ValueError as error:
         if "--print-env" in arguments:
             print("false")  # so that `eval` fails too
-        return _say(error, BAD_USAGE)
-    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these at its start, and a program would inherit that
+        _note(error)
+        return BAD_USAGE
+    if importlib.util.find_spec(TE) is None:
+        _note(f"{sys.executable} has no TransformerEngine. Only programs of a Python that has it get the fixes.")
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and a program would inherit that
         signal.signal(name, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables()})
     except OSError as error:
-        status = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-        return _say(f"cannot start {command[0]}: {error.strerror}", status)
+        _note(f"Cannot start {command[0]}: {error.strerror}")
+        return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
 
 
-def _check_of(option: str) -> str:
-    """The value of `CHECK` for ``--check`` and its forms; ValueError for any other option."""
+def _check_value(option: str) -> str:
+    """Return the value of `CHECK` for ``--check`` and its forms; ValueError for any other option."""
     name, _, value = option.partition("=")
     if option == "--print-env":
-        raise ValueError("--print-env takes nothing beside it: its output is for `eval`")
+        raise ValueError("--print-env takes no other arguments: its output is for `eval`.")
     if name != "--check":
-        raise ValueError(f"unknown option {option}; see {COMMAND} run -h")
-    if importlib.util.find_spec(TE) is None:
-        _say(f"{sys.executable} has no TransformerEngine: a program that this interpreter runs is not checked")
+        raise ValueError(f"Unknown option {option}. See `te-graph-fixes run -h`.")
     return value or "on"
 
 
 def variables() -> dict[str, str]:
-    """PYTHONPATH with our folder at its front, PYTHONWARNINGS with our module at its end, and strict mode."""
+    """Return PYTHONPATH with our folder first, PYTHONWARNINGS with our module last, and strict mode.
+
+    A relative path to this package becomes absolute, because a child may change its folder.
+    """
     inherited = os.environ.get("PYTHONPATH")
     entries = inherited.split(os.pathsep) if inherited else []  # an empty entry is the current folder
+    entries = [ROOT if os.path.abspath(entry) == ROOT else entry for entry in entries if entry != LAUNCHER]
     filters = [item for item in os.environ.get("PYTHONWARNINGS", "").split(",") if item and item != FILTER]
     return {
-        "PYTHONPATH": os.pathsep.join([FOLDER, *(entry for entry in entries if entry != FOLDER)]),
+        "PYTHONPATH": os.pathsep.join([LAUNCHER, *entries]),
         "PYTHONWARNINGS": ",".join([*filters, FILTER]),
         STRICT: os.environ.get(STRICT) or "1",
     }
 
 
-def _say(message: object, status: int = 0) -> int:
-    print(f"te-graph-fixes run: {message}", file=sys.stderr)
-    return status
+def _note(message: object) -> None:
+    print_stderr(f"te-graph-fixes run: {message}")

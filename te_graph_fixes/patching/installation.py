@@ -1,10 +1,10 @@
-"""From edits to running code: compose the edits of all changes, compile them, put them in place, take them back.
+"""From edits to running code: compose the edits of all changes, compile them, install them, revert them.
 
-A function is corrected by giving TransformerEngine's own function object the corrected code. Its identity, globals,
-defaults, decorators, closure cells and every reference that somebody holds or has wrapped stay what they were, and a
-wrapper that another tool has put around it, before or after us, is left alone.
+A function is fixed by replacing the code of TransformerEngine's own function object. Its identity, globals, defaults,
+decorators, closure cells and all references to it stay the same. A wrapper of another tool around it stays in place.
 
-A change that cannot be put in place is named in an `InstallationError`, with its reason: go on without it.
+`failing_changes` judges each change by itself, before anything is composed. After that an `InstallationError` means
+that the changes do not fit together. Then nothing is changed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ import importlib.util
 import inspect
 import io
 import linecache
-import re
 import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
 from itertools import pairwise
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast
 
 from .source import Edit, ModuleSource, Source, first_line
 
-_PATH = "<te_graph_fixes: {}>"
-"""The name under which tracebacks and `inspect` show the corrected text of a module."""
-
 
 class Change(Protocol):
-    """Edits that belong together, and the modules that they import: full names, and texts."""
+    """Edits that belong together, and the support modules that they import: full names, and texts."""
 
     @property
     def edits(self) -> tuple[Edit, ...]: ...
@@ -47,29 +43,55 @@ Changes = Mapping[str, Change]
 
 
 class InstallationError(Exception):
-    """Changes that cannot be put together, or in place; ``reasons`` says why, by their names."""
+    """Changes that cannot be composed, compiled or installed. The text names them."""
 
-    def __init__(self, reasons: Mapping[str, str]) -> None:
-        self.reasons = dict(reasons)
-        super().__init__("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+
+class _SupportModules(NamedTuple):
+    """The support modules of a change, without its edits."""
+
+    new_modules: Mapping[str, str]
+    edits: tuple[Edit, ...] = ()
+
+
+def failing_changes(source: Source, changes: Changes) -> dict[str, str]:
+    """Judge each change by itself in this process. Returns the reason for each that cannot be installed.
+
+    Its support modules must be importable. The functions that it edits must be loaded as their files define them.
+    """
+    reasons: dict[str, str] = {}
+    for name, change in changes.items():
+        trial = Installation(source, {name: _SupportModules(change.new_modules)})
+        try:
+            trial.install()
+        except Exception as error:
+            reasons[name] = f"a support module cannot be imported here: {type(error).__name__}: {error}"
+        trial.revert()
+    for module_name, edits in _edits_by_module(changes).items():
+        module = source.module(module_name)
+        originals = _functions(_compiled(module_name, module.text))
+        for qualname, (_, inside) in _edited_functions(module, edits).items():
+            if not _runs(module_name, qualname, originals.get(qualname)):
+                reason = f"another package has replaced {qualname} of {module_name}, or its file has changed since"
+                reasons = dict.fromkeys((owner for _, owner in inside), reason) | reasons
+    return reasons
 
 
 def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
-    """The text (before, after) of every module that is changed or added ("" before); raises `InstallationError`.
+    """Compose the text (before, after) of every edited or added module ("" before); raises `InstallationError`.
 
-    Of edits that insert at one place, that of the first name comes first.
+    Insertions at the same place come in the order of the names of their changes.
     """
     texts = {name: ("", text) for change in changes.values() for name, text in change.new_modules.items()}
     for owner, change in changes.items():
         if taken := [name for name in change.new_modules if source.find(name)]:
-            raise InstallationError({owner: f"module {taken[0]} is to be added, but {source.location} has it"})
+            raise InstallationError(f"{owner} adds module {taken[0]}, but {source.location} has it already")
     for name, edits in _edits_by_module(changes).items():
         module = source.module(name)
         for (edit, owner), (following, other) in pairwise(edits):
             if following.start < edit.end:
                 where = f"{module.path}:{module.line_number(following.start)}"
-                what = "its own edits overlap" if owner == other else f"{owner} and {other} edit the same text"
-                raise InstallationError(dict.fromkeys((owner, other), f"{what} at {where}"))
+                what = f"edits of {owner} overlap" if owner == other else f"{owner} and {other} edit the same text"
+                raise InstallationError(f"{what} at {where}")
         after, end = "", 0
         for edit, _ in edits:
             after += module.text[end : edit.start] + edit.text
@@ -79,7 +101,7 @@ def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
 
 
 def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
-    """The edits of each module in their order, with the names of their changes."""
+    """Sort the edits of each module by position, with the names of their changes."""
     edits = [(edit, name) for name, change in sorted(changes.items()) for edit in change.edits]
     by_module = defaultdict[str, list[tuple[Edit, str]]](list)
     for edit, name in sorted(edits, key=lambda pair: pair[0][:3]):
@@ -88,9 +110,9 @@ def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
 
 
 class FunctionPatch(NamedTuple):
-    """One function of TransformerEngine, as its source has it and as it becomes by the changes of ``owners``.
+    """One function of TransformerEngine: its code in the source, and its code after the changes of ``owners``.
 
-    A method that is added has no code ``before``; ``maker`` defines a class of the same name with it.
+    An added method has no code ``before``. For it, ``maker`` defines a class of the same name with the method.
     """
 
     module: str
@@ -102,19 +124,20 @@ class FunctionPatch(NamedTuple):
 
     @property
     def live(self) -> Any:
-        """The loaded function: see `loaded_function`."""
+        """Return the loaded function: see `loaded_function`."""
         return loaded_function(self.module, self.qualname, (self.after, self.before))
 
-    def runs(self, code: CodeType | None) -> bool:
-        """Whether what runs is ``code``, or nothing where that is None."""
-        function = self.live
-        return function is None if code is None else type(function) is FunctionType and function.__code__ == code
+
+def _runs(module: str, qualname: str, code: CodeType | None) -> bool:
+    """Return whether a loaded function has this code; with None, whether there is no such function."""
+    function = loaded_function(module, qualname, (code,))
+    return function is None if code is None else type(function) is FunctionType and function.__code__ == code
 
 
 def loaded_function(module: str, qualname: str, codes: Collection[CodeType | None]) -> Any:
-    """What a function's name stands for now; None if for nothing.
+    """Return the object that a function's name refers to now; None if there is none.
 
-    Wrappers that have `__wrapped__` are followed down to a function with one of these codes, or to the innermost.
+    Unwraps wrappers with a `__wrapped__` down to a function with one of these codes, or to the innermost one.
     """
     *outer, name = qualname.split(".")
     with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a circle
@@ -126,7 +149,7 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
 
 
 def changed_since_import(source: Source, modules: Iterable[str]) -> set[str]:
-    """Those of the modules in which a function is loaded from their file that is not in the file now."""
+    """Return the modules in which a function was loaded from their file that is no longer in the file."""
     changed = set()
     for module in modules:
         in_file = _compiled(module, source.module(module).text)
@@ -142,8 +165,8 @@ def changed_since_import(source: Source, modules: Iterable[str]) -> set[str]:
 def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
     """Compile the functions that the ``changes`` edit or add.
 
-    Raises `InstallationError` unless every edit lies in the body of a function, or adds methods to a class, and the
-    names that the edited functions read are set.
+    Raises `InstallationError` unless every edit lies in the body of a function or adds methods to a class, and every
+    name that the edited functions read is set.
     """
     texts = patched(source, changes)
     return [
@@ -154,39 +177,46 @@ def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
 
 
 def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> Iterator[FunctionPatch]:
-    """The functions of a module that the edits, which lead to ``text``, change or add."""
-    functions = {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
-    by_function = defaultdict[str, list[tuple[Edit, str]]](list)
-    makers: dict[str, CodeType] = {}
-    for edit, owner in edits:
-        names = [name for name, node in functions.items() if _is_inside(module, node, edit)]
-        if not names:
-            maker, names = _class_with_added_methods(module, edit, owner)
-            makers |= dict.fromkeys(names, maker)
-        for name in names:
-            by_function[name].append((edit, owner))
+    """Compile the functions that the edits change or add; ``text`` is the module after them."""
     before, after = _compiled(module.name, module.text), _compiled(module.name, text)
     old, new = _functions(before), _functions(after)
     defined = {*vars(builtins), *before.co_names, *(getattr(node, "name", "") for node in module.tree.body)}
-    for name, inside in by_function.items():
-        code, owners = None if name in makers else old[name], frozenset(owner for _, owner in inside)
+    for name, (maker, inside) in _edited_functions(module, edits).items():
+        code, owners = None if maker else old[name], frozenset(owner for _, owner in inside)
+        edited = f"the edits of {', '.join(sorted(owners))} in {name} of {module.path}"
         if code and code.co_freevars != new[name].co_freevars:
-            reason = f"the edits change the free variables of {name} in {module.path}"
-            raise InstallationError(dict.fromkeys(owners, reason))
+            raise InstallationError(f"{edited} change its free variables")
         if unset := min(_unset_names(code, new[name], defined), default=""):
-            reason = f"the edits read {unset} in {name} of {module.path}, where nothing sets it"
-            readers = {owner for edit, owner in inside if re.search(rf"\b{unset}\b", edit.text)}
-            # No edit has the name where one takes away what set it: any of them may be that one.
-            raise InstallationError(dict.fromkeys(readers or owners, reason))
-        yield FunctionPatch(module.name, name, code, new[name], owners, makers.get(name))
+            raise InstallationError(f"{edited} read {unset}, but nothing sets it")
+        yield FunctionPatch(module.name, name, code, new[name], owners, maker)
+
+
+def _edited_functions(
+    module: ModuleSource, edits: list[tuple[Edit, str]]
+) -> dict[str, tuple[CodeType | None, list[tuple[Edit, str]]]]:
+    """Group the edits of a module by the function that they are in. An added method comes with its ``maker``."""
+    functions = {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
+    edited: dict[str, tuple[CodeType | None, list[tuple[Edit, str]]]] = {}
+    for edit, owner in edits:
+        maker, names = None, [name for name, node in functions.items() if _is_inside(module, node, edit)]
+        if not names:
+            maker, names = _class_with_added_methods(module, edit, owner)
+        for name in names:
+            edited.setdefault(name, (maker, []))[1].append((edit, owner))
+    return edited
+
+
+def _path(module: str) -> str:
+    """Return the name under which tracebacks and `inspect` show the fixed text of a module."""
+    return f"<te_graph_fixes>/{module.replace('.', '/')}.py"
 
 
 def _compiled(name: str, text: str) -> CodeType:
-    return compile(text, _PATH.format(name), "exec", dont_inherit=True)
+    return compile(text, _path(name), "exec", dont_inherit=True)
 
 
 def _functions(block: CodeType, owner: str = "") -> dict[str, CodeType]:
-    """The functions of a module and of its classes, by qualified name."""
+    """Collect the functions of a module and of its classes, by qualified name."""
     functions: dict[str, CodeType] = {}
     for code in _inner_codes(block):
         is_class = not code.co_flags & inspect.CO_OPTIMIZED
@@ -195,14 +225,14 @@ def _functions(block: CodeType, owner: str = "") -> dict[str, CodeType]:
 
 
 def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
-    """Whether an edit is in the body of a function; below its last line one is if it is indented so."""
+    """Return whether an edit is in the body of a function. Below its last line, the indent decides."""
     first, end = module.starts[first_line(node.body[0])], module.starts[cast(int, node.end_lineno) + 1]
     is_indented = edit.text.lstrip("\n")[: node.col_offset + 1].isspace()
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)
 
 
 def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> tuple[CodeType, list[str]]:
-    """What defines a class with the methods alone that an edit adds; and their names."""
+    """Compile a class with only the methods that an edit adds. Returns its code, and the names of the methods."""
     classes = [
         node.name
         for node in module.tree.body
@@ -212,23 +242,23 @@ def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> t
     text = textwrap.dedent(edit.text)
     added = ast.parse(text).body
     if not classes or edit.start < edit.end or {type(node) for node in added} != {ast.FunctionDef}:
-        reason = f"an edit of {module.path} is not in a function, and does more than add methods to a class"
-        raise InstallationError({owner: reason})
+        where = f"{module.path}:{module.line_number(edit.start)}"
+        raise InstallationError(f"an edit of {owner} at {where} is not in a function and does not only add methods")
     maker = _compiled(module.name, f"class {classes[0]}:\n{textwrap.indent(text, ' ')}")
     return maker, [f"{classes[0]}.{cast(ast.FunctionDef, node).name}" for node in added]
 
 
 def _unset_names(before: CodeType | None, after: CodeType, defined: set[str]) -> set[str]:
-    """The names that a function reads now, and did not before, and that are not ``defined`` in its module."""
+    """Return the names that a function reads now, did not read before, and that its module does not define."""
     old = defined.union(*(part.co_names for part in code_parts(before)))
-    # These names are those of attributes, too. Only the instructions tell them apart, and take longer to read.
+    # `co_names` includes names of attributes. Only the instructions tell them apart, but they take longer to read.
     changed = [part for part in code_parts(after) if not old.issuperset(part.co_names)]
     steps = (step for part in changed for step in dis.get_instructions(part))
     return {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} - old
 
 
 def code_parts(code: CodeType | None) -> list[CodeType]:
-    """A code object with those in it, and in these."""
+    """Return a code object with all code objects nested in it."""
     return [code, *(part for inner in _inner_codes(code) for part in code_parts(inner))] if code else []
 
 
@@ -237,23 +267,14 @@ def _inner_codes(code: CodeType) -> list[CodeType]:
 
 
 _provided: dict[str, tuple[ModuleType, ModuleType, str]] = {}
-"""What was put beside TE's modules in this process, by name: the package, the module, and the text that it has run.
+"""The support modules of this process, by name: the package, the module, and the text that it has executed.
 
-A module is used again, as it holds what belongs to captures: their graphs outlive an activation.
+Each is used again by a later installation, because graphs outlive an activation and the module has their state.
 """
 
 
-@contextlib.contextmanager
-def _blaming(changes: Iterable[str]) -> Iterator[None]:
-    """Name the changes of a step that fails."""
-    try:
-        yield
-    except Exception as error:
-        raise InstallationError(dict.fromkeys(changes, f"{type(error).__name__}: {error}")) from error
-
-
 class Installation:
-    """The means to put ``changes`` in place, and to take them back; raises `InstallationError` if they do not fit."""
+    """Composes and compiles ``changes``, installs them, and reverts them. Raises `InstallationError` if they clash."""
 
     is_in_place = False
 
@@ -261,45 +282,44 @@ class Installation:
         self._changes = changes
         self._texts = patched(source, changes)
         self._patches = compile_patches(source, changes)
-        self._attributes: list[tuple[Any, str, Any, Any]] = []  # what each was (None: it is new), and became
+        self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: it is new), new value
 
     def install(self) -> None:
-        """Put all in place, or nothing: then `InstallationError` names the changes by which that failed."""
-        replaced = [patch for patch in self._patches if not patch.runs(patch.before)]
-        if replaced:
-            reason = (
-                "is not what its file says: another package has replaced it, or the file has changed since the import"
-            )
-            raise InstallationError(
-                {name: f"{patch.qualname} of {patch.module} {reason}" for patch in replaced for name in patch.owners}
-            )
+        """Install all changes, or raise an error and install none."""
+        for patch in self._patches:
+            if not _runs(patch.module, patch.qualname, patch.before):
+                raise InstallationError(f"{patch.qualname} of {patch.module} is not as its file defines it")
         try:
             for name, (before, text) in self._texts.items():
-                path = _PATH.format(name)
-                linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
                 if not before:
-                    with _blaming([owner for owner, change in self._changes.items() if name in change.new_modules]):
-                        self._provide(name, text)
+                    self._provide(name, text)
+                self._show(name, text)
             for patch in self._patches:
-                with _blaming(patch.owners):
-                    self._install(patch)
+                self._install(patch)
         except BaseException:
             self.revert()
             raise
         self.is_in_place = True
 
     def _provide(self, name: str, text: str) -> None:
-        """Add a module: the one that was there before, with its state, if its package is still the same."""
+        """Add a support module: the same one as before, with its state, if its package is still the same."""
         parent, _, child = name.rpartition(".")
         package, module, executed = _provided.get(name, (None, None, ""))
         if module is None or package is not sys.modules[parent]:
-            spec = importlib.machinery.ModuleSpec(name, None, origin=_PATH.format(name))
+            spec = importlib.machinery.ModuleSpec(name, cast(Any, SimpleNamespace()), origin=_path(name))
             package, module, executed = sys.modules[parent], importlib.util.module_from_spec(spec), ""
         self._put(package, child, module)
         sys.modules[name] = module
         if text != executed:
             exec(_compiled(name, text), vars(module))
             _provided[name] = package, module, text
+
+    def _show(self, name: str, text: str) -> None:
+        """Let tracebacks and `inspect` show the text, also after `linecache.clearcache`: then they ask the loader."""
+        path, loader = _path(name), sys.modules[name].__loader__
+        linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
+        if isinstance(loader, (SimpleNamespace, importlib.machinery.SourceFileLoader)):  # one for each module
+            self._put(loader, "get_source", lambda _: text)
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
         self._attributes.append((owner, name, _attribute(owner, name), value))
@@ -317,14 +337,14 @@ class Installation:
         self._put(getattr(sys.modules[patch.module], owner), name, method)
 
     def is_live(self, name: str) -> bool:
-        """Whether what was put in place for a change is what runs."""
+        """Return whether the code and the support modules of a change are active."""
         added = [value for *_, value in self._attributes if isinstance(value, ModuleType)]
         return all(sys.modules.get(module) in added for module in self._changes[name].new_modules) and all(
-            patch.runs(patch.after) for patch in self._patches if name in patch.owners
+            _runs(patch.module, patch.qualname, patch.after) for patch in self._patches if name in patch.owners
         )
 
     def revert(self) -> None:
-        """Take back what is still ours, each function the very objects that it had."""
+        """Restore the original objects, unless another package has replaced ours since."""
         for owner, name, had, value in self._attributes:
             now = _attribute(owner, name)
             if now is value and had is None:
@@ -337,5 +357,5 @@ class Installation:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """What a function, class or module has under a name itself; None if nothing."""
+    """Return an attribute that the function, class, module or loader has itself; None if it has none."""
     return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)

@@ -150,11 +150,9 @@ class Source:
         if not path.endswith(".py"):
             raise UnrecognizedError(f"{name} in {self.location} has no source text ({path})")
         try:
-            data = cast(importlib.machinery.SourceFileLoader, spec.loader).get_data(path)
-            text = importlib.util.decode_source(data)
+            return ModuleSource.of(name, path, cast(importlib.machinery.SourceFileLoader, spec.loader).get_data(path))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
-        return ModuleSource(name, path, text, "\r\n" if b"\r\n" in data else "\n")
 
 
 def _version(folder: str) -> str | None:
@@ -181,6 +179,11 @@ class ModuleSource:
     text: str
     newline: str = "\n"
     _searched: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
+
+    @classmethod
+    def of(cls, name: str, path: str, data: bytes) -> ModuleSource:
+        """Decode the content of a module's file."""
+        return cls(name, path, importlib.util.decode_source(data), "\r\n" if b"\r\n" in data else "\n")
 
     @cached_property
     def tree(self) -> ast.Module:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pkgutil
 from typing import cast
 
-_NAME = "transformer_engine.pytorch._te_"
+from ..patching import PACKAGE
+
+_NAME = f"{PACKAGE}._te_"
 
 
 def new_module(name: str) -> dict[str, str]:

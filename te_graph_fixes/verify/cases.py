@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..fixes import CATALOGUE
-from ..settings import nearest
+from ..settings import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -422,9 +422,9 @@ def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
     names = list(wanted)
     unknown = [name for name in names if name not in CATALOGUE and name not in CASES]
     if unknown:
-        near = nearest(unknown, [*CATALOGUE, *CASES])
+        hint = did_you_mean(unknown, [*CATALOGUE, *CASES])
         words = ", ".join(map(repr, unknown))
-        raise ValueError(f"unknown fix or case {words}; {near}see te-graph-fixes list, or verify without names for all")
+        raise ValueError(f"unknown fix or case {words}. {hint}Run `te-graph-fixes list`, or `verify` without names.")
     chosen = [case for case in CASES.values() if not names or {case.name, *case.fixes} & {*names}]
     cases = [case for case in chosen if case.quick or not quick]
     if not cases:

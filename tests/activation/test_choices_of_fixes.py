@@ -1,14 +1,13 @@
-"""What the settings choose: a fix goes only with what it requires, and no choice is worse than TransformerEngine alone.
+"""The rule of the settings: a fix brings the fixes that it requires; disabling a fix disables those that require it.
 
-`tools.choices_of_fixes` measures that; what it found worse has a requirement here, and a case that was worse in
-`tests/fixes/test_choices_of_fixes_on_the_simulator.py`.
+`tools.choices_of_fixes` measures which fixes need another one.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from te_graph_fixes.decision import Decision, with_required
+from te_graph_fixes.decision import Decision, Reading, decide, with_required
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
 from te_graph_fixes.status import Status
@@ -18,12 +17,11 @@ TESTED = [version for version in VERSIONS if not version.startswith(("2.7", "2.8
 
 
 def decision(version: str, **variables: str) -> Decision:
-    source, found = examined(version)
-    return Decision(source, Settings.read(environ=variables), found)
+    return decide(Reading(*examined(version)), Settings.read(environ=variables))
 
 
 @pytest.mark.parametrize(
-    ("left_out", "with_it"),
+    ("disabled", "with_it"),
     [
         ("stale-fp8-weights", ["warmup-reset", "skip-flag-reset"]),
         ("grouped-linear-skip-flag", ["warmup-reset", "stale-fp8-weights", "skip-flag-reset"]),
@@ -34,25 +32,43 @@ def decision(version: str, **variables: str) -> Decision:
         ("param-grad-lifetime", ["warmup-reset", "delayed-wgrad-delivery"]),
     ],
 )
-def test_what_requires_a_fix_is_left_out_with_it(left_out: str, with_it: list[str]) -> None:
-    found = decision("2.12.0", **{DISABLE: left_out})
-    assert needed("2.12.0").keys() - found.to_apply.keys() == {left_out, *with_it}
+def test_disabling_a_fix_disables_the_fixes_that_require_it(disabled: str, with_it: list[str]) -> None:
+    found = decision("2.12.0", **{DISABLE: disabled})
+    assert needed("2.12.0").keys() - found.to_apply.keys() == {disabled, *with_it}
+    assert found.dropped.keys() == {*with_it}
     for fix_id in with_it:
-        assert found.decisions[fix_id].status == Status.DISABLED
-        reasons = [f"it requires {each}, which is disabled" for each in (left_out, *with_it)]
-        assert found.decisions[fix_id].reason.startswith(tuple(reasons))
+        assert found.fixes[fix_id].status == Status.DISABLED
+        assert found.fixes[fix_id].reason in [f"requires {each}, which is disabled" for each in (disabled, *with_it)]
 
 
 @pytest.mark.parametrize("version", TESTED)
-def test_upstream_applies_what_is_merged_and_what_that_requires(version: str) -> None:
+def test_a_fix_brings_the_fixes_that_it_requires(version: str) -> None:
+    for fix_id in needed(version):
+        found = decision(version, **{SWITCH: fix_id})
+        assert found.to_apply.keys() == with_required([fix_id]) & needed(version).keys()
+        assert found.added == dict.fromkeys(sorted(found.to_apply.keys() - {fix_id}), fix_id)
+
+
+def test_no_choice_of_fixes_is_an_error() -> None:
+    """Neither is a fix that is named while one that it requires is disabled: the user's choice, in strict mode too."""
+    for fix_id in CATALOGUE:
+        for required in CATALOGUE[fix_id].requires:
+            found = decision("2.12.0", **{SWITCH: fix_id, DISABLE: required})
+            assert found.cannot_apply == {}
+            if {fix_id, required} <= needed("2.12.0").keys():
+                assert fix_id not in found.to_apply
+                assert fix_id in found.dropped
+
+
+def test_disabling_a_fix_that_is_not_needed_changes_nothing() -> None:
+    assert "grouped-linear-skip-flag" not in needed("2.20.2")
+    found = decision("2.20.2", **{DISABLE: "grouped-linear-skip-flag"})
+    assert found.to_apply.keys() == needed("2.20.2").keys()
+
+
+@pytest.mark.parametrize("version", TESTED)
+def test_upstream_applies_merged_fixes_and_the_fixes_that_they_require(version: str) -> None:
     merged = {fix_id for fix_id in needed(version) if CATALOGUE[fix_id].merged}
-    required = set[str]().union(*map(with_required, merged)) & needed(version).keys()
+    required = with_required(merged) & needed(version).keys()
     assert decision(version, **{SWITCH: "upstream"}).to_apply.keys() == merged | required
     assert required - merged == ({"stale-fp8-weights"} if "warmup-reset" in merged else set())
-
-
-def test_upstream_without_what_a_merged_correction_requires() -> None:
-    found = decision("2.12.0", **{SWITCH: "upstream", DISABLE: "stale-fp8-weights"})
-    assert not {"warmup-reset", "stale-fp8-weights"} & found.to_apply.keys()
-    assert found.decisions["warmup-reset"].reason.startswith("it requires stale-fp8-weights, which is disabled")
-    assert "param-grad-lifetime" in found.to_apply

@@ -138,27 +138,25 @@ def test_without_wrapt(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(location(name))
     found = without_site(tmp_path, "import te_graph_fixes")
     assert found.returncode == 1
-    message = "ImportError: te_graph_fixes needs wrapt, which is not installed: "
+    message = "ImportError: te_graph_fixes needs wrapt, which is not installed. Run: "
     assert found.stderr.splitlines()[-1] == f"{message}{sys.executable} -m pip install 'wrapt>=1.16,<3'"
 
 
-def test_a_wrapt_that_is_too_old(tmp_path: Path, bare: Path, pristine: Path) -> None:
+def test_a_wrapt_that_is_too_old(tmp_path: Path, bare: Path) -> None:
     old = tmp_path / "old" / "wrapt"
     old.mkdir(parents=True)
     (old / "__init__.py").write_text("__version_info__ = ('1', '15', '0')\n__version__ = '1.15.0'\n")
     code = """
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"
     sys.path.insert(0, OLD)
-    import te_graph_fixes
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
+    for _ in range(2):
         try:
-            __import__(name)
-        except RuntimeError as error:
+            import te_graph_fixes
+        except ImportError as error:
             print(error)
     """
-    found = without_site(bare, f"OLD = {str(old.parent)!r}\n" + textwrap.dedent(code), pristine)
-    message = "te_graph_fixes needs wrapt 1.16 or later, found 1.15.0: pip install 'wrapt>=1.16,<3'\n"
-    assert found.stdout == 2 * message, found.stderr
+    found = without_site(bare, f"OLD = {str(old.parent)!r}\n" + textwrap.dedent(code))
+    message = f"te_graph_fixes needs wrapt 1.16 or later, found 1.15.0. Run: {sys.executable} -m pip install"
+    assert found.stdout == 2 * f"{message} 'wrapt>=1.16,<3'\n", found.stderr
 
 
 def test_a_process_that_forks(pristine: Path) -> None:

@@ -6,32 +6,32 @@ from typing import Any
 
 import pytest
 
+from te_graph_fixes.decision import with_required
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.settings import COMMAND, DISABLE, STRICT, SWITCH, VERBOSE, Settings, unknown_variables
+from te_graph_fixes.settings import DISABLE, STRICT, SWITCH, VERBOSE, Settings, unknown_variables
 
 
 @pytest.mark.parametrize("value", ["", " ", "on", "ON", "1", "true", "yes", "off", "OFF", "0", "false", " no "])
 def test_all_or_nothing(value: str) -> None:
     settings = Settings.read(environ={SWITCH: value})
     assert settings.off == (value.strip().lower() in ("off", "0", "false", "no"))
-    assert {settings.wants(fix) for fix in CATALOGUE} == {not settings.off}
+    assert settings.only == (frozenset() if settings.off else None)
     assert Settings.read(environ={}) == Settings()
 
 
 def test_ids_choose_and_leave_out() -> None:
     environ = {SWITCH: " warmup-reset,, grouped-linear-skip-flag ", DISABLE: "warmup-reset,"}
     settings = Settings.read(environ=environ)
-    assert {fix for fix in CATALOGUE if settings.wants(fix)} == {"grouped-linear-skip-flag"}
+    assert settings.only == {"warmup-reset", "grouped-linear-skip-flag"}
+    assert settings.disable == {"warmup-reset"}
 
 
 def test_upstream_means_what_upstream_has_merged() -> None:
     settings = Settings.read(environ={SWITCH: "Upstream", DISABLE: "warmup-reset"})
-    wanted = {fix.id for fix in CATALOGUE.values() if settings.wants(fix.id)}
-    assert wanted == {fix.id for fix in CATALOGUE.values() if fix.merged} - {"warmup-reset"}
-    assert {"grouped-linear-skip-flag", "param-grad-lifetime"} <= wanted
+    assert settings.only == {fix.id for fix in CATALOGUE.values() if fix.merged}
+    assert {"grouped-linear-skip-flag", "param-grad-lifetime"} <= settings.only
     assert {CATALOGUE[fix].merged for fix in ("warmup-reset", "backward-dw-order")} == {"2.14", None}
-    assert settings.with_required
-    assert not Settings.read(["warmup-reset"], environ={SWITCH: "upstream"}).with_required
+    assert "stale-fp8-weights" in with_required(settings.only) - settings.only
 
 
 def test_arguments_take_the_place_of_the_environment() -> None:
@@ -51,21 +51,21 @@ def test_a_flag(value: str, said: bool | None) -> None:
     [
         (
             {SWITCH: "wormup-reset"},
-            f"{SWITCH}: unknown fix wormup-reset; did you mean warmup-reset? valid: on, ",
+            f"{SWITCH}: unknown fix wormup-reset. Did you mean warmup-reset? Valid: on, ",
         ),
         (
             {SWITCH: "warmup-reset,b,a"},
-            f"{SWITCH}: unknown fix a, b; valid: on, off, upstream, ",
+            f"{SWITCH}: unknown fix a, b. Valid: on, off, upstream, ",
         ),
-        ({SWITCH: "off,warmup-reset"}, f"{SWITCH}: unknown fix off; valid: on, off, upstream, "),
-        ({DISABLE: "on"}, f"{DISABLE}: unknown fix on; valid: see {COMMAND} list"),
-        ({SWITCH: ","}, f"{SWITCH}=',' names no fix: unset it, or see {COMMAND} list"),
-        ({VERBOSE: "2"}, f"{VERBOSE}='2' is not understood; valid: 1, true, yes, on, 0, false, no, off"),
+        ({SWITCH: "off,warmup-reset"}, f"{SWITCH}: unknown fix off. Valid: on, off, upstream, "),
+        ({DISABLE: "on"}, f"{DISABLE}: unknown fix on. Valid: the ids that `te-graph-fixes list` prints"),
+        ({SWITCH: ","}, f"{SWITCH}=',' names no fix. Unset it, or see `te-graph-fixes list`."),
+        ({VERBOSE: "2"}, f"{VERBOSE}='2' is invalid. Valid values: 1, true, yes, on, 0, false, no, off"),
         (
             {SWITCH: "of"},
-            f"{SWITCH}: unknown fix of; did you mean off? valid: on, off, upstream, see {COMMAND} list",
+            f"{SWITCH}: unknown fix of. Did you mean off? Valid: on, off, upstream, the ids that ",
         ),
-        ({STRICT: "2"}, f"{STRICT}='2' is not understood; valid: 1, true, yes, on, 0, false, no, off"),
+        ({STRICT: "2"}, f"{STRICT}='2' is invalid. Valid values: 1, true, yes, on, 0, false, no, off"),
     ],
 )
 def test_what_is_not_understood_is_an_error_that_lists_what_is(environ: dict[str, str], message: str) -> None:
@@ -90,7 +90,7 @@ def test_what_is_not_understood_is_an_error_that_lists_what_is(environ: dict[str
     ],
 )
 def test_a_mistyped_variable_is_an_error(name: str, intended: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} is not a setting; did you mean {intended}\?$"):
+    with pytest.raises(ValueError, match=rf"^{name} is not a setting. Did you mean {intended}\?$"):
         Settings.read(environ={name: "off"})
 
 
@@ -98,17 +98,17 @@ def test_a_mistyped_variable_is_an_error(name: str, intended: str) -> None:
 def test_another_variable_is_none_of_ours(name: str) -> None:
     environ = {f"TE_GRAPH_FIXES_{name}": "1", "TE_VERSION": "2.14", "NVTE_FUSED_ATTN": "1"}
     assert Settings.read(environ=environ) == Settings()
-    said = f"TE_GRAPH_FIXES_{name} is not a setting of te-graph-fixes: it changes nothing"
+    said = f"Ignoring TE_GRAPH_FIXES_{name}: te-graph-fixes has no such variable."
     assert unknown_variables(environ) == [said]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"only": [5, "warmup-reset"]}, "only: unknown fix 5; valid: "),
+        ({"only": [5, "warmup-reset"]}, "only: unknown fix 5. Valid: "),
         ({"only": b"warmup-reset"}, "only: unknown fix "),
-        ({"strict": "maybe"}, "strict='maybe' is not understood; valid: "),
-        ({"strict": 2}, "strict=2 is not understood; valid: "),
+        ({"strict": "maybe"}, "strict='maybe' is invalid. Valid values: "),
+        ({"strict": 2}, "strict=2 is invalid. Valid values: "),
     ],
 )
 def test_arguments_that_are_not_understood(arguments: dict[str, Any], message: str) -> None:

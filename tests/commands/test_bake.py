@@ -21,20 +21,20 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes import __version__, decision, stamp
-from te_graph_fixes.commands import answers, bake
+from te_graph_fixes import __version__, decision, manifest
+from te_graph_fixes import fix as records
+from te_graph_fixes.commands import bake
 from te_graph_fixes.commands.cli import main
-from te_graph_fixes.decision import Decision, verdicts
+from te_graph_fixes.decision import Decision, decide, read
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.settings import COMMAND, DISABLE, SWITCH, Settings
+from te_graph_fixes.settings import DISABLE, SWITCH, Settings
 from te_graph_fixes.status import Status
 from tests.support.child import ROOT, Cli
 from tests.support.published import COVERED, RENAMED, altered, copy_of, needed, source
 
 GRAPH = "transformer_engine/pytorch/graph.py"
-STAMP = f"transformer_engine/{stamp.NAME}"
-LACKS = "the fixes that this te-graph-fixes has for it are not all in its files"
+MANIFEST = f"transformer_engine/{manifest.NAME}"
 
 
 def copy(folder: Path, version: str = "2.12.0") -> Path:
@@ -80,35 +80,35 @@ def test_a_bake_and_its_undo(version: str, tmp_path: Path, cli: Cli) -> None:
     tree = copy(tmp_path, version)
     before = content(tree)
     targets = {name for verdict in needed(version).values() for name in verdict.targets}
-    expected = {answers.module_path(Source.at(tree), name) for name in targets}
+    expected = {bake.module_path(Source.at(tree), name) for name in targets}
     status, out, _ = cli("bake", "--check", "--source", tree)
-    assert (status, out.splitlines()[1:]) == (
-        1,
-        ["the fixes that this te-graph-fixes has for it are not all in its files"],
-    )
+    advice = ["Not all needed fixes are baked. Run:", f"  te-graph-fixes bake --source {tree}"]
+    assert (status, out.splitlines()[1:]) == (1, advice)
     assert content(tree) == before
     status, out, _ = cli("bake", "--source", tree)
     assert status == 0
-    assert out.startswith(f"{len(needed(version))} fixes are now in TransformerEngine {version} in {tree}")
-    assert f": {len(expected)} modules. Undo: {COMMAND} bake --undo --source {tree}\n" in out
+    assert out.startswith(
+        f"Baked {len(needed(version))} fixes into TransformerEngine {version} ({len(expected)} modules "
+    )
+    assert out.endswith(f" Undo:\n  te-graph-fixes bake --undo --source {tree}\n")
     was = {name: digest for name, (*_, digest) in before.items()}
     assert {name for name, digest in modules(tree).items() if was.get(name) != digest} == expected
     assert not list((tree / GRAPH).parent.glob("__pycache__/graph.*.pyc"))
 
-    reasons = {fix: verdict.reason for fix, verdict in verdicts(Source.at(tree)).items()}
-    assert {fix for fix, reason in reasons.items() if "corrected on disk by" in reason} == set(needed(version))
+    reasons = {fix: verdict.reason for fix, verdict in read(Source.at(tree)).verdicts.items()}
+    assert {fix for fix, reason in reasons.items() if "baked by" in reason} == set(needed(version))
     baked = content(tree)
     for command in ("status", "bake --check", "bake"):
         status, out, _ = cli(*command.split(), "--source", tree)
-        assert (status, out.splitlines()[0].endswith("Next: nothing to do")) == (0, True)
+        assert (status, f" are baked by te-graph-fixes {__version__}." in out.splitlines()[0]) == (0, True)
     assert cli("diff", "--source", tree)[:2] == (0, "")
     out = cli("explain", min(needed(version)), "--source", tree)[1]
-    undo = f"{COMMAND} bake --undo --source {tree}"
-    assert f"\nleave out  {undo}, then bake with {DISABLE}={min(needed(version))}\n" in out
-    assert "\nchange " not in out
+    undo = f"te-graph-fixes bake --undo --source {tree}"
+    assert f"\ndisable    run `{undo}`, then bake with {DISABLE}={min(needed(version))}\n" in out
+    assert "\ndiff " not in out
     assert content(tree) == baked
-    done = f"{len(expected)} modules of {tree}/transformer_engine are as they were before the bake of te-graph-fixes"
-    assert cli("bake", "--undo", "--source", tree)[:2] == (0, f"{done} {__version__}\n")
+    done = f"Undid the bake of te-graph-fixes {__version__}: {len(expected)} modules restored or deleted in "
+    assert cli("bake", "--undo", "--source", tree)[:2] == (0, f"{done}{tree}/transformer_engine\n")
     assert content(tree) == before
     assert cli("bake", "--undo", "--source", tree)[0] == 1
 
@@ -118,10 +118,10 @@ def test_a_bake_is_what_diff_and_patch_make(baked: Path, tmp_path: Path, cli: Cl
     out = cli("diff", "--source", patched)[1]
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=out, text=True, cwd=patched, check=True, capture_output=True)
     assert modules(patched) == modules(baked)
-    assert (patched / STAMP).read_text() == (baked / STAMP).read_text()
+    assert (patched / MANIFEST).read_text() == (baked / MANIFEST).read_text()
     assert cli("bake", "--check", "--source", patched)[0] == 0
     status, _, err = cli("bake", "--undo", "--source", patched)
-    assert (status, "A patch is taken back with `patch -p1 -R`" in err) == (1, True)
+    assert (status, "To revert a patch, use `patch -p1 -R`" in err) == (1, True)
 
 
 def test_permissions_and_links_stay(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def in_child(work: Callable[[], object], kill_at: int = 0) -> int:
 def small(folder: Path) -> Decision:
     """One fix, which changes one module and adds one, for a TE without the modules that it leaves as they are."""
     tree = copy(folder)
-    decision = Decision(Source.at(tree), Settings(frozenset({"rng-states-at-replay"})))
+    decision = decide(read(Source.at(tree)), Settings(frozenset({"rng-states-at-replay"})))
     for path in tree.rglob("*.py"):
         if path != tree / GRAPH and path.name != "__init__.py":
             path.unlink()
@@ -184,7 +184,7 @@ def whole(folder: Path) -> Decision:
     """All fixes, for a TE whose bytecode Python takes without a look at the text."""
     tree = copy_of(source("2.12.0"), folder)
     compileall.compile_dir(tree, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-    return Decision(Source.at(tree), Settings())
+    return decide(read(Source.at(tree)), Settings())
 
 
 def code(tree: Path, names: Iterable[str]) -> dict[str, Any]:
@@ -199,19 +199,19 @@ def test_killed_at_any_write(make: Callable[[Path], Decision], tmp_path: Path, m
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     tree, decided = tmp_path, make(tmp_path)
     location, closed = tree / "transformer_engine", compile(bake._GUARD_TEXT, "", "exec", dont_inherit=True)
-    files = answers.corrected(decided)
+    files = bake.baked_files(decided)
     names = [path for path in files if path.endswith(".py")]
     gate = next(path for path, (before, _) in files.items() if before)
     before, original = content(tree), code(tree, names)
 
     def bake_it() -> None:
         bake.roll_back(location)
-        if not (location / bake.KEPT).exists():
-            bake.in_place(location, files)
+        if not (location / bake.BAKE_FOLDER).exists():
+            bake.write_in_place(location, files)
 
     def undo_it() -> None:
         bake.roll_back(location)
-        if (location / bake.KEPT).exists():
+        if (location / bake.BAKE_FOLDER).exists():
             bake.undo(decided.source)
 
     def require_whole(when: str) -> None:
@@ -315,32 +315,36 @@ def test_a_site_packages_that_cannot_be_written(tmp_path: Path, capfd: pytest.Ca
 
     assert in_child(as_somebody_else) == 1
     err = capfd.readouterr().err
-    assert "or write elsewhere with `bake --overlay DIR`: cannot write " in err
-    assert ": Permission denied" in err
+    assert err.startswith("te-graph-fixes: Cannot write ")
+    assert ": Permission denied. " in err
+    assert "or write elsewhere with `te-graph-fixes bake --overlay DIR`." in err
     assert content(tree) == before
     for path in (tree, *tree.rglob("*")):
         path.chmod(0o755)
 
 
-def test_what_is_not_recognised_fails_the_build(tmp_path: Path, cli: Cli) -> None:
+def test_a_source_that_is_not_recognized_fails_the_build(tmp_path: Path, cli: Cli) -> None:
     tree = altered(tmp_path, "2.12.0", *RENAMED)
     before = content(tree)
     for arguments in ([], ["--overlay", tmp_path / "overlay"]):
         status, out, err = cli("bake", "--source", tree, *arguments)
         assert (status, out) == (1, "")
-        assert "Nothing was written, because these cannot be applied: backward-amax-red" in err
-        said = f"to go on without a fix, name it in {DISABLE}; `{COMMAND} issue --source {tree}` prints"
-        assert err.startswith(f"te-graph-fixes: {said}")
+        said = "te-graph-fixes: Nothing was written, because these fixes cannot be applied:\n  backward-amax-red"
+        assert err.startswith(said)
+        assert err.endswith(f"add it to {DISABLE}. To report the problem, run:\n  te-graph-fixes issue\n")
     assert content(tree) == before
 
 
 def release(patch: pytest.MonkeyPatch, version: str, *unknown: str) -> None:
-    """Let the package be another one: its version, other texts, and fixes that it does not know."""
-    for module in (stamp, answers):
-        patch.setattr(module, "__version__", version)
-        patch.setattr(module, "fixes_digest", lambda: f"text of {version} without {unknown}")
+    """Replace the package by another release: its version, other support modules, and without fixes that it lacks."""
+    new_module = records.new_module
+    patch.setattr(bake, "__version__", version)
+    patch.setattr(
+        records, "new_module", lambda name: {key: f"{text}# {version}\n" for key, text in new_module(name).items()}
+    )
     known = {fix_id: fix for fix_id, fix in CATALOGUE.items() if fix_id not in unknown}
-    patch.setattr(decision, "CATALOGUE", known)
+    for module in (decision, bake):
+        patch.setattr(module, "CATALOGUE", known)
 
 
 @pytest.mark.parametrize(
@@ -357,12 +361,14 @@ def test_a_bake_of_an_older_package_is_renewed(
         assert cli("bake", "--source", tree)[0] == 0
         assert cli("bake", "--check", "--source", tree)[0] == 0
     status, out, _ = cli("status", "--source", tree)
-    count, more = len(needed("2.12.0")) - len(unknown), "1 not recognised, " * len(unknown)
-    said = f"{more}{count} corrected on disk by te-graph-fixes {version}. Next: {COMMAND} bake --source {tree}"
-    assert out.splitlines()[0] == f"TransformerEngine 2.12.0: of {len(CATALOGUE)} known defects, {said}"
+    count, total = len(needed("2.12.0")) - len(unknown), len(needed("2.12.0"))
+    outcome = f"; all {count} are baked" if not unknown else f": 1 may be there, but cannot be fixed, {count} baked"
+    said = f"{total} of the {len(CATALOGUE)} known bugs{outcome} by te-graph-fixes {version}."
+    assert out.splitlines()[0] == f"TransformerEngine 2.12.0 had {said}"
+    assert out.endswith(f"\n  te-graph-fixes bake --source {tree}\n")
     assert status == cli("bake", "--check", "--source", tree)[0] == 1
     status, out, _ = cli("bake", "--source", tree)
-    assert (status, f" are as they were before the bake of te-graph-fixes {version}\n" in out) == (0, True)
+    assert (status, f"Undid the bake of te-graph-fixes {version}: " in out) == (0, True)
     assert cli("status", "--source", tree)[0] == cli("bake", "--check", "--source", tree)[0] == 0
     assert cli("bake", "--undo", "--source", tree)[0] == 0
     assert content(tree) == before
@@ -371,9 +377,8 @@ def test_a_bake_of_an_older_package_is_renewed(
 @pytest.mark.parametrize(
     ("variable", "value", "exit_status", "said"),
     [
-        (DISABLE, "", 1, "these cannot be applied: warmup-reset: "),
-        (SWITCH, "off", 1, f"left out by {SWITCH}"),
-        (SWITCH, "skip-flag-reset", 2, "skip-flag-reset requires "),
+        (DISABLE, "", 1, "these fixes cannot be applied:\n  warmup-reset: "),
+        (SWITCH, "off", 1, f"disabled by {SWITCH}"),
     ],
 )
 def test_an_older_bake_stays_where_no_new_one_can_be_made(
@@ -396,10 +401,10 @@ def test_an_older_bake_stays_where_no_new_one_can_be_made(
     monkeypatch.setenv(variable, value)
     status, _, err = cli("bake", "--source", tree)
     assert status == exit_status
-    assert "te-graph-fixes: the bake of te-graph-fixes 0.0.9 is in place again\n" in err
+    assert "te-graph-fixes: Restored the bake of te-graph-fixes 0.0.9.\n" in err
     assert said in err
     assert modules(tree) == baked
-    assert stamp.of_source(Source.at(tree)).by == "te-graph-fixes 0.0.9"  # type: ignore[union-attr]
+    assert manifest.read_manifest(Source.at(tree)).by == "te-graph-fixes 0.0.9"  # type: ignore[union-attr]
     assert cli("bake", "--undo", "--source", tree)[0] == 0
     assert modules(tree) == modules(copy_of(source("2.12.0"), tmp_path / "new"))
 
@@ -413,11 +418,10 @@ def test_a_fix_that_an_older_bake_does_not_know_can_be_left_out(
         assert cli("bake", "--source", tree)[0] == 0
     monkeypatch.setenv(DISABLE, "wgrad-hook-order")
     out = cli("status", "--source", tree)[1]
-    assert f", 1 left out by {DISABLE}. Next: {COMMAND} bake" in out
-    assert f"\nthe fixes in its files are older than those of te-graph-fixes {__version__}\n" in out
+    assert f": 1 disabled by {DISABLE}, " in out
+    assert "\nOlder fixes are baked into this TransformerEngine. Update them:\n  te-graph-fixes bake" in out
     assert json.loads(cli("status", "--json", "--source", tree)[1])["outdated"]
-    shutil.rmtree(tree / "transformer_engine" / stamp.KEPT)  # as an overlay has none
-    assert "leave out the overlay's mounts" in cli("status", "--source", tree)[1].splitlines()[0]
+    shutil.rmtree(tree / "transformer_engine" / manifest.BAKE_FOLDER)  # as an overlay has none
     assert cli("bake", "--source", tree)[0] == 1
 
 
@@ -434,38 +438,36 @@ def test_a_bake_of_a_newer_package_is_left_alone(
     for command in ("status", "bake --check", "bake"):
         status, out, err = cli(*command.split(), "--source", tree)
         assert status == bool(unknown)
-        assert unknown or " corrected on disk by te-graph-fixes 0.2.0. Next: nothing to do\n" in out
-    undo = f"{COMMAND} bake --undo --source {tree}`: it was not corrected when te-graph-fixes 0.2.0"
-    assert (undo in err) == bool(unknown)
+        assert unknown or f"all {len(needed('2.12.0'))} are baked by te-graph-fixes 0.2.0." in out
+    reason = "te-graph-fixes 0.2.0 baked this TransformerEngine without this fix. Run `te-graph-fixes bake --undo`"
+    assert (reason in err) == bool(unknown)
     assert content(tree) == baked
 
 
-def test_fixes_that_were_left_out_on_purpose_are_known(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fixes_that_a_bake_disabled_are_known(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = copy(tmp_path)
     monkeypatch.setenv(DISABLE, "replay-arguments")
     out = cli("bake", "--source", tree)[1]
-    assert f" (1 left out by {DISABLE}). Undo: {COMMAND} bake --undo --source {tree}\n" in out
+    assert f", 1 disabled by {DISABLE}). Undo:\n  te-graph-fixes bake --undo --source {tree}\n" in out
     baked = content(tree)
     for setting in ("replay-arguments", ""):
         monkeypatch.setenv(DISABLE, setting)
         for command in ("status", "bake", "bake --check"):
             status, out, _ = cli(*command.split(), "--source", tree)
-            assert (status, ", 1 left out on disk. Next: nothing to do" in out) == (0, True)
-    assert "\nmisuse, left out on disk\n  replay-arguments " in cli("status", "--source", tree)[1]
-    verdict = verdicts(Source.at(tree))["replay-arguments"]
-    reason = f"left out when te-graph-fixes {__version__} corrected the rest on disk"
-    assert (verdict.status, verdict.reason.split(":")[0]) == ("disabled", reason)
+            assert (status, ", 1 disabled in the bake." in out) == (0, True)
+    assert "\nmisuse: disabled in the bake\n  replay-arguments " in cli("status", "--source", tree)[1]
+    verdict = read(Source.at(tree)).verdicts["replay-arguments"]
+    reason = f"disabled when te-graph-fixes {__version__} baked this TransformerEngine"
+    assert (verdict.status, verdict.reason) == ("disabled", reason)
     monkeypatch.setenv(SWITCH, "replay-arguments,none-outputs")
     status, _, err = cli("bake", "--source", tree)
     assert status == 1
-    undo = f"{COMMAND} bake --undo --source {tree}"
-    assert re.search(f"{undo}`: they hold [0-9]+ fixes, .* leave out and lack replay-arguments, which the set", err)
+    undo = "until `te-graph-fixes bake --undo`"
+    assert re.search(f"{undo}: [0-9]+ fixes stay applied and replay-arguments stay disabled", err)
     assert content(tree) == baked
 
 
-def test_what_requires_a_fix_that_is_left_out_is_no_disagreement(
+def test_a_fix_that_requires_a_disabled_one_is_no_conflict(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = copy(tmp_path)
@@ -478,10 +480,10 @@ def test_what_requires_a_fix_that_is_left_out_is_no_disagreement(
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        (SWITCH, "off", r"they hold \d+ fixes, which the settings leave out$"),
-        (SWITCH, "upstream", r"they hold \d+ fixes, which the settings leave out$"),
-        (DISABLE, "replay-arguments", "they hold replay-arguments, which the settings leave out$"),
-        (DISABLE, "param-grad-lifetime", "they hold delayed-.*, param-.*, warmup-reset, which the settings leave out$"),
+        (SWITCH, "off", r": \d+ fixes stay applied\.$"),
+        (SWITCH, "upstream", r": \d+ fixes stay applied\.$"),
+        (DISABLE, "replay-arguments", ": replay-arguments stay applied\\.$"),
+        (DISABLE, "param-grad-lifetime", ": delayed-.*, param-.*, warmup-reset stay applied\\.$"),
         (SWITCH, "on", None),
         (DISABLE, "tuple-samples", None),
     ],
@@ -497,7 +499,7 @@ def test_settings_change_nothing_on_disk_and_that_is_said(
     assert len(warned) == (said is not None)
     assert said is None or re.search(said, warned[0])
     status, _, err = cli("bake", "--source", baked)
-    assert (status, f"{COMMAND} bake --undo --source {baked}" in err) == ((0, False) if said is None else (1, True))
+    assert (status, "until `te-graph-fixes bake --undo`" in err) == ((0, False) if said is None else (1, True))
 
 
 def test_a_bake_of_what_upstream_has_merged_agrees_with_its_setting(
@@ -508,8 +510,8 @@ def test_a_bake_of_what_upstream_has_merged_agrees_with_its_setting(
     monkeypatch.setenv(SWITCH, "off")
     status, _, err = cli("bake", "--source", tree)
     assert (status, content(tree) == before) == (1, True)
-    said = rf"of \d+ known defects, \d+ left out by {SWITCH}. Next: unset {SWITCH}"
-    assert re.match(f"te-graph-fixes: TransformerEngine 2.12.0: {said}", err)
+    said = rf"\d+ of the \d+ known bugs; all \d+ are disabled by {SWITCH}. Nothing to bake: unset {SWITCH}."
+    assert re.match(f"te-graph-fixes: TransformerEngine 2.12.0 has {said}", err)
     monkeypatch.setenv(SWITCH, "upstream")
     assert cli("bake", "--source", tree)[0] == cli("bake", "--source", tree)[0] == 0
     assert "warning" not in cli("status", "--source", tree)[1]
@@ -526,7 +528,7 @@ CHANGES = {
     "a line is edited": (GRAPH, "import contextlib", "import contextlib as c"),
     "a line is appended": (GRAPH, "", "X = 1\n"),
     "an added module is gone": (ADDED, "", ""),
-    "the stamp is edited": (STAMP, "}", ""),
+    "the manifest is edited": (MANIFEST, "}", ""),
 }
 
 
@@ -537,12 +539,12 @@ def test_a_later_edit_is_said(kind: str, tree: Path, cli: Cli) -> None:
         change(tree / name, old, new)
     else:
         (tree / name).unlink()
-    found = verdicts(Source.at(tree))
+    found = read(Source.at(tree)).verdicts
     assert {verdict.status for verdict in found.values()} == {Status.UNRECOGNIZED}
     before = content(tree)
     status, out, _ = cli("status", "--source", tree)
     assert (status, len(out.splitlines())) == (1, 2)
-    advice = "applied: take the edit of " if name == STAMP else "applied: take the edit back; or, if TransformerEngine"
+    advice = "Revert the change of this file" if name == MANIFEST else "Revert the change; if TransformerEngine"
     assert advice in out
     assert name in out
     for command in ("bake", "bake --check", "bake --undo"):
@@ -561,7 +563,7 @@ def test_an_edit_and_another_version_are_not_a_new_installation(tmp_path: Path, 
     change(metadata, "Version: 2.12.0", "Version: 2.12.0+local")
     (tree / GRAPH).write_text(text + "# edited\n")
     status, _, err = cli("bake", "--undo", "--source", tree)
-    assert (status, "take the edit back" in err) == (1, True)
+    assert (status, "Revert the change; if" in err) == (1, True)
     (tree / GRAPH).write_text(text)
     change(metadata, "+local", "")
     assert cli("bake", "--undo", "--source", tree)[0] == 0
@@ -586,11 +588,10 @@ def test_a_te_that_was_installed_over_a_bake(
     new = modules(copy_of(source(version), tmp_path / "new"))
     status, out, _ = cli("status", "--source", tree)
     assert status == cli("bake", "--check", "--source", tree)[0] == 1
-    undo = f"{COMMAND} bake --undo --source {tree}"
-    assert f"applied: delete with `{undo}` what te-graph-fixes {__version__} has left" in out
+    assert f"TransformerEngine was reinstalled after te-graph-fixes {__version__} baked it, and old files remain" in out
     if undo_first:
         out = cli("bake", "--undo", "--source", tree)[1]
-        assert out == f"what a bake had left in {tree}/transformer_engine is deleted\n"
+        assert out == f"Deleted what an earlier bake had left in {tree}/transformer_engine\n"
         assert modules(tree) == new
     assert cli("bake", "--source", tree)[0] == cli("bake", "--check", "--source", tree)[0] == 0
     assert cli("bake", "--undo", "--source", tree)[0] == 0
@@ -606,10 +607,10 @@ def reinstall(tree: Path, version: str) -> None:
 
 
 def test_an_interrupted_bake_is_said(tmp_path: Path, cli: Cli) -> None:
-    tree, files = tmp_path, answers.corrected(small(tmp_path))
+    tree, files = tmp_path, bake.baked_files(small(tmp_path))
     before = content(tree)
     for number in itertools.count(1):
-        in_child(lambda: bake.in_place(tree / "transformer_engine", files), number)
+        in_child(lambda: bake.write_in_place(tree / "transformer_engine", files), number)
         if (tree / GRAPH).read_text() == bake._GUARD_TEXT:
             break
         bake.roll_back(tree / "transformer_engine")
@@ -618,9 +619,9 @@ def test_an_interrupted_bake_is_said(tmp_path: Path, cli: Cli) -> None:
         in subprocess.run([sys.executable, tree / GRAPH], capture_output=True, text=True, check=False).stderr
     )
     status, out, _ = cli("status", "--source", tree)
-    undo = f"start `{COMMAND} bake --undo --source {tree}`: it was interrupted"
-    assert (status, f"applied: wait for `bake` or its `--undo`; if none runs, {undo}" in out) == (1, True)
-    said = "te-graph-fixes: took back what an interrupted command had left\n"
+    problem = "a bake or its undo is running, or was interrupted. If none is running, run `te-graph-fixes bake --undo`"
+    assert (status, problem in out) == (1, True)
+    said = "te-graph-fixes: Rolled back an interrupted bake.\n"
     assert cli("bake", "--undo", "--source", tree)[::2] == (0, said)
     assert content(tree) == before
 
@@ -637,7 +638,10 @@ def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
         assert Path(file).relative_to(folder) == Path(path).relative_to(tree)
         shutil.copy(file, path)
     assert cli("bake", "--check", "--source", tree)[0] == 0
-    assert {verdict.status for verdict in verdicts(Source.at(tree)).values()} <= {Status.NOT_NEEDED, "not-applicable"}
+    assert {verdict.status for verdict in read(Source.at(tree)).verdicts.values()} <= {
+        Status.NOT_NEEDED,
+        "not-applicable",
+    }
     assert "is not empty" in cli("bake", "--source", source("2.12.0"), "--overlay", folder)[2]
 
 
@@ -654,12 +658,12 @@ def test_a_bake_with_which_te_cannot_be_imported_is_undone(
     (tree / "transformer_engine" / "pytorch" / "__init__.py").write_text("import transformer_engine.nowhere\n")
     status, out, err = cli("bake")
     assert status == 0
-    assert "with the fixes or without, so that was not tried: ModuleNotFoundError: No module named" in err
+    assert "cannot be imported here, even without the fixes: ModuleNotFoundError: No module named" in err
     assert cli("bake", "--undo")[0] == 0
-    refuses = f"import pathlib\nassert not pathlib.Path({str(tree / STAMP)!r}).exists(), 'corrected'\n"
+    refuses = f"import pathlib\nassert not pathlib.Path({str(tree / MANIFEST)!r}).exists(), 'corrected'\n"
     (tree / "transformer_engine" / "pytorch" / "__init__.py").write_text(refuses)
     before = content(tree)
     status, out, err = cli("bake")
     assert (status, out) == (1, "")
-    assert "TransformerEngine could not be imported with the fixes: AssertionError: corrected" in err
+    assert "TransformerEngine could not be imported with it: AssertionError: corrected" in err
     assert content(tree) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, setting: 
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {
         case: ("measured", 0.0, []) for case in CASES
     }
-    assert ("corrected on disk by te-graph-fixes" in done.stderr) == (setting == "on")
+    assert ("baked by te-graph-fixes" in done.stderr) == (setting == "on")
 
 
 TOUR = """
@@ -47,9 +46,10 @@ warnings.showwarning = note
 import te_graph_fixes
 
 def on_disk():
-    return {fix for fix, status in te_graph_fixes.report().fixes.items() if status.reason.startswith("corrected on")}
+    return {fix for fix, status in te_graph_fixes.report().fixes.items() if status.reason.startswith("baked by")}
 
 assert on_disk(), te_graph_fixes.report()
+import transformer_engine.pytorch
 import transformer_engine.pytorch.graph as graph
 assert graph.make_graphed_callables.__code__.co_filename == graph.__file__
 made = on_disk()
@@ -65,18 +65,17 @@ except te_graph_fixes.FixNotAppliedError as error:
     print("strict:", error)
 assert on_disk() == made
 """
-COMMAND = rf"(?:te-graph-fixes|PYTHONPATH=\S+ {re.escape(sys.executable)} -m te_graph_fixes)"
-UNDO = f"take the fixes out of TransformerEngine's files with `{COMMAND} bake --undo`"
+UNDO = "The settings have no effect on baked fixes until `te-graph-fixes bake --undo`"
 
 
 @pytest.mark.parametrize(
     ("variables", "warned"),
     [
         ({}, ""),
-        ({"TE_GRAPH_FIXES": "off"}, rf"{UNDO}: they hold \d+ fixes, which the settings leave out"),
+        ({"TE_GRAPH_FIXES": "off"}, rf"{UNDO}: \d+ fixes stay applied\."),
         (
             {"TE_GRAPH_FIXES_DISABLE": "replay-arguments"},
-            f"{UNDO}: they hold replay-arguments, which the settings leave out",
+            rf"{UNDO}: replay-arguments stay applied\.",
         ),
     ],
 )
@@ -85,13 +84,16 @@ def test_the_switches_and_the_report_tell_what_is_on_disk(baked: Path, variables
     assert done.returncode == 0, done.stderr
     first, after, strict = done.stdout.splitlines()
     assert re.fullmatch(warned, first)
-    assert re.fullmatch(rf"after: {UNDO}: deactivate\(\) leaves all \d+ in", after)
-    assert re.match(f"strict: {UNDO}: they hold ", strict)
-    assert "left out" not in done.stderr
+    assert re.fullmatch(
+        r"after: The fixes that te-graph-fixes \S+ baked into TransformerEngine stay active until `te-graph-fixes .*",
+        after,
+    )
+    assert re.match(f"strict: {UNDO}: ", strict)
+    assert "disabled" not in done.stderr
 
 
 def test_strict_mode_and_the_check_refuse_other_settings(baked: Path) -> None:
-    program = "import te_graph_fixes"
+    program = "import te_graph_fixes, transformer_engine.pytorch"
     done = on_simulator("-c", program, path=baked, imported=(), TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_STRICT="1")
     assert (done.returncode, len(re.findall(f"FixNotAppliedError: {UNDO}", done.stderr))) == (1, 1)
     done = on_simulator("-c", program, path=baked, imported=(), TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_CHECK="2")
@@ -107,15 +109,15 @@ def refused():
     except ValueError as error:
         return str(error)
 
-made = {fix for fix, status in te_graph_fixes.report().fixes.items() if "corrected on disk" in status.reason}
-assert "which the settings leave out" in refused()  # as the environment says
+made = {fix for fix, status in te_graph_fixes.report().fixes.items() if "baked by" in status.reason}
+assert "fixes stay applied" in refused()  # as the environment says
 te_graph_fixes.activate(only=made)
 assert not refused()
 te_graph_fixes.activate(only=made - {"replay-arguments"})
-assert "they hold replay-arguments, which the settings leave out" in refused()
+assert ": replay-arguments stay applied" in refused()
 te_graph_fixes.activate(only=made)
 te_graph_fixes.deactivate()
-assert f"they hold {len(made)} fixes, which the settings leave out" in refused()
+assert f"{len(made)} fixes stay applied" in refused()
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.decision import Decision
+from te_graph_fixes.decision import Reading, decide, read
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
 from tests.support.child import measured
@@ -51,8 +51,8 @@ def with_change(version: str, vendor: str, folder: Path) -> Path:
 @pytest.mark.parametrize("version", ["2.12.0", "2.14.0", "2.15.0", "2.20.2"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_vendors_change_costs_no_fix(vendor: str, version: str, tmp_path: Path) -> None:
-    changed = Decision(Source.at(with_change(version, vendor, tmp_path)), Settings())
-    plain = Decision(examined(version)[0], Settings(), examined(version)[1])
+    changed = decide(read(Source.at(with_change(version, vendor, tmp_path))), Settings())
+    plain = decide(Reading(*examined(version)), Settings())
     assert changed.refused == {}
     assert changed.to_apply.keys() == plain.to_apply.keys()
 
@@ -71,7 +71,7 @@ CASES = {
 @pytest.mark.parametrize("version", ["2.12.0", "2.14.0", "2.15.0"])
 def test_fixes_work_where_warmup_and_captures_share_a_stream(version: str, tmp_path: Path) -> None:
     path = with_change(version, "ROCm", tmp_path)
-    needed = Decision(Source.at(path), Settings()).to_apply
+    needed = decide(read(Source.at(path)), Settings()).to_apply
     cases = [case for case, fix in CASES.items() if fix in needed]
     without, fixed = (measured(*cases, path=path, TE_GRAPH_FIXES=setting) for setting in ("off", "on"))
     assert {case: found.get("error") for case, found in fixed.items()} == dict.fromkeys(cases, 0.0)

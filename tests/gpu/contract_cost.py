@@ -32,7 +32,7 @@ import torch
 import transformer_engine.pytorch as te
 
 import te_graph_fixes
-from te_graph_fixes.decision import Decision
+from te_graph_fixes.decision import decide, read
 from te_graph_fixes.patching.installation import code_parts, patched
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
@@ -187,7 +187,7 @@ class WithoutContract(ast.NodeTransformer):
 @functools.cache
 def codes(with_fix: bool) -> dict[str, CodeType]:
     """Return the code of the functions that a replay runs, by name."""
-    decision = Decision(Source.installed(), Settings())
+    decision = decide(read(Source.installed()), Settings())
     _, text = patched(decision.source, decision.to_apply)[GRAPH]
     tree = ast.parse(text)
     compiled = compile(tree if with_fix else WithoutContract().visit(tree), "graph.py", "exec", dont_inherit=True)

@@ -15,7 +15,7 @@ import pytest
 from packaging.version import Version
 
 from te_graph_fixes.commands.cli import main
-from te_graph_fixes.decision import Decision, expected, verdicts
+from te_graph_fixes.decision import Reading, decide, expected, read, verdicts
 from te_graph_fixes.fix import OLDEST, Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import compile_patches, patched
@@ -85,7 +85,7 @@ def test_the_newest_te_is_recognized(origin: str) -> None:
 @pytest.mark.parametrize("version", LAYOUTS)
 def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree, verdict_of = examined(version)
-    chosen = Decision(tree, Settings(), verdict_of).to_apply
+    chosen = decide(Reading(tree, verdict_of), Settings()).to_apply
     assert main(["diff", "--source", tree.location]) == 0
     shutil.copytree(Path(tree.location).parent, tmp_path, dirs_exist_ok=True)
     patch = ["patch", "-p1", "--fuzz=0"] if shutil.which("patch") else ["git", "apply", "-p1", "-"]
@@ -94,11 +94,11 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
     copy = Source.at(tmp_path)
     for name, (_, after) in patched(tree, chosen).items():
         assert copy.module(name).text == after
-    again = verdicts(copy)
+    again = read(copy).verdicts
     assert words(again) == {
         fix: Status.NOT_NEEDED if fix in chosen else verdict.status for fix, verdict in verdict_of.items()
     }
-    assert {fix for fix, verdict in again.items() if verdict.reason.startswith("corrected on disk by")} == set(chosen)
+    assert {fix for fix, verdict in again.items() if verdict.reason.startswith("baked by")} == set(chosen)
 
 
 @pytest.mark.parametrize("version", LAYOUTS)

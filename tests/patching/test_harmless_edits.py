@@ -16,7 +16,7 @@ from typing import TypeAlias
 import pytest
 
 import te_graph_fixes
-from te_graph_fixes.decision import Decision
+from te_graph_fixes.decision import Decision, Reading, decide, read
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import ModuleSource, Source, first_line
 from te_graph_fixes.settings import Settings
@@ -208,10 +208,10 @@ HARMLESS = re.compile(r"^.*harmless line.*\n|  # harmless$|, harmless=None|, str
 def test_a_harmless_edit_costs_no_correction(kind: str, version: str) -> None:
     tree, known = examined(version)
     names = {name for verdict in known.values() for name in verdict.targets}
-    decision = Decision(edited(tree, KINDS[kind], names), Settings())
+    decision = decide(read(edited(tree, KINDS[kind], names)), Settings())
     lost = {
         fix: f"{verdict.status}: {verdict.reason}"
-        for fix, verdict in decision.decisions.items()
+        for fix, verdict in decision.fixes.items()
         if verdict.status != known[fix].status
     }
     for fix in LOST.get(kind, ()):
@@ -219,7 +219,7 @@ def test_a_harmless_edit_costs_no_correction(kind: str, version: str) -> None:
     assert not lost, "\n".join(f"{fix}: {reason}" for fix, reason in lost.items())
     if kind in LOST:
         return
-    statements = made(Decision(tree, Settings(), known))
+    statements = made(decide(Reading(tree, known), Settings()))
     differences = [
         line
         for name, found in made(decision).items()

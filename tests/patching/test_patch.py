@@ -291,7 +291,7 @@ def test_a_patch_that_does_not_fit_says_which_hunk(patch: str, error: str) -> No
 
 
 def test_a_patch_cannot_edit_the_same_text_twice() -> None:
-    with pytest.raises(InstallationError, match=r"0: its own edits overlap at code\.py:2"):
+    with pytest.raises(InstallationError, match=r"edits of 0 overlap at code\.py:2"):
         applied(TEXT, hunk("-x = a\n+x = b") + "@@\n-a\n+c")
 
 
@@ -308,15 +308,14 @@ def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
             other = change_of(edits(source, hunk("-run(x)\n+run(x, b)")))
             with pytest.raises(InstallationError) as raised:
                 compile_patches(source, {"fix": verdict, "other": other})
-            reason = "the edits read missing in run of code.py, where nothing sets it"
-            assert raised.value.reasons == {"fix": reason}
+            reason = "the edits of fix, other in run of code.py read missing, but nothing sets it"
+            assert str(raised.value) == reason
 
 
 def test_a_name_that_a_deletion_leaves_unset_is_refused() -> None:
     source = source_of(function("x = a\ny = run(x)\n"))
-    with pytest.raises(InstallationError, match=r"the edits read x in run of code\.py") as raised:
+    with pytest.raises(InstallationError, match=r"the edits of fix in run of code\.py read x, but nothing sets it"):
         compile_patches(source, {"fix": change_of(edits(source, hunk("-x = a")))})
-    assert set(raised.value.reasons) == {"fix"}
 
 
 @pytest.mark.parametrize(

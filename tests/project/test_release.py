@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.decision import verdicts
+from te_graph_fixes.decision import read
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.status import Status
 from te_graph_fixes.version import NEXT
@@ -167,7 +167,7 @@ def test_the_patches_of_a_release(tmp_path: Path) -> None:
         tree = copy_of(source(version), tmp_path / version)
         apply = ["patch", "-p1", "--fuzz=0", "-i", str(tmp_path / "patches" / f"transformer_engine-{version}.patch")]
         subprocess.run(apply, cwd=tree, capture_output=True, check=True)
-        words = [verdict.status for verdict in verdicts(Source.at(tree)).values()]
+        words = [verdict.status for verdict in read(Source.at(tree)).verdicts.values()]
         assert set(words) <= {Status.NOT_NEEDED, Status.NOT_APPLICABLE}, version
 
 

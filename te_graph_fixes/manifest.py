@@ -1,0 +1,109 @@
+"""The manifest of a TransformerEngine (TE) with baked fixes: a file in TE's folder with the fixes, and file digests.
+
+``te-graph-fixes bake``, the patches of ``te-graph-fixes diff`` and overlays write it. While every listed module is as
+written, the manifest is trusted, and TE's source is not searched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from .patching.source import Source, TENotFoundError
+from .status import Status
+
+NAME = "te-graph-fixes.json"
+BAKE_FOLDER, OPEN = ".te-graph-fixes", ".te-graph-fixes/open"
+"""The folder of a bake inside TE's, and the manifest's place while modules are being exchanged."""
+UNDO = "te-graph-fixes bake --undo"
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The fixes that te-graph-fixes ``version`` wrote into the files of a TE.
+
+    ``fixes`` has a status for each fix: ``applied``, ``disabled`` by the user, or its verdict ``not-needed`` or
+    ``not-applicable``. ``files`` has the digests of each module before the bake (None: it was added) and after it, by
+    the module's path from the folder that contains TE.
+    """
+
+    version: str
+    te_version: str | None
+    fixes: dict[str, str]
+    files: dict[str, tuple[str | None, str]]
+
+    @classmethod
+    def read(cls, file: Path) -> Manifest:
+        """Read a manifest. Keys that a newer version has added are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in json.loads(file.read_bytes()).items() if key in known})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @property
+    def applied(self) -> list[str]:
+        return [fix_id for fix_id, status in self.fixes.items() if status == Status.APPLIED]
+
+    @property
+    def disabled(self) -> list[str]:
+        return [fix_id for fix_id, status in self.fixes.items() if status == Status.DISABLED]
+
+    @property
+    def by(self) -> str:
+        return f"te-graph-fixes {self.version}"
+
+
+class ManifestError(Exception):
+    """The files of a baked TE are no longer as the manifest describes them."""
+
+
+class ReinstalledError(ManifestError):
+    """TE was reinstalled after the bake. Only the modules that the bake added remain."""
+
+
+def read_manifest(source: Source) -> Manifest | None:
+    """Read the manifest of a TE; None if nothing is baked into it.
+
+    Raises `ManifestError` unless every listed module is as it was written.
+    """
+    location = Path(source.location)
+    if (location / OPEN).exists():
+        raise ManifestError(f"a bake or its undo is running, or was interrupted. If none is running, run `{UNDO}`")
+    if not (location / NAME).exists():
+        return None
+    try:
+        manifest = Manifest.read(location / NAME)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ManifestError(f"{location / NAME} cannot be read ({error}). Revert the change of this file") from error
+    root = location.parent
+    current = {path: digest((root / path).read_bytes()) for path in manifest.files if (root / path).exists()}
+    changed = [path for path, (_, after) in manifest.files.items() if current.get(path) != after]
+    if not changed:
+        return manifest
+    edited = {path: before for path, (before, _) in manifest.files.items() if before}
+    is_original = all(current.get(path) in (before, None) for path, before in edited.items())
+    is_another = manifest.te_version != source.version and edited.keys() <= set(changed)
+    if is_original or is_another:
+        raise ReinstalledError(
+            f"TransformerEngine was reinstalled after {manifest.by} baked it, and old files remain. "
+            f"Delete them with `{UNDO}`"
+        )
+    raise ManifestError(
+        f"modules changed after {manifest.by} baked them: {', '.join(changed)}. Revert the change; if "
+        f"TransformerEngine was reinstalled, delete {NAME}, {BAKE_FOLDER} and pytorch/_te_*.py in {location} instead"
+    )
+
+
+def installed_manifest() -> Manifest | None:
+    """Read the manifest of the installed TE; None if there is no TE, no manifest, or its files have changed since."""
+    with contextlib.suppress(TENotFoundError, ManifestError):
+        return read_manifest(Source.installed())
+    return None
