@@ -517,6 +517,23 @@ def test_a_bake_of_what_upstream_has_merged_agrees_with_its_setting(
     assert "warning" not in cli("status", "--source", tree)[1]
 
 
+def test_a_manifest_with_an_unknown_key_can_be_read(tree: Path, cli: Cli) -> None:
+    """A newer version may have added it."""
+    data = json.loads((tree / MANIFEST).read_text())
+    (tree / MANIFEST).write_text(json.dumps({**data, "another": 1}))
+    assert cli("status", "--source", tree)[0] == cli("bake", "--check", "--source", tree)[0] == 0
+    assert cli("bake", "--undo", "--source", tree)[0] == 0
+
+
+def test_a_bake_of_the_package_in_a_zip_is_the_same(baked: Path, tmp_path: Path) -> None:
+    archive = shutil.make_archive(str(tmp_path / "package"), "zip", ROOT, "te_graph_fixes")
+    paths = [archive, *filter(None, sys.path)]
+    program = f"import sys; sys.path[:0] = {paths!r}\nfrom te_graph_fixes.commands.cli import main\nsys.exit(main())"
+    command = [sys.executable, "-I", "-c", program, "bake", "--check", "--source", baked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def change(path: Path, old: str, new: str) -> None:
     assert old in path.read_text()
     before, _, after = path.read_text().rpartition(old) if old else (path.read_text(), "", "")

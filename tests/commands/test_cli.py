@@ -77,9 +77,9 @@ def test_status_as_text(version: str, cli: Cli) -> None:
     groups = [line for line in out.splitlines()[2:] if line and not line.startswith(" ")]
     members = {CATALOGUE[fix].group for fix in affected}
     assert groups == [f"{group}: can be fixed" for group in GROUPS if group in members]
-    out = cli("status", "--all", "--source", source(version))[1]
-    more = listed(out)
-    assert re.findall("^ +affects: (.*)$", out, re.MULTILINE) == [CATALOGUE[fix].affects for fix in affected]
+    whole = cli("status", "--all", "--source", source(version))[1]
+    more = listed(whole)
+    assert re.findall("^ +affects: (.*)$", whole, re.MULTILINE) == [CATALOGUE[fix].affects for fix in listed(out)]
     assert set(more) == set(CATALOGUE)
     assert all(more[fix].startswith(("not-needed: ", "not-applicable: ")) for fix in set(CATALOGUE) - set(affected))
 
@@ -103,7 +103,7 @@ def test_a_fix_is_explained(fix: str, version: str, cli: Cli) -> None:
 def test_an_explanation_is_for_users() -> None:
     """No marks of reStructuredText, no paths of a checkout, and the patch itself in place of a whole diff."""
     for fix in CATALOGUE.values():
-        text = "\n".join(answers.explain(fix, None))
+        text = "\n".join(answers.explain(fix, None, ""))
         account, _, patch = text.partition("\nThe patch, with TE's own lines:\n\n")
         assert patch.startswith("@@ "), fix.id
         assert re.search(r"^[+-]", patch, re.MULTILINE), fix.id
