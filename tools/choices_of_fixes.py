@@ -1,14 +1,14 @@
-"""Is any choice of fixes worse than TransformerEngine (TE) alone, on the simulator?
+"""Test on the simulator whether a fix without another one is worse than TransformerEngine (TE) alone: see ``requires``.
 
     python -m tools.choices_of_fixes [CHOICE ...]
 
-A choice is ``without FIX`` (all but this one, and those that require it), ``only FIX`` (this one with those that it
-requires) or ``upstream``; by default all of them, for the fixes that the installed TE needs. Each case of `verify` is
-measured with TE alone and with the choice. A line of JSON says what a choice makes of the cases that are wrong with it,
-and which of these it makes worse than TE alone does; the exit status is 1 if there is one. ``--cases`` names the cases,
-or fixes whose cases are meant, ``--workers`` how many choices are measured at a time.
+A choice is ``without FIX`` (all but this fix, and those that require it), ``only FIX`` (this fix, and those that it
+requires) or ``upstream``. The default is all of them, for the fixes that the installed TE needs. Each case of `verify`
+runs with TE alone and with the choice. A line of JSON lists the cases with a wrong result, and those with a worse
+result than with TE alone. The exit status is 1 if there is a worse one. ``--cases`` selects cases, or the cases of
+fixes. ``--workers`` is the number of choices that run at a time.
 
-TE is imported once. Each choice is made in a fork of that process, and each case is measured in a fork of this one.
+TE is imported once. Each choice runs in a fork of that process, and each case in a fork of the choice's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import te_graph_fixes
-from te_graph_fixes.decision import verdicts, with_required
+from te_graph_fixes.decision import verdicts
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, VERBOSE
 from te_graph_fixes.status import Status
@@ -38,29 +38,27 @@ from tests.simulator import install
 LIMIT = 300
 """Seconds that a case may take."""
 GARBAGE = 15.0
-"""A larger error comes from memory that nothing has written, and is another one in each run."""
+"""A larger error comes from uninitialized memory, and differs in each run."""
 OF_OTHERS = ("checkpoints-of-a-chunk",)
-"""Cases in which, without `param-grad-lifetime`, gradients are whatever other graphs have written there since."""
+"""Cases in which, without `param-grad-lifetime`, other graphs have overwritten the gradients."""
 ALIKE = 1.01
-"""A choice is worse where its error is more than so many times that of TE alone."""
+"""A choice is worse if its error is more than this factor times the error of TE alone."""
 
 
 def choices() -> list[str]:
-    """All choices for the installed TE."""
+    """List all choices for the installed TE."""
     needed = [fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.status == Status.APPLICABLE]
     return ["upstream", *(f"{word} {fix_id}" for word in ("without", "only") for fix_id in needed)]
 
 
 def variables(choice: str) -> dict[str, str]:
-    """The environment variables that make a choice, or ``off``: TE alone."""
+    """Return the environment variables of a choice, or of ``off``: TE alone."""
     word, _, fix_id = choice.partition(" ")
-    if word == "without":
-        return {SWITCH: "on", DISABLE: fix_id}
-    return {SWITCH: ",".join(sorted(with_required(fix_id))) if fix_id else word}
+    return {SWITCH: "on", DISABLE: fix_id} if word == "without" else {SWITCH: fix_id or word}
 
 
 def measured(choice: str, cases: Sequence[Case]) -> dict[str, Outcome]:
-    """Make a choice in this process, and measure each case in a fork of it."""
+    """Apply a choice in this process, and measure each case in a fork of it."""
     os.environ.update(variables(choice))
     te_graph_fixes.activate()
     return {case.name: _in_a_fork(case) for case in cases}
@@ -86,9 +84,10 @@ def _in_a_fork(case: Case) -> Outcome:
 
 
 def worse(case: Case, found: Outcome, alone: Outcome) -> bool:
-    """Whether an outcome is worse than that of TE alone: an exception than a right number, a wrong number than both.
+    """Return whether an outcome is worse than with TE alone: an exception is worse than a correct number, and a wrong
+    number is worse than both.
 
-    A program that has to raise, and one of `OF_OTHERS`, is as wrong with any number: its memory has another owner.
+    A program that must raise, and one of `OF_OTHERS`, is as wrong with any number: its memory has another owner.
     """
     if found.error and alone.error:
         larger = found.error > ALIKE * alone.error and alone.error <= GARBAGE
@@ -101,7 +100,7 @@ def _rank(outcome: Outcome) -> int:
 
 
 def compared(choice: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> dict[str, Any]:
-    """What a choice makes of the cases."""
+    """Measure the cases with a choice, and compare them with TE alone."""
     found = measured(choice, cases)
     bad = [case.name for case in cases if worse(case, found[case.name], alone[case.name])]
     return {
