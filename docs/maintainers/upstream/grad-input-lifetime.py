@@ -15,7 +15,7 @@ def test_make_graphed_callables_keeps_sent_grad_inputs() -> None:
     order = [1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4, 4, -3, 3, -2, 4, -1, -2, -1,
              -4, -3, -4, -3, -2, -1, -2, -1]
     # fmt: on
-    layers, microbatches, shape = 4, 4, (2048, 1024)
+    layers, microbatches, shape = 4, 4, (512, 256)
 
     def random() -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
