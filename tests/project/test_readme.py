@@ -20,8 +20,9 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import VARIABLES
 from te_graph_fixes.status import Status
 from te_graph_fixes.verify.cases import CASES
+from te_graph_fixes.version import NEXT
 from tests.support.child import ROOT, python
-from tests.support.published import source
+from tests.support.published import needed, source
 from tools.tables import PAGES, urls, with_parts
 
 README = (ROOT / "README.md").read_text()
@@ -246,8 +247,8 @@ def figures_of_cost() -> list[str]:
 
 def figures_of_containers() -> list[str]:
     counts = [row[2] for row in rows(doc("fixes.md"), "Containers", "container") if row[2]]
-    needed = [int(count.split()[0]) for count in counts]
-    return [f"[{min(needed)} to {max(needed)} of the {len(CATALOGUE)} fixes](docs/fixes.md#containers)"]
+    fixes = [int(count.split()[0]) for count in counts]
+    return [f"[{min(fixes)} to {max(fixes)} of the {len(CATALOGUE)} fixes](docs/fixes.md#containers)"]
 
 
 @pytest.mark.parametrize(
@@ -274,11 +275,14 @@ def test_readme_s_versions_are_those_of_the_fixes() -> None:
 
 def test_readme_shows_the_output_of_status() -> None:
     done = python("-m", "te_graph_fixes", "status", path=source("2.12.0"))
-    shown = re.search(r"\$ te-graph-fixes status\n(.*)", README)
-    assert shown
-    assert done.stdout.splitlines()[0].endswith(shown[1].partition(". Next: ")[0]) or (
-        done.stdout.splitlines()[0].partition(". Next: ")[0] == shown[1].partition(". Next: ")[0]
-    )
+    assert f"$ te-graph-fixes status\n{done.stdout.splitlines()[0]}\n" in README
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "launchers.md"], ids=lambda page: page.name)
+def test_a_page_shows_the_line_of_run(page: Path) -> None:
+    """tests/activation/test_activation.py compares the line itself."""
+    line = f"te-graph-fixes {NEXT}, rank 0: {len(needed('2.12.0'))} fixes applied to TransformerEngine 2.12.0\n"
+    assert line in page.read_text()
 
 
 def test_readme_shows_the_output_of_the_check() -> None:
