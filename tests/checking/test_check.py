@@ -311,6 +311,14 @@ def test_the_last_line_of_a_job(job: dict[str, Any], last: str) -> None:
     assert re.fullmatch(last, lines(done)[-1]), done.stderr
 
 
+def test_a_process_that_the_job_starts_prints_no_result_of_its_own() -> None:
+    """Writers of checkpoints import TE again, and would print last that nothing was compared."""
+    program = "from tests.simulator import install; install(); import te_graph_fixes, transformer_engine.pytorch"
+    done = loop(first="import subprocess\n", after=f"subprocess.run({[sys.executable, '-c', program]}, check=True)")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(EQUAL, lines(done)[-1]), done.stderr
+
+
 def test_parameters_that_differ_alike_share_a_line() -> None:
     broken = BROKEN.replace("forward(x)", "forward(x.roll(1, -1))").replace("out.detach().mul_(2)", "")
     broken += "layers = torch.nn.ModuleList([te.LayerNormMLP(32, 64, **options)])\n"
