@@ -1,13 +1,16 @@
 """``backward-dw-order``: a capture records delayed wgrads out of order, or with another microbatch's inputs.
 
-Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) accepts wgrads in ``_order``; the rest is open.
+Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) accepts wgrads in ``_order``.
+The rest is open.
 
 `_make_graphed_callables` numbers a wgrad by the dgrads before it instead of the wgrads: ``[1,-1.5,-1]`` raises
 ``KeyError: -1``, and ``[1,1,-1,-1,-1.5,-1.5]`` "already owns a captured graph". It reuses the static inputs and the
 grad-output buffer of a microbatch after its dgrad, although its wgrad reads them later, so ``[1,-1,1,-1.5,-1,-1.5]``
-gives wrong numbers without an error. With the fix, a plan made from the order determines the microbatch and the buffers
-of each capture, and illegal orders raise (docs/maintainers/schedules.md). Delayed wgrads that an order does not name are
-captured right after their dgrad, as in TE 2.10, which accepts no wgrads in an order.
+gives wrong numbers without an error.
+
+The fix plans the microbatch and the buffers of each capture from the schedule. Illegal schedules raise
+(docs/maintainers/schedules.md). Delayed wgrads missing in ``_order`` are captured right after their dgrad, as in
+TE 2.10.
 """
 
 from ..fix import Fix

@@ -18,32 +18,38 @@ from .shapes import skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit
-+if hasattr(cls, "leaves_updates_to_replays") and torch._C._is_key_in_tls("updates_of_replays"):
-+    # A recomputation in a graph: each replay of its backward updates the scales.
-+    torch._C._get_obj_in_tls("updates_of_replays").add("forward")
-+    return
++if hasattr(cls, "updates_in_capture"):
++    from ._te_thread_marks import has_mark
++
++    if has_mark("updates_in_capture", cls.updates_in_capture):
++        # A recomputation in a graph: each replay of its backward updates the scales.
++        cls.updates_in_capture.add("forward")
++        return
  cls.reduce_and_update_fp8_tensors(forward=True)
 
 @@ quantization.py FP8GlobalStateManager.is_first_fp8_module
  ANY_FIRST = ANY_FLAG
  ANY_FLAG = False
-+if ANY_FIRST and hasattr(cls, "leaves_updates_to_replays"):
-+    if torch._C._is_key_in_tls("updates_of_replays"):
-+        torch._C._get_obj_in_tls("updates_of_replays").add("backward")
++if ANY_FIRST and hasattr(cls, "updates_in_capture"):
++    from ._te_thread_marks import has_mark
++
++    if has_mark("updates_in_capture", cls.updates_in_capture):
++        cls.updates_in_capture.add("backward")
 
 @@ graph.py _make_graphed_callables
 +flag_of_graphs = STATE.skip_fp8_weight_update_tensor
++
++from ._te_thread_marks import mark_thread
++
 +@contextlib.contextmanager
 +def updates_left_to_replays(bwd_graph=None):
-+    # Autograd's threads inherit the set, and other threads of the program do not have it.
-+    updates = set()
-+    torch._C._stash_obj_in_tls("updates_of_replays", updates)
-+    FP8GlobalStateManager.leaves_updates_to_replays = True
++    # Other threads of the program do not have the mark, and do their updates themselves.
++    updates = FP8GlobalStateManager.updates_in_capture = set()
++    mark_thread("updates_in_capture", updates)
 +    try:
 +        yield
 +    finally:
-+        torch._C._remove_obj_from_tls("updates_of_replays")
-+        del FP8GlobalStateManager.leaves_updates_to_replays
++        del FP8GlobalStateManager.updates_in_capture
 +    if bwd_graph is not None:
 +        bwd_graph.updates = updates
 +
@@ -79,5 +85,6 @@ FIX = Fix(
     affects="DelayedScaling (Megatron --fp8-recipe delayed), te.checkpoint in captured modules (--recompute-modules)",
     patch=PATCH,
     names={"STATE": skip_flag_state},
+    provides=("thread_marks",),
     check_hints=("fp8 gradient",),
 )

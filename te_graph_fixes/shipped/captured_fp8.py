@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C import _current_graph_task_id, _is_key_in_tls, _stash_obj_in_tls
+from torch._C import _current_graph_task_id
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from ._te_thread_marks import has_mark, mark_thread
+
 KEYS = ("scaling_fwd", "scaling_bwd")
-_CAPTURES = "captures_fp8_state"
-"""The mark of a thread that captures. Autograd's threads inherit it for the backwards of the capture."""
+_MARK = "fp8_capture"
+"""The name of the mark of a thread that captures."""
 
 _UPDATED_INSIDE = (
     "A captured module runs an FP8 module twice, each time in an autocast of its own with delayed scaling. Eager "
@@ -155,7 +157,7 @@ def begin_capture() -> Capture:
     """Begin the warmup of a capture in this thread."""
     capture = Capture()
     FP8GlobalStateManager.fp8_capture = weakref.ref(capture, _forget)
-    _stash_obj_in_tls(_CAPTURES, True)
+    mark_thread(_MARK, FP8GlobalStateManager.fp8_capture)
     return capture
 
 
@@ -168,7 +170,7 @@ def _forget(capture: weakref.ref[Capture]) -> None:
 def current_capture() -> Capture | None:
     """Return the capture of this thread, or of the backward that this thread runs for it."""
     capture = getattr(FP8GlobalStateManager, "fp8_capture", None)
-    return capture() if capture and _is_key_in_tls(_CAPTURES) else None
+    return capture() if capture and has_mark(_MARK, capture) else None
 
 
 def _capture_of_forward() -> Capture | None:
