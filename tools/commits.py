@@ -1,11 +1,11 @@
-"""What two versions of this package say of the commits of TransformerEngine's (TE) main, and what they make of them.
+"""Compare two versions of this package over the commits of TransformerEngine's (TE) main: verdicts and patched text.
 
     python -m tools.commits TE OLD [NEW] [--since 2025-09-15]
 
-TE is a git checkout of TransformerEngine, OLD and NEW (default: the one here) are checkouts of this package. Nothing is
-fetched, TE's working tree stays as it is. Of each commit that has changed TE's Python, every fix that both versions
-have is compared: its verdict, and the text of the modules that it changes. What differs is printed, and makes the exit
-status 1. `git worktree add` makes OLD; a commit takes some two seconds.
+TE is a git checkout of TransformerEngine. OLD and NEW (default: this one) are checkouts of this package, made with
+`git worktree add`. The commits are those that changed TE's Python. TE's working tree does not change, and nothing is
+fetched. For every fix in both versions the verdict and the text of its modules are compared. Differences are printed,
+and the exit status is then 1. A commit takes about two seconds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from te_graph_fixes.decision import verdicts
 for folder in map(str.strip, sys.stdin):
     source, answers = Source.at(folder), {}
     for fix, found in verdicts(source).items():
-        word = str(getattr(found, "state", "") or found.verdict)  # older checkouts have another name for it,
-        changes = {fix: found} if hasattr(found, "state") else [found]  # and take no names
-        texts = patched(source, changes) if word == "applicable" else {}
+        word = str(getattr(found, "status", "") or found.state)  # older checkouts have another name for it
+        texts = patched(source, {fix: found}) if word == "applicable" else {}
         made = {name: hashlib.sha256(text.encode()).hexdigest() for name, (_, text) in texts.items()}
         answers[fix] = word, made, found.reason.replace(folder, "TE")
     print(json.dumps(answers), flush=True)
@@ -40,14 +39,14 @@ for folder in map(str.strip, sys.stdin):
 
 
 class Package(subprocess.Popen[str]):
-    """A checkout of this package, in a process of its own."""
+    """A checkout of this package, in its own process."""
 
     def __init__(self, checkout: Path) -> None:
         command = [sys.executable, "-c", ANSWERS, str(checkout.resolve())]
         super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def answers(self, folder: str) -> dict[str, Any]:
-        """Of each fix the verdict, the digests of the texts, and the reason."""
+        """Return the verdict on each fix, the digests of the texts, and the reason."""
         assert self.stdin
         assert self.stdout
         print(folder, file=self.stdin, flush=True)

@@ -1,11 +1,11 @@
-"""``python -m tools.newest [FOLDER ...]``: is the next TransformerEngine (TE) what the catalogue expects?
+"""``python -m tools.newest [FOLDER ...]``: compare verdicts on the next TransformerEngine (TE) with the expected ones.
 
     python -m tools.newest                                     # the newest release
     python -m tools.newest te                                  # a checkout, or a site-packages folder
-    python -m tools.newest te --ref pull/3353/merge            # refs of a git repository, in place of its working tree
+    python -m tools.newest te --ref pull/3353/merge            # refs of a git repository, instead of its working tree
 
-Prints the verdicts of each TE, and exits with 1 where one is ``unrecognized`` or not what the version leads one to
-expect: CONTRIBUTING.md says what to do then. `git fetch origin pull/3353/merge:refs/pull/3353/merge` brings a ref.
+Prints the verdicts on each TE. Exits with 1 if one is ``unrecognized``, or not the expected one for the version. Then
+see "Support a new TE" in CONTRIBUTING.md. To fetch a ref: `git fetch origin pull/3353/merge:refs/pull/3353/merge`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.commits import PARTS
 
 
 def unexpected(tree: Source) -> list[str]:
-    """Print the verdicts on ``tree``; the fixes for which the catalogue has to be looked at."""
+    """Print the verdicts on ``tree``, and return the fixes with an unexpected one."""
     print(f"\nTransformerEngine {tree.version} in {tree.location}\n")
     decision = decide(read(tree), Settings())
     found = []
@@ -42,7 +42,7 @@ def unexpected(tree: Source) -> list[str]:
 
 
 def at_ref(repository: Path, ref: str, folder: Path) -> Path:
-    """What fixes read of TE, as it is at ``ref``, below ``folder``."""
+    """Extract the parts of TE that fixes read, at ``ref``, below ``folder``."""
     name = ref if ref.startswith(("refs/", "origin/")) or "/" not in ref else f"refs/{ref}"
     git = ["git", "-C", str(repository), "archive", name, *PARTS]
     archive = subprocess.run(git, capture_output=True, check=True).stdout
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
             folders = options.folders or [source("newest")]
         surprises = {fix for folder in folders for fix in unexpected(Source.at(folder))}
     if surprises:
-        print(f"\nnot as expected: {', '.join(sorted(surprises))}; see 'A new TransformerEngine' in CONTRIBUTING.md")
+        print(f"\nnot as expected: {', '.join(sorted(surprises))}; see 'Support a new TE' in CONTRIBUTING.md")
     return int(bool(surprises))
 
 

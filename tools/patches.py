@@ -1,7 +1,7 @@
-"""The patches of a release: ``python -m tools.patches FOLDER`` makes one for each published TransformerEngine (TE).
+"""Write the patches of a release: ``python -m tools.patches FOLDER``, one for each published TransformerEngine (TE).
 
-``patch -p1 --dry-run`` then ``patch -p1`` in the folder that holds ``transformer_engine`` applies one. The builds of
-vendors are on no index, so there is no patch for them: ``te-graph-fixes diff`` in their container makes it.
+To apply one, run ``patch -p1 --dry-run`` and then ``patch -p1`` in the folder that contains ``transformer_engine``. The
+builds of vendors are on no index. For these, run ``te-graph-fixes diff`` in the container.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUMS = "SHA256SUMS"
 
 
 def write(folder: Path, *versions: str) -> None:
-    """Write the patches, and ``SHA256SUMS`` as ``sha256sum --check`` reads it."""
+    """Write the patches, and ``SHA256SUMS`` for ``sha256sum --check``."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = ""
     for version in versions:

@@ -1,9 +1,9 @@
-"""Install torch, and what else TransformerEngine (TE) imports, once for all tox environments.
+"""Install torch, and the other packages that TransformerEngine (TE) imports, once for all tox environments.
 
     python tools/shared_environment.py FOLDER
 
-The first call makes a virtual environment in FOLDER. Every call lets the running interpreter, a tox environment of the
-same Python, import from it what it does not have itself: it writes a ``.pth`` file, which comes after its own packages.
+The first call creates a virtual environment in FOLDER. Every call writes a ``.pth`` file for the running interpreter, a
+tox environment of the same Python. That interpreter then imports from FOLDER any package that it lacks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ hypothesis
 
 
 def site_packages(folder: Path) -> Path:
-    """The packages of the environment in ``folder``, which is made where it is not there yet for this Python."""
+    """Return the packages of the environment in ``folder``; create it if it does not exist for this Python."""
     done = folder / "requirements.txt"
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from te_graph_fixes.decision import verdicts
+from te_graph_fixes.decision import verdicts, with_required
 from te_graph_fixes.fix import Verdict
-from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
 
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> None:
 def write_report(fix: str, found: Mapping[str, Verdict], source: Source, checkout: Path, folder: Path) -> None:
     """Write the text and both patches of one report."""
     folder.mkdir(parents=True, exist_ok=True)
-    required = {name: found[name] for name in sorted(all_required(fix)) if found[name].edits}
+    required = {name: found[name] for name in sorted(with_required([fix]) - {fix}) if found[name].edits}
     header = license_header((checkout / GRAPH_FILE).read_text())
     before = changed_files(source, required, header)
     after = changed_files(source, {**required, fix: found[fix]}, header)
@@ -61,12 +60,6 @@ def write_report(fix: str, found: Mapping[str, Verdict], source: Source, checkou
     text = re.sub(r"\s\(\[details\]\([^)]*\)\)", "", (REPORTS / f"{fix}.md").read_text())
     note = f"*Apply after the patches of: {', '.join(required)}.*\n\n" if required else ""
     (folder / "report.md").write_text(note + text)
-
-
-def all_required(fix: str) -> set[str]:
-    """Return the fixes that a fix requires, directly or not."""
-    direct = set(CATALOGUE[fix].requires)
-    return direct.union(*(all_required(name) for name in direct))
 
 
 def license_header(text: str) -> str:

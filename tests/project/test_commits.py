@@ -1,4 +1,4 @@
-"""`tools.commits` and `tools.newest` on a repository of two commits, made of published TransformerEngines (TE)."""
+"""`tools.commits` and `tools.newest` on a repository of two commits with published TransformerEngines (TE)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "printed"),
     [
         ("", "", "0 of 2 commits differ"),
         (" and not calibrating", " and calibrating is False", "calibration-recipe: another text of transformer_engine"),
@@ -50,20 +50,20 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_what_differs_is_said(
-    old: str, new: str, said: str, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_commits_prints_differences(
+    old: str, new: str, printed: str, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(PACKAGE, tmp_path / "te_graph_fixes", ignore=shutil.ignore_patterns("__pycache__"))
     fix = tmp_path / "te_graph_fixes" / "fixes" / "calibration_recipe.py"
     fix.write_text(fix.read_text().replace(old, new))
     differs = main([str(checkout), str(tmp_path)])
     out = capsys.readouterr().out
-    assert said in out
+    assert printed in out
     assert differs == bool(old)
     assert out.count("It is ") == (2 if old else 0)
 
 
-def test_newest_reads_a_ref_and_leaves_the_working_tree(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_reads_a_ref_and_not_the_working_tree(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     git = ("git", "-C", str(checkout))
     subprocess.run([*git, "update-ref", "refs/pull/1/merge", "main~1"], check=True)
     text = checkout / "transformer_engine" / "pytorch" / "graph.py"

@@ -1,4 +1,4 @@
-"""The site of docs/: it builds, with every page in a menu, and a broken link is an error (`tox run -e docs`)."""
+"""The site of docs/ builds with every page in a menu; a broken link is an error (`tox run -e docs`)."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def test_the_site_has_every_page_and_a_search(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
         ("[a page](nowhere.md)", "nowhere.md"),
         ("[a heading](check.md#nothing-of-the-kind)", "nothing-of-the-kind"),
         ("[outside of docs](../README.md)", "../README.md"),
     ],
 )
-def test_a_broken_link_is_an_error(project: Path, text: str, said: str) -> None:
+def test_a_broken_link_is_an_error(project: Path, text: str, named: str) -> None:
     page = project / "docs" / "how.md"
     page.write_text(f"{page.read_text()}\n{text}\n")
     done = build(project)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert named in done.stderr
 
 
-def test_a_page_without_a_menu_is_an_error(project: Path) -> None:
+def test_a_page_without_a_menu_entry_is_an_error(project: Path) -> None:
     (project / "docs" / "new.md").write_text("# New\n")
     assert build(project).returncode == 1

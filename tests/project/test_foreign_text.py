@@ -1,4 +1,4 @@
-"""No run of more than five lines of TransformerEngine (TE) stands in this repository, comments and blanks aside."""
+"""At most five lines of TransformerEngine (TE) in a row are in this repository, without comments and blank lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDERS = ("te_graph_fixes", "tests", "tools", "docs", "examples")
 
 
 def lines(text: str) -> list[str]:
-    """The lines that say something, with their whitespace left out."""
+    """Return the lines that are not blank or comments, without whitespace."""
     found = ("".join(line.split()) for line in text.splitlines())
     return [line for line in found if line and not line.startswith("#")]
 
@@ -32,7 +32,7 @@ def texts_of_te() -> set[str]:
 
 
 def copied(texts: dict[str, str]) -> dict[str, list[str]]:
-    """The files with runs of TE's lines, and the first lines of those runs."""
+    """Return the files that contain runs of TE's lines, with the first line of each run."""
     ours: dict[tuple[str, ...], list[str]] = {}
     for name, text in texts.items():
         for run in runs(text):
@@ -45,14 +45,14 @@ def copied(texts: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def test_no_run_of_lines_is_te_s() -> None:
+def test_no_run_of_lines_is_copied_from_te() -> None:
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in [*paths, *ROOT.glob("*.md")]}
     assert len(texts) > 50
     assert not copied(texts)
 
 
-def test_a_copy_is_noticed() -> None:
+def test_a_copy_is_detected() -> None:
     graph = (source(VERSIONS[-1]) / "transformer_engine" / "pytorch" / "graph.py").read_text().splitlines()
     start = graph.index("def set_capture_start() -> None:")
     copy = [f"    {line}" for line in graph[start : start + 20]]

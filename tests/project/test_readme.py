@@ -1,4 +1,4 @@
-"""The pages of the project: their commands are run here or by what `ELSEWHERE` names, and their tables are made."""
+"""The pages of the project: their commands run, their figures agree, and their links and tables are current."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ ELSEWHERE = {
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of ``console`` blocks that begin with a prompt, without their comments.
+    """Return the lines of ``console`` blocks that begin with a prompt, without their comments.
 
     A checkout that is not installed stands for the command: `test_readme_s_commands_need_no_installation` runs it.
     """
@@ -103,7 +103,7 @@ HERE = sorted({command for page in COMMANDED for command in commands(page)} - se
 
 @pytest.mark.parametrize("command", HERE)
 def test_a_command_runs(command: str) -> None:
-    """``tox`` is asked for what it has, and pytest for tests that it knows."""
+    """``tox`` must have the environment, and pytest the tests. Other commands run, on TransformerEngine 2.14.0."""
     program, *arguments = shlex.split(
         re.sub(r"\.tox/te-sources/([\d.]+)", lambda found: str(source(found[1])), command)
     )
@@ -120,7 +120,7 @@ def test_a_command_runs(command: str) -> None:
         assert all(word in CASES or f"def test_{word.removeprefix('test_')}" in text for word in words)
     else:
         assert program == "te-graph-fixes" or arguments[:2] == ["-m", "te_graph_fixes"], (
-            "name in ELSEWHERE what runs it, or why nothing does"
+            "add to ELSEWHERE the test that runs it, or the reason why none does"
         )
         arguments = arguments if program == "te-graph-fixes" else arguments[2:]
         done = python("-m", "te_graph_fixes", *arguments, path=source("2.14.0"))
@@ -128,7 +128,7 @@ def test_a_command_runs(command: str) -> None:
         assert done.stdout.startswith(("TransformerEngine 2.14.0", "--- /dev/null", "--- a/transformer_engine/"))
 
 
-def test_no_command_is_forgotten_or_gone() -> None:
+def test_elsewhere_names_existing_commands_and_tests() -> None:
     assert set(ELSEWHERE) <= {command for page in COMMANDED for command in commands(page)}
     places = [place for place in ELSEWHERE.values() if not place.startswith(NOT_RUN)]
     assert [place for place in places if not (ROOT / place).is_file()] == []
@@ -153,7 +153,7 @@ def test_readme_answers_the_first_questions() -> None:
 
 
 def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
-    """In a folder that is not the checkout, with a Python that has nothing but wrapt, packaging and TE."""
+    """They run outside the checkout, with a Python that has only wrapt, packaging and TransformerEngine."""
     for arguments in (
         ["status"],
         ["run", sys.executable, "-c", "import te_graph_fixes as fixes; print(fixes.report())"],
@@ -283,7 +283,7 @@ def test_readme_shows_the_output_of_status() -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "launchers.md"], ids=lambda page: page.name)
 def test_a_page_shows_the_line_of_run(page: Path) -> None:
-    """tests/activation/test_activation.py compares the line itself."""
+    """The words of the line are tested in tests/activation/test_activation.py."""
     line = f"te-graph-fixes {NEXT}, rank 0: {len(needed('2.12.0'))} fixes applied to TransformerEngine 2.12.0\n"
     assert line in page.read_text()
 
@@ -348,13 +348,13 @@ def texts_of_errors() -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_is_made_is_as_it_would_be_made(page: Path) -> None:
-    """``python -m tools.tables`` makes it."""
+def test_generated_parts_are_current(page: Path) -> None:
+    """``python -m tools.tables`` updates them."""
     assert with_parts(page.read_text()) == page.read_text(), "run `python -m tools.tables`"
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_file_that_a_page_names_is_there_or_at_a_commit(page: Path) -> None:
+def test_named_files_exist_or_have_a_commit(page: Path) -> None:
     for paragraph in re.split(r"\n\n|\n- ", page.read_text()):
         if not re.search(r"\b(?:at|commit)\s+[0-9a-f]{7}\b|repository at [0-9a-f]{10}", paragraph):
             named = re.findall(r"(?<![\w/.])(?:tests|tools|examples|te_graph_fixes)/[\w/]+\.py", paragraph)
@@ -362,7 +362,7 @@ def test_a_file_that_a_page_names_is_there_or_at_a_commit(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]*)(?:#([^)]*))?\)", page.read_text()):
         found = page.parent / target if target else page
         assert found.exists(), target
@@ -371,7 +371,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, anchor
 
 
-def test_there_is_one_address() -> None:
+def test_only_generated_parts_have_the_address() -> None:
     repository, issues = urls()["Repository"], urls()["Issues"]
     assert issues.startswith(repository)
     for page in (*COMMANDED, *PAGES):

@@ -1,4 +1,4 @@
-"""What is released: built twice, looked into, and installed without an index beside TransformerEngine (TE)."""
+"""Build the release twice, inspect it, and install it without an index next to TransformerEngine (TE)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.tables import urls
 pytest.importorskip("build")
 ROOT = Path(__file__).parents[2]
 NAME = f"te_graph_fixes-{NEXT}.dev0"
-"""What is built without git, as from a copy."""
+"""The name of a build without git, as from a copy."""
 
 
 def tracked(*folders: str) -> list[str]:
@@ -55,14 +55,14 @@ def wheel(dist: Path) -> Path:
     return dist / f"{NAME}-py3-none-any.whl"
 
 
-def test_two_builds_give_the_same_files(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_builds_are_identical(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     again = build(tmp_path_factory.mktemp("somewhere") / "else", umask=0o077)
     assert sorted(path.name for path in dist.iterdir()) == [f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz"]
     for path in dist.iterdir():
         assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     metadata = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
@@ -90,12 +90,12 @@ def git(*arguments: str, folder: Path = ROOT) -> str:
 def test_a_release_has_an_address_and_a_changelog() -> None:
     tags = [tag for tag in git("tag", "--points-at", "HEAD").split() if re.fullmatch(r"v\d+\.\d+\.\d+", tag)]
     if not tags:
-        pytest.skip("this commit is no release: it has no tag vX.Y.Z")
+        pytest.skip("this commit is not a release: it has no tag vX.Y.Z")
     assert [url for url in urls().values() if ".invalid" in url] == [], "pyproject.toml has a placeholder"
     assert f"\n## [{tags[0][1:]}] - 2" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_what_a_checkout_says_is_next_is_what_a_build_without_git_says() -> None:
+def test_checkout_build_and_changelog_have_the_same_next_version() -> None:
     assert f'fallback-version = "{NEXT}.dev0"' in (ROOT / "pyproject.toml").read_text()
     assert f"\n## [{NEXT}] - unreleased" in (ROOT / "CHANGELOG.md").read_text()
 
@@ -104,14 +104,14 @@ VERSION = "import te_graph_fixes; print(te_graph_fixes.__version__)"
 
 
 def version_of(folder: Path) -> str:
-    """What a Python with ``folder`` on its path is told."""
+    """Return the version that a Python with ``folder`` on its path imports."""
     environment = {"PYTHONPATH": str(folder), "TE_GRAPH_FIXES": "off"}
     command = [sys.executable, "-c", VERSION]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def test_the_version_tells_commits_apart(tmp_path: Path) -> None:
+def test_versions_of_commits_differ(tmp_path: Path) -> None:
     """In a clone, a build of it, an sdist of a build, and a copy without git."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
@@ -130,7 +130,7 @@ def test_the_version_tells_commits_apart(tmp_path: Path) -> None:
 
 
 def built_version(checkout: Path) -> str:
-    """What the wheel of a build says that was made of the sdist, in its name and when it is imported."""
+    """Return the version of a wheel built from the sdist, which its name and its import must share."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(checkout.parent / "dist"), "."]
     shutil.rmtree(checkout.parent / "dist", ignore_errors=True)
     subprocess.run(command, cwd=checkout, check=True, capture_output=True)
@@ -172,7 +172,7 @@ def test_the_patches_of_a_release(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
-    """As in a container without network: one folder of wheels, and a TE that is there already."""
+    """As in a container without network: one folder of wheels, and an installed TE."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "download", "--quiet", "--dest", str(tmp_path / "wheels"), "wrapt<3", "packaging"], check=True
