@@ -75,8 +75,28 @@ def changed_files(source: Source, changes: Mapping[str, Verdict], header: str) -
         module = source.find(name)
         if module and module.path.endswith("__init__.py"):
             path = f"{name.replace('.', '/')}/__init__.py"
-        files[path] = formatted(new if old else header + new)
+        files[path] = formatted(with_imports_at_top(new, changes) if old else header + new)
     return dict(sorted(files.items()))
+
+
+def with_imports_at_top(text: str, changes: Mapping[str, Verdict]) -> str:
+    """Move the imports of support modules from functions to the top of a module, as in TE's own code.
+
+    An import stays in its function if the support module imports TE itself: that may be a cycle.
+    """
+    independent = [
+        name.rpartition(".")[2]
+        for change in changes.values()
+        for name, new in change.new_modules.items()
+        if not re.search(r"^\s*from (transformer_engine|\.)", new, re.MULTILINE)
+    ]
+    local = re.compile(rf"^ +(from \.+(?:{'|'.join(independent)}) import [^(\n]+)\n(?: *\n)?", re.MULTILINE)
+    imports = dict.fromkeys(local.findall(text)) if independent else {}
+    anchor = [*re.finditer(r"^from \.[\w.]* import (?:\([^)]*\)|.*)\n", text, re.MULTILINE)]
+    if not imports or not anchor:
+        return text
+    end = anchor[-1].end()
+    return text[:end] + "".join(f"{line}\n" for line in imports) + local.sub("", text[end:])
 
 
 def with_test(tests: str, test: str) -> str:
