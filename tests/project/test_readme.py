@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.commands.cli import COMMANDS
+from te_graph_fixes.fix import OLDEST
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import VARIABLES
 from te_graph_fixes.status import Status
 from te_graph_fixes.verify.cases import CASES
 from te_graph_fixes.version import NEXT
 from tests.support.child import ROOT, python
-from tests.support.published import needed, source
-from tools.tables import PAGES, urls, with_parts
+from tests.support.published import VERSIONS, needed, source
+from tools.tables import CONTAINERS, PAGES, urls, with_parts
 
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -251,7 +252,27 @@ def figures_of_cost() -> list[str]:
 def figures_of_containers() -> list[str]:
     counts = [row[2] for row in rows(doc("fixes.md"), "Containers", "container") if row[2]]
     fixes = [int(count.split()[0]) for count in counts]
-    return [f"[{min(fixes)} to {max(fixes)} of the {len(CATALOGUE)} fixes](docs/fixes.md#containers)"]
+    names = [name for name, version, _ in CONTAINERS if name.startswith("NeMo") and version]
+    first, last = names[0].split()[1], names[-1].split()[-1]
+    return [
+        f"{first} to {last} need [{min(fixes)} to {max(fixes)} of the {len(CATALOGUE)} fixes](docs/fixes.md#containers)"
+    ]
+
+
+def figures_of_versions() -> list[str]:
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    page = doc("results/megatron-moe.md")
+    tables = [
+        *rows(page, "Other models", "refused by Megatron"),
+        *rows(page, "Later releases of Megatron-Core", "bf16"),
+    ]
+    megatron = sorted({version for row in tables for version in re.findall(r"\b0\.(\d+)\.\d+", " ".join(row))})
+    newest = ".".join(VERSIONS[-1].split(".")[:2])
+    return [
+        f"| TE | {OLDEST} to {newest};",
+        f"| Python, torch | {pythons[0]} to {pythons[-1]} ",
+        f"[measured](docs/results/megatron-moe.md) with 0.{megatron[0]} to 0.{megatron[-1]}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,6 +284,7 @@ def figures_of_containers() -> list[str]:
         figures_of_megatron_core,
         figures_of_cost,
         figures_of_containers,
+        figures_of_versions,
     ],
 )
 def test_readme_s_figures_are_those_of_the_linked_page(figures: Callable[[], list[str]]) -> None:
