@@ -18,6 +18,8 @@ from tools import upstream
 REPORTS = ROOT / "docs" / "maintainers" / "upstream"
 TESTS = sorted(path.stem for path in REPORTS.glob("*.py"))
 BLACKWELL_RTX = {"nvfp4-weight-preswizzle"}
+SHOWN_FROM = {"stale-fp8-weights": 14}
+"""The minor version of TE from which a test fails: before, the reset after the warmup hides the bug."""
 
 
 def run_test(fix: str, only: str, te: TriedTE) -> subprocess.CompletedProcess[str]:
@@ -39,6 +41,8 @@ def test_every_report_is_about_a_fix_and_has_a_test() -> None:
 @pytest.mark.parametrize("fix", TESTS)
 def test_a_test_for_te_fails_without_the_fixes_and_passes_with_them(fix: str, tried_te: TriedTE) -> None:
     tried_te.require(fix)
+    if tried_te.minor < SHOWN_FROM.get(fix, 0):
+        pytest.skip(f"another bug hides it in TransformerEngine {tried_te.version}")
     without = run_test(fix, "off", tried_te)
     assert re.search(r"\d+ failed", without.stdout), without.stdout + without.stderr
     require_passed(run_test(fix, "on", tried_te))
