@@ -109,7 +109,7 @@ FIX = Fix(
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
     patch=PATCH,
-    provides=("thread_marks", "captured_fp8"),
+    provides=("captured_fp8",),
     requires=("nested-autocast",),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

@@ -18,49 +18,41 @@ from .shapes import skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit
-+if hasattr(cls, "updates_in_capture"):
-+    from ._te_thread_marks import has_mark
-+
-+    if has_mark("updates_in_capture", cls.updates_in_capture):
-+        # A recomputation in a graph: each replay of its backward updates the scales.
-+        cls.updates_in_capture.add("forward")
-+        return
++updates = getattr(cls, "updates_of_capture", None)
++if updates and updates.leave_to_replays("forward"):
++    return  # A recomputation in a graph: each replay of its backward updates the scales.
  cls.reduce_and_update_fp8_tensors(forward=True)
 
 @@ quantization.py FP8GlobalStateManager.is_first_fp8_module
  ANY_FIRST = ANY_FLAG
  ANY_FLAG = False
-+if ANY_FIRST and hasattr(cls, "updates_in_capture"):
-+    from ._te_thread_marks import has_mark
-+
-+    if has_mark("updates_in_capture", cls.updates_in_capture):
-+        cls.updates_in_capture.add("backward")
++updates = getattr(cls, "updates_of_capture", None)
++if ANY_FIRST and updates:
++    updates.leave_to_replays("backward")
 
 @@ graph.py _make_graphed_callables
 +flag_of_graphs = STATE.skip_fp8_weight_update_tensor
 +
-+from ._te_thread_marks import mark_thread
++from ._te_scale_updates import ScaleUpdates
 +
 +@contextlib.contextmanager
 +def updates_left_to_replays(bwd_graph=None):
-+    # Other threads of the program do not have the mark, and do their updates themselves.
-+    updates = FP8GlobalStateManager.updates_in_capture = set()
-+    mark_thread("updates_in_capture", updates)
++    updates = FP8GlobalStateManager.updates_of_capture = ScaleUpdates()
 +    try:
 +        yield
 +    finally:
-+        del FP8GlobalStateManager.updates_in_capture
++        del FP8GlobalStateManager.updates_of_capture
 +    if bwd_graph is not None:
-+        bwd_graph.updates = updates
++        bwd_graph.updates = updates.kinds
 +
  visited_te_modules = ANY_EMPTY
 @@
 -with ..., torch.cuda.stream(ANY):
-+with updates_left_to_replays(), ..., torch.cuda.stream(ANY):
++with ..., torch.cuda.stream(ANY), updates_left_to_replays():
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with updates_left_to_replays(bwd_graph), ..., _graph_context_wrapper(bwd_graph, ...):
++with ..., _graph_context_wrapper(bwd_graph, ...), updates_left_to_replays(bwd_graph):
      ...
 
 @@ graph.py _make_graphed_callables.Graphed.forward (at its start)
@@ -85,6 +77,6 @@ FIX = Fix(
     affects="DelayedScaling (Megatron --fp8-recipe delayed), te.checkpoint in captured modules (--recompute-modules)",
     patch=PATCH,
     names={"STATE": skip_flag_state},
-    provides=("thread_marks",),
+    provides=("scale_updates",),
     check_hints=("fp8 gradient",),
 )

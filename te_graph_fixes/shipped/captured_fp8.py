@@ -8,6 +8,7 @@ the second forward. A replay runs no Python of the modules. So modules note in t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,12 +21,7 @@ from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from ._te_thread_marks import has_mark, mark_thread
-
 KEYS = ("scaling_fwd", "scaling_bwd")
-_MARK = "fp8_capture"
-"""The name of the mark of a thread that captures."""
-
 _UPDATED_INSIDE = (
     "A captured module runs an FP8 module twice, each time in an autocast of its own with delayed scaling. Eager "
     "training updates the scales in between, and a graph cannot. Enter one autocast around both calls, or capture the "
@@ -78,6 +74,7 @@ class Capture:
     """
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self._graphs: list[UsedState] = []
         self._depth = _autocast_depth()
         self._updates = 0
@@ -157,7 +154,6 @@ def begin_capture() -> Capture:
     """Begin the warmup of a capture in this thread."""
     capture = Capture()
     FP8GlobalStateManager.fp8_capture = weakref.ref(capture, _forget)
-    mark_thread(_MARK, FP8GlobalStateManager.fp8_capture)
     return capture
 
 
@@ -168,9 +164,10 @@ def _forget(capture: weakref.ref[Capture]) -> None:
 
 
 def current_capture() -> Capture | None:
-    """Return the capture of this thread, or of the backward that this thread runs for it."""
-    capture = getattr(FP8GlobalStateManager, "fp8_capture", None)
-    return capture() if capture and has_mark(_MARK, capture) else None
+    """Return the capture of this thread, if there is one."""
+    reference = getattr(FP8GlobalStateManager, "fp8_capture", None)
+    capture = reference() if reference else None
+    return capture if capture and capture.thread == threading.get_ident() else None
 
 
 def _capture_of_forward() -> Capture | None:
