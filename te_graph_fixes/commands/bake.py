@@ -22,13 +22,11 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from ..decision import Decision, Reading, decide, verdicts
-from ..fixes import CATALOGUE
+from ..decision import Decision
 from ..manifest import BAKE_FOLDER, NAME, OPEN, Manifest, ReinstalledError, digest, read_manifest
 from ..patching import TE
 from ..patching.installation import patched
-from ..patching.source import ModuleSource, Source
-from ..settings import Settings
+from ..patching.source import Source
 from ..status import Status
 from ..version import __version__
 
@@ -74,33 +72,17 @@ def module_path(source: Source, module: str) -> str:
     return os.path.relpath(file.path, os.path.dirname(source.location)) if file else f"{module.replace('.', '/')}.py"
 
 
-def is_outdated(reading: Reading) -> bool:
-    """Return whether this package would bake another text than the text in a baked TE.
+def is_outdated(manifest: Manifest | None) -> bool:
+    """Return whether an older release, or another commit of the same release, baked the fixes.
 
-    Compares the text with the one that the kept originals lead to. A patch or an overlay keeps no originals; then the
-    releases are compared. A bake of a later release is not outdated.
+    A package without ``.git`` does not know its commit.
     """
-    manifest = reading.manifest
     if manifest is None:
         return False
-    theirs, ours = Version(manifest.version).release, Version(__version__).release
-    if theirs > ours or not is_baked(reading.source):
-        return theirs < ours
-    original = _original(reading.source, manifest)
-    disabled = frozenset(manifest.disabled) & CATALOGUE.keys()
-    files = baked_files(decide(Reading(original, verdicts(original)), Settings(disable=disabled)))
-    digests = {path: digest(after.encode()) for path, (_, after) in files.items() if path != f"{TE}/{NAME}"}
-    return digests != {path: after for path, (_, after) in manifest.files.items()}
-
-
-def _original(source: Source, manifest: Manifest) -> Source:
-    """Return a baked TE as it was before the bake."""
-    kept, modules = Path(source.location) / BAKE_FOLDER / BEFORE, {}
-    for path, (before, _) in manifest.files.items():
-        name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        file = Path(source.location).parent / path
-        modules[name] = ModuleSource.of(name, str(file), (kept / path).read_bytes()) if before else None
-    return source.with_modules(modules)
+    theirs, ours = Version(manifest.version), Version(__version__)
+    if theirs.release != ours.release:
+        return theirs.release < ours.release
+    return None not in (theirs.local, ours.local) and theirs.local != ours.local
 
 
 def is_baked(source: Source) -> bool:

@@ -75,7 +75,7 @@ def _status(options: argparse.Namespace) -> int:
     example: te-graph-fixes status --source /usr/lib/python3/dist-packages
     """
     decision = _decision(options)
-    outdated = bake.is_outdated(decision.reading)
+    outdated = bake.is_outdated(decision.reading.manifest)
     if options.json:
         print(json.dumps(answers.record(decision, outdated), indent=2))
     else:
@@ -150,7 +150,7 @@ def _bake(options: argparse.Namespace) -> int:
 
 def _check_bake(decision: Decision, where: str) -> int:
     print(answers.summary_line(decision))
-    is_missing = bool(decision.to_apply or decision.cannot_apply or bake.is_outdated(decision.reading))
+    is_missing = bool(decision.to_apply or decision.cannot_apply or bake.is_outdated(decision.reading.manifest))
     if is_missing:
         print(f"Not all needed fixes are baked. Run:\n  te-graph-fixes bake{where}")
     return int(is_missing)
@@ -160,12 +160,11 @@ def _bake_in_place(source: Source, where: str) -> int:
     """Bake. First undo an older bake, or the remains of one. If the new bake fails, restore the older one."""
     settings, location = _settings(), Path(source.location)
     try:
-        reading = read(source)
         manifest = read_manifest(source)
     except ReinstalledError:
         print(bake.undo(source))
         manifest = None
-    if manifest is None or not bake.is_outdated(reading):
+    if manifest is None or not bake.is_outdated(manifest):
         return _bake_fixes(source, settings, where)
     older = bake.current_files(location, manifest)
     print(bake.undo(source))

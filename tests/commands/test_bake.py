@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 from te_graph_fixes import __version__, decision, manifest
-from te_graph_fixes import fix as records
 from te_graph_fixes.commands import bake
 from te_graph_fixes.commands.cli import main
 from te_graph_fixes.decision import Decision, decide, read
@@ -336,24 +335,20 @@ def test_a_source_that_is_not_recognized_fails_the_build(tmp_path: Path, cli: Cl
 
 
 def release(patch: pytest.MonkeyPatch, version: str, *unknown: str) -> None:
-    """Replace the package by another release: its version, other support modules, and without fixes that it lacks."""
-    new_module = records.new_module
+    """Replace the package by another release: its version, without fixes that it lacks."""
     patch.setattr(bake, "__version__", version)
-    patch.setattr(
-        records, "new_module", lambda name: {key: f"{text}# {version}\n" for key, text in new_module(name).items()}
-    )
     known = {fix_id: fix for fix_id, fix in CATALOGUE.items() if fix_id not in unknown}
-    for module in (decision, bake):
-        patch.setattr(module, "CATALOGUE", known)
+    patch.setattr(decision, "CATALOGUE", known)
 
 
 @pytest.mark.parametrize(
     ("version", "unknown"),
-    [("0.0.9", ["wgrad-hook-order"]), (__version__, [])],
+    [("0.0.9", ["wgrad-hook-order"]), ("0.1.0.dev0+g111111111", [])],
 )
 def test_a_bake_of_an_older_package_is_renewed(
     version: str, unknown: list[str], tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bake, "__version__", "0.1.0.dev0+g222222222")
     tree = copy(tmp_path)
     before = content(tree)
     with monkeypatch.context() as older:
