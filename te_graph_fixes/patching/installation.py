@@ -274,9 +274,10 @@ Each is used again by a later installation, because graphs outlive an activation
 
 
 class Installation:
-    """Composes and compiles ``changes``, installs them, and reverts them. Raises `InstallationError` if they clash."""
+    """Composes and compiles ``changes``, installs them, and reverts them. Raises `InstallationError` if they clash.
 
-    is_in_place = False
+    The changes must have passed `failing_changes` in this process.
+    """
 
     def __init__(self, source: Source, changes: Changes) -> None:
         self._changes = changes
@@ -286,9 +287,6 @@ class Installation:
 
     def install(self) -> None:
         """Install all changes, or raise an error and install none."""
-        for patch in self._patches:
-            if not _runs(patch.module, patch.qualname, patch.before):
-                raise InstallationError(f"{patch.qualname} of {patch.module} is not as its file defines it")
         try:
             for name, (before, text) in self._texts.items():
                 if not before:
@@ -299,7 +297,6 @@ class Installation:
         except BaseException:
             self.revert()
             raise
-        self.is_in_place = True
 
     def _provide(self, name: str, text: str) -> None:
         """Add a support module: the same one as before, with its state, if its package is still the same."""
@@ -353,7 +350,6 @@ class Installation:
                 setattr(owner, name, had)
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]
-        self.is_in_place = False
 
 
 def _attribute(owner: Any, name: str) -> Any:

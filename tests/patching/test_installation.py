@@ -71,16 +71,6 @@ class StandIn:
         return installation
 
 
-def failing(package: StandIn, **verdicts: Verdict) -> dict[str, str]:
-    """Judge changes. If one fails, installing all of them raises an error and changes nothing."""
-    reasons = failing_changes(package.source, verdicts)
-    installation = Installation(package.source, verdicts)
-    with pytest.raises(Exception):  # noqa: B017, PT011
-        installation.install()
-    assert not installation.is_in_place
-    return reasons
-
-
 @pytest.fixture
 def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StandIn]]:
     def make(content: str | bytes) -> StandIn:
@@ -288,7 +278,7 @@ def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[.
 def test_a_decorator_that_does_not_say_what_it_wraps_is_reported(standin: Callable[..., StandIn]) -> None:
     text = "def hide(function):\n    return lambda *args: function(*args)\n\n@hide\ndef run(x):\n    return x\n"
     package = standin(text)
-    reasons = failing(package, fix=package.edit("run", "return x", "return -x"))
+    reasons = failing_changes(package.source, {"fix": package.edit("run", "return x", "return -x")})
     assert "another package has replaced run" in reasons["fix"]
 
 
@@ -380,7 +370,8 @@ def test_functions_are_added_and_removed(
 def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin: Callable[..., StandIn]) -> None:
     package = standin("class A:\n    def run(self):\n        return 1\n")
     package.module.A.added = theirs = lambda self: "theirs"
-    assert set(failing(package, fix=package.add("A.run", "def added(self): return 'ours'"))) == {"fix"}
+    added = package.add("A.run", "def added(self): return 'ours'")
+    assert set(failing_changes(package.source, {"fix": added})) == {"fix"}
     assert vars(package.module.A)["added"] is theirs
 
 
@@ -431,7 +422,7 @@ def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callabl
         package.module.A = type("A", (), {"run": lambda self: 5})
     else:
         del package.module.A.run
-    reasons = failing(package, **verdicts)
+    reasons = failing_changes(package.source, verdicts)
     assert reasons == {"first": "another package has replaced A.run of standin.code, or its file has changed since"}
     assert package.module.other() == 1
 
@@ -440,7 +431,7 @@ def test_a_file_that_has_changed_since_the_import_is_reported(standin: Callable[
     package = standin("def run():\n    return 1\n")
     Path(str(package.module.__file__)).write_text("def run():\n    x = 7\n    return 1\n")
     assert changed_since_import(package.source, [CODE]) == {CODE}
-    assert set(failing(package, fix=package.edit("run", "return 1", "return 2"))) == {"fix"}
+    assert set(failing_changes(package.source, {"fix": package.edit("run", "return 1", "return 2")})) == {"fix"}
 
 
 NEW_MODULE = """
@@ -501,7 +492,10 @@ def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[...,
 def test_a_module_that_raises_leaves_nothing(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     fixes = {"fix": with_module(package, NEW_MODULE, "raise ValueError('x')")}
-    assert failing(package, **fixes) == {"fix": "a support module cannot be imported here: ValueError: x"}
+    reasons = failing_changes(package.source, fixes)
+    assert reasons == {"fix": "a support module cannot be imported here: ValueError: x"}
+    with pytest.raises(ValueError, match="x"):
+        Installation(package.source, fixes).install()
     assert {name for name in sys.modules if name.startswith("standin.")} == {CODE}
     assert set(vars(sys.modules["standin"])) & {"_plan", "_other"} == set()
     assert package.module.run() == 1
