@@ -173,6 +173,7 @@ class _Activation:
         self._decision = decide(read_installed(), settings)
         self._decision = judge(self._decision, is_late)
         installation = compose(self._decision)
+        self._decision.source.forget_modules()
         installation.install()
         self._installation = installation
 

@@ -16,8 +16,8 @@ import io
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -131,15 +131,9 @@ class Source:
         """The names of the modules read so far."""
         return sorted(name for name, module in self._modules.items() if module)
 
-    def without_trees(self) -> Source:
-        """Return the same texts without their large syntax trees."""
-        return self.with_modules({name: module and replace(module) for name, module in self._modules.items()})
-
-    def with_modules(self, modules: Mapping[str, ModuleSource | None]) -> Source:
-        """Return the same TE with these modules instead of its own; None: it has no such module."""
-        source = Source(self.location, self.version)
-        source._modules.update(modules)
-        return source
+    def forget_modules(self) -> None:
+        """Forget the modules read so far: their syntax trees slow down every later garbage collection."""
+        self._modules.clear()
 
     def _read(self, name: str) -> ModuleSource | None:
         parent = os.path.join(self.location, *name.split(".")[1:-1])

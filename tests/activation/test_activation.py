@@ -753,3 +753,13 @@ print(te_graph_fixes.report().as_dict()["copies"], sys.stderr.getvalue(), te_gra
     said = "hotfix.graph is a copy of TransformerEngine's graph.py. The fixes do not apply to graphs that it captures."
     assert out.startswith("['hotfix.graph'] ")
     assert (out.count(said), out.count(f"; {said}\n")) == (2, 1)
+
+
+def test_no_syntax_tree_of_te_stays_in_memory(world: World) -> None:
+    """Every later garbage collection would visit the nodes."""
+    world.run("""
+import ast, gc
+import te_graph_fixes
+assert results() == RIGHT
+assert not [thing for thing in gc.get_objects() if isinstance(thing, ast.Module)]
+""")
