@@ -234,8 +234,6 @@ class _Activation:
 
 def _conflict(settings: Settings) -> str:
     """Describe how the settings differ from the fixes that are baked into the installed TE; "" if they agree."""
-    if settings.only is None and not settings.disable:
-        return ""
     from .decision import settings_conflict
     from .manifest import installed_manifest
 

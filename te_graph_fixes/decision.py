@@ -215,11 +215,11 @@ def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
     """
     if manifest is None or (settings.only is None and not settings.disable):
         return ""
-    applied, decided = {*manifest.applied}, {*manifest.applied, *manifest.disabled}
-    wanted = decided if settings.only is None else with_required(settings.only & decided & CATALOGUE.keys()) & decided
-    disabled = settings.disable & decided
-    dropped = {fix_id for fix_id in wanted & CATALOGUE.keys() if with_required([fix_id]) & disabled}
-    wanted = wanted - disabled - dropped
+    bugs = {*manifest.applied, *manifest.disabled}
+    before = {fix_id: Status.APPLICABLE if fix_id in bugs else Status.NOT_NEEDED for fix_id in CATALOGUE}
+    unbaked = Reading(Source("", None), {fix_id: Verdict(status, "") for fix_id, status in before.items()})
+    wanted = decide(unbaked, settings).to_apply.keys()
+    applied = CATALOGUE.keys() & manifest.applied
     differences = []
     if extra := sorted(applied - wanted):
         differences.append(f"{named(extra)} stay applied")
