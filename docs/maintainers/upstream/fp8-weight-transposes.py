@@ -12,6 +12,7 @@ from transformer_engine.pytorch import (
     make_graphed_callables,
     quantized_model_init,
 )
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.utils import cast_master_weights_to_fp8
 
 fp8_available = is_fp8_available()
@@ -28,6 +29,7 @@ def test_make_graphed_callables_updates_weight_transposes(built_with_grad: bool)
     fp8_recipe = recipe.DelayedScaling()
     dgrads = []
     for graphed in (False, True):
+        FP8GlobalStateManager.reset()
         torch.manual_seed(1)
         with torch.set_grad_enabled(built_with_grad), quantized_model_init(recipe=fp8_recipe):
             module = Linear(256, 256, bias=False, params_dtype=torch.bfloat16, device="cuda")
@@ -41,7 +43,7 @@ def test_make_graphed_callables_updates_weight_transposes(built_with_grad: bool)
             with autocast(enabled=True, recipe=fp8_recipe):
                 out = module(inp)
             out.backward(batch)
-            dgrads.append(inp.grad)
+            dgrads.append(inp.grad.clone())
             with torch.no_grad(), mock.patch("torch.distributed.all_reduce"):
                 if built_with_grad:
                     master = weight.float().view(-1)
