@@ -260,15 +260,15 @@ NEAR = "unknown fix warmup-rest. Did you mean warmup-reset"
         ("", 2, "No command. For example:\n  te-graph-fixes run python train.py\n"),
         ("''", 2, "No command"),
         ("--chek ls", 2, "Unknown option --chek. See `te-graph-fixes run -h`.\n"),
-        ("--check=x ls", 2, "'x' is not understood by TE_GRAPH_FIXES_CHECK; valid: on, off, N, N,layers=K, N,strict"),
+        ("--check=x ls", 2, "invalid TE_GRAPH_FIXES_CHECK: 'x'. Valid: on, off, N, N,layers=K, N,strict"),
         ("--check 3 ls", 127, "Cannot start 3: No such file or directory"),
         ("--print-env ls", 2, "--print-env takes no other arguments"),
         ("no-such-command-anywhere", 127, "Cannot start no-such-command-anywhere: No such file or directory"),
         ("/etc", 126, "Cannot start /etc: Permission denied"),
         ("TE_GRAPH_FIXES=warmup-rest ls", 2, NEAR),
         ("TE_GRAPH_FIXES=warmup-rest --print-env", 2, NEAR),
-        ("TE_GRAPH_FIXES_CHECK=two --print-env", 2, "'two' is not understood by TE_GRAPH_FIXES_CHECK"),
-        ("TE_GRAPH_FIXES_CHECK=two ls", 2, "'two' is not understood by TE_GRAPH_FIXES_CHECK"),
+        ("TE_GRAPH_FIXES_CHECK=two --print-env", 2, "invalid TE_GRAPH_FIXES_CHECK: 'two'. Valid: "),
+        ("TE_GRAPH_FIXES_CHECK=two ls", 2, "invalid TE_GRAPH_FIXES_CHECK: 'two'. Valid: "),
     ],
 )
 def test_what_cannot_be_started(run: Run, command: str, status: int, message: str) -> None:
