@@ -85,7 +85,7 @@ class _Activation:
         for text in unknown_variables():
             warn_once(text)
         with self._lock:
-            self._revert()
+            self._reset()
             self._settings, self._reverted = settings, frozenset()
             if not self._is_watching:
                 self._is_watching = True
@@ -100,14 +100,14 @@ class _Activation:
             )
         with self._lock:
             if self._decision is None:  # else the hook came first, in another thread
-                self._apply(is_late=True)
+                self._apply(files_may_differ=True)
 
     def deactivate(self) -> None:
         """Revert every fix, and apply none when TE is imported. Replacements by other packages stay."""
         with self._lock:
             if self._installation and self._decision:
                 self._reverted |= frozenset(self._decision.to_apply)
-            self._revert()
+            self._reset()
             self._settings = None
         from .manifest import UNDO, installed_manifest
 
@@ -138,20 +138,20 @@ class _Activation:
     def _on_import(self, _: ModuleType) -> None:
         """The hook. wrapt forgets it before the call, but a later import of TE must not go unnoticed."""
         self._watch()
-        self._apply(is_late=bool(self._failure))  # modules of a refused import are still loaded
+        self._apply(files_may_differ=bool(self._failure))  # modules of a refused import are still loaded
 
-    def _apply(self, is_late: bool) -> None:
-        """Apply the fixes to the imported TE. It ``is_late`` if TE may have been imported from other files."""
+    def _apply(self, files_may_differ: bool) -> None:
+        """Apply the fixes to the imported TE. Its files may have been exchanged since (``files_may_differ``)."""
         with self._lock:
             settings = self._settings
             if settings is None:  # deactivated
                 return
-            self._revert()
+            self._reset()
             if settings.off:
                 problems = _conflict(settings)
             else:
                 try:
-                    self._install(settings, is_late or runs_unchecked_bytecode(PACKAGE))
+                    self._install(settings, files_may_differ or runs_unchecked_bytecode(PACKAGE))
                 except Exception as error:  # a bug of ours, which must not break the import of TE
                     _logger.debug("the installation failed", exc_info=True)
                     self._failure = f"nothing was changed: {type(error).__name__}: {error}"
@@ -164,14 +164,14 @@ class _Activation:
         if not settings.off:
             announce(self.report(), settings.verbose)
 
-    def _install(self, settings: Settings, is_late: bool) -> None:
+    def _install(self, settings: Settings, files_may_differ: bool) -> None:
         from .decision import compose, decide, judge, read_installed
 
         if self._earlier_graphs is None:
             self._earlier_graphs = _captured_graphs()
         self._copies = _copies_of_graphs()
         self._decision = decide(read_installed(), settings)
-        self._decision = judge(self._decision, is_late)
+        self._decision = judge(self._decision, files_may_differ)
         installation = compose(self._decision)
         self._decision.source.forget_modules()
         installation.install()
@@ -182,7 +182,8 @@ class _Activation:
             self._installation.revert()
         self._installation = None
 
-    def _revert(self) -> None:
+    def _reset(self) -> None:
+        """Revert the fixes, and forget the decision."""
         self._uninstall()
         self._decision = None
         self._failure = ""

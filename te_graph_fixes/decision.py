@@ -2,8 +2,9 @@
 
     read(source)               the verdict on every fix, from the source alone
     decide(reading, settings)  the status of every fix: its verdict, combined with the settings and its requirements
+    judge(decision, ...)       the decision without the fixes that fail in this process. Only here one fix fails alone
     compose(decision)          the edits of all fixes to apply, composed and compiled
-    Installation.install()     the only step that changes TE
+    Installation.install()     the step that changes TE, by all fixes or by none; `revert` undoes it
 
 ``te-graph-fixes status``, ``diff`` and ``bake`` use the first two; `activation` uses all of them.
 """
@@ -144,8 +145,9 @@ class Decision:
     @property
     def unusable_reason(self) -> str:
         """The reason if no fix can be applied to this TE, whatever the settings are; else ""."""
-        (status, reason), *others = {(verdict.status, verdict.reason) for verdict in self.reading.verdicts.values()}
-        return reason if status == Status.UNRECOGNIZED and not others else ""
+        reasons = {verdict.reason for verdict in self.reading.verdicts.values()}
+        is_unrecognized = all(verdict.status == Status.UNRECOGNIZED for verdict in self.reading.verdicts.values())
+        return reasons.pop() if is_unrecognized and len(reasons) == 1 else ""
 
     @property
     def added(self) -> dict[str, str]:
@@ -230,13 +232,15 @@ def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
     return f"The settings have no effect on baked fixes until `{UNDO}`: {' and '.join(differences)}."
 
 
-def judge(decision: Decision, is_late: bool) -> Decision:
+def judge(decision: Decision, files_may_differ: bool) -> Decision:
     """Judge each fix by itself in this process, in which TE is imported, and decide again without those that fail.
 
-    This is the only place where one fix fails alone, together with the fixes that require it. If TE was imported before
-    its files were read (``is_late``), a verdict ``not-needed`` must also hold for the loaded code.
+    This is the only place where one fix fails alone, together with the fixes that require it. If TE's files may have
+    been exchanged after the import (``files_may_differ``), a verdict ``not-needed`` must also hold for the loaded code.
     """
-    failures = failing_changes(decision.source, decision.to_apply) | (_stale_modules(decision) if is_late else {})
+    failures = failing_changes(decision.source, decision.to_apply)
+    if files_may_differ:
+        failures |= _stale_modules(decision)
     if not failures:
         return decision
     verdicts = dict(decision.reading.verdicts)

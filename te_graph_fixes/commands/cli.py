@@ -53,14 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options))
     except (TENotFoundError, ValueError) as error:
-        return _fail(error, NOT_USABLE)
+        _note(error)
+        return NOT_USABLE
     except (BakeError, ManifestError, InstallationError) as error:
-        return _fail(error, 1)
-
-
-def _fail(message: object, status: int) -> int:
-    _note(message)
-    return status
+        _note(error)
+        return 1
 
 
 def _note(message: object) -> None:
@@ -249,7 +246,8 @@ def _verify(options: argparse.Namespace) -> int:
     cases = select(options.wanted, options.quick)
     is_baked = read_manifest(Source.installed()) is not None
     if reason := no_gpu():
-        return _fail(f"`verify` needs a GPU: {reason}", NOT_USABLE)
+        _note(f"`verify` needs a GPU: {reason}")
+        return NOT_USABLE
     return verify(cases, options.json, options.limit, is_baked)
 
 

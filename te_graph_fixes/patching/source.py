@@ -27,8 +27,12 @@ from . import PACKAGE, TE
 from .matching import Match, Pattern, extent, heads_of, without_blocks
 
 _DISTRIBUTIONS = (
-    *(TE, "transformer-engine-cu13", "transformer-engine-cu12", "transformer_engine_torch"),
-    *("transformer_engine_rocm7", "transformer_engine_rocm_torch"),
+    TE,
+    "transformer-engine-cu13",
+    "transformer-engine-cu12",
+    "transformer_engine_torch",
+    "transformer_engine_rocm7",
+    "transformer_engine_rocm_torch",
 )
 _LONGEST = 70
 """The number of characters of a statement that errors show."""
