@@ -17,7 +17,7 @@ PATCH = """
 @@ graph.py _make_graphed_callables
  need_bwd_dw_graph = {}
 +
-+from ._te_delayed_wgrad import assign_grads, record_backward_dw, visit_waiting
++from ._te_delayed_wgrad import assign_grads, record_backward_dw, visit_waiting, without_memory
 +
 +# The gradients that the wgrad graph of each callable computes, in its memory.
 +static_delayed_grads = {}
@@ -36,6 +36,11 @@ PATCH = """
 +            static_delayed_grads.setdefault(ANY_INDEX, []).extend(
 +                record_backward_dw(module, per_callable_module_params[ANY_INDEX])
 +            )
+@@ (2 times)
+ with ..., _graph_context_wrapper(bwd_dw_graph, ...):
+     for module in visited_te_modules[ANY_INDEX]:
+         ...
++static_delayed_grads[ANY_INDEX] = without_memory(static_delayed_grads.get(ANY_INDEX, []))
 @@ (3 times)
  module.backward_dw()
 

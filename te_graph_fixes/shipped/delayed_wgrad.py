@@ -17,10 +17,7 @@ from transformer_engine.pytorch.utils import make_weak_ref
 
 
 class DelayedGrad(NamedTuple):
-    """A gradient in the memory of a wgrad graph.
-
-    Only the moment after the replay reads it, so later captures may reuse the memory, which ``grad`` does not own.
-    """
+    """A gradient in the memory of a wgrad graph."""
 
     parameter: Parameter
     grad: Tensor
@@ -57,7 +54,7 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
             parameter.grad = stand_in
         module.backward_dw()
         return [
-            DelayedGrad(parameter, make_weak_ref(parameter.grad), "bias" in name.rpartition(".")[2])
+            DelayedGrad(parameter, parameter.grad, "bias" in name.rpartition(".")[2])
             for (name, parameter), stand_in in zip(module.named_parameters(), stand_ins, strict=True)
             if parameter.grad is not stand_in
         ]
@@ -65,6 +62,15 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
         hooks[:] = disabled_hooks
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
+
+
+def without_memory(grads: Iterable[DelayedGrad]) -> list[DelayedGrad]:
+    """Return the gradients of a captured wgrad graph without ownership of their memory.
+
+    Only the moment after the replay reads them, so later captures may reuse the memory. The same capture may not: its
+    other modules write theirs before.
+    """
+    return [each._replace(grad=make_weak_ref(each.grad)) for each in grads]
 
 
 def _stand_in(parameter: Parameter) -> Tensor:

@@ -226,7 +226,7 @@ _ALL = (
     _programs("failed-capture", ("failed-capture-state",), {
         "warmup": {"events": ("failed_capture 0 1", "step")},
         "capture": {"events": ("failed_capture 2 3", "step", "recapture")},
-        "wgrad": {"events": ("failed_capture 4", "step"), "delay": True},
+        "wgrad": {"events": ("failed_capture 4", "step"), "delay": True, "takes_grads": True},
         "arguments": {"events": ("failed_capture 7 8", "step")},
     }, quick=True, recipe="delayed"),
     _program("subclass-after-capture", ("subclass-autocast",), True, modules=("linear", "subclassed"), together=True,

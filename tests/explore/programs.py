@@ -56,6 +56,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "TE wants a chunk for each layer where wgrads are delayed": lambda p: (
         not (p.delay and p.order) or p.layers_as_chunks or len(p.modules) == max(p.order)
     ),
+    "TE's backward_dw replaces a gradient, so the caller takes each one": lambda p: p.takes_grads or not p.delay,
     "only delayed wgrads have entries and hooks": lambda p: (
         p.delay or not (p.wgrad_hooks or any(each % 1 for each in p.order))
     ),
@@ -453,7 +454,7 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
     recipe = wanted.get("recipe") or r.choice(("bf16", *recipes, *recipes))
     changes = [{"recipe": recipe}, {"other": r.choice(("bf16", *recipes))}]
     delay = "delay" in group or r.random() < 0.2
-    changes.append({"delay": delay})
+    changes.append({"delay": delay, "takes_grads": delay})
     if "order" in group or r.random() < 0.5:
         chunks = r.choice([n for n in range(1, len(program.modules) + 1) if len(program.modules) % n == 0])
         order = draw_order(r, chunks, r.choice((1, 2, 2, 3, 4)), delay and r.random() < 0.5)

@@ -92,7 +92,7 @@ def test_what_is_wrong_without_a_fix_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        Program(bias=True, delay=True, events=("step",)),
+        Program(bias=True, delay=True, takes_grads=True, events=("step",)),
         Program(modules=("Parallel",), recipe="delayed", hooks="adds", ranks=True, events=("step",)),
     ],
     ids=["one process", "two ranks"],

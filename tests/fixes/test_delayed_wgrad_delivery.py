@@ -10,8 +10,9 @@ import json
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.verify.cases import Case
 from tests.support import published
-from tests.support.child import simulate
+from tests.support.child import outcome, simulate
 
 FIX = CATALOGUE["delayed-wgrad-delivery"]
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
@@ -74,6 +75,12 @@ for fails in (False, True):
 def test_gradients_are_recorded_and_assigned() -> None:
     """A capture leaves gradients and hooks as they were, and a delivered gradient never aliases graph memory."""
     simulate("-c", SUPPORT_MODULE)
+
+
+def test_the_modules_of_a_wgrad_graph_do_not_share_memory() -> None:
+    """A wgrad graph of eight modules leaves all their gradients in its memory."""
+    options = {"modules": ("ListBlock",), "order": (1, -1, -1.5), "delay": True, "reuse": True, "keeps_grads": True}
+    assert outcome(Case("eight modules", (), "programs:compare", {**options, "events": ("step", "step")})).error == 0.0
 
 
 def run(setting: str) -> list[list[bool]]:

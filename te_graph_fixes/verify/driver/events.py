@@ -120,6 +120,8 @@ def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
     """Run a step of two microbatches of an extra layer."""
     t.mark_first(layer)
     for _ in range(2):
+        if program.delay:  # TE's `backward_dw` replaces a gradient, and an undelayed backward adds to it
+            layer.zero_grad()
         x = random().requires_grad_()
         with autocast(recipe):
             out = layer(x)
@@ -175,7 +177,7 @@ def warned(t: Training, words: str, x: torch.Tensor) -> None:
             t.see("warned", torch.ones(1))
 
 
-cast_input = event(lambda t: warned(t, "it casts them", random().float()), "cast_input")
+cast_input = event(lambda t: warned(t, "It casts them", random().float()), "cast_input")
 outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", random()), "outside_of_the_autocast")
 
 

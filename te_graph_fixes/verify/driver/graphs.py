@@ -107,6 +107,10 @@ class Captured:
         self.parameters = list(dict.fromkeys(parameter for layer in self.layers for parameter in parameters_of(layer)))
         self.weights = {parameter for layer in self.layers for parameter in fused(layer)}
 
+    def fused_weights(self) -> list[Any]:
+        """Return the parameters with fused wgrads, in the order of the layers."""
+        return [parameter for parameter in self.parameters if parameter in self.weights]
+
     def chunk(self, number: int) -> range:
         """Return the numbers of a chunk's layers."""
         return range(number * self.per_chunk, (number + 1) * self.per_chunk)

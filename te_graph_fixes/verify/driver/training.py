@@ -185,7 +185,7 @@ class Training(Captured):
 
     def update(self, rate: float, skip: bool = False) -> None:
         """Update every parameter by its gradient."""
-        for weight in self.weights if program.clears_marks else ():
+        for weight in self.fused_weights() if program.clears_marks else ():
             self.see("marks", torch.tensor([float(weight.grad_added_to_main_grad)]))
             weight.grad_added_to_main_grad = False
         for parameter in self.parameters:
