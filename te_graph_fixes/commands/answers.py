@@ -50,7 +50,8 @@ def summary_line(decision: Decision) -> str:
         return f"{te} has none of the {len(CATALOGUE)} known bugs."
     bugs = f"{te} {'had' if decision.reading.manifest else 'has'} {total} of the {len(CATALOGUE)} known bugs"
     if len(by_outcome) == 1:
-        return f"{bugs}; all {total} {'can be fixed' if decision.to_apply else f'are {next(iter(by_outcome))}'}."
+        verb = "" if decision.to_apply or decision.cannot_apply else "are "
+        return f"{bugs}; all {total} {verb}{next(iter(by_outcome))}."
     return f"{bugs}: {', '.join(f'{len(ids)} {outcome}' for outcome, ids in by_outcome.items())}."
 
 

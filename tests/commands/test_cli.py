@@ -15,12 +15,13 @@ import te_graph_fixes
 from te_graph_fixes.commands import answers
 from te_graph_fixes.commands.bake import baked_files
 from te_graph_fixes.commands.cli import COMMANDS, main
-from te_graph_fixes.decision import decide, read
-from te_graph_fixes.fix import GROUPS
+from te_graph_fixes.decision import Reading, decide, read
+from te_graph_fixes.fix import GROUPS, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.manifest import read_manifest
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
+from te_graph_fixes.status import Status
 from tests.support.child import ROOT, Cli, python
 from tests.support.published import COVERED, RENAMED, altered, needed, source
 from tools import newest
@@ -59,6 +60,14 @@ def test_a_diff_fits_whatever_breaks_and_indents_the_lines(tmp_path: Path, cli: 
 def listed(out: str) -> dict[str, str]:
     """The line of each fix in ``status``."""
     return dict(line.split(maxsplit=1) for line in out.splitlines() if re.match("  [a-z]", line))
+
+
+def test_a_te_of_which_no_bug_can_be_fixed() -> None:
+    """The summary is one sentence, also if every bug has another reason."""
+    verdicts = {fix: Verdict(Status.NOT_NEEDED, "corrected") for fix in CATALOGUE}
+    verdicts |= {fix: Verdict(Status.UNRECOGNIZED, f"no {fix}") for fix in ("none-outputs", "warmup-reset")}
+    summary = answers.summary_line(decide(Reading(Source("", "2.12.0"), verdicts), Settings()))
+    assert summary.endswith(" known bugs; all 2 may be there, but cannot be fixed.")
 
 
 @pytest.mark.parametrize("version", ["2.10.0", COVERED[-1]])
