@@ -201,6 +201,7 @@ class _Activation:
                 source = decision.source if decision else Source.installed()
             except TENotFoundError:
                 missing = "TransformerEngine is not installed"
+            # Before TE is imported, only a manifest determines the statuses.
             baked = read(source).verdicts if source and not decision and installed_manifest() else {}
             fixes = {}
             for fix in CATALOGUE.values():

@@ -193,7 +193,9 @@ def _decided(verdict: Verdict, is_selected: bool, requires: Iterable[str], decid
         return verdict
     if not is_selected:
         return replace(verdict, status=Status.DISABLED, reason=f"disabled by the settings; else {verdict.status}")
-    for required in requires if verdict.status == Status.APPLICABLE else ():
+    if verdict.status != Status.APPLICABLE:
+        return verdict
+    for required in requires:
         status = decided[required].status
         if status in (Status.DISABLED, *CANNOT_APPLY):
             return replace(verdict, status=status, reason=f"requires {required}, which is {status}")

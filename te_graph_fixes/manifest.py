@@ -90,8 +90,8 @@ def read_manifest(source: Source) -> Manifest | None:
         return manifest
     edited = {path: before for path, (before, _) in manifest.files.items() if before}
     is_original = all(current.get(path) in (before, None) for path, before in edited.items())
-    is_another = manifest.te_version != source.version and edited.keys() <= set(changed)
-    if is_original or is_another:
+    is_another_version = manifest.te_version != source.version and edited.keys() <= set(changed)
+    if is_original or is_another_version:
         raise ReinstalledError(
             f"TransformerEngine was reinstalled after {manifest.by} baked it, and old files remain. "
             f"Delete them with `{UNDO}`"

@@ -46,7 +46,8 @@ class Settings:
     @property
     def disabled_by(self) -> str:
         """Name the variables that disable fixes."""
-        return " and ".join([SWITCH] * (self.only is not None) + [DISABLE] * bool(self.disable))
+        is_used = {SWITCH: self.only is not None, DISABLE: bool(self.disable)}
+        return " and ".join(name for name in is_used if is_used[name])
 
     @classmethod
     def read(

@@ -72,7 +72,8 @@ def failing_changes(source: Source, changes: Changes) -> dict[str, str]:
         for qualname, (_, inside) in _edited_functions(module, edits).items():
             if not _runs(module_name, qualname, originals.get(qualname)):
                 reason = f"another package has replaced {qualname} of {module_name}, or its file has changed since"
-                reasons = dict.fromkeys((owner for _, owner in inside), reason) | reasons
+                for _, owner in inside:
+                    reasons.setdefault(owner, reason)
     return reasons
 
 

@@ -102,7 +102,8 @@ class Source:
         """Find the TE of ``import transformer_engine``; raises `TENotFoundError`."""
         with contextlib.suppress(ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
-            for location in (spec and spec.origin and spec.submodule_search_locations) or ():
+            if spec and spec.origin and spec.submodule_search_locations:
+                location = spec.submodule_search_locations[0]
                 return cls(location, _version(os.path.dirname(location)))
         if TE in sys.modules:
             kind = type(sys.modules[TE]).__name__
