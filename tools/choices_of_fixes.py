@@ -96,7 +96,7 @@ def worse(case: Case, found: Outcome, alone: Outcome) -> bool:
 
 
 def _rank(outcome: Outcome) -> int:
-    return 0 if outcome.right else 2 if outcome.outcome == "measured" else 1
+    return 0 if outcome.correct else 2 if outcome.outcome == "measured" else 1
 
 
 def compared(choice: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def compared(choice: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> d
     return {
         "choice": choice,
         "applied": len(next(iter(found.values())).applied),
-        "wrong": {name: each.text for name, each in found.items() if not each.right},
+        "wrong": {name: each.text for name, each in found.items() if not each.correct},
         "worse": {name: f"{alone[name].text} -> {found[name].text}" for name in bad},
     }
 

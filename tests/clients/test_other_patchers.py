@@ -91,7 +91,7 @@ assert results() == RIGHT
 replace({everywhere})
 assert results() == ("theirs", 1, "right", 2)
 assert statuses() == {{"graph": "failed", "linear": "applied"}}
-assert te_graph_fixes.report().fixes["graph"].reason == "another package has replaced a corrected function"
+assert te_graph_fixes.report().fixes["graph"].reason == "another package has replaced the fixed code"
 te_graph_fixes.deactivate()
 assert results() == ("theirs", 1, "wrong", 2)
 """)

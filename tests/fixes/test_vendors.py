@@ -53,7 +53,7 @@ def with_change(version: str, vendor: str, folder: Path) -> Path:
 def test_a_vendors_change_costs_no_fix(vendor: str, version: str, tmp_path: Path) -> None:
     changed = decide(read(Source.at(with_change(version, vendor, tmp_path))), Settings())
     plain = decide(Reading(*examined(version)), Settings())
-    assert changed.refused == {}
+    assert changed.cannot_apply == {}
     assert changed.to_apply.keys() == plain.to_apply.keys()
 
 

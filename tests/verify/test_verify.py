@@ -116,7 +116,7 @@ def test_selection() -> None:
     assert [case.name for case in select(["linear-bf16"])] == ["linear-bf16"]
     assert {case.name for case in select(["warmup-reset"])} >= {"linear-bf16", "experts-fp8-delayed"}
     assert 0 < len(select([], quick=True)) < len(CASES)
-    with pytest.raises(ValueError, match="'nonsense'; see te-graph-fixes list"):
+    with pytest.raises(ValueError, match="'nonsense'. Run `te-graph-fixes list`"):
         select(["nonsense"])
     with pytest.raises(ValueError, match="no case of linear-bf16 is quick; omit --quick"):
         select(["linear-bf16"], quick=True)
@@ -287,7 +287,7 @@ def test_json_holds_no_infinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_no_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(runner, "no_gpu", lambda: "there is no NVIDIA driver (libcuda.so.1)")
     assert cli.main(["verify"]) == 2
-    assert capsys.readouterr().err == "te-graph-fixes: verify needs a GPU: there is no NVIDIA driver (libcuda.so.1)\n"
+    assert capsys.readouterr().err == "te-graph-fixes: `verify` needs a GPU: there is no NVIDIA driver (libcuda.so.1)\n"
 
 
 def test_the_parent_imports_neither_torch_nor_te() -> None:
