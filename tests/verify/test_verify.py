@@ -116,7 +116,7 @@ def test_selection() -> None:
     assert [case.name for case in select(["linear-bf16"])] == ["linear-bf16"]
     assert {case.name for case in select(["warmup-reset"])} >= {"linear-bf16", "experts-fp8-delayed"}
     assert 0 < len(select([], quick=True)) < len(CASES)
-    with pytest.raises(ValueError, match="'nonsense'. Run `te-graph-fixes list`"):
+    with pytest.raises(ValueError, match=r"'nonsense'\. Run `te-graph-fixes list`"):
         select(["nonsense"])
     with pytest.raises(ValueError, match="no case of linear-bf16 is quick; omit --quick"):
         select(["linear-bf16"], quick=True)
