@@ -139,7 +139,7 @@ def undo(source: Source) -> str:
     except ReinstalledError:
         shutil.rmtree(location / BAKE_FOLDER, ignore_errors=True)  # the modules of another TE
         (location / BAKE_FOLDER).mkdir()
-        done = f"Deleted what an earlier bake had left in {location}"
+        done = f"Deleted the remains of an earlier bake in {location}"
     os.rename(location / NAME, location / OPEN)
     roll_back(location)  # an undo is a bake that is rolled back
     return done

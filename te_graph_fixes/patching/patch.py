@@ -115,7 +115,7 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
     """Build a hunk from its lines; raises `PatchError`."""
     is_start = "at its start" in notes
     if is_start != all(line.mark == "+" for line in lines):
-        raise PatchError(f"line {number}: a hunk `at its start` has `+` lines only, and all other hunks have others")
+        raise PatchError(f"line {number}: a hunk `at its start` has `+` lines only; others need context or `-` lines")
     counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
     count = None if "at least once" in notes else counts[0] if counts else 1
     old, new = Side(lines, " -", "the old side"), Side(lines, " +", "the new side")

@@ -603,7 +603,7 @@ def test_a_te_that_was_installed_over_a_bake(
     assert f"TransformerEngine was reinstalled after te-graph-fixes {__version__} baked it, and old files remain" in out
     if undo_first:
         out = cli("bake", "--undo", "--source", tree)[1]
-        assert out == f"Deleted what an earlier bake had left in {tree}/transformer_engine\n"
+        assert out == f"Deleted the remains of an earlier bake in {tree}/transformer_engine\n"
         assert modules(tree) == new
     assert cli("bake", "--source", tree)[0] == cli("bake", "--check", "--source", tree)[0] == 0
     assert cli("bake", "--undo", "--source", tree)[0] == 0
