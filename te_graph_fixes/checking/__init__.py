@@ -2,7 +2,7 @@
 
 It is started by `check`, ``te-graph-fixes run --check`` or ``TE_GRAPH_FIXES_CHECK``. `callables` and `reference` run
 modules eagerly next to their graphs. `isolation` protects the job from these runs. `findings` compares and reports.
-`lifetimes` detects graph memory that is overwritten while it is in use. None is imported without a check.
+`lifetimes` detects graph memory overwritten while it is in use. Without a check, none of them is imported.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Options:
 
 
 def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) -> None:
-    """Compare graphs that are captured after this call with eager runs in their first ``steps`` steps, and report.
+    """Compare graphs captured after this call with eager runs in their first ``steps`` steps, and report.
 
-    With ``layers``, that many modules are checked at a time, each in ``steps`` steps, which takes less memory. With
-    ``strict`` the process ends with status 86 after a step that has a mismatch. Training continues as without the
-    check. docs/check.md describes its coverage and cost. Raise ValueError for invalid numbers, and if the active
-    settings disable fixes that are baked into TransformerEngine's files.
+    With ``layers=K``, K modules are checked at a time, each in ``steps`` steps. This needs less memory. With ``strict``
+    the process ends with status 86 after a step with a mismatch. Training continues as without the check. docs/check.md
+    describes its coverage and cost. Raise ValueError for invalid numbers, and if the active settings disable fixes
+    baked into TransformerEngine's files.
     """
     options = Options(steps, layers, strict)
     require_comparable(active_settings())
@@ -63,7 +63,7 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 
 
 def require_comparable(settings: Settings) -> None:
-    """Raise ValueError if the fixes baked into TransformerEngine differ from those that the settings select."""
+    """Raise ValueError if the fixes baked into TransformerEngine differ from the settings."""
     from ..decision import settings_conflict
     from ..manifest import installed_manifest
 

@@ -24,7 +24,7 @@ current: list[Check] = []  # the check of this process, the last one
 
 
 def start(options: Options) -> None:
-    """Check the graphs that are captured after this call."""
+    """Check the graphs captured after this call."""
     if current:
         current.pop().finish()
     current.append(Check(options))
@@ -78,7 +78,7 @@ def _references(given: Values) -> list[EagerReference]:
 
 
 class CheckedCallable:
-    """A graphed callable that is compared with its eager reference."""
+    """A graphed callable, compared with its eager reference."""
 
     def __init__(self, check: Check, reference: EagerReference, graphed: Any, sample: Values) -> None:
         self._replay = graphed.forward if graphed is reference.module else graphed
@@ -150,7 +150,7 @@ class CheckedCallable:
         self._check.lifetimes.before_replay()
 
     def _after_replay(self, run: Microbatch, when: str, returned: Values, stream: Any = None) -> None:
-        """Compare the tensors in graph memory that a replay has ``returned``, and the others that it has written."""
+        """Compare all tensors written by a replay, in graph memory (``returned``) and elsewhere."""
         if stream is not None:  # the graph must have written the tensors
             torch.cuda.current_stream().wait_stream(stream)
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
@@ -173,7 +173,7 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do some work of the check, whose errors may not end the job."""
+        """Do some work of the check. Its errors must not end the job."""
         reference = self._reference
         if self._check.finished:
             return None

@@ -1,7 +1,7 @@
 """The comparisons of a process, their mismatches, and the report.
 
 Nothing here waits for the GPU within a step. A comparison leaves a number on the GPU, and all numbers are read at the
-end of the step. A check that stopped the host after each replay would hide races that need a host that runs ahead.
+end of the step. Stopping the host after each replay would hide races: they need a host ahead of the GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def print_line(text: str, of_rank: bool = True) -> None:
 
 
 class Check:
-    """The check of this process: the modules whose turn it is, their comparisons, and the report."""
+    """The check of this process: its modules, their comparisons, and the report."""
 
     def __init__(self, options: Options) -> None:
         self.totals: Counter[str] = Counter()
@@ -77,9 +77,9 @@ class Check:
         atexit.register(self.finish)
 
     def enter(self, reference: Any, first: bool | None) -> bool:
-        """Begin a call of a callable, which may begin a step. Return whether it must be compared.
+        """Begin a call of a callable, and perhaps a step. Return whether the call must be compared.
 
-        ``first`` is its ``is_first_microbatch``. If that is None, its parameters show the beginning of a step.
+        ``first`` is the call's ``is_first_microbatch``. If it is None, the parameters show the beginning of a step.
         """
         parameters = [p for p in reference.parameters.values() if first is None and not p.is_inference()]
         now = [(parameter._version, parameter.grad is None) for parameter in parameters]
@@ -98,7 +98,7 @@ class Check:
         return bool(self.references.index(reference) // layers == turn)
 
     def compare(self, subject: Subject, graphed: Any, eager: Any, again: Any, text: str = "") -> None:
-        """Compare a value of the graph with that of an eager run, and that with the value of a second eager run."""
+        """Compare the graph's value with the value of an eager run, and two eager runs with each other."""
         if isinstance(graphed, torch.Tensor) and isinstance(eager, torch.Tensor):
             noise = relative_error(again, eager)
             self._noise[subject.kind] = torch.maximum(noise, self._noise.get(subject.kind, noise))
@@ -161,7 +161,7 @@ class Check:
                 print_line(f"error: {reference.refusal} and restored it: callable {index} ({reference.name})")
 
     def _print_mismatch(self, different: bool, alike: list[tuple[float, Subject, str]]) -> None:
-        """Print the largest of these mismatches, which differ only in the name of a parameter."""
+        """Print the largest of these mismatches. They differ only in the name of a parameter."""
         error, subject, text = max(alike, key=operator.itemgetter(0))
         difference = text or f"differs from the eager run (relative error {error:.3g})"
         line = f"step {subject.step}, callable {subject.callable} {subject.kind} {difference}"
@@ -183,7 +183,7 @@ class Check:
 
     @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
-        """The fixes that this TransformerEngine needs, and that are not applied."""
+        """The needed fixes of this TransformerEngine that are not applied."""
         needed = [fix for fix, verdict in read_installed().verdicts.items() if verdict.status == Status.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
 
@@ -203,7 +203,7 @@ class Check:
         return self
 
     def _report(self) -> None:
-        """Send the totals to rank 0, which reports. A collective could lock up: ranks end at different times."""
+        """Send the totals to rank 0. Rank 0 reports them. A collective could lock up: ranks end at different times."""
         store, number, size = self._job
         if self._is_child and size == 1 and not self.totals["callables"]:
             return  # such as a writer of checkpoints
@@ -222,7 +222,7 @@ class Check:
 
 
 def _sentence(totals: list[Counter[str]]) -> str:
-    """Return the numbers of comparisons and mismatches; ``totals`` are those of the ranks."""
+    """Return the numbers of comparisons and mismatches, from the ``totals`` of each rank."""
     total, steps = sum(totals, Counter[str]()), max(counts["steps"] for counts in totals)
     counted = _count(steps, "step"), _count(total["callables"], "callable"), _count(total["tensors"], "tensor")
     scope = f"{', '.join(counted)} compared"

@@ -1,8 +1,8 @@
 """Isolation of an eager run from the job: its gradients, parameters, buffers and random states.
 
 A module may hold a parameter anywhere: in a helper object, a closure, a view. The eager run therefore uses the real
-parameters. Meanwhile autograd returns gradients instead of accumulating them, so that no node that accumulates runs,
-and none of its hooks.
+parameters. Meanwhile autograd returns gradients instead of accumulating them. So no accumulating node runs, and none of
+its hooks.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class IsolatedParameters:
 
 
 class Engine:
-    """The engine of autograd, which returns gradients in place of accumulating them.
+    """The engine of autograd. It returns gradients instead of accumulating them.
 
-    Every backward of torch comes here, that of a reentrant checkpoint too.
+    Every backward of torch comes here, even from a reentrant checkpoint.
     """
 
     def __init__(self, isolated: IsolatedParameters, engine: Any, retain_graph: bool) -> None:
@@ -119,7 +119,7 @@ class Engine:
 
 
 def _leaves(tensors: Sequence[Any]) -> list[Any]:
-    """List the leaves that a backward of ``tensors`` reaches."""
+    """List the leaves reached by a backward of ``tensors``."""
     leaves, seen = [], set()
     nodes: list[Any] = [get_gradient_edge(x).node if isinstance(x, torch.Tensor) else x.node for x in tensors]
     while nodes:
@@ -134,14 +134,14 @@ def _leaves(tensors: Sequence[Any]) -> list[Any]:
 
 
 class JobState:
-    """Copies of the tensors and random states that an eager run may not change."""
+    """Copies of the tensors and random states that an eager run must not change."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], random_states: Callable[[], State]) -> None:
         self._tensors = {name: (tensor.detach(), tensor.detach().clone()) for name, tensor in tensors.items()}
         self._get_random_states, self._random_states = random_states, random_states()
 
     def restore(self) -> dict[str, Any]:
-        """Restore everything without waiting for the GPU. Return the relative error of each tensor before that."""
+        """Restore everything without waiting for the GPU. Return the earlier relative error of each tensor."""
         changes: dict[str, Any] = {name: relative_error(*pair) for name, pair in self._tensors.items()}
         for tensor, copy in self._tensors.values():
             tensor.data.copy_(copy)  # the version stays: the job may have saved the tensor for a backward
@@ -153,5 +153,5 @@ class JobState:
 
 
 def _plain(state: Any) -> list[Any]:
-    """Convert a random state, of tensors or arrays of NumPy, so that it can be compared."""
+    """Convert a random state, of tensors or arrays of NumPy, to comparable lists."""
     return [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(state)]

@@ -1,4 +1,4 @@
-"""Detection of replays that write into graph memory in use."""
+"""Detection of replays that overwrite graph memory in use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Compare(Protocol):
 
 
 class Lifetimes:
-    """Tensors in graph memory that are in use, and the replays that write into them.
+    """Tensors in use in graph memory, and the replays that overwrite them.
 
-    In use are the ``.grad`` of a parameter that lies in the memory of a graph, and a tensor that is being sent, until
-    the program waits for it. Sends are detected in the process group, as torch compares `isend` by identity.
+    In use are the ``.grad`` of a parameter in the memory of a graph, and a tensor being sent, until the program waits
+    for the send. Sends are detected in the process group, because torch compares `isend` by identity.
     """
 
     def __init__(self, compare: Compare) -> None:
@@ -52,7 +52,7 @@ class Lifetimes:
         self._sums = []
 
     def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
-        """Send tensors, or end a batch, all of which has one handle."""
+        """Send tensors, or end a batch. A batch has one handle."""
         work = send(*args, **kwargs)
         for tensor in args[0] if isinstance(args[0], list) else ():
             if subject := self.returned.get(tensor.data_ptr()):
@@ -63,7 +63,7 @@ class Lifetimes:
         return work
 
     def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
-        """Wait for a send, and with it for the earlier ones to the same rank, which are done in order."""
+        """Wait for a send, and thereby for the earlier sends to the same rank: they complete in order."""
         result = wait(*args, **kwargs)
         if work in self._sends:
             handles, (receiver, _) = list(self._sends), self._sends[work]

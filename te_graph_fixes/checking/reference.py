@@ -1,7 +1,7 @@
 """The eager reference of a graphed module: the same module, run eagerly in the state of a microbatch.
 
-It is no copy of the module, which would not include closures and process groups. While it runs, the ``__dict__`` of the
-module and of each submodule is replaced by one with copies of buffers and containers, and with its own cached FP8
+It is no copy of the module: a copy would not include closures and process groups. While it runs, the ``__dict__`` of
+the module and of each submodule is replaced by one with copies of buffers and containers, and with its own cached FP8
 weights, delayed wgrads and hooks. FP8 scales and random states are set to those of the microbatch, then restored.
 `isolation` protects the gradients of parameters.
 """
@@ -83,7 +83,7 @@ class EagerReference:
             self.own[submodule] = own | copy.deepcopy(NO_CACHES)
 
     def first_microbatch_marks(self) -> dict[Module, bool | None]:
-        """Return, by submodule, its own mark of a first microbatch, which modules of Megatron-Core have."""
+        """Return, by submodule, its own mark of a first microbatch. Modules of Megatron-Core have one."""
         return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_not_checked(self) -> str:
@@ -175,7 +175,7 @@ class EagerReference:
         return parts
 
     def _tensors_of_job(self, with_gradients: bool) -> Values:
-        """Return, by names for people, the tensors that an eager run may not change."""
+        """Return, by names for people, the tensors that an eager run must not change."""
         tensors: Values = {f"buffer {name}": buffer for name, buffer in self.module.named_buffers()}
         for name, parameter in self.parameters.items():
             tensors[f"parameter {name}"] = None if hasattr(parameter, "_quantizer") else parameter
@@ -231,7 +231,7 @@ class EagerReference:
         return modules + manager + parts + self.state()
 
     def _register(self, register: Any, fp8_meta: Values) -> None:
-        """Register the FP8 state of a submodule with TE, and refuse other modules, whose state is not restored."""
+        """Register the FP8 state of a submodule with TE. Refuse other modules, because their state is not restored."""
         own = {id(part) for part in self.scaling().values()}
         if own.isdisjoint(map(id, fp8_meta.values())):
             raise NotIsolatedError("it runs a module that is not one of its submodules, with FP8 state of its own")
@@ -267,7 +267,7 @@ def copied(tree: Any) -> Any:
 
 
 def _megatron_flags() -> list[Any]:
-    """Return the modules of Megatron-Core that have its `FLAG`."""
+    """Return the modules of Megatron-Core with its `FLAG`."""
     return [sys.modules[name] for name in CLIENTS if hasattr(sys.modules.get(name), FLAG)]
 
 

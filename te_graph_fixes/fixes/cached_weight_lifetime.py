@@ -2,10 +2,10 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Modules cache quantized weights in ``_fp8_workspaces``. A workspace that lacks the transposes for training is replaced
-there, and another recipe clears all workspaces. The graph still reads the old ones, which are free memory. Graph and
-modules also miss each other's updates. The graph now owns the workspaces that it reads. Before a replay it copies the
-weights that its modules have instead, or updates them as it updates its own (`te_graph_fixes/shipped/fp8_weights.py`).
+Modules cache quantized weights in ``_fp8_workspaces``. A workspace without the transposes for training is replaced
+there, and another recipe clears all workspaces. The graph still reads the old workspaces, in free memory. Graph and
+modules also miss each other's updates. The graph now owns its workspaces. Before a replay it copies the newer weights
+of its modules, or updates them as it updates its own (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
 from ..fix import Fix

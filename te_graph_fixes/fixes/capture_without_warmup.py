@@ -4,9 +4,9 @@ Upstream: none yet, TE 2.10 to main
 
 Forward hooks in the warmup show TransformerEngine (TE) which of its modules a callable runs. The backward of the warmup
 shows which parameters get gradients. Without a warmup TE knows neither, and needs both for a backward graph. A capture
-for training now runs at least one warmup iteration. A capture for evaluation runs as many as its caller asks for, with
-one exception: modules of delayed scaling that never ran have no scales yet. Scales that a capture creates lie in the
-graph's memory, and each replay resets them.
+for training now runs at least one warmup iteration. A capture for evaluation runs as many as its caller asks for.
+Modules of delayed scaling that never ran are an exception, because they have no scales yet. Scales created in a capture
+are in the graph's memory, and each replay resets them.
 """
 
 from ..fix import Fix

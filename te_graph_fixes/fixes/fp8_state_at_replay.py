@@ -2,7 +2,7 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Before a replay TE registers the FP8 state of the modules that its forward hooks saw in the warmup, with the recipe of
+Before a replay TE registers the FP8 state of the modules seen by its forward hooks in the warmup, with the recipe of
 the current autocast. This misses modules that
 
 1. run by ``sub.forward(x)``, and a `te.ops.Linear` or another fused operation that is captured by itself;
@@ -13,11 +13,11 @@ the current autocast. This misses modules that
 
 In the capture, modules now note which state they use, and how their own autocasts end. A replay does the same work on
 this state (`te_graph_fixes/shipped/captured_fp8.py`). After the capture, these states get their values from before the
-warmup. TE restores only modules that ``modules()`` lists, in the recipe of the capture. Operations that run without FP8
-in a capture get no state there, and none is restored to them (``AssertionError``).
+warmup. TE restores only modules listed by ``modules()``, in the recipe of the capture. Operations without FP8 in a
+capture create no state there, and none is restored to them (``AssertionError``).
 
 A capture is refused if eager training updates the scales of one module between its two runs, or if a checkpoint takes
-the copy of another one, as nested checkpoints do. Eager forwards that belong to no capture stay as they are.
+the copy of another one, as nested checkpoints do. Eager forwards outside captures are unchanged.
 """
 
 from ..fix import Fix

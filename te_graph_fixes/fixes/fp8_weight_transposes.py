@@ -10,8 +10,8 @@ runs no Python. Transposes are lost in two ways:
 2. The quantizers of modules that were built under ``torch.no_grad()`` have no columnwise use. Each ``copy_`` by an
    optimizer then drops the transpose, and the next backward has to compute it.
 
-A graph now owns the transposes that it reads. Before a replay it computes those again that are invalid, missing or
-elsewhere (`te_graph_fixes/shipped/fp8_weights.py`).
+A graph now owns its transposes. Before a replay it computes invalid, missing or moved transposes again
+(`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
 from ..fix import Fix

@@ -4,8 +4,8 @@ Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine
 https://github.com/NVIDIA/Megatron-LM/pull/5893 switches all copies off in Megatron-LM; no release up to 0.19.2 has it.
 
 From TE 2.19 on, `Graphed.backward` copies every parameter gradient that it returns. With the fix, it does not copy TE's
-shared dummies for wgrads in ``main_grad``. In a capture, `LayerNormMLP` returns these dummies instead of its own, which
-are in graph memory. `param-grad-lifetime` does the same for TE before 2.19.
+shared dummies for wgrads in ``main_grad``. In a capture, `LayerNormMLP` returns these dummies instead of its own
+dummies in graph memory. `param-grad-lifetime` does the same for TE before 2.19.
 """
 
 from ..fix import Fix

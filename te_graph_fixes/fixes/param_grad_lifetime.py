@@ -4,8 +4,8 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2937 (TE 2.19)
 
 `Graphed.backward` returns the graph's static buffers, and autograd uses them as ``.grad``, so a gradient that a hook
 stores changes later. With the fix, it returns copies of parameter gradients; one kernel copies all vectors (biases,
-norm weights). It does not copy gradients of user inputs, nor TE's shared dummies for wgrads in ``main_grad``, which are
-outside graph memory. In a capture, `LayerNormMLP` returns these dummies instead of its own.
+norm weights). It does not copy gradients of user inputs. Nor does it copy TE's shared dummies for wgrads in
+``main_grad``: they are outside graph memory. In a capture, `LayerNormMLP` returns these dummies instead of its own.
 """
 
 from ..fix import Fix

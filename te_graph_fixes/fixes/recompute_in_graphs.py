@@ -3,10 +3,9 @@
 Upstream: none yet, TE 2.10 to main
 
 A recomputation enters an autocast. The end of this autocast updates the scales of the forward, and the backward of its
-first module updates the scales of the backward. A capture records the first update with the modules that are registered
-at that time: a capture after an evaluation updates the scales of all other modules. TE omits the second update unless
-the graph is the first of an autocast. It is missing after a module without a backward, and in an autocast inside a
-disabled one.
+first module updates the scales of the backward. A capture records the first update with all modules registered at that
+time: a capture after an evaluation updates the scales of all other modules. TE omits the second update unless the graph
+is the first of an autocast. It is missing after a module without a backward, and in an autocast inside a disabled one.
 
 Warmup and capture now do neither update; each replay of such a backward does them. The backward also gets the skip flag
 of its own forward. Otherwise the first microbatch of another graph in between would quantize weights again. Captures by

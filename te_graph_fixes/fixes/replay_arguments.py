@@ -6,9 +6,9 @@ A replay flattens its arguments and copies them into the static inputs by positi
 a keyword, or an argument is missing, the first *weight* becomes an input. Dicts with another order of keys exchange
 tensors. Inputs of another shape are broadcast. A replay now compares its arguments with the samples: number, shapes,
 ``requires_grad``, and the structure of dicts and other containers. It raises `TypeError` or `ValueError`
-(`te_graph_fixes/shipped/replay_arguments.py`). A backward through a graph that has only a forward raises
-`RuntimeError`. Inputs of another dtype are cast, with one warning except under `torch.autocast`: an fp32 input gives
-other numbers than in bf16 (relative error 0.002). Keywords without a sample are still ignored, because callers pass
+(`te_graph_fixes/shipped/replay_arguments.py`). A backward through a forward-only graph raises `RuntimeError`.
+Inputs of another dtype are cast, with one warning except under `torch.autocast`: an fp32 input gives other numbers than
+in bf16 (relative error 0.002). Keywords without a sample are still ignored, because callers pass
 ``is_first_microbatch``.
 """
 

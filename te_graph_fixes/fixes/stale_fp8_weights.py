@@ -8,7 +8,7 @@ It happens in three cases.
    (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 if attention is not captured). The warmup clears the
    mark. Without a skip flag, a module that is told False never quantizes its weights. Such a graph now reads a flag for
    each marked module. The flags are filled from the marks before each replay
-   (`te_graph_fixes/shipped/first_microbatches.py`). A module that is told False at every call reuses the weights of an
+   (`te_graph_fixes/shipped/first_microbatches.py`). A module called with False every time reuses the weights of an
    earlier call, and its graph still does.
 2. A capture that does not cache weights follows one that does. It reads the skip flag of the other capture.
 3. Another FP8 module runs before the graph in the same autocast. The graph then does not fill the skip flag, which

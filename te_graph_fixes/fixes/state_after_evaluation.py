@@ -4,8 +4,8 @@ Upstream: none yet, TE 2.10 to main
 
 Each eager forward of a module records whether it runs in FP8 and in which recipe, and drops the state of another
 recipe. A replay does neither, and uses the tensors of the capture. The graph now owns its recipe states. Before each
-replay it does the work of a forward on them (`te_graph_fixes/shipped/recipe_states.py`). Modules that run by
-``sub.forward(x)``, which TE's hooks do not see, are covered if the recipe is that of the capture.
+replay it does the work of a forward on them (`te_graph_fixes/shipped/recipe_states.py`). TE's hooks do not see modules
+run by ``sub.forward(x)``. They are covered if the recipe is the recipe of the capture.
 
 After a forward in another recipe, TE never updates the scales of a module's new state again. Eager training keeps this
 bug, and a graph gives the numbers of eager training.

@@ -6,7 +6,7 @@ TE reuses the static inputs of another layer if shape, dtype and layout agree. I
 backward of the second layer ends there. If one tensor is both inputs of the first layer, the second layer's inputs
 overwrite each other. The key now has all properties that a buffer takes from its sample: type, device, strides, whether
 it needs a gradient, and which tensors of a sample are the same. Grad-output buffers are now assigned to the outputs
-with gradients of this layer, which may be at other places than in the first one. (Inputs of wgrads:
+with gradients of this layer. These may be at other positions than in the first layer. (Inputs of wgrads:
 `te_graph_fixes/shipped/graph_order.py`.)
 """
 

@@ -2,11 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 
-For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module, and restores the one that
-it found. A subclass that is captured after its base inherits the replacement, and TE restores this replacement to it,
-as on Megatron-Core's `MoETransformerLayer` after `TransformerLayer`. Eager calls then run in the autocast of the
-capture, and modules that were not captured lose FP8. A class that inherits a replaced ``__call__`` is now not changed:
-the replacement tells modules apart, not classes.
+For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module, and afterwards restores
+the previous ``__call__``. A subclass captured after its base inherits the replacement, and TE restores this replacement
+to it, as on Megatron-Core's `MoETransformerLayer` after `TransformerLayer`. Eager calls then run in the autocast of the
+capture, and modules that were not captured lose FP8. A class with an inherited replacement is now unchanged: the
+replacement tells modules apart, not classes.
 """
 
 from ..fix import Fix

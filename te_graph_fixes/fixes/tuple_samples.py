@@ -2,7 +2,7 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2426 (TE 2.12)
 
-With reused buffers TE asserts that ``sample_args`` is a list, or assigns to items of the default tuple of
+With reused buffers TE requires a list for ``sample_args``, or assigns to items of the default tuple of
 ``sample_kwargs``. Tuples are now converted to lists.
 """
 

@@ -2,11 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main
 
-The autograd function of a graph gets the parameters for which the warmup's backward returns gradients. Delayed wgrads
-are not among them. A first layer with plain data and without bias or norm then has no input that needs a gradient: its
-output needs none, or, before other layers, its wgrad graph is replayed without its dgrad graph. With the fix, the
-function gets an empty tensor that needs a gradient, if the callable's outputs do. A callable with a single parameter
-passes that parameter on anyway.
+The autograd function of a graph receives the parameters with a gradient from the warmup's backward. Delayed wgrads are
+not among these gradients. A first layer with plain data and without bias or norm then has no input that needs a
+gradient. Its output needs none either, or, before other layers, its wgrad graph is replayed without its dgrad graph.
+With the fix, the function receives an empty tensor that needs a gradient, if the callable's outputs do. A callable with
+a single parameter passes this parameter on anyway.
 """
 
 from ..fix import Fix

@@ -1,4 +1,4 @@
-"""Import `te_graph_fixes_run`, then the ``sitecustomize`` that Python would have found without this folder."""
+"""Import `te_graph_fixes_run`, then the ``sitecustomize`` that this folder hides."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""Activate te_graph_fixes in every Python process below ``te-graph-fixes run``, which adds this folder to PYTHONPATH.
+"""Activate te_graph_fixes in every Python process below ``te-graph-fixes run``. This folder is in their PYTHONPATH.
 
-This module runs at the start of every interpreter there. So it is fast, needs only the standard library, and uses a
-syntax that old interpreters know. It imports the package when TransformerEngine (TE) is imported.
+This module runs at the start of every interpreter there. So it is fast, needs only the standard library, and uses the
+syntax of old interpreters. It imports the package when TransformerEngine (TE) is imported.
 
 `sitecustomize` imports this module. Another ``sitecustomize`` may come before ours, for example the one of
 ``opentelemetry-instrument``. Therefore PYTHONWARNINGS names a category of this module: Python imports the categories of
@@ -47,7 +47,7 @@ class Activator:
 
 
 def print_missing_fixes_in_short() -> None:
-    """Print a FixNotAppliedError that ends the program without its traceback."""
+    """Print a FixNotAppliedError without its traceback when it ends the program."""
     from types import TracebackType
 
     original = sys.excepthook

@@ -1,4 +1,4 @@
-"""Modules that the corrected source imports: they are shipped beside TransformerEngine's own, as text."""
+"""Support modules, imported by the fixed source. They are added, as text, next to TransformerEngine's own modules."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _NAME = f"{PACKAGE}._te_"
 
 
 def new_module(name: str) -> dict[str, str]:
-    """The ``new_modules`` of a verdict whose edits import module ``name`` of this package, which may be in a zip."""
+    """Return the ``new_modules`` of a verdict with edits that import module ``name``. This package may be in a zip."""
     return {_NAME + name: cast(bytes, pkgutil.get_data(__name__, f"{name}.py")).decode()}

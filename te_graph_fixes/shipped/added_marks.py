@@ -1,4 +1,4 @@
-"""The mark that a fused backward sets on a weight: its gradient is in ``main_grad``, and ``.grad`` is a dummy."""
+"""The mark of a fused backward on a weight: its gradient is in ``main_grad``, and ``.grad`` is a dummy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def record_marks(marked: dict[Any, list[int]], graph: Any, inputs: Sequence[Any]) -> Iterator[None]:
-    """Record in ``marked[graph]`` the indexes of the ``inputs`` that a captured backward marks.
+    """Record in ``marked[graph]`` the indexes of the ``inputs`` marked by a captured backward.
 
-    Afterwards inputs that were marked before are marked as well.
+    Inputs marked before are unmarked during the backward, and marked again afterwards.
     """
     marked_before = [tensor for tensor in inputs if getattr(tensor, "grad_added_to_main_grad", False)]
     for tensor in marked_before:

@@ -1,8 +1,8 @@
-"""The FP8 state of delayed scaling that a graph's forward uses, and the work of an eager forward on it.
+"""The FP8 state of delayed scaling in a graph's forward, and the work of an eager forward on this state.
 
 An eager forward registers the state (``fp8_meta``: scales and amax histories) of each module in buffers. The end of an
 autocast computes the next scales from these buffers. Under activation recompute, the forward also copies the state for
-the second forward. A replay runs no Python of the modules. So modules note in the capture which state they use, and
+the second forward. A replay runs no Python of the modules. So modules note their state in the capture, and
 `with_fp8_state` does the rest at each replay.
 """
 
@@ -36,16 +36,17 @@ _MIXED_COPIES = (
 
 @dataclass
 class UsedState:
-    """The state that one graph uses.
+    """The FP8 state of one graph.
 
-    ``in_capture`` is the state that is used in the autocast of the capture. A recipe comes with it if it is not that of
-    the autocast: attention chooses its own. ``of_modules`` is the state that is copied for a recomputation, which
-    operations of `te.ops` do not do.
+    ``in_capture`` is the state used in the autocast of the capture, with its recipe if this is not the recipe of the
+    autocast: attention chooses its own. ``of_modules`` is the state copied for a recomputation. Operations of `te.ops`
+    copy none.
 
-    ``has_first_module``: the first FP8 module of the autocast around the graph is in it, and has a backward, which
-    updates the scales of all backwards. The others are about autocasts that the captured module enters itself:
-    ``has_own_backward`` if FP8 modules inside have a backward, ``updates_scales`` if the end of one would update the
-    scales outside of another autocast, and ``updated_inside`` if a state is used before and after such an end.
+    ``has_first_module``: the graph contains the first FP8 module of the autocast around it, and this module has a
+    backward. Its backward updates the scales of all backwards. The other fields describe autocasts inside the captured
+    module: ``has_own_backward`` if FP8 modules inside have a backward, ``updates_scales`` if the end of one would
+    update the scales outside of another autocast, and ``updated_inside`` if a state is used before and after such an
+    end.
     """
 
     in_fp8: bool = False
@@ -68,9 +69,9 @@ class _Copies(deque[Any]):
 
 
 class Capture:
-    """The states that modules use from the warmup to the last graph of one capture of TE's own.
+    """The states of modules from the warmup to the last graph of one capture by TE.
 
-    They are noted while this object is alive. Others, such as Megatron-Core, set TE's flag of a capture too.
+    They are noted while this object is alive. Other packages, such as Megatron-Core, set TE's flag of a capture too.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class Capture:
         return self._graphs[-1]
 
     def use(self, fp8_meta: dict[str, Any], of_module: bool) -> None:
-        """Note a state that a forward uses; in the warmup, save its values."""
+        """Note the state of a forward. In the warmup, also save its values."""
         if not torch.cuda.is_current_stream_capturing():
             self._save(fp8_meta)
             return
@@ -120,7 +121,7 @@ class Capture:
             )
 
     def end_autocast(self, enabled: bool) -> None:
-        """Note the end of an autocast that a captured forward has entered itself."""
+        """Note the end of an autocast inside a captured forward."""
         if enabled and torch.is_grad_enabled() and _autocast_depth() == self._depth + 1:
             self._updates += 1
             self._graphs[-1].updates_scales = True
@@ -132,9 +133,9 @@ class Capture:
         used.has_first_module = not FP8GlobalStateManager.get_autocast_state()[-2]
 
     def end(self, is_training: bool) -> None:
-        """Restore the values from before the warmup, which has written its own.
+        """Restore the values from before the warmup.
 
-        Raises RuntimeError if eager training computes something that the graphs cannot.
+        Raises RuntimeError if the graphs cannot compute the numbers of eager training.
         """
         mixed = [
             copies for copies in _copies_for_recomputations() if isinstance(copies, _Copies) and copies and copies.taken
@@ -158,7 +159,7 @@ def begin_capture() -> Capture:
 
 
 def _forget(capture: weakref.ref[Capture]) -> None:
-    """Forget a capture that is over, so that eager forwards do not ask for it."""
+    """Forget a finished capture, so that eager forwards do not look for it."""
     if getattr(FP8GlobalStateManager, "fp8_capture", None) is capture:
         del FP8GlobalStateManager.fp8_capture
 
@@ -171,18 +172,18 @@ def current_capture() -> Capture | None:
 
 
 def _capture_of_forward() -> Capture | None:
-    """Return the capture of this thread, unless it runs a backward, which may recompute a forward."""
+    """Return the capture of this thread. Return None in a backward: it may recompute a forward."""
     return current_capture() if is_graph_capturing() and _current_graph_task_id() == -1 else None
 
 
 def use_fp8_state(fp8_meta: dict[str, Any]) -> None:
-    """Note, in the forward of a module, that it uses this state of delayed scaling."""
+    """Note, in the forward of a module, its state of delayed scaling."""
     if capture := _capture_of_forward():
         capture.use(fp8_meta, of_module=True)
 
 
 def use_fp8_state_of_operations(fuser: Any) -> None:
-    """Note, in the forward of operations, that they use their state of delayed scaling.
+    """Note, in the forward of operations, their state of delayed scaling.
 
     TE registers the state of operations when it creates it, but not in a capture. Such operations register it in every
     eager forward, as modules do.
@@ -226,7 +227,7 @@ def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
 
 
 def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[..., Any]:
-    """Return the replay ``graphed`` with the work of eager forwards on the state that it uses, if there is any."""
+    """Return the replay ``graphed`` with the work of eager forwards on its state, if it has any."""
     if not (used.in_capture or used.of_modules or used.updates_scales):
         return graphed
 
@@ -283,6 +284,6 @@ def _copies_for_recomputations() -> list[deque[Any]]:
 
 
 def _put_back(before: list[deque[Any]]) -> None:
-    """Put the copies from before a capture back; modules that came in it have none."""
+    """Restore the copies from before a capture. Modules registered during the capture have none."""
     copies = _copies_for_recomputations()
     copies[:] = [*before, *(deque() for _ in copies[len(before) :])]

@@ -1,8 +1,8 @@
 """Gradients that a captured `backward_dw` (delayed wgrad) assigns to parameters, assigned again after each replay.
 
-A replayed graph runs no Python. So the capture records the tensors that `backward_dw` assigns, and each replay copies
-them to the ``.grad`` of their parameters, by the rules of TransformerEngine's eager `backward_dw`: a weight's ``.grad``
-is replaced, a bias's ``.grad`` is set only if there is none. The graph itself adds gradients to ``main_grad``.
+A replayed graph runs no Python. So the capture records these gradients, and each replay copies them to the ``.grad`` of
+their parameters, by the rules of TransformerEngine's eager `backward_dw`: a weight's ``.grad`` is replaced, a bias's
+``.grad`` is set only if there is none. The graph itself adds gradients to ``main_grad``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DelayedGrad(NamedTuple):
 def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
     """Add the modules of ``called`` with a wgrad to compute to those ``visited``, after its backward in a warmup.
 
-    Forward hooks, by which TransformerEngine records visits, miss modules whose ``forward`` is called directly.
+    TransformerEngine records visits by forward hooks. A direct call of ``forward`` runs no hooks.
     """
     modules = called.modules() if hasattr(called, "modules") else ()
     stores = {module: getattr(module, "wgrad_store", None) for module in modules}
@@ -37,7 +37,7 @@ def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
 
 
 def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[DelayedGrad]:
-    """Run the `backward_dw` of ``module`` in a warmup or capture, and return the gradients that it assigns.
+    """Run the `backward_dw` of ``module`` in a warmup or capture, and return the assigned gradients.
 
     The dgrad has ``returned`` gradients for some parameters, so their ``.grad`` is not None, as in eager training.
     Afterwards every ``.grad`` is as before. The module's wgrad hooks do not run: they belong to replays.
@@ -74,7 +74,7 @@ def without_memory(grads: Iterable[DelayedGrad]) -> list[DelayedGrad]:
 
 
 def _stand_in(parameter: Parameter) -> Tensor:
-    """Return a ``.grad`` for a parameter that takes no memory."""
+    """Return a ``.grad`` for a parameter: one element, expanded to the parameter's shape."""
     return torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
@@ -91,9 +91,9 @@ def delayed_biases(modules: Sequence[Module]) -> set[int]:
 
 
 def assign_grads(grads: Iterable[DelayedGrad]) -> None:
-    """Assign copies of the gradients that a replay has left in graph memory, as an eager `backward_dw` does.
+    """Assign copies of a replay's gradients in graph memory, as an eager `backward_dw` does.
 
-    Parameters that were frozen after the capture get none.
+    Parameters frozen after the capture are skipped.
     """
     for parameter, grad, is_bias in grads:
         if not parameter.requires_grad:

@@ -1,6 +1,6 @@
 """Skip flags: they make a graph quantize its FP8 weights (0.0), or reuse the cached ones (1.0).
 
-Megatron-Core marks modules. A marked module has the attribute ``is_first_microbatch``, which is set before a step. Its
+Megatron-Core marks modules. A marked module has the attribute ``is_first_microbatch``, set before a step. Its
 forward passes the mark to TransformerEngine (TE) and clears it. TE quantizes weights at the first microbatch and reuses
 them at the others. A replay runs no Python. So a graph whose caller does not ask for cached weights reads flags of its
 own. They are filled from the marks before each replay.
@@ -33,20 +33,20 @@ class FirstMicrobatches:
         self._needs_flags = True
 
     def restore_marks(self) -> None:
-        """Restore the marks from before the warmup, which clears them."""
+        """Restore the marks from before the warmup. The warmup clears them."""
         for module, mark in self.marks.items():
             module.is_first_microbatch = mark
 
     @contextlib.contextmanager
     def during_warmup(self, state: Any) -> Iterator[None]:
-        """Find out which modules are told of first microbatches."""
+        """Find the modules with a mark passed to TE in the warmup."""
         self._needs_flags = False
         with self._without_shared_flag(state, self):
             yield
 
     @contextlib.contextmanager
     def during_forward(self, state: Any, graph: Any, function: Any) -> Iterator[None]:
-        """Let the ``graph`` of ``function`` read flags of its own, which become its attribute ``skip_flags``."""
+        """Let the ``graph`` of ``function`` read flags of its own, stored in its attribute ``skip_flags``."""
         owners = [module for module in _modules(function) if module in self.marks] if self._needs_flags else []
         graph.skip_flags = GraphFlags(owners, self) if self._needs_flags and not self._caches_weights else None
         with self._without_shared_flag(state, graph.skip_flags):
@@ -60,7 +60,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def _without_shared_flag(self, state: Any, listener: Any) -> Iterator[None]:
-        """Hide the flag that captures with cached weights share, which ``state`` has, from one without."""
+        """Hide the flag in ``state``, shared by captures with cached weights, from a capture without them."""
         shared = state.skip_fp8_weight_update_tensor
         if not self._caches_weights:
             state.skip_fp8_weight_update_tensor = None
@@ -79,7 +79,7 @@ class FirstMicrobatches:
 
 
 class GraphFlags:
-    """The flags of one graph: one for each marked module, and one that is always 0.0."""
+    """The flags of one graph: one for each marked module, and a constant 0.0."""
 
     def __init__(self, owners: list[Any], found: FirstMicrobatches) -> None:
         self._found = found
@@ -87,7 +87,7 @@ class GraphFlags:
         self._reuses: dict[Any, bool] = {}
 
     def flag_of(self, module: Any, is_first: bool | None) -> torch.Tensor | None:
-        """Return the flag that a module's weights depend on; None if the module is always told the same.
+        """Return the flag for a module's weights; None if the module is always told the same.
 
         Told False each time, a module reuses the weights of an earlier call, and so does its graph. A module without a
         mark that was told True in the warmup quantizes its weights at each replay.
@@ -118,7 +118,7 @@ class GraphFlags:
 
 
 def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:
-    """Return the flag for a module that is told ``is_first`` in a forward of this thread; None if it needs none."""
+    """Return the flag for a module called with ``is_first`` in a forward of this thread; None if it needs none."""
     listener = getattr(_thread, "listener", None)
     if listener is None or not FP8GlobalStateManager.is_fp8_enabled():
         return None

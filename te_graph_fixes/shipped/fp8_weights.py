@@ -1,4 +1,4 @@
-"""Keep the FP8 weights that a graph reads alive, and update them before each replay of its forward.
+"""Own the FP8 weights of a graph, and update them before each replay of its forward.
 
 Eager modules compute a missing transpose, or look up the last workspace, before they use a weight. A replay runs no
 Python. The classes below do it instead, on the tensors whose addresses are in the graph.
@@ -25,7 +25,7 @@ class PrimaryWeights:
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
 
     def refresh(self) -> None:
-        """Update the data that the graph reads to the present values of the parameters."""
+        """Update the graph's data to the present values of the parameters."""
         for parameter, tensors in self._held:
             valid = not getattr(parameter, "_transpose_invalid", False)
             if valid and _has(parameter, tensors):
@@ -41,7 +41,7 @@ class PrimaryWeights:
 
 
 class CachedWeights:
-    """The quantized weights that the modules of a graph cache between microbatches."""
+    """The quantized weights cached by the modules of a graph between microbatches."""
 
     def __init__(self, module: Any) -> None:
         self._held = [
@@ -86,7 +86,7 @@ def _has(owner: object, tensors: dict[str, Tensor]) -> bool:
 
 
 def _values(owner: Any, name: str) -> Tensor:
-    """Return the weight that a module caches under ``name``; a projection may split it into several parameters."""
+    """Return the unquantized weight ``name`` of a module. A projection may split it into several parameters."""
     if hasattr(owner, name):
         weight: Tensor = getattr(owner, name)
         return weight

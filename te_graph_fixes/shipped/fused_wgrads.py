@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def is_shared_dummy(grad: Tensor | None, tensor: Tensor) -> bool:
-    """Return whether ``grad`` of ``tensor`` is a dummy that no code reads, and that all weights of a shape share.
+    """Return whether ``grad`` of ``tensor`` is an unread dummy, shared by all weights of the same shape.
 
     The dummies of `get_dummy_wgrad` are outside the memory of every graph. Some code reads them if ``zero_out_wgrad``
     is set.

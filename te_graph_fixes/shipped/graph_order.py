@@ -38,7 +38,7 @@ class Buffers:
         self._last_reads: dict[Hashable, list[int]] = {}
 
     def take(self, signature: Hashable, start: int, last_read: int) -> int:
-        """Return a buffer that is free at ``start`` and mark it as used until ``last_read``. Starts never decrease."""
+        """Return a buffer free at ``start``, and mark it as used until ``last_read``. Starts never decrease."""
         last_reads = self._last_reads.setdefault(signature, [])
         for number, other in enumerate(last_reads):
             if other <= start:
@@ -49,7 +49,7 @@ class Buffers:
 
 
 class Plan:
-    """The entries of a legal order, and the buffers that they use.
+    """The entries of a legal order, and their buffers.
 
     `parse` returns the ``entries``. ``layers`` are the numbers of layers of the chunks. ``delayed`` are the chunks with
     wgrad entries, counted from 0. ValueError if the order has wgrads and a chunk has several layers.
@@ -185,7 +185,7 @@ def parse(order: Iterable[Any]) -> list[Entry]:
 
 
 def _signatures(sample: Sequence[Any]) -> list[Hashable]:
-    """Return the properties that static inputs share with the tensors of a sample, and which tensors are the same."""
+    """Return, for each tensor of a sample, the properties of its static input, and the first index of its address."""
     addresses = [tensor.data_ptr() for tensor in sample]
     return [
         (type(t), t.shape, t.dtype, t.layout, t.device, t.stride(), t.requires_grad, addresses.index(t.data_ptr()))
@@ -200,8 +200,8 @@ def _copy(tensor: Any) -> Any:
 def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -> list[list[int]]:
     """List the grad inputs that may return to the graph memory pool before each entry of ``order`` is captured.
 
-    Element ``i`` of the result lists callables by `Plan.index`. Nothing reads the gradient that the dgrad of such a
-    callable returns after entry ``i`` begins. Only first layers of chunks are listed, because TE's own rule is correct
+    Element ``i`` of the result lists callables by `Plan.index`. After entry ``i`` begins, no code reads the gradient
+    returned by the dgrad of such a callable. Only first layers of chunks are listed, because TE's own rule is correct
     for the others. ValueError for an illegal order.
 
     The schedule is Megatron-Core's interleaved 1F1B: a warmup of forwards, a steady state of steps with a backward and
@@ -270,7 +270,7 @@ def _is_below(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
 
 
 def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
-    """Return the position after ``dgrad`` and after the forwards that end the same step."""
+    """Return the position after ``dgrad`` and after the last forwards of the same step."""
     end = dgrad + 1
     last = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)
     for position, entry in enumerate(entries[end:], end):

@@ -16,7 +16,7 @@ def leaf_inputs(inputs: Sequence[Tensor], number: int) -> list[int]:
 def with_copied_grads(backward: Callable[..., Any], inputs: int) -> Callable[..., Any]:
     """Return the ``backward`` of a graph, with copies of the gradients of ``ctx.inputs_with_copied_grads``.
 
-    The gradients of the graph's ``inputs``, a number, are the last ones that it returns.
+    ``inputs`` is the number of the graph's inputs. The backward returns their gradients last.
     """
 
     def backward_with_copies(ctx: Any, *grads: Any) -> Any:

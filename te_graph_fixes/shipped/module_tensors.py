@@ -19,7 +19,7 @@ Slot = tuple[Any, Any, str]
 
 
 class WarmupRecord:
-    """The modules that the warmup ran and the recipes of FP8 callables, by the number of the callable."""
+    """The modules run in the warmup and the recipes of FP8 callables, by the number of the callable."""
 
     def __init__(self) -> None:
         self.recipes: dict[int, Any] = {}
@@ -38,9 +38,9 @@ class WarmupRecord:
 
 
 class CallableTensors:
-    """The ``members`` of one callable, the tensors that its graphs ``read``, and those that they add to (``written``).
+    """The ``members`` of one callable, and the tensors ``read`` and accumulated (``written``) by its graphs.
 
-    ``parameters`` are inputs of its graphs. ``ran`` are the modules that its warmup ran.
+    ``parameters`` are inputs of its graphs. ``ran`` are the modules run in its warmup.
     """
 
     def __init__(self, function: Any, parameters: Iterable[torch.Tensor], ran: Iterable[torch.nn.Module]) -> None:

@@ -21,8 +21,8 @@ def with_own_inputs(
     """Return the samples of a capture, with a copy for each further input that shares a tensor with a gradient.
 
     If inputs ``are_handed_on`` between callables, only the inputs of one callable get copies. A tensor without a
-    gradient, such as a mask, stays shared, because it has the same values for all inputs. So does a parameter, which
-    no replay writes.
+    gradient, such as a mask, stays shared, because it has the same values for all inputs. So does a parameter, because
+    no replay writes it.
     """
     seen: set[int] = set()
     samples = []

@@ -1,4 +1,4 @@
-"""Backwards of warmup and capture without the hooks of parameters, which are for the gradients of training."""
+"""Backwards of warmup and capture without the hooks of parameters. These hooks are for the gradients of training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 def hooks_disabled(function: Any) -> Iterator[None]:
     """Run no hook of the parameters of ``function`` in the block, if it is a module.
 
-    This includes hooks of a tensor's gradient, hooks after its accumulation, and hooks of the node that accumulates,
-    which data-parallel wrappers use. The hooks' handles stay valid.
+    This includes hooks of a tensor's gradient, hooks after its accumulation, and hooks of the accumulating node (as in
+    data-parallel wrappers). The hooks' handles stay valid.
     """
     # In inference mode no backward is recorded.
     is_module = isinstance(function, torch.nn.Module) and not torch.is_inference_mode_enabled()

@@ -1,7 +1,8 @@
-"""The scales and amax histories that a graph reads and writes. The graph owns them, and returns them to its modules.
+"""The scales and amax histories of a graph. The graph owns them, and returns them to its modules.
 
-An evaluation without FP8 removes the recipe state of operations of ``te.ops``. One in another recipe removes that of
-modules as well. The next forward creates a new state, and the graph still uses the state of its capture.
+An evaluation without FP8 removes the recipe state of operations of ``te.ops``. An evaluation in another recipe removes
+the recipe state of modules as well. The next forward creates a new state, and the graph still uses the state of its
+capture.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class RecipeStates:
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
 
     def resume(self, known: Collection[Any], manager: Any) -> None:
-        """Do the work of a forward on the FP8 state, with the tensors that the graph uses.
+        """Do the work of a forward on the FP8 state, with the graph's tensors.
 
-        ``manager`` is TE's `FP8GlobalStateManager`, ``known`` are the modules that TE has seen called. Raises
-        RuntimeError if their recipe, or the recipe of operations, is not that of the capture. Modules that run by
-        ``module.forward(x)``, and attention that is not in FP8, are resumed in the recipe of the capture only.
+        ``manager`` is TE's `FP8GlobalStateManager`, ``known`` are the modules seen by TE's forward hooks. Raises
+        RuntimeError if their recipe, or the recipe of operations, differs from the recipe of the capture. Modules run
+        by ``module.forward(x)``, and attention without FP8, are resumed only in the recipe of the capture.
         """
         recipe = manager.get_fp8_recipe()
         for module, states in self._held.items():
@@ -80,7 +81,7 @@ class _State:
         return not self._delayed or (state.scale is self._scale and state.amax_history is self._history)
 
     def take_over(self, buffers: Any) -> None:
-        """Copy the values of the module's current state to the state of the graph, and return that to the module."""
+        """Copy the module's present values to the graph's state, and return this state to the module."""
         meta = _meta(self._attributes, self._mode)
         state: Any = meta.get(STATES[self._mode])
         if _kind(state) != self._kind:
@@ -103,7 +104,7 @@ class _State:
             parameter.update_quantizer(quantizer)
 
     def _exchange(self, state: Any, buffers: Any) -> None:
-        """Exchange the tensors of a state with those of the graph in the buffers from which TE updates scales.
+        """Exchange the tensors of a state with the graph's tensors in TE's buffers for scale updates.
 
         After a forward in another recipe, TE updates the old state of a module, and never the new one. A replay then
         must not update the state of the graph either, to equal eager training.

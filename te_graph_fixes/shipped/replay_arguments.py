@@ -12,7 +12,7 @@ from ._te_warn_once import warn_once
 
 
 def _of(leaf: Any) -> tuple[Any, ...]:
-    """Return the properties of an argument that are fixed in its graph; it may be no tensor."""
+    """Return the properties of an argument, tensor or not, that are fixed in its graph."""
     return getattr(leaf, "shape", None), getattr(leaf, "requires_grad", False), getattr(leaf, "dtype", None)
 
 

@@ -1,14 +1,14 @@
 """Replay preconditions: a replay raises an error if it would not compute the result of its module.
 
-Memory: no other graph has overwritten the data that this graph reads (`_te_replay_order`).
+Memory: no other graph has overwritten the data of this graph (`_te_replay_order`).
 Addresses: the modules, parameters and ``main_grad`` are at their addresses of the capture (`_te_module_tensors`).
 
 Recomputation: a checkpoint may run a forward again, in a backward. Eager operations hold outputs and gradients, and
 cannot be asked which of them they still read. Two rules follow:
 
-1. Outputs that the recomputation may read must be intact. These are its inputs, and outputs that are still referenced
-   and have a backward to come (an eager operation in the checkpoint may read them).
-2. The recomputation must not overwrite tensors that are still referenced:
+1. Outputs that the recomputation may read must be intact. These are its inputs, and referenced outputs with a backward
+   to come (an eager operation in the checkpoint may read them).
+2. The recomputation must not overwrite referenced tensors:
 
    - gradients of the current run of replays, unless their backward was captured before the forward
    - outputs of another microbatch, unless the forward was captured between their forward and their backward
@@ -16,7 +16,7 @@ cannot be asked which of them they still read. Two rules follow:
    Outputs of the same microbatch are computed again, with the same values.
 
 From the first forward in a checkpoint on, gradients and the outputs of other forwards are returned as copies. So the
-rules concern only tensors that were returned earlier.
+rules concern only tensors returned earlier.
 
 A forward replay is one of these:
 
@@ -129,7 +129,7 @@ class Preconditions:
         self._recomputed: list[int] = []  # the times of recomputations after the last backward
 
     def release(self) -> None:
-        """Release the tensors and positions of graphs that were reset."""
+        """Release the tensors and positions of reset graphs."""
         self._tensors = CallableTensors(None, (), ())
         self._outputs, self._frozen = [], []
         self.pool.preconditions.pop(self.forward, None)
@@ -176,12 +176,12 @@ class Preconditions:
             self._recomputed.append(pool.now)
 
     def note_forward(self, ctx: Any) -> None:
-        """Store in ``ctx`` the conditions that its backward requires."""
+        """Store in ``ctx`` the conditions of its backward."""
         ctx.time, ctx.in_checkpoint = self.pool.now, self.pool.in_checkpoint
         ctx.scales = self._scales() if self._recipe_states else 0
 
     def _scales(self) -> int:
-        """Count how often the scales that the dgrad reads were replaced, as by an evaluation in another recipe."""
+        """Count the replacements of the dgrad's scales, as by an evaluation in another recipe."""
         return sum([getattr(state, "times_taken_over", 0) for state in self._recipe_states])
 
     def _require_recomputable(self, inputs: set[int]) -> None:
@@ -212,7 +212,7 @@ class Preconditions:
             pool.require_untouched(reader, other.forward, ran, end, f"the forward of {other.name}")
 
     def _require_harmless(self, other: Preconditions) -> None:
-        """Check rule 2 of recomputation for the last tensors that another one returned: gradients or outputs."""
+        """Check rule 2 of recomputation for the last tensors returned by another graph: gradients or outputs."""
         pool = self.pool
         grads_time = pool.time(other.backward)
         if grads_time > pool.time(other.forward):
@@ -280,7 +280,7 @@ class Preconditions:
 
 
 class _ReturnedTensors:
-    """The memory that a graph returns, by references without ownership: ``reset()`` must free it."""
+    """The memory returned by a graph, as references without ownership: ``reset()`` must free it."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         self._storages = [StorageWeakRef(value.untyped_storage()) for value in _tensors(tensors) if value.numel()]
@@ -299,7 +299,7 @@ class _ReturnedTensors:
 
 
 def _has_checkpoint_hooks() -> bool:
-    """Return whether a checkpoint without reentrant autograd is active, which recomputes by saved-tensor hooks.
+    """Return whether a checkpoint without reentrant autograd is active. It recomputes by saved-tensor hooks.
 
     Other hooks, such as those of activation offloading, may be active inside it, so all are inspected.
     """

@@ -2,9 +2,8 @@
 
 A graph writes to the same memory at each replay. Let graph X write data for graph Y (a forward for its dgrad, a dgrad
 for its wgrad). Graphs captured between X and Y do not touch this data, because it was in use during their capture.
-Other graphs may overwrite it. A graph captured before X may have released the memory that X received. A graph captured
-after Y may have received the memory that Y reads. So Y may be replayed if **every graph replayed after X was captured
-between X and Y**.
+Other graphs may overwrite it. A graph captured before X may have released memory to X. A graph captured after Y may
+have received memory from Y. So Y may be replayed if **every graph replayed after X was captured between X and Y**.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ReplayOrder:
         return self.count
 
     def release(self, positions: Iterable[int]) -> None:
-        """Forget the graphs at ``positions`` at the next capture, which is the first that may receive their memory."""
+        """Forget the graphs at ``positions`` at the next capture. Only later captures may receive their memory."""
         for position in positions:
             self.names.pop(position, None)
             self._released.append(position)

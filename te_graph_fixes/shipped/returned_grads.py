@@ -1,4 +1,4 @@
-"""Copies of the parameter gradients that a replayed backward returns."""
+"""Copies of the parameter gradients from a replayed backward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class ReturnedGrads:
     """Return the static buffers ``grads`` of a replayed backward, as copies if they are among those ``copied``.
 
-    One kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes, into memory
-    that they share. There, each begins as aligned as in memory of its own.
+    One kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes, into shared
+    memory. There, each begins as aligned as in memory of its own.
     """
 
     ALIGNMENT = 256

@@ -29,7 +29,7 @@ def graph_factory() -> Callable[[], Any]:
 
 
 class _Tracked:
-    """The generators of a tracker at a capture, from which the graphs draw.
+    """The generators of a tracker at a capture. The graphs draw from them.
 
     The tracker is None if ``gc.freeze()`` hides it. Then the last generators of any tracker count, as in TE's capture.
     """
@@ -55,7 +55,7 @@ class _Graph(torch.cuda.CUDAGraph):  # type: ignore[misc,unused-ignore]
     tracked: _Tracked
 
     def replay(self) -> None:
-        """Replay, and advance the tracker's generators by the numbers that the graph draws."""
+        """Replay, and advance the tracker's generators by the numbers drawn in the graph."""
         replaced = self.tracked.replaced()
         for captured, current in replaced:
             captured.set_state(current.get_state())

@@ -24,5 +24,5 @@ class ScaleUpdates:
         return is_of_capture
 
     def _is_in_backward(self) -> bool:
-        """Return whether this is a thread of autograd that runs a backward of the capture, on the stream of it."""
+        """Return whether this thread of autograd runs a backward of the capture, on the capture's stream."""
         return _current_graph_task_id() != -1 and bool(torch.cuda.current_stream() == self._stream)

@@ -15,7 +15,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def view_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """View the bytes of a tensor with the dtype, shape and strides of that tensor."""
+    """View ``memory``, the bytes of ``tensor``, with its dtype, shape and strides."""
     view = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     # Conjugation and negation are flags of a tensor. Its memory has the other sign.
     if tensor.is_conj():

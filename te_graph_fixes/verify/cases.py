@@ -29,7 +29,7 @@ class Case:
     quick: bool = False
 
     def measure(self) -> dict[str, Any]:
-        """Run the case in this process, which needs TE and a GPU."""
+        """Run the case in this process. This needs TE and a GPU."""
         module, _, name = self.function.partition(":")
         measures: dict[str, Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(**self.options)
         return measures
@@ -89,7 +89,7 @@ def _programs(
 def _memory(
     name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
 ) -> Case:
-    """Create a case of several programs that need the same memory for their captures."""
+    """Create a case of several programs with equal memory needs in their captures."""
     return Case(name, tuple(fixes), "memory:compare", {"programs": programs, **shared}, quick)
 
 
@@ -114,7 +114,7 @@ def _training(
 
 
 def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
-    """Create a case of delayed wgrads in ``order``, with modules that do not mark first microbatches."""
+    """Create a case of delayed wgrads in ``order``. Its modules have no marks of first microbatches."""
     given = {"order": order, "delay": True, "weights": "plain", "reuse": True}
     return _training(name, (ORDER,), **{**given, **options})
 
@@ -126,14 +126,14 @@ def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False,
 
 
 def _outputs(name: str, outputs: Iterable[str]) -> Case:
-    """Create a case of modules of the driver's `outputs`, with two microbatches in flight that share buffers."""
+    """Create a case of modules of the driver's `outputs`, with buffers shared by two microbatches in flight."""
     programs = {output: {"modules": (f"{output} output",)} for output in outputs}
     options = {"order": (1, 1, -1, 1, -1, -1), "reuse": True, "takes_grads": True, "events": ("step",)}
     return _programs(name, ("weak-reference-layout",), programs, quick=True, **options)
 
 
 def _recomputed(name: str, recipe: str) -> Case:
-    """Create a case of uncached weights in a module that recomputes, also after a second model that caches weights."""
+    """Create a case of uncached weights in a recomputing module, also after a second model with cached weights."""
     programs = {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}}
     return _programs(name, NOT_CACHED, programs, modules=("Recomputed",), recipe=recipe, weights="marked")
 
@@ -394,7 +394,7 @@ BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 
 
 def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
-    """Every `_training` once more in the recipes that came with Blackwell; elsewhere these cases are skipped."""
+    """Yield every `_training` case again in the recipes of Blackwell. Other GPUs skip these cases."""
     done = []
     for case in cases:
         own = case.options.get("recipe")

@@ -17,7 +17,7 @@ LIMIT = 1.01
 
 
 def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
-    """Capture several `Program`s that need the same memory. Each has the ``shared`` options and its own.
+    """Capture several `Program`s with equal memory needs. Each has the ``shared`` options and its own.
 
     The error of a program is its peak over the lowest peak, minus 1; up to `LIMIT` it is 0.0. ``peaks`` are in bytes.
     """
@@ -28,13 +28,13 @@ def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[st
 
 
 def _highest(program: Program) -> int:
-    """Return the highest peak of a second run. The first one allocates workspaces, which stay."""
+    """Return the highest peak of a second run. The first run allocates lasting workspaces."""
     peaks(program)
     return max(peaks(program))
 
 
 def peaks(program: Program) -> list[int]:
-    """Return the bytes that each capture of a program adds at its peak to those allocated before it."""
+    """Return, for each capture of a program, its peak in bytes above the memory allocated before it."""
     require(program.recipe, program.other)
     use(program)
     training = _Measured(graphed=True)

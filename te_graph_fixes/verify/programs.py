@@ -24,7 +24,7 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
     """Run a `Program` with these ``options``. Return the relative errors by kind, and the norm ratios of wgrads.
 
     A program that ``breaks`` a replay precondition may raise the error for it. A program with a ``refusal`` must raise
-    an error that matches this regular expression.
+    an error matching this regular expression.
     """
     try:
         graphed, eager = _both(options)
@@ -43,7 +43,7 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
 def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
     """Run several `Program`s, each with the ``shared`` options and its own. Return the largest error of each by name.
 
-    Programs that this GPU or TE cannot run are skipped, unless that is all of them.
+    Programs that this GPU or TE cannot run are skipped. If none can run, the whole case is skipped.
     """
     largest: dict[str, list[float]] = {}
     damaged = False

@@ -119,7 +119,7 @@ class Row:
 
 
 class Child:
-    """A process that runs cases. It starts on demand, and again after it has ended."""
+    """A process for cases. It starts on demand, and again after its end."""
 
     def __init__(self, environ: Mapping[str, str], command: Sequence[str] = CHILD) -> None:
         self._command, self._environ = command, environ
@@ -127,7 +127,7 @@ class Child:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
 
     def measure(self, case: Case, limit: float = LIMIT) -> Outcome:
-        """Run ``case``. A child that takes longer than ``limit`` seconds is killed."""
+        """Run ``case``. After ``limit`` seconds the child is killed."""
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command,
@@ -174,7 +174,7 @@ class Child:
 
 
 def environment(switch: str) -> dict[str, str]:
-    """Return the environment with the fixes off, or with the user's choice of fixes (all if that is none)."""
+    """Return the environment with the fixes off, or with the user's choice of fixes (all if the user chose none)."""
     if switch == WITHOUT:
         return {**os.environ, SWITCH: "off"}
     return {**os.environ, SWITCH: "on"} if Settings.read().off else dict(os.environ)

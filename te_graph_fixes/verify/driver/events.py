@@ -1,4 +1,4 @@
-"""The other events of programs, and `train`, which runs a program."""
+"""The other events of programs, and `train` to run a program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ evaluate_in_other = event(lambda t: t.evaluation(program.other), "evaluate_in_ot
 def infer(t: Training) -> None:
     """Run the first layer without gradients, through its graph for inference.
 
-    If only steps came since the last such event, it uses the weights that the last step cached.
+    If only steps came since the last such event, it uses the cached weights of the last step.
     """
     before = " ".join(program.events[: int(t.event.split()[0])])
     first = program.weights != "cached" or not re.search(r"infer( step)+$", before)
@@ -182,7 +182,7 @@ outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", rando
 
 
 def refused(t: Training, misuse: Any) -> None:
-    """Require that a graph refuses arguments that differ from its sample arguments."""
+    """Require a graph to refuse arguments that differ from its samples."""
     (x,), marks = pytree.tree_map(torch.Tensor.detach, t.samples(0))
     if program.weights == "cached":
         marks["is_first_microbatch"] = True
@@ -215,7 +215,7 @@ misuse_grad = misusing("misuse_grad", lambda call, x, marks: call(x.clone().requ
 
 @event
 def misuse_backward(t: Training) -> None:
-    """Run the backward of a graph that was captured without gradients."""
+    """Run the backward of a graph captured without gradients."""
     layer, sample = torch_linear(), random().requires_grad_()
 
     def backward(*_: Any) -> None:
@@ -238,7 +238,7 @@ OF_GRAPHS = "memory with graphs"
 
 
 def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
-    """Run the program. Return its results, and the state that it left behind, by event."""
+    """Run the program. Return its results, and the state after it, by event."""
     t = Training(graphed)
     for number, words in enumerate(program.events):
         torch.manual_seed(number + 2 + (100 * dist.get_rank() if program.ranks else 0))

@@ -25,7 +25,7 @@ def arguments(layer: Any, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, A
 
 
 def parameters_of(layer: Any) -> list[Any]:
-    """Return the parameters that a layer trains: its own, and those that it receives as inputs."""
+    """Return the trained parameters of a layer: its own, and those received as inputs."""
     return [*layer.parameters(), *getattr(layer, "given", {}).values()]
 
 
@@ -116,7 +116,7 @@ class Captured:
         return range(number * self.per_chunk, (number + 1) * self.per_chunk)
 
     def prepare(self, number: int, layer: Any) -> None:
-        """Set the marks, ``main_grad`` and hooks that a training framework sets on modules and parameters."""
+        """Set marks, ``main_grad`` and hooks on modules and parameters, as a training framework does."""
         if program.weights != "plain":
             for module in layer.modules():
                 if isinstance(module, TransformerEngineBaseModule) and not isinstance(module, te.DotProductAttention):
@@ -288,7 +288,7 @@ REPLACED = ("forward", "backward_dw", "reset")
 
 
 def restore(module: Any, before: dict[str, Any]) -> None:
-    """Restore the attributes that a module had before a capture."""
+    """Restore a module's attributes from before a capture."""
     for name in REPLACED:
         vars(module).pop(name, None)
         if before.get(name) is not None:
@@ -315,7 +315,7 @@ def reuse_first_weights(module: Any) -> None:
 
 
 def delayed(layer: Any) -> list[Any]:
-    """Return the modules that can delay their wgrads, in the order of their forwards."""
+    """Return the modules able to delay their wgrads, in the order of their forwards."""
     return [
         module
         for module in layer.modules()
@@ -324,7 +324,7 @@ def delayed(layer: Any) -> list[Any]:
 
 
 def fused(layer: Any) -> list[Any]:
-    """Return the parameters with wgrads that are added to ``main_grad``."""
+    """Return the parameters with wgrads added to ``main_grad``."""
     return [
         parameter
         for module in layer.modules()

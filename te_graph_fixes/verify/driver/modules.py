@@ -96,7 +96,7 @@ special_inside = module(lambda: Block(subclassed), "SpecialInside")
 
 @module
 class ListBlock(torch.nn.Module):
-    """Projections in a `ModuleList`, created in another order than that of their forwards."""
+    """Projections in a `ModuleList`, not created in the order of their forwards."""
 
     def __init__(self) -> None:
         super().__init__()

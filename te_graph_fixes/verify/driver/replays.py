@@ -1,4 +1,4 @@
-"""Events that run single forwards and backwards, and events that break replay preconditions.
+"""Events of single forwards and backwards, and events that break replay preconditions.
 
 A number after the name of an event is a graph, a microbatch or a layer.
 """

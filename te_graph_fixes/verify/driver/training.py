@@ -71,7 +71,7 @@ class Training(Captured):
         return main
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
-        """Run the extra layer that comes first in the autocast, if any."""
+        """Run the extra layer at the beginning of the autocast, if any."""
         marks = {}
         if program.weights == "cached":
             marks["is_first_microbatch"] = microbatch == 0
@@ -244,7 +244,7 @@ class Training(Captured):
             module.is_first_microbatch = mark
 
     def state(self) -> None:
-        """Record the state that later steps and checkpoints depend on, and the state of the process."""
+        """Record the state for later steps and checkpoints, and the state of the process."""
         self.see("parameters", *(parameter.dequantize() for parameter in self.parameters))
         if self.recipe != "bf16" and any(name.endswith("outputs") for name in self.seen):
             for layer in self.layers:  # whose state a capture makes, and eager training its first forward
@@ -269,9 +269,9 @@ class Training(Captured):
 
 
 class Sends:
-    """Input grads that a step sends to the previous pipeline stage. They are read as late as Megatron-Core allows.
+    """Input grads sent by a step to the previous pipeline stage. They are read as late as Megatron-Core allows.
 
-    Megatron-Core waits for a send after it has issued the next model chunk's backward and the forward that overlaps it.
+    Megatron-Core waits for a send after issuing the next model chunk's backward and the overlapping forward.
     The first stage sends nothing for its first chunk. In its cooldown it waits for each send at once, and with it for
     all earlier sends. This is Megatron-Core without ``overlap_p2p_comm_warmup_flush``.
     """
@@ -288,7 +288,7 @@ class Sends:
         return [self.in_flight.pop(0)] if is_due else []
 
     def read_after(self, position: int, grad: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Return the grads that are read right after a backward that returned ``grad``."""
+        """Return the grads to be read right after the backward that returned ``grad``."""
         if -self.order[position] not in program.sends:
             return [grad]
         self.in_flight.append(grad)
@@ -300,7 +300,7 @@ class Sends:
 
 
 def comparable(value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor as floating-point numbers or as bytes, which are comparable for every dtype."""
+    """Copy a tensor as floating-point numbers or as bytes: both are comparable for every dtype."""
     copy = value.detach().clone().resolve_conj().resolve_neg()
     if copy.is_complex():
         return torch.view_as_real(copy)
