@@ -67,14 +67,14 @@ def verify(gpu: str, *arguments: str) -> dict[str, Any]:
 @pytest.mark.full
 def test_verify_on_blackwell() -> None:
     found = verify("blackwell", "linear-mxfp8", "failed-capture")
-    assert found["left_out"] == {}
+    assert found["skipped"] == {}
     assert found["cases"][0]["verdict"] == "fixed"  # failed-capture
 
 
 @pytest.mark.full
 def test_verify_leaves_out_what_a_gpu_does_not_have() -> None:
     found = verify("blackwell-rtx", "linear-mxfp8", "cached-nvfp4")
-    ((why, cases),) = found["left_out"].items()
+    ((why, cases),) = found["skipped"].items()
     assert "not supported on 12.0+ architectures" in why
     assert cases == ["linear-mxfp8"]
 
