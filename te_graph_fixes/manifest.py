@@ -1,4 +1,4 @@
-"""The manifest of a TransformerEngine (TE) with baked fixes: a file in TE's folder with the fixes, and file digests.
+"""The manifest of a baked TransformerEngine (TE): a file in its folder with the fixes, and a digest of each file.
 
 ``te-graph-fixes bake``, the patches of ``te-graph-fixes diff`` and overlays write it. While every listed module is as
 written, the manifest is trusted, and TE's source is not searched.

@@ -145,7 +145,7 @@ class Check:
         for (_, different), alike in groups.items():
             self._print_mismatch(different, alike)
         if self._options.strict and self.totals["different"]:
-            print_line(f"which ends with status {EXIT_MISMATCH}: {_sentence([self.totals])}")
+            print_line(f"strict check, ending with status {EXIT_MISMATCH}: {_sentence([self.totals])}")
             sys.stdout.flush()
             os._exit(EXIT_MISMATCH)
 

@@ -175,7 +175,7 @@ class EagerReference:
         return parts
 
     def _tensors_of_job(self, with_gradients: bool) -> Values:
-        """Return, by names for people, the tensors that an eager run must not change."""
+        """Return the tensors that an eager run must not change, by a readable name."""
         tensors: Values = {f"buffer {name}": buffer for name, buffer in self.module.named_buffers()}
         for name, parameter in self.parameters.items():
             tensors[f"parameter {name}"] = None if hasattr(parameter, "_quantizer") else parameter
@@ -223,7 +223,7 @@ class EagerReference:
             yield isolated
 
     def _all_that_changes(self) -> State:
-        """Return attributes, TE's own state, and `state`: another recipe has amax histories of another length."""
+        """Return all attributes of the modules, TE's global FP8 state, and `state`."""
         modules: State = [(partial(object.__setattr__, module, "__dict__"), vars(module)) for module in self.own]
         attributes = [(name, value) for name, value in vars(Manager).items() if not name.startswith("__")]
         manager: State = [(partial(setattr, Manager, name), value) for name, value in attributes]

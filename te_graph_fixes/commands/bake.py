@@ -1,4 +1,4 @@
-"""Fixes in the files of TransformerEngine (TE): ``bake`` writes them in place, ``bake --overlay`` next to it.
+"""Fixes in the files of TransformerEngine (TE): ``bake`` writes them in place, ``bake --overlay`` to another folder.
 
 A bake gathers a copy of each module that it changes, and its new text, in `BAKE_FOLDER` inside TE's folder. Then it
 exchanges them. It keeps the copies for ``bake --undo``, which exchanges them back. The manifest shows the progress:

@@ -244,7 +244,7 @@ def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> t
     added = ast.parse(text).body
     if not classes or edit.start < edit.end or {type(node) for node in added} != {ast.FunctionDef}:
         where = f"{module.path}:{module.line_number(edit.start)}"
-        raise InstallationError(f"an edit of {owner} at {where} is not in a function and does not only add methods")
+        raise InstallationError(f"an edit of {owner} at {where} is not in a function. Only methods can be added there")
     maker = _compiled(module.name, f"class {classes[0]}:\n{textwrap.indent(text, ' ')}")
     return maker, [f"{classes[0]}.{cast(ast.FunctionDef, node).name}" for node in added]
 

@@ -65,7 +65,7 @@ def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
         except UnrecognizedError as error:
             errors.append((error, f"{error} (line {hunk.number} of the patch, `{hunk.header}`)"))
     if len(fits) > 1:
-        raise UnrecognizedError(f"looked for one of {len(alternatives)} shapes in {hunk.place}, found {len(fits)}")
+        raise UnrecognizedError(f"looked for one of {len(alternatives)} hunks in {hunk.place}, found {len(fits)}")
     if not fits:
         text = "; or ".join(text for _, text in errors)
         raise UnrecognizedError(text, lambda: max(error.closest() for error, _ in errors))

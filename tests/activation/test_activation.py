@@ -761,5 +761,6 @@ def test_no_syntax_tree_of_te_stays_in_memory(world: World) -> None:
 import ast, gc
 import te_graph_fixes
 assert results() == RIGHT
+gc.collect()
 assert not [thing for thing in gc.get_objects() if isinstance(thing, ast.Module)]
 """)

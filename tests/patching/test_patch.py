@@ -277,7 +277,7 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
         (hunk(" x = a", " (0 times)"), "exactly 0 times .*, found it once"),
         (hunk("-b\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
         (hunk(" x = a\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
-        (hunk(" x = a") + "@@ (or)\n x = run(x)", "one of 2 shapes in run, found 2"),
+        (hunk(" x = a") + "@@ (or)\n x = run(x)", "one of 2 hunks in run, found 2"),
         (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch, `@@ code.py run`.; or .*line 3 of the patch"),
         (hunk(" x = a") + "@@ code.py other\n x = c", "one definition of other .*line 3 of the patch"),
         (hunk(" x = a").replace("code", "other"), "module .*other .*line 1 of the patch"),

@@ -221,8 +221,8 @@ def figures_of_random_programs() -> list[str]:
     assert f"None of {broken:,} that break them is silently wrong" in page.replace("\n", " ")
     return [
         f"[{differ} of {checked:,} random programs](docs/results/explorer.md)",
-        f"from {causes} causes",
-        f"None of {broken:,} random programs with misuse",
+        f"with {causes} causes",
+        f"Of {broken:,} random programs with misuse, none",
     ]
 
 
@@ -245,9 +245,9 @@ def figures_of_cost() -> list[str]:
     first = max(float(cell) for cell in summary["the first capture of dense layers in a process"])
     return [
         f"[{min(slower):.0f} to {max(slower):.0f} times as long](docs/results/cost.md)",
-        f"[{step[0]:.2f} times as long](docs/results/cost.md) as with TE's graphs on 2.12.0",
+        f"[{step[0]:.2f} times as long](docs/results/cost.md) on 2.12.0",
         f"{step[1]:.2f} times on 2.20.2",
-        f"{min(by_size):.2f} to {max(by_size):.2f} by size",
+        f"it is {min(by_size):.2f} to {max(by_size):.2f}",
         f"can peak up to {100 * (first - 1):.0f} % higher",
     ]
 
