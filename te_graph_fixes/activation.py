@@ -1,11 +1,11 @@
 """Apply the fixes when TransformerEngine (TE) has been imported, and revert them.
 
-    activate()           reads the settings. If TE is imported already, applies the fixes
-    import of TE ends    wrapt calls our hook: the fixes are applied, by the settings that are active then
+    activate()           reads the settings, and applies the fixes if TE is already imported
+    import of TE ends    wrapt calls our hook, which applies the fixes selected by the current settings
     deactivate()         reverts the fixes
 
-The fixes are applied all at once, or none is. In strict mode an error then makes the import of TE fail. `decision` has
-the steps from the source of TE to the fixes that are applied.
+Either all fixes are applied, or none. If they cannot be applied, strict mode makes the import of TE fail. `decision`
+describes the steps from TE's source to the applied fixes.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class _Activation:
         an error) counts the graphs that were captured before the first activation.
 
         ``only`` (fix ids), ``disable`` (fix ids) and ``strict`` replace ``TE_GRAPH_FIXES``, ``TE_GRAPH_FIXES_DISABLE``
-        and ``TE_GRAPH_FIXES_STRICT``. A fix brings the fixes that it requires. Disabling a fix disables the fixes that
-        require it. Calling this again starts over with the new settings.
+        and ``TE_GRAPH_FIXES_STRICT``. Selecting a fix also selects the fixes that it requires. Disabling a
+        fix also disables the fixes that require it. A second call starts over with the new settings.
 
         Raises ValueError for an unknown id or value. In strict mode raises `FixNotAppliedError` if a needed fix cannot
         be applied; TE is then unchanged.
@@ -103,7 +103,7 @@ class _Activation:
                 self._apply(files_may_differ=True)
 
     def deactivate(self) -> None:
-        """Revert every fix, and apply none when TE is imported. Replacements by other packages stay."""
+        """Revert every fix, and apply none when TE is imported. Other packages' replacements of TE's code remain."""
         with self._lock:
             if self._installation and self._decision:
                 self._reverted |= frozenset(self._decision.to_apply)
@@ -119,10 +119,10 @@ class _Activation:
         return self._settings or Settings(only=frozenset())
 
     def _watch(self) -> None:
-        """Have wrapt call the hook when the next import of TE ends.
+        """Register the hook with wrapt, for the end of TE's next import.
 
-        For a module in `sys.modules`, wrapt would call the hook at once and not keep it. So TE is taken out meanwhile,
-        under the lock that every import of a missing module needs.
+        If TE were in `sys.modules`, wrapt would call the hook immediately and not register it. TE is therefore removed
+        from `sys.modules` during the registration. Python's import lock prevents other threads from importing TE then.
         """
         from wrapt import register_post_import_hook
 
@@ -136,12 +136,12 @@ class _Activation:
             _imp.release_lock()
 
     def _on_import(self, _: ModuleType) -> None:
-        """The hook. wrapt forgets it before the call, but a later import of TE must not go unnoticed."""
+        """Apply the fixes. wrapt forgets a hook before calling it, so register again for a later import of TE."""
         self._watch()
-        self._apply(files_may_differ=bool(self._failure))  # modules of a refused import are still loaded
+        self._apply(files_may_differ=bool(self._failure))  # after a failed import, TE's modules are still loaded
 
     def _apply(self, files_may_differ: bool) -> None:
-        """Apply the fixes to the imported TE. Its files may have been exchanged since (``files_may_differ``)."""
+        """Apply the fixes to the imported TE. ``files_may_differ``: its files may have changed since the import."""
         with self._lock:
             settings = self._settings
             if settings is None:  # deactivated
@@ -243,9 +243,9 @@ def _conflict(settings: Settings) -> str:
 
 
 def _wait_for_other_threads() -> None:
-    """Wait if another thread is importing TE: it may have looked for TE before the hook was there.
+    """Wait until no other thread is importing TE. Such a thread may have started before the hook was registered.
 
-    `import_module` waits for such a thread. If there is none, the finder here ends the import before it begins.
+    `import_module` waits for the other thread. If there is none, the finder below raises before TE is imported here.
     """
     thread = threading.get_ident()
 
@@ -264,13 +264,13 @@ def _wait_for_other_threads() -> None:
 
 
 def loaded(name: str) -> bool:
-    """Return whether a module is imported, to its end."""
+    """Return whether a module has been imported completely."""
     module = sys.modules.get(name)
     return module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False) is not True
 
 
 def runs_unchecked_bytecode(package: str) -> bool:
-    """Return whether a module of a package was imported from bytecode that Python does not compare with its source."""
+    """Return whether a module of a package was imported from bytecode without a check against its source."""
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None) if name.startswith(f"{package}.") else None
         path = getattr(spec, "cached", None)
@@ -281,7 +281,7 @@ def runs_unchecked_bytecode(package: str) -> bool:
 
 
 def _captured_graphs() -> int:
-    """Count the graphs that TE has captured: for each one it defines a subclass of `torch.autograd.Function`."""
+    """Count the graphs that TE has captured. TE defines a subclass of `torch.autograd.Function` for each graph."""
     function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
     classes: list[type] = function.__subclasses__() if isinstance(function, type) else []
     return sum(function_class.__module__ == f"{PACKAGE}.graph" for function_class in classes)

@@ -1,10 +1,10 @@
-"""From the source of a TransformerEngine (TE) to an installation of fixes, in steps.
+"""The steps from a TransformerEngine's (TE's) source to installed fixes.
 
     read(source)               the verdict on every fix, from the source alone
     decide(reading, settings)  the status of every fix: its verdict, combined with the settings and its requirements
-    judge(decision, ...)       the decision without the fixes that fail in this process. Only here one fix fails alone
+    judge(decision, ...)       the decision without the fixes that fail in this process; later steps fail as a whole
     compose(decision)          the edits of all fixes to apply, composed and compiled
-    Installation.install()     the step that changes TE, by all fixes or by none; `revert` undoes it
+    Installation.install()     the only step that changes TE: installs all fixes or none; `revert` undoes it
 
 ``te-graph-fixes status``, ``diff`` and ``bake`` use the first two; `activation` uses all of them.
 """
@@ -30,7 +30,7 @@ from .status import BAKED, CANNOT_APPLY, WITHOUT_BUG, Status
 
 @dataclass(frozen=True)
 class Reading:
-    """One TE: the ``verdicts`` on every fix, and the ``manifest`` if fixes are baked into its files."""
+    """The ``verdicts`` of every fix on one TE, and the ``manifest`` if fixes are baked into its files."""
 
     source: Source
     verdicts: Mapping[str, Verdict]
@@ -38,7 +38,7 @@ class Reading:
 
 
 def read(source: Source) -> Reading:
-    """Read a TE and match every fix against it. If fixes are baked into it, the manifest has the verdicts."""
+    """Return the verdicts for a TE: from its manifest if it is baked, else by matching every fix."""
     try:
         manifest = read_manifest(source)
     except ManifestError as error:
@@ -73,7 +73,7 @@ def _unrecognized(source: Source, reason: str) -> Reading:
 
 
 def _expected_feature(fix: Fix, verdict: Verdict, version: Version | None) -> Verdict:
-    """Return the verdict, or ``unrecognized`` if the version should have the feature: it may have moved."""
+    """Return the verdict, or ``unrecognized`` if the version should have the feature, which may have moved."""
     if verdict.status != Status.NOT_APPLICABLE or version is None or not _must_have_bug(version, fix):
         return verdict
     reason = f"TransformerEngine {version} should have this bug, but its feature was not found: {verdict.reason}"
@@ -81,7 +81,7 @@ def _expected_feature(fix: Fix, verdict: Verdict, version: Version | None) -> Ve
 
 
 def _must_have_bug(version: Version, fix: Fix) -> bool:
-    """Return whether the version is expected to have the bug. For a pre-release, the release before it must have it."""
+    """Return whether the version is expected to have the bug. For a pre-release, so must the release before it."""
     before = Version(f"{version.major}.{max(version.minor - 1, 0)}")
     return fix.expected_in(version) and (not version.is_prerelease or fix.expected_in(before))
 
@@ -102,7 +102,7 @@ def _baked_verdicts(manifest: Manifest) -> dict[str, Verdict]:
 
 
 def expected(fix: Fix, version: str | None) -> str | None:
-    """Return ``applicable`` or ``not-needed``, from the version alone; None for a version that cannot be parsed."""
+    """Return ``applicable`` or ``not-needed`` from the version only, or None if it cannot be parsed."""
     if (parsed := _parsed(version)) is None:
         return None
     return Status.APPLICABLE if fix.expected_in(parsed) else Status.NOT_NEEDED
@@ -117,7 +117,7 @@ def _parsed(version: str | None) -> Version | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The status of every fix on one TE, by these settings. ``fixes`` has them as verdicts, with reasons and edits."""
+    """The status of every fix on one TE with these settings. ``fixes`` are verdicts with reasons and edits."""
 
     reading: Reading
     settings: Settings
@@ -133,7 +133,7 @@ class Decision:
 
     @property
     def disabled(self) -> dict[str, Verdict]:
-        """The fixes that the settings disable though this TE may need them, not those that a bake disabled."""
+        """The fixes that TE needs, or may need, and that the settings disable. Excludes fixes disabled by a bake."""
         disabled = self._with_status(Status.DISABLED)
         return {fix_id: fix for fix_id, fix in disabled.items() if fix != self.reading.verdicts[fix_id]}
 
@@ -144,14 +144,14 @@ class Decision:
 
     @property
     def unusable_reason(self) -> str:
-        """The reason if no fix can be applied to this TE, whatever the settings are; else ""."""
+        """The reason if no fix can be applied to this TE with any settings, else ""."""
         reasons = {verdict.reason for verdict in self.reading.verdicts.values()}
         is_unrecognized = all(verdict.status == Status.UNRECOGNIZED for verdict in self.reading.verdicts.values())
         return reasons.pop() if is_unrecognized and len(reasons) == 1 else ""
 
     @property
     def added(self) -> dict[str, str]:
-        """The fixes to apply that the settings do not name, with the named fixes that require them."""
+        """The fixes to apply only because selected fixes require them, with the names of the selected fixes."""
         named_fixes = sorted(self.settings.only or ())
         required_by = {
             fix_id: [name for name in named_fixes if name in self.to_apply and fix_id in with_required([name])]
@@ -161,7 +161,7 @@ class Decision:
 
     @property
     def dropped(self) -> dict[str, str]:
-        """The disabled fixes that the settings do not name, with the disabled fixes that they require."""
+        """The fixes disabled only because they require disabled fixes, with the names of the required fixes."""
         dropped = self.disabled.keys() & with_required(self._wanted) - self.settings.disable
         disabled = self.disabled.keys()
         return {fix_id: ", ".join(sorted(disabled & CATALOGUE[fix_id].requires)) for fix_id in sorted(dropped)}
@@ -175,7 +175,10 @@ class Decision:
 
 
 def decide(reading: Reading, settings: Settings) -> Decision:
-    """Combine verdicts and settings: a fix brings what it requires; disabling a fix disables what requires it."""
+    """Combine verdicts and settings.
+
+    Selecting a fix also selects the fixes that it requires. Disabling a fix also disables the fixes that require it.
+    """
     selected = CATALOGUE.keys() if settings.only is None else settings.only
     wanted = selected | with_required(
         fix_id for fix_id in selected if reading.verdicts[fix_id].status == Status.APPLICABLE
@@ -188,7 +191,7 @@ def decide(reading: Reading, settings: Settings) -> Decision:
 
 
 def _decided(verdict: Verdict, is_selected: bool, requires: Iterable[str], decided: Mapping[str, Verdict]) -> Verdict:
-    """Decide on one fix, after all fixes that it ``requires``."""
+    """Decide on one fix. The fixes that it ``requires`` are already in ``decided``."""
     if verdict.status in (*WITHOUT_BUG, Status.DISABLED):
         return verdict
     if not is_selected:
@@ -203,7 +206,7 @@ def _decided(verdict: Verdict, is_selected: bool, requires: Iterable[str], decid
 
 
 def with_required(fix_ids: Iterable[str]) -> set[str]:
-    """Return these fixes with all that they require, directly or not."""
+    """Return these fixes, and all fixes that they require directly or indirectly."""
     required, pending = set[str](), list(fix_ids)
     while pending:
         fix_id = pending.pop()
@@ -235,10 +238,11 @@ def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
 
 
 def judge(decision: Decision, files_may_differ: bool) -> Decision:
-    """Judge each fix by itself in this process, in which TE is imported, and decide again without those that fail.
+    """Check each fix separately against the imported TE, and decide again without the failing fixes.
 
-    This is the only place where one fix fails alone, together with the fixes that require it. If TE's files may have
-    been exchanged after the import (``files_may_differ``), a verdict ``not-needed`` must also hold for the loaded code.
+    A failure here affects only the fix and the fixes that require it. In every later step, a failure affects all fixes.
+    ``files_may_differ``: TE's files may have changed after the import. Then a verdict ``not-needed`` must also be true
+    for the loaded code.
     """
     failures = failing_changes(decision.source, decision.to_apply)
     if files_may_differ:
@@ -252,7 +256,7 @@ def judge(decision: Decision, files_may_differ: bool) -> Decision:
 
 
 def _stale_modules(decision: Decision) -> dict[str, str]:
-    """Return the fixes that TE's files do not need, but the loaded code may: it is from other files."""
+    """Return the fixes that TE's files do not need, but the loaded code may need: it is from other files."""
     not_needed = {fix_id: fix for fix_id, fix in decision.fixes.items() if fix.status == Status.NOT_NEEDED}
     changed = changed_since_import(decision.source, {name for fix in not_needed.values() for name in fix.rests_on})
     advice = "Delete TransformerEngine's __pycache__ and restart the process"
@@ -265,5 +269,5 @@ def _stale_modules(decision: Decision) -> dict[str, str]:
 
 @without_collections()
 def compose(decision: Decision) -> Installation:
-    """Compose and compile the fixes to apply. An error here is a bug of this package, and nothing is changed."""
+    """Compose and compile the fixes to apply. An error is a bug in this package, and leaves TE unchanged."""
     return Installation(decision.source, decision.to_apply)

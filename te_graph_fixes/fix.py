@@ -34,8 +34,8 @@ OLDEST = "2.10"
 class Verdict:
     """The ``status`` of one fix on one source, the ``reason``, and the edits if it is applicable.
 
-    ``new_modules`` are the support modules: their full names and texts. ``rests_on`` are the modules that show that the
-    fix is not needed. ``details`` explain at length why a source is not recognized.
+    ``new_modules`` maps the full names of support modules to their texts. ``rests_on`` are the modules that prove the
+    fix unnecessary. ``details`` explain at length why a source is not recognized.
     """
 
     status: Status
@@ -53,13 +53,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Fix:
-    """One catalogue record. The catalogue has one for each module of `te_graph_fixes.fixes`.
+    """A record in the catalogue. Each module of `te_graph_fixes.fixes` defines one fix.
 
-    ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that lead
-    there. ``group`` is one of `GROUPS`. ``cost`` is the cost of this fix, if any (docs/results/single-fixes.md).
-    ``affected_versions`` are the versions expected to have the bug: ``>=2.10,<2.17``, or one of the two bounds.
-    ``requires`` names the fixes without which this one must not be applied, unless they are not needed. ``check_hints``
-    are the words of a check's finding that point to this bug (CONTRIBUTING.md).
+    ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that
+    trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any
+    (docs/results/single-fixes.md). ``affected_versions`` are the versions expected to have the bug: ``>=2.10,<2.17``,
+    or one of the two bounds. ``requires`` names fixes: this fix must not be applied unless each of them is applied or
+    not needed. ``check_hints`` are words in a check's mismatch that indicate this bug.
 
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` are patches of context only,
     which match a source without the public feature, each with a reason. ``corrected`` are patches that match the
@@ -87,7 +87,7 @@ class Fix:
     upstream: tuple[str, ...] = ()
 
     def described_by(self, name: str, docstring: str) -> Fix:
-        """Return this record with its id, from the ``name`` of its file, and the texts of the file's docstring.
+        """Return this record with the id from its file's ``name`` and the texts from the file's docstring.
 
         The docstring begins with two paragraphs: ``ID: summary.``, and upstream's links.
         """
@@ -98,11 +98,11 @@ class Fix:
 
     @property
     def _bounds(self) -> dict[str, Version]:
-        """The first release with the bug, by ``>=``, and the first without it again, by ``<``."""
+        """The first release with the bug, under the key ``>=``, and the first release without it, under ``<``."""
         return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
     def expected_in(self, version: Version) -> bool:
-        """Return whether the release of a version is expected to have the bug."""
+        """Return whether a version's release is expected to have the bug."""
         return SpecifierSet(self.affected_versions).contains(version.base_version)
 
     @property
@@ -120,7 +120,7 @@ class Fix:
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def verdict_on(self, source: Source) -> Verdict:
-        """Return the verdict on a source: ``unrecognized`` for an unknown shape, ``failed`` for an error of ours."""
+        """Return the verdict on a source: ``unrecognized`` for unknown code, ``failed`` for a bug in this package."""
         try:
             try:
                 return self._verdict_on(source)
@@ -130,7 +130,10 @@ class Fix:
             return Verdict(Status.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
 
     def _verdict_on(self, source: Source) -> Verdict:
-        """Raise `UnrecognizedError` unless the source has the bug or one upstream fix, or lacks the feature."""
+        """Return the verdict.
+
+        Raise `UnrecognizedError` unless the source has the bug, has one upstream fix, or lacks the feature.
+        """
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
                 self._edits(source, text)

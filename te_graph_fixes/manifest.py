@@ -1,7 +1,7 @@
 """The manifest of a baked TransformerEngine (TE): a file in its folder with the fixes, and a digest of each file.
 
-``te-graph-fixes bake``, the patches of ``te-graph-fixes diff`` and overlays write it. While every listed module is as
-written, the manifest is trusted, and TE's source is not searched.
+Bakes, overlays and the patches of ``te-graph-fixes diff`` contain a manifest. It is trusted as long as every listed
+module matches its digest. TE's source is then not searched.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Manifest:
     """The fixes that te-graph-fixes ``version`` wrote into the files of a TE.
 
     ``fixes`` has a status for each fix: ``applied``, ``disabled`` by the user, or its verdict ``not-needed`` or
-    ``not-applicable``. ``files`` has the digests of each module before the bake (None: it was added) and after it, by
-    the module's path from the folder that contains TE.
+    ``not-applicable``. ``files`` has the digests of each module before the bake (None: it was added) and after it. Its
+    keys are paths relative to the folder that contains TE.
     """
 
     version: str
@@ -41,7 +41,7 @@ class Manifest:
 
     @classmethod
     def read(cls, file: Path) -> Manifest:
-        """Read a manifest. Keys that a newer version has added are ignored."""
+        """Read a manifest. Ignore keys added by a newer version."""
         known = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in json.loads(file.read_bytes()).items() if key in known})
 
@@ -62,7 +62,7 @@ class Manifest:
 
 
 class ManifestError(Exception):
-    """The files of a baked TE are no longer as the manifest describes them."""
+    """The files of a baked TE no longer match its manifest."""
 
 
 class ReinstalledError(ManifestError):
@@ -72,7 +72,7 @@ class ReinstalledError(ManifestError):
 def read_manifest(source: Source) -> Manifest | None:
     """Read the manifest of a TE; None if nothing is baked into it.
 
-    Raises `ManifestError` unless every listed module is as it was written.
+    Raise `ManifestError` if a listed module does not match its digest.
     """
     location = Path(source.location)
     if (location / OPEN).exists():

@@ -1,4 +1,4 @@
-"""The report of this process: the status of every fix, and its texts: a table, a warning, and one line when applied."""
+"""The report on this process: the status of every fix, as a table, a warning, or a line about applied fixes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class FixNotAppliedError(RuntimeError):
 
 
 class TEGraphFixesWarning(UserWarning):
-    """Without strict mode: graphs may be wrong, or a setting has no effect. The text describes what to do."""
+    """Without strict mode: graphs may be wrong, or a setting has no effect. The message contains the remedy."""
 
 
 @dataclass(frozen=True)
 class FixStatus:
-    """The ``status`` of one fix with its ``reason``, upstream's links, and the modules that it changes or adds.
+    """The ``status`` of one fix with the ``reason``, the upstream links, and the changed or added modules.
 
-    ``status`` is a `te_graph_fixes.status.Status`, a string, and never ``applicable``. ``earlier_graphs`` counts the
-    graphs that were captured before the fix was applied, and do not have it.
+    ``status`` is a `te_graph_fixes.status.Status`, a string, and never ``applicable``. ``earlier_graphs`` is the
+    number of graphs captured before the fix was applied. These graphs still have the bug.
     """
 
     status: Status
@@ -108,7 +108,7 @@ def problem_summary(report: Report) -> str:
 
 
 def warn_once(text: str) -> None:
-    """Warn at the line of the user's program, once in a process for each text."""
+    """Warn once in a process for each text, and attribute the warning to the line in the user's program."""
     if not text or text in _printed:
         return
     _printed.add(text)
@@ -120,11 +120,12 @@ def warn_once(text: str) -> None:
 
 
 def announce(report: Report, verbose: bool | None) -> None:
-    """Report the applied fixes once: to a log at level INFO, else on stderr. Without ``verbose``, on the first rank.
+    """Report the applied fixes once, to a log at level INFO or else on stderr.
 
-    Workers of `multiprocessing`, for example of a DataLoader, are daemons. They would only repeat it.
+    If ``verbose`` is None, only the first rank reports, and no daemon process. Daemons, such as the workers of a
+    DataLoader, would only repeat the report.
     """
-    from multiprocessing import current_process  # slow to import, but for torch
+    from multiprocessing import current_process  # slow to import unless torch is loaded
 
     text, wanted = _summary(report), verbose
     if verbose is None:

@@ -30,8 +30,8 @@ def rank() -> str | None:
 class Settings:
     """The fixes that a user selects: ``only`` these (None: all), without those in ``disable``.
 
-    ``strict`` raises on a problem. With ``verbose`` every process prints the applied fixes. False: none does; None: the
-    first rank of a job does.
+    ``strict``: raise an error if a needed fix cannot be applied. ``verbose`` selects the processes that print the
+    applied fixes. True: every process; False: none; None: the first rank of a job.
     """
 
     only: frozenset[str] | None = None
@@ -73,9 +73,9 @@ class Settings:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a message for each variable with our prefix that is no setting, for example TE_GRAPH_FIXES_VERSION.
+    """Return a message for each variable with our prefix that is not a setting, for example TE_GRAPH_FIXES_VERSION.
 
-    Only the first rank of a job has messages.
+    Only the first rank of a job gets messages; other ranks get an empty list.
     """
     if rank() not in (None, "0"):
         return []
@@ -103,7 +103,7 @@ def _split(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the fixes that `SWITCH` selects, by a word or by their ids; None for all."""
+    """Return the fixes that the variable `SWITCH` selects by a word or by ids, or None for all fixes."""
     word = environ.get(SWITCH, "").strip().lower()
     if word in _TRUE or not word:
         return None
@@ -125,7 +125,7 @@ def _flag(value: object, where: str) -> bool | None:
 
 
 def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> frozenset[str]:
-    """Return ``ids`` as a set. Raises ValueError unless all are ids of fixes; ``where`` begins its text."""
+    """Return ``ids`` as a set. Raise ValueError for an unknown id; its message begins with ``where``."""
     if isinstance(ids, str):
         raise ValueError(f"{where} must be a collection of fix ids, not the string {ids!r}.")
     if wanted := frozenset(ids):

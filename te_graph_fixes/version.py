@@ -1,4 +1,4 @@
-"""The version of this package: written by a build, or in a checkout taken from its commit."""
+"""The version of this package: written by a build, or derived from the commit of a checkout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NEXT = "0.1.0"
 
 
 def _of_checkout(root: Path) -> str | None:
-    """Return ``NEXT.dev0+g<commit>`` for a clone, by its ``.git``; None if git stores the commit in another way."""
+    """Return ``NEXT.dev0+g<commit>``, read from a clone's ``.git``, or None if the commit is stored otherwise."""
     try:
         if b"te-graph-fixes" not in (root / "pyproject.toml").read_bytes():
             return None  # a copy in another repository

@@ -1,8 +1,8 @@
-"""The comparison of graphs with eager runs in the user's own job.
+"""The check: compares graphs with eager runs in the user's own job.
 
-It is started by `check`, ``te-graph-fixes run --check`` or ``TE_GRAPH_FIXES_CHECK``. `callables` and `reference` run
-modules eagerly next to their graphs. `isolation` protects the job from these runs. `findings` compares and reports.
-`lifetimes` detects graph memory overwritten while it is in use. Without a check, none of them is imported.
+`check`, ``te-graph-fixes run --check`` and ``TE_GRAPH_FIXES_CHECK`` start it. `callables` and `reference` run modules
+eagerly next to their graphs. `isolation` protects the job from these runs. `findings` compares and reports. `lifetimes`
+detects replays that overwrite graph memory in use. These modules are imported only if a check starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXIT_MISMATCH = 86
 class Options:
     """Check every module in ``steps`` steps, ``layers`` modules at a time (0: all at once)."""
 
-    steps: int = 2  # one cannot reveal that a graph uses old weights
+    steps: int = 2  # a single step cannot reveal that a graph uses old weights
     layers: int = 0
     strict: bool = False
 
@@ -32,7 +32,7 @@ class Options:
 
     @classmethod
     def parse(cls, text: str) -> Options | None:
-        """Parse ``N``, ``N,layers=K``, ``N,strict``, ``on``; None for ``off``; ValueError for anything else."""
+        """Parse ``N``, ``N,layers=K``, ``N,strict`` or ``on``. Return None for ``off``. Raise ValueError otherwise."""
         text = text.lower().replace(" ", "")
         if text in ("", "0", "off"):
             return None
@@ -46,10 +46,11 @@ class Options:
 def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) -> None:
     """Compare graphs captured after this call with eager runs in their first ``steps`` steps, and report.
 
-    With ``layers=K``, K modules are checked at a time, each in ``steps`` steps. This needs less memory. With ``strict``
-    the process ends with status 86 after a step with a mismatch. Training continues as without the check. docs/check.md
-    describes its coverage and cost. Raise ValueError for invalid numbers, and if the active settings disable fixes
-    baked into TransformerEngine's files.
+    The check does not change the training. docs/check.md describes its coverage and cost.
+
+    ``layers=K`` saves memory: K modules are checked at a time, each group in ``steps`` steps. With ``strict``, the
+    process exits with status 86 after the first step with a mismatch. Raise ValueError for invalid numbers, and if the
+    active settings disable fixes baked into TransformerEngine's files.
     """
     options = Options(steps, layers, strict)
     require_comparable(active_settings())

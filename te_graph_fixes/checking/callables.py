@@ -1,4 +1,4 @@
-"""The graphed callables of `make_graphed_callables`, each compared with an eager run at every call."""
+"""Graphed callables of `make_graphed_callables` that compare each call with an eager run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start(options: Options) -> None:
         current.pop().finish()
     current.append(Check(options))
     original = make_checked_graphed_callables.__wrapped__
-    for module in list(sys.modules.values()):  # which may have imported TE's function already
+    for module in list(sys.modules.values()):  # other modules may have imported TE's function already
         for name in [name for name, value in getattr(module, "__dict__", {}).items() if value is original]:
             setattr(module, name, make_checked_graphed_callables)
 
@@ -62,7 +62,7 @@ def make_checked_graphed_callables(*args: Any, **kwargs: Any) -> Any:
 
 
 def _references(given: Values) -> list[EagerReference]:
-    """Return a reference for each callable, in the order of TE: by chunk, in it by microbatch, in it by layer."""
+    """Return a reference for each callable, in TE's order: sorted by chunk, then microbatch, then layer."""
     modules = given["modules"] if isinstance(given["modules"], tuple) else (given["modules"],)
     fp8, recipe = (given.get(name) or given.get(f"fp8_{name}") for name in ("enabled", "recipe"))
     enabled = fp8 if isinstance(fp8, tuple) else (fp8,) * len(modules)
@@ -89,14 +89,14 @@ class CheckedCallable:
         self._delayed: Microbatch | None = None
 
     def __deepcopy__(self, memo: object) -> CheckedCallable:
-        return self  # as a function is: programs copy modules
+        return self  # copied by reference, like a function: programs copy modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._delayed, first = None, kwargs.get(FIRST)
         is_over = self._check.finished or self._reference.module.training != self._training
         if is_over or torch.cuda.is_current_stream_capturing() or not self._check.enter(self._reference, first):
             return self._replay(*args, **kwargs)
-        given = {key: kwargs[key] for key in self._keys if key in kwargs}  # in the order of the graph
+        given = {key: kwargs[key] for key in self._keys if key in kwargs}  # in the graph's order
         run = self._attempt(Microbatch, self._reference, args, given, first)
         self._attempt(self._before_replay, run, "forward")
         result = self._replay(*args, **kwargs)
@@ -126,7 +126,7 @@ class CheckedCallable:
         node = next((tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn), None)
         if node is None:
             return
-        if node.name() == "CloneBackward0":  # replay-contract copies outputs if a checkpoint may run a graph again
+        if node.name() == "CloneBackward0":  # replay-contract clones outputs if a checkpoint may rerun a graph
             node = node.next_functions[0][0]
         parameters = {parameter: f".grad of {name}" for name, parameter in self._reference.parameters.items()}
         leaves = [getattr(edge, "variable", None) for edge, _ in node.next_functions]
@@ -140,7 +140,7 @@ class CheckedCallable:
         node.register_hook(lambda grads, _: self._attempt(after, grads))
 
     def _before_replay(self, run: Microbatch, when: str, grads: Any = None) -> None:
-        """Run the reference before a replay; ``grads`` are the gradients of the outputs in a backward."""
+        """Run the reference before a replay. Before a backward, ``grads`` are the gradients of the outputs."""
         if grads:
             run.backward = copied(grads), self._reference.state()
         try:
@@ -156,7 +156,7 @@ class CheckedCallable:
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
         subjects = {x.data_ptr(): self._subject(when, name) for name, x in returned.items() if x is not None}
         self._check.lifetimes.returned |= subjects
-        if not run.eager:  # it is compared already
+        if not run.eager:  # already compared
             return
         values = self._reference.amaxes(when)
         for name, parameter in self._reference.parameters.items():
@@ -173,7 +173,7 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do some work of the check. Its errors must not end the job."""
+        """Call ``work``, a part of the check. An error in it must not end the job."""
         reference = self._reference
         if self._check.finished:
             return None

@@ -6,11 +6,14 @@ import math
 
 import torch
 
-CHUNK = 1 << 22  # elements that are compared at a time; each takes about 32 bytes of memory
+CHUNK = 1 << 22  # elements compared at a time; each needs about 32 bytes of memory
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the difference over the norm of ``expected``. 0.0 is bit-identical; NaN equals NaN."""
+    """Return the norm of the difference, divided by the norm of ``expected``.
+
+    0.0 means bit-identical. NaN equals NaN.
+    """
     total = torch.zeros(3, dtype=torch.float64, device=actual.device)
     if actual.shape != expected.shape:
         return total[0] + math.inf

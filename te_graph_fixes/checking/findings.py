@@ -1,7 +1,7 @@
 """The comparisons of a process, their mismatches, and the report.
 
-Nothing here waits for the GPU within a step. A comparison leaves a number on the GPU, and all numbers are read at the
-end of the step. Stopping the host after each replay would hide races: they need a host ahead of the GPU.
+Nothing here waits for the GPU within a step. Each comparison stores its result on the GPU, and the end of the step
+reads all results. Waiting after each replay would hide races, which occur only if the host is ahead of the GPU.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ class Check:
         atexit.register(self.finish)
 
     def enter(self, reference: Any, first: bool | None) -> bool:
-        """Begin a call of a callable, and perhaps a step. Return whether the call must be compared.
+        """Begin a call of a callable, and a new step if the call starts one. Return whether to compare the call.
 
-        ``first`` is the call's ``is_first_microbatch``. If it is None, the parameters show the beginning of a step.
+        ``first`` is the call's ``is_first_microbatch``. If it is None, changed parameters indicate a new step.
         """
         parameters = [p for p in reference.parameters.values() if first is None and not p.is_inference()]
         now = [(parameter._version, parameter.grad is None) for parameter in parameters]
         if reference in self._called:
             then = self._called[reference]
-            changed = then is None or any(map(operator.gt, now, then))  # written into, or without a gradient again
+            changed = then is None or any(map(operator.gt, now, then))  # an update, or a dropped gradient
             if changed or first or not reference.module.training:
                 self._end_step()
                 self._called.clear()
@@ -98,7 +98,7 @@ class Check:
         return bool(self.references.index(reference) // layers == turn)
 
     def compare(self, subject: Subject, graphed: Any, eager: Any, again: Any, text: str = "") -> None:
-        """Compare the graph's value with the value of an eager run, and two eager runs with each other."""
+        """Compare the graph's value with an eager run's, and two eager runs (``eager``, ``again``) with each other."""
         if isinstance(graphed, torch.Tensor) and isinstance(eager, torch.Tensor):
             noise = relative_error(again, eager)
             self._noise[subject.kind] = torch.maximum(noise, self._noise.get(subject.kind, noise))
@@ -107,7 +107,7 @@ class Check:
             self._pending.append((1.0, subject, UNEQUAL.get(graphed, "is not expected")))
 
     def note_changes(self, index: int, reference: Any) -> None:
-        """Note the changes to the job by the eager runs of a callable until the end of the step."""
+        """Record, until the end of the step, how the eager runs of a callable changed the job."""
         self._changes.append((index, reference, reference.changes))
         reference.changes = {}
 
@@ -123,7 +123,7 @@ class Check:
         return new
 
     def _end_step(self) -> None:
-        """Read the comparisons of this step, and print mismatches. A strict check ends the process here."""
+        """Read the results of this step, and print mismatches. In a strict check, a mismatch ends the process."""
         if torch.distributed.is_initialized():
             store = distributed_c10d._get_default_store()
             self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -150,7 +150,7 @@ class Check:
             os._exit(EXIT_MISMATCH)
 
     def _print_changes(self) -> None:
-        """Print the changes to the job by eager runs, and leave their modules out."""
+        """Print how eager runs changed the job, and stop checking the modules involved."""
         changes, self._changes = self._changes, []
         for index, reference, errors in changes:
             names = [name for name, each in errors.items() if any(float(error) > 0 for error in each)]
@@ -161,7 +161,7 @@ class Check:
                 print_line(f"error: {reference.refusal} and restored it: callable {index} ({reference.name})")
 
     def _print_mismatch(self, different: bool, alike: list[tuple[float, Subject, str]]) -> None:
-        """Print the largest of these mismatches. They differ only in the name of a parameter."""
+        """Print the largest of several mismatches with the same text except for the parameter's name."""
         error, subject, text = max(alike, key=operator.itemgetter(0))
         difference = text or f"differs from the eager run (relative error {error:.3g})"
         line = f"step {subject.step}, callable {subject.callable} {subject.kind} {difference}"
@@ -183,12 +183,12 @@ class Check:
 
     @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
-        """The needed fixes of this TransformerEngine that are not applied."""
+        """The fixes that this TransformerEngine needs and that are not applied."""
         needed = [fix for fix, verdict in read_installed().verdicts.items() if verdict.status == Status.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
 
     def finish(self) -> Check:
-        """End the check and release everything. Rank 0 reports for the job, once all ranks are here."""
+        """End the check and release its references. Rank 0 reports for the job when all ranks have finished."""
         if self.finished:
             return self
         self.finished = True
@@ -203,17 +203,17 @@ class Check:
         return self
 
     def _report(self) -> None:
-        """Send the totals to rank 0. Rank 0 reports them. A collective could lock up: ranks end at different times."""
+        """Send the totals to rank 0, which reports them. A collective could hang: ranks end at different times."""
         store, number, size = self._job
         if self._is_child and size == 1 and not self.totals["callables"]:
-            return  # such as a writer of checkpoints
+            return  # a child such as a checkpoint writer
         keys = [f"{self._name}/{rank}" for rank in range(size)]
         try:
             store.set(keys[number], json.dumps(self.totals))
             while number == 0 and threading.main_thread().is_alive() and not store.check(keys):
                 time.sleep(0.2)
             if number == 0:
-                ended = hasattr(sys, "last_value")  # by an exception
+                ended = hasattr(sys, "last_value")  # the process ended with an exception
                 store.wait(keys, timedelta(seconds=0.01 if ended else RANK_TIMEOUT_S))
                 print_line(f"not covered: {NOT_COVERED} (docs/check.md)", of_rank=False)
                 print_line(_sentence([Counter(json.loads(store.get(key))) for key in keys]), of_rank=False)
@@ -222,7 +222,7 @@ class Check:
 
 
 def _sentence(totals: list[Counter[str]]) -> str:
-    """Return the numbers of comparisons and mismatches, from the ``totals`` of each rank."""
+    """Return the summary: the numbers of comparisons and mismatches, added up over the ranks."""
     total, steps = sum(totals, Counter[str]()), max(counts["steps"] for counts in totals)
     counted = _count(steps, "step"), _count(total["callables"], "callable"), _count(total["tensors"], "tensor")
     scope = f"{', '.join(counted)} compared"

@@ -1,8 +1,8 @@
 """Isolation of an eager run from the job: its gradients, parameters, buffers and random states.
 
-A module may hold a parameter anywhere: in a helper object, a closure, a view. The eager run therefore uses the real
-parameters. Meanwhile autograd returns gradients instead of accumulating them. So no accumulating node runs, and none of
-its hooks.
+A module may refer to a parameter from anywhere: a helper object, a closure, a view. The eager run therefore uses the
+real parameters. Meanwhile, autograd returns gradients instead of accumulating them. So no AccumulateGrad node runs, and
+none of the node's hooks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ class NotIsolatedError(Exception):
 
 
 class IsolatedParameters:
-    """Until `restore`, parameters begin without ``.grad`` and mark, and with copies of their ``main_grad``.
+    """Parameters without gradients and marks, and with a copy of their ``main_grad``, until `restore`.
 
-    The gradients of a backward are in the ``.grad`` of its leaves.
+    A backward stores its gradients in the ``.grad`` of the leaves.
     """
 
     def __init__(self, parameters: Iterable[Any], retain_graph: bool) -> None:
-        """``retain_graph``: the capture retained its graphs, so other graphs may need their saved tensors again."""
+        """Isolate ``parameters``.
+
+        ``retain_graph``: the capture retained autograd graphs, so a second backward may need their saved tensors.
+        """
         self.grads: dict[Any, Any] = {}
         """By leaf, the ``.grad`` of the job."""
         self.main_grads: dict[Any, Any] = {}
@@ -58,12 +61,12 @@ class IsolatedParameters:
         self.grads[leaf] = leaf.grad
         self._undo.callback(setattr, leaf, "grad", leaf.grad)
         leaf.grad = None
-        if hooks := leaf._backward_hooks:  # emptied in place: handles of hooks refer to this dictionary
+        if hooks := leaf._backward_hooks:  # emptied in place: the handles of hooks refer to this dictionary
             self._undo.callback(hooks.update, dict(hooks))
             hooks.clear()
 
     def _copy_attributes(self, parameter: Any) -> None:
-        """Replace the attributes that a backward writes, or a quantized parameter caches, by copies."""
+        """Copy the attributes written by a backward or cached by a quantized parameter."""
         attributes = vars(parameter)
         self._undo.callback(attributes.update, dict(attributes))
         self._undo.callback(attributes.clear)
@@ -77,9 +80,9 @@ class IsolatedParameters:
 
 
 class Engine:
-    """The engine of autograd. It returns gradients instead of accumulating them.
+    """An autograd engine that returns gradients instead of accumulating them.
 
-    Every backward of torch comes here, even from a reentrant checkpoint.
+    It receives every backward in torch, including those of reentrant checkpoints.
     """
 
     def __init__(self, isolated: IsolatedParameters, engine: Any, retain_graph: bool) -> None:
@@ -141,10 +144,10 @@ class JobState:
         self._get_random_states, self._random_states = random_states, random_states()
 
     def restore(self) -> dict[str, Any]:
-        """Restore everything without waiting for the GPU. Return the earlier relative error of each tensor."""
+        """Restore everything without waiting for the GPU. Return each tensor's relative error, measured before."""
         changes: dict[str, Any] = {name: relative_error(*pair) for name, pair in self._tensors.items()}
         for tensor, copy in self._tensors.values():
-            tensor.data.copy_(copy)  # the version stays: the job may have saved the tensor for a backward
+            tensor.data.copy_(copy)  # keeps the version: the job may have saved the tensor for a backward
         for (restore, before), (_, now) in zip(self._random_states, self._get_random_states(), strict=True):
             if _plain(before) != _plain(now):
                 changes["a random state"] = 1.0
@@ -153,5 +156,5 @@ class JobState:
 
 
 def _plain(state: Any) -> list[Any]:
-    """Convert a random state, of tensors or arrays of NumPy, to comparable lists."""
+    """Convert a random state (tensors or NumPy arrays) to lists, for comparison."""
     return [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(state)]

@@ -18,17 +18,18 @@ class Compare(Protocol):
 
 
 class Lifetimes:
-    """Tensors in use in graph memory, and the replays that overwrite them.
+    """Tracks tensors in use in graph memory, and reports replays that overwrite them.
 
-    In use are the ``.grad`` of a parameter in the memory of a graph, and a tensor being sent, until the program waits
-    for the send. Sends are detected in the process group, because torch compares `isend` by identity.
+    Two kinds of tensors are in use: a parameter's ``.grad`` in graph memory, and a sent tensor until the program has
+    waited for its send. Sends are detected in the process group: `isend` cannot be wrapped, because torch compares it
+    by identity.
     """
 
     def __init__(self, compare: Compare) -> None:
         self._compare = compare
         self.returned: dict[int, Subject] = {}
         """By address, the tensors that graphs have returned. The ``.grad`` of a parameter may lie there."""
-        self._batch: list[tuple[Subject, torch.Tensor]] = []  # sent without a handle: the end of the batch returns one
+        self._batch: list[tuple[Subject, torch.Tensor]] = []  # sent in a batch, whose end returns the handle
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Subject, torch.Tensor]]]] = WeakKeyDictionary()
         """By handle, the receiver and the tensors that are being sent, in the order of the sends."""
         self._sums: list[tuple[Subject, torch.Tensor, torch.Tensor]] = []
@@ -38,7 +39,7 @@ class Lifetimes:
             wrapt.wrap_function_wrapper(distributed_c10d, name, self._wait if name == "Work.wait" else self._send)
 
     def before_replay(self) -> None:
-        """Note the contents of tensors in use: the program itself may have written into them before."""
+        """Record the contents of tensors in use. Earlier writes by the program itself must not be reported."""
         used = [pair for _, sent in self._sends.values() for pair in sent]
         for address, subject in self.returned.items():
             parameter = subject.reference.parameters.get("".join(PARAMETER.findall(subject.kind)))
@@ -52,7 +53,7 @@ class Lifetimes:
         self._sums = []
 
     def _send(self, send: Any, group: Any, args: Any, kwargs: Any) -> Any:
-        """Send tensors, or end a batch. A batch has one handle."""
+        """Send tensors or end a batch, and track the sent tensors by handle. A batch has one handle."""
         work = send(*args, **kwargs)
         for tensor in args[0] if isinstance(args[0], list) else ():
             if subject := self.returned.get(tensor.data_ptr()):
@@ -63,7 +64,7 @@ class Lifetimes:
         return work
 
     def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
-        """Wait for a send, and thereby for the earlier sends to the same rank: they complete in order."""
+        """Wait for a send. Earlier sends to the same rank are complete too, because sends complete in order."""
         result = wait(*args, **kwargs)
         if work in self._sends:
             handles, (receiver, _) = list(self._sends), self._sends[work]

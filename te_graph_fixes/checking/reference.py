@@ -1,9 +1,9 @@
 """The eager reference of a graphed module: the same module, run eagerly in the state of a microbatch.
 
-It is no copy of the module: a copy would not include closures and process groups. While it runs, the ``__dict__`` of
-the module and of each submodule is replaced by one with copies of buffers and containers, and with its own cached FP8
-weights, delayed wgrads and hooks. FP8 scales and random states are set to those of the microbatch, then restored.
-`isolation` protects the gradients of parameters.
+The module is not copied, because a copy would not include closures and process groups. Instead, the ``__dict__`` of the
+module and of each submodule is replaced while the reference runs. The replacement contains copies of buffers and
+containers, and the reference's own cached FP8 weights, delayed wgrads and hooks. FP8 scales and random states are set
+to their values before the microbatch, and restored afterwards. `isolation` protects the gradients of parameters.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .isolation import MARK, IsolatedParameters, JobState, NotIsolatedError, Sta
 
 FIRST = "is_first_microbatch"
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
-REGISTER = "add_fp8_tensors_to_global_buffer"  # the method of TE's manager that each module with delayed scaling calls
+REGISTER = "add_fp8_tensors_to_global_buffer"  # called on TE's manager by modules with delayed scaling
 NO_CACHES: dict[str, Any] = {
     "_fp8_workspaces": {},
     "_module_groups": None,
     "cuda_graphs": [],
     "wgrad_accumulation_and_reduce_hooks": [],
 }
-GRAPHED = ("forward", "backward_dw", "reset")  # in the dictionary of a module that TE graphs without a schedule
+GRAPHED = ("forward", "backward_dw", "reset")  # set by TE in a module's `__dict__` if graphed without a schedule
 CLIENTS = ("megatron.core.transformer.cuda_graphs", "megatron.core.extensions.te_cuda_graphs")
 """The modules of Megatron-Core, old and new, whose `FLAG` is true during a capture."""
 FLAG = "_IS_GRAPH_CAPTURING"
@@ -45,7 +45,7 @@ Values = dict[str, Any]
 
 
 class Microbatch:
-    """The inputs of a microbatch and the state before it, all of them copies, and its eager results."""
+    """Copies of a microbatch's inputs and of the state before it, and its eager results."""
 
     backward: tuple[list[torch.Tensor | None], State]  # the gradient of each output, and the state before the backward
 
@@ -55,7 +55,7 @@ class Microbatch:
         passed = first is not None or reference.graph_leaves_marks
         self.first = dict.fromkeys(reference.own, first) if passed else reference.first_microbatch_marks()
         self.buffers = {module: copied(module._buffers) for module in reference.own}
-        self.updates_scales = bool(Manager.get_autocast_state()[4])  # TE then updates FP8 scales in its backward
+        self.updates_scales = bool(Manager.get_autocast_state()[4])  # if so, TE updates FP8 scales in the backward
         self.delayed: list[Any] = []  # modules with delayed wgrads
         self.eager: list[Values] = []  # the results of two runs, until they are compared
 
@@ -64,9 +64,9 @@ class EagerReference:
     """The eager side of a module, created before the capture."""
 
     def __init__(self, module: Module, enabled: bool, recipe: Any, retain_graph: bool) -> None:
-        """``enabled``, ``recipe`` and ``retain_graph`` are the options of the capture."""
+        """Create the reference of ``module``. The other arguments are options of the capture."""
         self.module, self.name, self.refusal = module, type(module).__name__, ""
-        self.changes: dict[str, list[Any]] = {}  # by name, the relative errors of changes to the job by the eager runs
+        self.changes: dict[str, list[Any]] = {}  # by tensor of the job, the relative errors after eager runs
         self.graph_leaves_marks = False  # a replay has left a mark of a first microbatch, which an eager forward clears
         self.parameters: dict[str, Any] = dict(module.named_parameters())
         classes = {kind for submodule in module.modules() for kind in type(submodule).__mro__}
@@ -77,13 +77,13 @@ class EagerReference:
         self._autocast = partial(autocast, enabled=enabled, recipe=recipe)
         of_torch = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         self._torch_autocast = torch.autocast("cuda", *of_torch, cache_enabled=False)
-        self.own: dict[Module, Values] = {}  # the entries of the eager side in the dictionary of each submodule
+        self.own: dict[Module, Values] = {}  # by submodule, its own entries of the `__dict__`
         for submodule in module.modules():
             own = {name: copy.copy(x) for name, x in vars(submodule).items() if name in GRAPHED or "_hooks" in name}
             self.own[submodule] = own | copy.deepcopy(NO_CACHES)
 
     def first_microbatch_marks(self) -> dict[Module, bool | None]:
-        """Return, by submodule, its own mark of a first microbatch. Modules of Megatron-Core have one."""
+        """Return the first-microbatch mark of each submodule. Modules of Megatron-Core have one."""
         return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_not_checked(self) -> str:
@@ -138,7 +138,7 @@ class EagerReference:
         run.delayed = [module for module, store in stores.items() if store and store.context.qsize()]
 
     def _wgrads(self, run: Microbatch, isolated: IsolatedParameters) -> None:
-        """Compute the delayed wgrads, from the present ``.grad`` and ``main_grad`` of the job."""
+        """Compute the delayed wgrads, starting from the job's current ``.grad`` and ``main_grad``."""
         for parameter, main_grad in isolated.main_grads.items():
             grad = isolated.grads[parameter]
             parameter.grad = None if grad is None else grad.clone()
@@ -160,12 +160,12 @@ class EagerReference:
         return values
 
     def amaxes(self, when: str) -> Values:
-        """Return, by module, the amaxes of this microbatch: the first row of the histories of delayed scaling."""
+        """Return the amaxes of this microbatch by module: the first row of each delayed-scaling history."""
         parts = self.scaling("scaling_fwd" if when == "forward" else "scaling_bwd")
         return {f"amaxes of {name}": part.amax_history[0].clone() for name, part in parts.items()}
 
     def scaling(self, of: str = "scaling") -> Values:
-        """Return the parts of delayed scaling, by names for people."""
+        """Return the delayed-scaling objects of all modules, by a readable name."""
         parts = {}
         for name, module in self.module.named_modules():
             for meta in (vars(module).get("fp8_meta"), *(vars(module).get("_fp8_metas") or {}).values()):
@@ -175,7 +175,7 @@ class EagerReference:
         return parts
 
     def _tensors_of_job(self, with_gradients: bool) -> Values:
-        """Return the tensors that an eager run must not change, by a readable name."""
+        """Return the job's tensors that an eager run must not change, by a readable name."""
         tensors: Values = {f"buffer {name}": buffer for name, buffer in self.module.named_buffers()}
         for name, parameter in self.parameters.items():
             tensors[f"parameter {name}"] = None if hasattr(parameter, "_quantizer") else parameter
@@ -203,16 +203,16 @@ class EagerReference:
 
     @contextmanager
     def _restored(self, run: Microbatch) -> Iterator[IsolatedParameters]:
-        """Restore the state of the module before ``run``, isolated from the job, then restore the state of the job."""
+        """Set the module to its state before ``run``, isolated from the job. Restore the job's state at the end."""
         with ExitStack() as stack:
             stack.callback(_restore, self._all_that_changes())
             for module in self.own:
                 object.__setattr__(module, "__dict__", self._dictionary(module, run))
             self._enter_autocasts(stack)
-            for client in _megatron_flags():  # whose layers run less in a capture than in eager training
+            for client in _megatron_flags():  # layers of Megatron-Core do less in a capture
                 stack.callback(setattr, client, FLAG, getattr(client, FLAG))
                 setattr(client, FLAG, True)
-            hooks: Any = torch._C._autograd  # a checkpoint around the module has hooks that count saved tensors
+            hooks: Any = torch._C._autograd  # hooks of a surrounding checkpoint count saved tensors
             while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
                 hooks._pop_saved_tensors_default_hooks()
                 stack.callback(hooks._push_saved_tensors_default_hooks, *pair)
@@ -223,7 +223,7 @@ class EagerReference:
             yield isolated
 
     def _all_that_changes(self) -> State:
-        """Return all attributes of the modules, TE's global FP8 state, and `state`."""
+        """Return all state that a run may change: the modules' attributes, TE's global FP8 state, and `state`."""
         modules: State = [(partial(object.__setattr__, module, "__dict__"), vars(module)) for module in self.own]
         attributes = [(name, value) for name, value in vars(Manager).items() if not name.startswith("__")]
         manager: State = [(partial(setattr, Manager, name), value) for name, value in attributes]
@@ -231,14 +231,18 @@ class EagerReference:
         return modules + manager + parts + self.state()
 
     def _register(self, register: Any, fp8_meta: Values) -> None:
-        """Register the FP8 state of a submodule with TE. Refuse other modules, because their state is not restored."""
+        """Register a submodule's FP8 state with TE. Raise for other modules, because their state is not restored."""
         own = {id(part) for part in self.scaling().values()}
         if own.isdisjoint(map(id, fp8_meta.values())):
             raise NotIsolatedError("it runs a module that is not one of its submodules, with FP8 state of its own")
         register(fp8_meta)
 
     def _enter_autocasts(self, stack: ExitStack) -> None:
-        """Enter those of the graphs, in an outer one: its first module would update scales, and is none of these."""
+        """Enter the autocasts of the capture inside a disabled one.
+
+        In an autocast, the first FP8 module updates scales. The outer autocast already counts a first module, so the
+        modules of the reference do not update scales.
+        """
         group = Manager.get_fp8_group()
         Manager.reset()
         stack.enter_context(autocast(enabled=False))
@@ -247,7 +251,7 @@ class EagerReference:
         stack.enter_context(self._torch_autocast)
 
     def _dictionary(self, module: Module, run: Microbatch) -> Values:
-        """Return the replacement for the ``__dict__`` of a submodule, with containers of its own."""
+        """Return the replacement for a submodule's ``__dict__``, with copies of its containers."""
         result: Values = tree_map(lambda leaf: leaf, {k: v for k, v in vars(module).items() if k not in GRAPHED})
         result |= self.own[module] | {"_buffers": copied(run.buffers[module]), FIRST: run.first[module]}
         result.get("fp8_meta", {}).pop(RECOMPUTED, None)
@@ -267,7 +271,7 @@ def copied(tree: Any) -> Any:
 
 
 def _megatron_flags() -> list[Any]:
-    """Return the modules of Megatron-Core with its `FLAG`."""
+    """Return the imported modules of Megatron-Core that define `FLAG`."""
     return [sys.modules[name] for name in CLIENTS if hasattr(sys.modules.get(name), FLAG)]
 
 

@@ -1,4 +1,4 @@
-"""The subjects of comparisons: a tensor, or a mark, of a graphed callable in a step."""
+"""Subjects of comparisons: a tensor or mark of a graphed callable in a step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The texts of ``te-graph-fixes status``, ``explain``, ``list`` and ``diff``.
 
-``where`` is the option ``--source DIR`` for the commands in a text, with a space before it; "" for the installed TE.
+``where`` is the option `` --source DIR`` (with the leading space) for commands in a text, or "" for the installed TE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .bake import baked_files
 
 
 def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
-    """Group the fixes for the bugs that a TE has, had or may have, by their outcome."""
+    """Group the fixes of the bugs that a TE has, had or may have, by outcome."""
     reading = decision.reading
     lists = {
         "may be there, but cannot be fixed": list(decision.cannot_apply),
@@ -41,7 +41,7 @@ def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
 
 
 def summary_line(decision: Decision) -> str:
-    """Return one sentence: how many known bugs this TE has, and what happens to them."""
+    """Return one sentence with the number of known bugs in this TE and their outcomes."""
     te, by_outcome = te_name(decision.source.version), fixes_by_outcome(decision)
     if decision.unusable_reason:
         return f"{te}: no fix can be applied: {decision.unusable_reason}"
@@ -82,7 +82,7 @@ def status(decision: Decision, everything: bool, outdated: bool, where: str) -> 
 
 
 def _side_effects(decision: Decision) -> Iterator[str]:
-    """Yield lines about the fixes that were added or dropped because of others."""
+    """Yield lines about the fixes that were added or disabled because of other fixes."""
     lines = [f"also applied: {fix_id}, required by {by}" for fix_id, by in decision.added.items()]
     lines += [f"also disabled: {fix_id}, which requires {required}" for fix_id, required in decision.dropped.items()]
     if lines:
@@ -125,7 +125,7 @@ def record(decision: Decision, outdated: bool) -> dict[str, Any]:
 
 
 def explain(fix: Fix, decision: Decision | None, where: str) -> Iterator[str]:
-    """Yield the lines of ``explain``, with lines about the TE of ``decision``, if there is one."""
+    """Yield the lines of ``explain``. With a ``decision``, they include the status of the fix on that TE."""
     rows = {
         "symptom": fix.symptom,
         "affects": fix.affects,
@@ -147,7 +147,7 @@ def explain(fix: Fix, decision: Decision | None, where: str) -> Iterator[str]:
     if dependent := [other for other in CATALOGUE if fix.id in with_required([other]) - {other}]:
         rows["disable"] += f"\n{'':11}also disables {', '.join(dependent)}, which depend on it"
     module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
-    _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")  # after its title and the links
+    _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")  # without the title and the links
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
     yield f"{fix.id} ({fix.group}): {fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
@@ -155,7 +155,7 @@ def explain(fix: Fix, decision: Decision | None, where: str) -> Iterator[str]:
 
 
 def upstream(fix: Fix) -> str:
-    """Return what upstream has done about a bug, with links."""
+    """Return the upstream status of a bug, with links."""
     links = ", ".join(fix.upstream)
     if fix.merged:
         return f"fixed in TransformerEngine {fix.merged}" + (f": {links}" if links else "")
@@ -163,7 +163,7 @@ def upstream(fix: Fix) -> str:
 
 
 def listing() -> Iterator[str]:
-    """Yield the lines of ``list``: every fix by group, with its symptom, affected versions, and upstream."""
+    """Yield the lines of ``list``: every fix by group, with its symptom, affected versions and upstream status."""
     for group in GROUPS:
         yield f"{group}\n"
         for fix in (fix for fix in CATALOGUE.values() if fix.group == group):
@@ -179,7 +179,7 @@ def records() -> dict[str, dict[str, Any]]:
 
 
 def unified(decision: Decision) -> Iterator[str]:
-    """Yield the lines of a diff for ``patch -p1``, also for a last line without a line break."""
+    """Yield the lines of a diff for ``patch -p1``. A file's last line may lack a line break."""
     for path, texts in baked_files(decision).items():
         before, after = (io.StringIO(text, newline="").readlines() for text in texts)
         for line in difflib.unified_diff(before, after, f"a/{path}" if before else "/dev/null", f"b/{path}"):

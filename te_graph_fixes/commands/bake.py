@@ -1,14 +1,14 @@
 """Fixes in the files of TransformerEngine (TE): ``bake`` writes them in place, ``bake --overlay`` to another folder.
 
-A bake gathers a copy of each module that it changes, and its new text, in `BAKE_FOLDER` inside TE's folder. Then it
-exchanges them. It keeps the copies for ``bake --undo``, which exchanges them back. The manifest shows the progress:
+A bake first writes a copy of each changed module and the new text to `BAKE_FOLDER` inside TE's folder. Then it moves
+the new files into place. The copies remain for ``bake --undo``, which moves them back. Two files show the progress:
 
     no manifest             no module of TE has changed
-    .te-graph-fixes/open    modules are being exchanged, in either direction. Importing TE raises an error
+    .te-graph-fixes/open    modules are being moved, in either direction. Importing TE raises an error
     te-graph-fixes.json     the bake is done
 
-If a command was killed, the next one rolls its work back. An exchange renames and deletes files and writes none, so it
-needs no space on the disk. Folders are not renamed, because folders of a container's lower layers cannot be.
+If a command was killed, the next command rolls its work back. Moving the files into place needs no disk space, because
+it only renames and deletes. Folders are not renamed: folders in the lower layers of a container cannot be.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ raise RuntimeError(
 
 
 class BakeError(Exception):
-    """The files of TE cannot be changed or restored. They are as before, unless the message says otherwise."""
+    """TE's files cannot be changed or restored. They are unchanged unless the message states otherwise."""
 
 
 def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return the text before ("": none) and after, of every module that the fixes to apply change or add.
+    """Return the text before and after the bake of every module that the fixes change or add ("" before: added).
 
-    The keys are sorted paths from the folder that contains TE; the manifest is last. Line breaks are as in each file.
+    The keys are sorted paths, relative to the folder that contains TE. The manifest is last. Each text has the line
+    breaks of its file.
     """
     source, files = decision.source, {}
     for name, texts in patched(source, decision.to_apply).items():
@@ -67,7 +68,7 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
 
 
 def module_path(source: Source, module: str) -> str:
-    """Return the path of a module's file, from the folder that contains TE."""
+    """Return the path of a module's file, relative to the folder that contains TE."""
     file = source.find(module)
     return os.path.relpath(file.path, os.path.dirname(source.location)) if file else f"{module.replace('.', '/')}.py"
 
@@ -86,13 +87,13 @@ def is_outdated(manifest: Manifest | None) -> bool:
 
 
 def is_baked(source: Source) -> bool:
-    """Return whether the fixes in a TE's files are from a bake, which keeps the originals, not a patch or overlay."""
+    """Return whether ``bake`` wrote the fixes in a TE's files, not a patch or overlay. A bake can be undone."""
     return (Path(source.location) / BAKE_FOLDER).exists()
 
 
 @contextlib.contextmanager
 def locked(location: Path) -> Iterator[bool]:
-    """Let one process at a time change the TE in a folder. Yields whether an interrupted bake was rolled back."""
+    """Lock the TE in a folder for this process. Yield whether an interrupted bake was rolled back."""
     folder = os.open(location, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -104,7 +105,7 @@ def locked(location: Path) -> Iterator[bool]:
 def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
     """Write fixed modules and their manifest into the TE in a folder, or change nothing."""
     root, kept = location.parent, location / BAKE_FOLDER
-    guard = {GUARD: ("", _GUARD_TEXT)}  # one for the bake, one for the undo
+    guard = {GUARD: ("", _GUARD_TEXT)}  # a guard for the bake, another for the undo
     try:
         write_files(kept / BEFORE, root, guard)
         write_files(kept / AFTER, root, {**files, **guard})
@@ -119,7 +120,7 @@ def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None
 
 
 def current_files(location: Path, manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """Return the files of a bake for `write_in_place`, to restore that bake. Digests stand for the texts before."""
+    """Return the files of a bake for `write_in_place`, to restore the bake. The texts before are digests."""
     befores = {path: before or "" for path, (before, _) in manifest.files.items()} | {f"{TE}/{NAME}": ""}
     return {path: (before, (location.parent / path).read_bytes().decode()) for path, before in befores.items()}
 
@@ -127,7 +128,7 @@ def current_files(location: Path, manifest: Manifest) -> dict[str, tuple[str, st
 def undo(source: Source) -> str:
     """Restore every changed module byte for byte, unless TE was reinstalled, and delete the added modules.
 
-    Returns a sentence about it. Raises `BakeError` if there is no bake, `ManifestError` after a later edit.
+    Return a message about it. Raise `BakeError` if there is no bake, and `ManifestError` if a file was edited later.
     """
     location = Path(source.location)
     try:
@@ -137,11 +138,11 @@ def undo(source: Source) -> str:
             raise BakeError(f"Nothing to undo: {location} has not been baked. {advice}")
         done = f"Undid the bake of {manifest.by}: {len(manifest.files)} modules restored or deleted in {location}"
     except ReinstalledError:
-        shutil.rmtree(location / BAKE_FOLDER, ignore_errors=True)  # the modules of another TE
+        shutil.rmtree(location / BAKE_FOLDER, ignore_errors=True)  # copies of the TE before the reinstall
         (location / BAKE_FOLDER).mkdir()
         done = f"Deleted the remains of an earlier bake in {location}"
     os.rename(location / NAME, location / OPEN)
-    roll_back(location)  # an undo is a bake that is rolled back
+    roll_back(location)  # to undo a bake is to roll it back
     return done
 
 
@@ -156,7 +157,7 @@ def roll_back(location: Path) -> bool:
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write the texts after into a folder, with the permissions of the files before, or of TE's first module."""
+    """Write the new texts to a folder. Permissions are copied from the old file, else from TE's first module."""
     for path, (before, after) in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(after.encode())
@@ -166,7 +167,7 @@ def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) 
 def _exchange(location: Path, side: str) -> None:
     """Move the files of one side into place, unless they are there already.
 
-    Importing TE imports every module that is edited. Meanwhile a guard in the place of the first one prevents that.
+    During the move, a guard replaces the first module. Every import of TE reaches the guard, which raises an error.
     """
     root, new = location.parent, location / BAKE_FOLDER / side
     files = Manifest.read(location / OPEN).files
@@ -175,7 +176,7 @@ def _exchange(location: Path, side: str) -> None:
     for name, path in [(GUARD, gate), *((path, path) for path in others), (gate, gate)]:
         if os.path.lexists(new / name):
             for compiled in (root / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
-                compiled.unlink()  # Python may use it without comparing it with the text
+                compiled.unlink()  # Python may use the bytecode without comparing it with the text
             os.replace(new / name, root / path)
         elif side == BEFORE and files[path][0] is None:
             (root / path).unlink(missing_ok=True)

@@ -154,7 +154,7 @@ def _check_bake(decision: Decision, where: str) -> int:
 
 
 def _bake_in_place(source: Source, where: str) -> int:
-    """Bake. First undo an older bake, or the remains of one. If the new bake fails, restore the older one."""
+    """Bake, after undoing an older or incomplete bake. If the new bake fails, restore the older one."""
     settings, location = _settings(), Path(source.location)
     try:
         manifest = read_manifest(source)
@@ -174,7 +174,7 @@ def _bake_in_place(source: Source, where: str) -> int:
 
 
 def _bake_fixes(source: Source, settings: Settings, where: str) -> int:
-    """Bake. If TE could be imported before and cannot be imported after, undo the bake."""
+    """Bake. Undo the bake if TE could be imported before it, but not after it."""
     decision = decide(read(source), settings)
     if conflict := settings_conflict(settings, decision.reading.manifest):
         raise BakeError(conflict)
@@ -201,7 +201,7 @@ def _bake_fixes(source: Source, settings: Settings, where: str) -> int:
 
 
 def _import_problem() -> str:
-    """Import the installed TE in a new process, and so every edited module. Returns its error; "" if it succeeds."""
+    """Import the installed TE, with every edited module, in a new process. Return the error, or ""."""
     command = [sys.executable, "-c", f"import {PACKAGE}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last_line = done.stderr.strip().rpartition("\n")[2]
@@ -303,13 +303,13 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _decision(options: argparse.Namespace, settings: Settings | None = None) -> Decision:
-    """Decide on the TE that the options name, by these settings or the environment's."""
-    settings = settings or _settings()  # errors in the settings come first
+    """Return the decision for the TE in the options. Without ``settings``, read them from the environment."""
+    settings = settings or _settings()  # report errors in the settings first
     return decide(read(_source(options)), settings)
 
 
 def _settings() -> Settings:
-    """Read the environment's settings, after a message for each unknown variable."""
+    """Read the settings from the environment, after printing a message for each unknown variable."""
     for text in unknown_variables():
         _note(text)
     return Settings.read()
@@ -320,7 +320,7 @@ def _source(options: argparse.Namespace) -> Source:
 
 
 def _where(options: argparse.Namespace) -> str:
-    """Return the option --source for a command in a message, with a space before it; "" for the installed TE."""
+    """Return `` --source DIR`` (with the leading space) for commands in a message, or "" for the installed TE."""
     return "" if options.source is None else f" --source {shlex.quote(options.source)}"
 
 

@@ -1,9 +1,9 @@
 """``te-graph-fixes run``: start a program with the fixes active in it and in all its children.
 
-It works through the environment. PYTHONPATH makes every Python below run `launcher/sitecustomize.py` at its start, and
-that imports `launcher/te_graph_fixes_run.py`. If another ``sitecustomize`` comes first, PYTHONWARNINGS imports it, by
-naming a category of that module. Then the program replaces this process, so signals, exit status and streams are its
-own.
+It sets environment variables, then replaces this process by the program. So signals, exit status and streams are the
+program's own. With our folder in PYTHONPATH, every Python process of the program runs `launcher/sitecustomize.py`
+when it starts. That module imports `launcher/te_graph_fixes_run.py`. If another ``sitecustomize`` comes first,
+PYTHONWARNINGS causes the import, because it names a warning category in `te_graph_fixes_run`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         return BAD_USAGE
     if importlib.util.find_spec(TE) is None:
         _note(f"{sys.executable} has no TransformerEngine. Only programs of a Python that has it get the fixes.")
-    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and a program would inherit that
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and the program would inherit this
         signal.signal(name, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables()})
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_value(option: str) -> str:
-    """Return the value of `CHECK` for ``--check`` and its forms; ValueError for any other option."""
+    """Return the value of `CHECK` for a form of ``--check``. Raise ValueError for any other option."""
     name, _, value = option.partition("=")
     if option == "--print-env":
         raise ValueError("--print-env takes no other arguments: its output is for `eval`.")

@@ -1,7 +1,7 @@
 """Activate te_graph_fixes in every Python process below ``te-graph-fixes run``. This folder is in their PYTHONPATH.
 
-This module runs at the start of every interpreter there. So it is fast, needs only the standard library, and uses the
-syntax of old interpreters. It imports the package when TransformerEngine (TE) is imported.
+Every interpreter there runs this module when it starts. So the module is fast, needs only the standard library, and is
+valid in old interpreters. It imports the package when TransformerEngine (TE) is imported.
 
 `sitecustomize` imports this module. Another ``sitecustomize`` may come before ours, for example the one of
 ``opentelemetry-instrument``. Therefore PYTHONWARNINGS names a category of this module: Python imports the categories of
@@ -23,7 +23,7 @@ class Activator:
     """Imports te_graph_fixes just before TE is imported, then removes itself."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name == "site":  # programs read this list to find out whether the user has set warning filters
+        if name == "site":  # programs inspect this list for warning filters set by the user
             sys.warnoptions[:] = [option for option in sys.warnoptions if option != FILTER]
         if name != PACKAGE or self not in sys.meta_path:  # type: ignore[comparison-overlap]
             return None
@@ -32,7 +32,7 @@ class Activator:
         try:
             import te_graph_fixes  # noqa: F401
         except ImportError as error:
-            # Not an ImportError: TE takes that for a missing torch, and continues without its layers.
+            # Not an ImportError: TE would assume that torch is missing, and continue without its layers.
             raise RuntimeError(
                 "te-graph-fixes run: "
                 + str(sys.executable)

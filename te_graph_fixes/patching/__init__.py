@@ -1,4 +1,4 @@
-"""Python text: find a shape in it by syntax, edit it, and replace running code by the result."""
+"""Find patterns in Python source by syntax, edit the source, and replace running code with the result."""
 
 TE = "transformer_engine"
 PACKAGE = f"{TE}.pytorch"

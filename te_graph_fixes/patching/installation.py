@@ -1,10 +1,10 @@
-"""From edits to running code: compose the edits of all changes, compile them, install them, revert them.
+"""Compose the edits of all changes, compile them, install them in running code, and revert them.
 
-A function is fixed by replacing the code of TransformerEngine's own function object. Its identity, globals, defaults,
-decorators, closure cells and all references to it stay the same. A wrapper of another tool around it stays in place.
+A function is fixed by replacing the code of TransformerEngine's own function object. The function's identity, globals,
+defaults, decorators, closure cells and references do not change. Wrappers by other tools remain in place.
 
-`failing_changes` judges each change by itself, before anything is composed. After that an `InstallationError` means
-that the changes do not fit together. Then nothing is changed.
+`failing_changes` checks each change separately, before changes are composed. A later `InstallationError` means that the
+changes conflict. TransformerEngine is then unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .source import Edit, ModuleSource, Source, first_line
 
 
 class Change(Protocol):
-    """Edits that belong together, and the support modules that they import: full names, and texts."""
+    """Edits that belong together, and the support modules that they import: a text for each full name."""
 
     @property
     def edits(self) -> tuple[Edit, ...]: ...
@@ -43,7 +43,7 @@ Changes = Mapping[str, Change]
 
 
 class InstallationError(Exception):
-    """Changes that cannot be composed, compiled or installed. The text names them."""
+    """Changes cannot be composed, compiled or installed. The message names them."""
 
 
 class _SupportModules(NamedTuple):
@@ -54,9 +54,9 @@ class _SupportModules(NamedTuple):
 
 
 def failing_changes(source: Source, changes: Changes) -> dict[str, str]:
-    """Judge each change by itself in this process. Returns the reason for each that cannot be installed.
+    """Check each change separately in this process. Return a reason for each change that cannot be installed.
 
-    Its support modules must be importable. The functions that it edits must be loaded as their files define them.
+    The support modules of a change must be importable. The loaded functions that it edits must match their files.
     """
     reasons: dict[str, str] = {}
     for name, change in changes.items():
@@ -78,9 +78,9 @@ def failing_changes(source: Source, changes: Changes) -> dict[str, str]:
 
 
 def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
-    """Compose the text (before, after) of every edited or added module ("" before); raises `InstallationError`.
+    """Return the text before and after of every edited or added module ("" before: added).
 
-    Insertions at the same place come in the order of the names of their changes.
+    Insertions at the same place are sorted by the names of their changes. Raise `InstallationError` for conflicts.
     """
     texts = {name: ("", text) for change in changes.values() for name, text in change.new_modules.items()}
     for owner, change in changes.items():
@@ -111,9 +111,9 @@ def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
 
 
 class FunctionPatch(NamedTuple):
-    """One function of TransformerEngine: its code in the source, and its code after the changes of ``owners``.
+    """The code of one function of TransformerEngine, before and after the changes of ``owners``.
 
-    An added method has no code ``before``. For it, ``maker`` defines a class of the same name with the method.
+    An added method has no code ``before``. Its ``maker`` defines a class of the same name with the method.
     """
 
     module: str
@@ -130,18 +130,18 @@ class FunctionPatch(NamedTuple):
 
 
 def _runs(module: str, qualname: str, code: CodeType | None) -> bool:
-    """Return whether a loaded function has this code; with None, whether there is no such function."""
+    """Return whether a loaded function has this code, or, with None, whether the function does not exist."""
     function = loaded_function(module, qualname, (code,))
     return function is None if code is None else type(function) is FunctionType and function.__code__ == code
 
 
 def loaded_function(module: str, qualname: str, codes: Collection[CodeType | None]) -> Any:
-    """Return the object that a function's name refers to now; None if there is none.
+    """Return the object that a function's name refers to now, without wrappers, or None.
 
-    Unwraps wrappers with a `__wrapped__` down to a function with one of these codes, or to the innermost one.
+    Follow `__wrapped__` to a function with one of these ``codes``, or else to the innermost object.
     """
     *outer, name = qualname.split(".")
-    with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a circle
+    with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a cycle
         scope = reduce(getattr, outer, cast(Any, sys.modules[module]))
         return inspect.unwrap(
             vars(scope).get(name), stop=lambda inner: type(inner) is FunctionType and inner.__code__ in codes
@@ -150,7 +150,7 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
 
 
 def changed_since_import(source: Source, modules: Iterable[str]) -> set[str]:
-    """Return the modules in which a function was loaded from their file that is no longer in the file."""
+    """Return the modules with a function that was loaded from their file and is no longer in the file."""
     changed = set()
     for module in modules:
         in_file = _compiled(module, source.module(module).text)
@@ -166,8 +166,8 @@ def changed_since_import(source: Source, modules: Iterable[str]) -> set[str]:
 def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
     """Compile the functions that the ``changes`` edit or add.
 
-    Raises `InstallationError` unless every edit lies in the body of a function or adds methods to a class, and every
-    name that the edited functions read is set.
+    Raise `InstallationError` for an edit that is neither in the body of a function nor adds methods to a class, and for
+    an edited function that reads an undefined name.
     """
     texts = patched(source, changes)
     return [
@@ -178,7 +178,7 @@ def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
 
 
 def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> Iterator[FunctionPatch]:
-    """Compile the functions that the edits change or add; ``text`` is the module after them."""
+    """Compile the functions that the edits change or add. ``text`` is the edited module."""
     before, after = _compiled(module.name, module.text), _compiled(module.name, text)
     old, new = _functions(before), _functions(after)
     defined = {*vars(builtins), *before.co_names, *(getattr(node, "name", "") for node in module.tree.body)}
@@ -195,7 +195,7 @@ def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> 
 def _edited_functions(
     module: ModuleSource, edits: list[tuple[Edit, str]]
 ) -> dict[str, tuple[CodeType | None, list[tuple[Edit, str]]]]:
-    """Group the edits of a module by the function that they are in. An added method comes with its ``maker``."""
+    """Group the edits of a module by the function that contains them. An added method has a ``maker``."""
     functions = {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
     edited: dict[str, tuple[CodeType | None, list[tuple[Edit, str]]]] = {}
     for edit, owner in edits:
@@ -233,7 +233,7 @@ def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
 
 
 def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> tuple[CodeType, list[str]]:
-    """Compile a class with only the methods that an edit adds. Returns its code, and the names of the methods."""
+    """Compile a class with only the methods that an edit adds. Return its code and the methods' names."""
     classes = [
         node.name
         for node in module.tree.body
@@ -250,9 +250,9 @@ def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> t
 
 
 def _unset_names(before: CodeType | None, after: CodeType, defined: set[str]) -> set[str]:
-    """Return the names that a function reads now, did not read before, and that its module does not define."""
+    """Return the names that a function newly reads and its module does not define."""
     old = defined.union(*(part.co_names for part in code_parts(before)))
-    # `co_names` includes names of attributes. Only the instructions tell them apart, but they take longer to read.
+    # `co_names` includes names of attributes. Only the instructions distinguish them, but are slower to read.
     changed = [part for part in code_parts(after) if not old.issuperset(part.co_names)]
     steps = (step for part in changed for step in dis.get_instructions(part))
     return {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} - old
@@ -275,7 +275,7 @@ Each is used again by a later installation, because graphs outlive an activation
 
 
 class Installation:
-    """Composes and compiles ``changes``, installs them, and reverts them. Raises `InstallationError` if they clash.
+    """Composes, compiles, installs and reverts ``changes``. Raises `InstallationError` if they conflict.
 
     The changes must have passed `failing_changes` in this process.
     """
@@ -300,7 +300,7 @@ class Installation:
             raise
 
     def _provide(self, name: str, text: str) -> None:
-        """Add a support module: the same one as before, with its state, if its package is still the same."""
+        """Add a support module. Reuse the earlier module object, with its state, if its package is still the same."""
         parent, _, child = name.rpartition(".")
         package, module, executed = _provided.get(name, (None, None, ""))
         if module is None or package is not sys.modules[parent]:
@@ -313,10 +313,10 @@ class Installation:
             _provided[name] = package, module, text
 
     def _show(self, name: str, text: str) -> None:
-        """Let tracebacks and `inspect` show the text, also after `linecache.clearcache`: then they ask the loader."""
+        """Show the text in tracebacks and `inspect`. After `linecache.clearcache` they get it from the loader."""
         path, loader = _path(name), sys.modules[name].__loader__
         linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
-        if isinstance(loader, (SimpleNamespace, importlib.machinery.SourceFileLoader)):  # one for each module
+        if isinstance(loader, (SimpleNamespace, importlib.machinery.SourceFileLoader)):  # not shared by modules
             self._put(loader, "get_source", lambda _: text)
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
@@ -342,7 +342,7 @@ class Installation:
         )
 
     def revert(self) -> None:
-        """Restore the original objects, unless another package has replaced ours since."""
+        """Restore the original objects, except where another package has replaced ours."""
         for owner, name, had, value in self._attributes:
             now = _attribute(owner, name)
             if now is value and had is None:
@@ -354,5 +354,5 @@ class Installation:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute that the function, class, module or loader has itself; None if it has none."""
+    """Return an attribute of the function, class, module or loader itself (not inherited), or None."""
     return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)

@@ -5,12 +5,12 @@ In a pattern
 - ``ANY`` matches any expression. So does ``ANY_NAME``; the same name matches the same text each time.
 - ``...`` matches any number of statements, arguments, or items of a tuple or a ``with``. It is written ``*ANY`` if
   Python requires a target.
-- The keywords of a call match in any order. If ``...`` is last, the call may have others.
-- A ``def`` with ``...`` matches these parameters, with these defaults, in any order and among any others.
-- A ``def`` without decorators, result or annotations matches any of them.
+- The keywords of a call match in any order. If ``...`` is last, the call may have more keywords.
+- A ``def`` with ``...`` matches if it has these parameters and defaults, in any order. It may have more parameters.
+- A ``def`` without decorators, return type or annotations matches with any of them.
 
-The statements of a pattern are adjacent, and its blocks are complete. ``...`` marks every gap. If a pattern fits in
-two ways, it matches twice.
+The statements of a pattern must be adjacent in the source, and its blocks complete, except for gaps marked by ``...``.
+If a pattern matches in two ways, there are two matches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GAP = ast.Constant(...)
 
 
 class Bindings(NamedTuple):
-    """The source nodes of a match, by the parts of the pattern.
+    """The source nodes matched by the parts of a pattern.
 
     ``names`` maps each ``ANY_NAME`` to an expression. ``nodes`` maps the located nodes of the pattern to nodes of the
     source. A ``...`` is mapped to the first node in the gap, or to the next node if the gap is empty.
@@ -79,9 +79,9 @@ class Pattern:
         return self._text
 
     def beginning(self, heads: Sequence[Any]) -> tuple[int, Any, Any]:
-        """Match as many heads of this pattern as possible with the first of ``heads``.
+        """Match the heads of this pattern with ``heads``, up to the first difference.
 
-        Return their number, and the two heads that differ next (None at an end).
+        Return the number of equal heads, and the two heads that differ (None at an end).
         """
         count = position = 0
         is_adjacent = True
@@ -98,7 +98,7 @@ class Pattern:
         return count, None, next(iter(heads[position:]), None)
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
-        """Yield each match that begins at node ``number`` of its siblings."""
+        """Yield each match that begins at ``siblings[number]``."""
         for bindings, rest in self._match_sequence(self.nodes, siblings[number:], Bindings()):
             yield Match(siblings[number : len(siblings) - len(rest)], bindings)
 
@@ -173,7 +173,7 @@ def as_python(text: str) -> str:
 
 
 def heads_of(body: Sequence[Any]) -> Iterator[Any]:
-    """Yield statements and those in their blocks, in order."""
+    """Yield each statement, followed by the statements in its blocks, in order."""
     for node in body:
         yield node
         for block in blocks_of(node):

@@ -1,4 +1,4 @@
-"""Read a semantic patch, and find its edits of TransformerEngine's source.
+"""Read a semantic patch, and find its edits in TransformerEngine's source.
 
 A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a pattern
 (`te_graph_fixes.patching.matching`). The pattern must match exactly once in the named function or class::
@@ -17,12 +17,12 @@ A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a 
 - ``at its start``: the hunk has only ``+`` lines. They are inserted below the docstring.
 - ``or``: exactly one of this hunk and the hunk above fits.
 
-``+`` lines are inserted below the statement above them. If that is ``...`` or in another block, they are inserted above
-the next statement. Below ``-`` lines, they replace these. Only the changed part of a line is edited, and
-other fixes can edit the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines is the matched text.
+``+`` lines below ``-`` lines replace these. Other ``+`` lines are inserted below the statement above them. If that
+statement is ``...`` or in another block, they are inserted above the next statement. Only the changed part of a line is
+edited, so other fixes can edit the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines is the matched text.
 
-The result of the ``+`` lines must not be in the source yet. If a hunk does not fit, the error names it and its line in
-the patch.
+A hunk does not fit if the source already contains the result of its ``+`` lines. The error names the hunk and its line
+in the patch.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
 class Hunk:
     """A hunk: its ``pattern`` (None: at the start of a function), and the ``changes`` at each match.
 
-    ``count`` is the number of matches (None: at least one). If a pattern of ``already_applied`` matches, the source has
-    the hunk already. A hunk with replacements has one such pattern, its whole new side. A hunk with insertions only has
-    one for each. A hunk with deletions only has none.
+    ``count`` is the number of matches (None: at least one). If a pattern in ``already_applied`` matches, the source
+    already contains the hunk. With replacements, ``already_applied`` is one pattern, the whole new side. With
+    insertions only, it is one pattern for each insertion. With deletions only, it is empty.
     """
 
     number: int
@@ -164,7 +164,10 @@ class Hunk:
         return f"{PACKAGE}.{self.file.replace('/', '.')}"
 
     def fit(self, source: Source) -> list[Edit]:
-        """Return its edits, none if its place may be missing and is; raises `UnrecognizedError` if it does not fit."""
+        """Return the edits of the hunk. Raise `UnrecognizedError` if it does not fit.
+
+        There are no edits if the place of the hunk is missing and the notes allow that (``if there``).
+        """
         definition = self.find(source)
         if definition is None:
             return []
@@ -180,7 +183,7 @@ class Hunk:
         return [Edit(self.module, start, start, indented(definition.module, first, f"{self.new_text}\n"))]
 
     def find(self, source: Source) -> Definition | None:
-        """Find the function or class; None if it may be missing and is."""
+        """Find the function or class. Return None if it is missing and the notes allow that."""
         module, names = source.find(self.module), self.place.split(".")
         depth = 2 if module and isinstance(module.definitions.get(names[0]), ast.ClassDef) else 1
         try:

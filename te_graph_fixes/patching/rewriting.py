@@ -60,7 +60,7 @@ class Token(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A logical line of Python: its tokens and its lines. ``above`` are comments and blank lines before it."""
+    """A logical line of Python: its tokens and lines, and the comments and blank lines ``above``."""
 
     tokens: list[Token]
     indent: int
@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """The mark of its lines; a blank if a part of it is context."""
+        """The mark of the row's lines, or a blank if any of them is context."""
         return min(line.mark for line in self.lines)
 
     @property
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
 
 class Side:
-    """One side of a hunk: the lines with one of the ``marks``. The old side is the pattern, the new one the result."""
+    """One side of a hunk: the lines with one of the ``marks``. The old side is the pattern, the new side the result."""
 
     def __init__(self, lines: Sequence[Line], marks: str, name: str) -> None:
         self.lines = [line for line in lines if line.mark in marks]
@@ -118,7 +118,7 @@ class Side:
         """The nodes with a position, outer ones first, each with its span. The span includes parentheses."""
         nodes: list[Any] = [*self.body]
         for node in nodes:
-            if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # Python 3.10 does not place parts of these
+            if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # in Python 3.10, its parts have no position
                 nodes += ast.iter_child_nodes(node)
         placed = [node for node in nodes if hasattr(node, "lineno") or isinstance(node, ast.withitem)]
         return [(node, span_with_parentheses(self.module, node)) for node in placed]
@@ -162,7 +162,7 @@ class Replacement(NamedTuple):
     def _edit_of_lines(self, definition: Definition, match: Match, first: Any, last: Any) -> Edit:
         module = definition.module
         start, end = lines_of(definition, first)[self.start.edge], lines_of(definition, last)[self.end.edge]
-        if self.start != self.end and self.end.edge == START:  # comments stay with the block below them
+        if self.start != self.end and self.end.edge == START:  # comments belong to the block below them
             end = _start_of_comments(module, last)
         if not self.text:
             start = _start_of_comments(module, first)
@@ -226,7 +226,7 @@ class _Comparison:
         return Replacement(start, end, _fillable(text, added) if removed else text, True)
 
     def _statement(self, edge: int, rows: list[Row], indent: int) -> Spot | None:
-        """Find the statement with this indent at the start of the first row, or at the end of the last."""
+        """Find the statement with this indent that starts the first row or ends the last row."""
         for node, span in self._old.nodes if rows else ():
             offset = rows[-1].tokens[-1].end if edge == END else rows[0].tokens[0].start
             if isinstance(node, _STATEMENT) and (span[edge], node.col_offset) == (offset, indent):
@@ -236,7 +236,7 @@ class _Comparison:
         return None
 
     def _replace_part(self, old: Row, new: Row) -> Iterator[Replacement]:
-        """Replace the smallest part of a row with the difference, or else the row. Yield nothing for equal rows."""
+        """Replace the smallest part of a row with all differences, else the whole row. Equal rows yield nothing."""
         if old.words == new.words:
             return
         same_before = _same_at_start(old.words, new.words)
@@ -253,7 +253,7 @@ class _Comparison:
             yield self._replace_lines([old], [new])
 
     def _replacement(self, new: Row, start: Spot, end: Spot, before: int, after: int) -> Replacement:
-        """Replace the text between two spots with the new row less its first and last tokens."""
+        """Replace the text between two spots with the new row, without its first and last tokens."""
         stop = len(new.tokens) - after
         first = new.tokens[before].start if start.edge == START else new.tokens[before - 1].end
         last = new.tokens[stop].start if end.edge == START else new.tokens[stop - 1].end
@@ -294,7 +294,7 @@ class _Comparison:
                 spots.append(Spot(node, START))
             if end == ends_at and not is_gap(node):
                 spots.append(Spot(node, END))
-        # Outer nodes are first, so that the text goes outside of the parentheses around the inner ones.
+        # Outer nodes come first, so the text is inserted outside the parentheses of inner nodes.
         return min(spots, key=lambda spot: (is_gap(spot.node), spot.edge), default=None)
 
     def _nodes_on_both_sides(self, old: Row, new: Row, index: int) -> Iterator[tuple[Any, tuple[int, int]]]:
@@ -323,7 +323,7 @@ def _tokens_outside(row: Row, span: tuple[int, int]) -> tuple[int, int]:
 
 
 def _fillable(text: str, rows: Sequence[Row]) -> str:
-    """Return the text; raises `PatchError` if it contains ``...`` or ``ANY``: these stand for unknown text."""
+    """Return the text. Raise `PatchError` if it contains ``...`` or ``ANY``, which have no known text."""
     if re.search(r"\.\.\.|\bANY\b", text):
         raise _error(rows, "neither whole statements nor a part of an expression")
     return text
@@ -334,7 +334,7 @@ def _error(rows: Sequence[Row], text: str) -> PatchError:
 
 
 def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
-    """Return the span of a node with the parentheses around it, but without those of a call."""
+    """Return the span of a node, including the parentheses around it but not a call's parentheses."""
     text, (start, end) = module.text, module.span(node)
     while text[:start].rstrip()[-1:] == "(" and text[end:].lstrip()[:1] == ")":
         opening = text.rindex("(", 0, start)
@@ -352,7 +352,7 @@ def _indent_at(text: str, offset: int) -> str:
 
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
-    """Replace each ``ANY_NAME`` with its matched text, in parentheses if an operator could bind to a part."""
+    """Replace each ``ANY_NAME`` with its matched text, in parentheses if operator precedence requires them."""
 
     def fill(name: re.Match[str]) -> str:
         node = match.bound.names[name.group()]

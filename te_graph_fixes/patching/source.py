@@ -1,4 +1,4 @@
-"""TransformerEngine (TE) as source text: find it, read it, parse it, and look for patterns in it.
+"""Find, read and parse the source of a TransformerEngine (TE), and search it for patterns.
 
 Nothing here imports torch or TE. The same classes serve an installed TE and a source tree.
 """
@@ -43,7 +43,7 @@ class TENotFoundError(Exception):
 
 
 class Miss(NamedTuple):
-    """The closest miss of a pattern: the number of matching statements, and the first difference."""
+    """The longest partial match of a pattern: the number of matching statements, and the first difference."""
 
     matched: int
     text: str
@@ -52,7 +52,7 @@ class Miss(NamedTuple):
 class UnrecognizedError(Exception):
     """A fix did not find its code, so it must not change this source.
 
-    ``closest`` searches for the closest miss, and is slow. ``details`` are longer than the text.
+    ``closest`` is a slow function that searches for the longest partial match. ``details`` are longer than the message.
     """
 
     def __init__(self, text: str, closest: Callable[[], Miss] | None = None, details: str = "") -> None:
@@ -70,7 +70,7 @@ def unrecognized(
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Defer garbage collection, because it is slow if torch is loaded."""
+    """Defer garbage collection, which is slow if torch is loaded."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -100,7 +100,7 @@ class Source:
     @classmethod
     def installed(cls) -> Source:
         """Find the TE of ``import transformer_engine``; raises `TENotFoundError`."""
-        with contextlib.suppress(ImportError, ValueError):  # ValueError: a stand-in without __spec__ in sys.modules
+        with contextlib.suppress(ImportError, ValueError):  # ValueError: a module without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
             if spec and spec.origin and spec.submodule_search_locations:
                 location = spec.submodule_search_locations[0]
@@ -193,7 +193,7 @@ class ModuleSource:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The character offset of each line's start, by line number; the last one is the end of the text."""
+        """The character offset of each line's start, by line number. The last offset is the end of the text."""
         return [0, 0, *accumulate(map(len, io.StringIO(self.text)))]
 
     def line_number(self, offset: int) -> int:
@@ -201,12 +201,12 @@ class ModuleSource:
         return self.text.count("\n", 0, offset) + 1
 
     def line(self, number: int) -> str:
-        """Return a line with its line break; lines count as in Python."""
+        """Return a line with its line break. Numbers start at 1."""
         return self.text[self.starts[number] : self.starts[number + 1]]
 
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-        """Every class and function at module or class level, by qualified name; ambiguous names are missing."""
+        """Every class and function at module or class level, by qualified name, except ambiguous names."""
         by_name = defaultdict[str, list[ast.FunctionDef | ast.ClassDef]](list)
         pending = [("", self.tree.body)]
         for prefix, body in pending:
@@ -245,7 +245,7 @@ class Definition:
 
     @cached_property
     def _by_type(self) -> dict[type, list[tuple[list[Any], int]]]:
-        """All nodes in the definition, by type. Each is a list and an index in it."""
+        """All nodes in the definition, by type. Each entry is a list of siblings and the node's index in it."""
         nodes = defaultdict[type, list[tuple[list[Any], int]]](list)
         pending: list[tuple[list[Any], int]] = [([self.node], 0)]
         for siblings, number in pending:
@@ -277,7 +277,7 @@ class Definition:
         return self.exactly(1, pattern)[0].nodes[0]
 
     def exactly(self, count: int | None, pattern: str | Pattern) -> list[Match]:
-        """Return ``count`` matches, or at least one for None; raises `UnrecognizedError` for any other number."""
+        """Return the matches. Raise `UnrecognizedError` unless there are ``count`` matches (None: at least one)."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         matches = self.matches(pattern)
         if len(matches) != count and not (count is None and matches):

@@ -74,7 +74,10 @@ STATE, NOT_CACHED = "fp8-state-at-replay", (STALE, WARMUP, PARAM_GRADS)
 
 
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
-    """Create a case of one `Program`, by default with three steps. No ``.grad`` is added to another."""
+    """Create a case of one `Program`, by default with three steps.
+
+    The caller takes each ``.grad`` at once, so no gradient is added to another.
+    """
     return Case(name, tuple(fixes), "programs:compare", {"events": _STEPS, "takes_grads": True, **options}, quick)
 
 
@@ -96,9 +99,9 @@ def _memory(
 def _training(
     name: str, fixes: Iterable[str], module: str = "linear", recipe: str = "bf16", quick: bool = False, **options: Any
 ) -> Case:
-    """Create a case of three microbatches a step, one module for each chunk, and fused wgrads.
+    """Create a case with three microbatches per step, one module per chunk, and fused wgrads.
 
-    As in Megatron-Core, modules mark first microbatches, and graphs in FP8 cache weights.
+    As in Megatron-Core, modules mark first microbatches, and FP8 graphs cache weights.
     """
     given = {
         "modules": (module,) * int(max(options.get("order", (1,)))),
@@ -106,7 +109,7 @@ def _training(
         "microbatches": 3,
         "fused": True,
         "weights": "marked" if recipe == "bf16" else "cached",
-        "takes_grads": PARAM_GRADS not in fixes,  # which is about gradients that add up in ``.grad``
+        "takes_grads": PARAM_GRADS not in fixes,  # this fix is about gradients added up in ``.grad``
         "drops_dummies": True,
         "clean_start": True,
     }
@@ -114,13 +117,13 @@ def _training(
 
 
 def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
-    """Create a case of delayed wgrads in ``order``. Its modules have no marks of first microbatches."""
+    """Create a case of delayed wgrads in the schedule ``order``. Modules do not mark first microbatches."""
     given = {"order": order, "delay": True, "weights": "plain", "reuse": True}
     return _training(name, (ORDER,), **{**given, **options})
 
 
 def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False, **options: Any) -> Case:
-    """Create a case of a program that runs graphs in other sequences, or ``breaks`` a replay precondition."""
+    """Create a case of a program that runs graphs in an unusual order or ``breaks`` a replay precondition."""
     given = {"modules": ("layernorm_mlp",), "bias": options.get("modules") != ("linear",), "takes_grads": False}
     return _program(name, fixes or (CONTRACT,), quick, breaks=breaks, **{**given, **options})
 
@@ -133,13 +136,13 @@ def _outputs(name: str, outputs: Iterable[str]) -> Case:
 
 
 def _recomputed(name: str, recipe: str) -> Case:
-    """Create a case of uncached weights in a recomputing module, also after a second model with cached weights."""
+    """Create a case of a recomputing module without cached weights, alone and after a model with cached weights."""
     programs = {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}}
     return _programs(name, NOT_CACHED, programs, modules=("Recomputed",), recipe=recipe, weights="marked")
 
 
 def _changed(*changes: str) -> tuple[str, ...]:
-    """Return the events of two microbatches with changes in between."""
+    """Return the events of two microbatches with ``changes`` between them."""
     return "forward", "backward", *changes, "forward", "backward", "update"
 
 
@@ -394,7 +397,7 @@ BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 
 
 def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
-    """Yield every `_training` case again in the recipes of Blackwell. Other GPUs skip these cases."""
+    """Yield each `_training` case again with the Blackwell recipes. Other GPUs skip these cases."""
     done = []
     for case in cases:
         own = case.options.get("recipe")
@@ -409,7 +412,7 @@ def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
             if recipe != own:
                 again = {**case.options, **options, "recipe": recipe}
                 if recipe == "nvfp4" and options["weights"] == "cached":
-                    again["hidden"] = 128  # with fewer `nvfp4-weight-preswizzle` does not show
+                    again["hidden"] = 128  # a smaller size does not trigger `nvfp4-weight-preswizzle`
                 yield replace(case, name=f"{name}-{recipe}", options=again, quick=False)
 
 
@@ -418,7 +421,7 @@ CASES: dict[str, Case] = {case.name: case for case in (*_ALL, *_in_blackwell_rec
 
 
 def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
-    """Return the cases of fix ids and case names, all cases if there are none. ValueError for an unknown name."""
+    """Return the cases with these names or fix ids, or all cases. Raise ValueError for an unknown name."""
     names = list(wanted)
     unknown = [name for name in names if name not in CATALOGUE and name not in CASES]
     if unknown:

@@ -1,9 +1,9 @@
 """``python -m te_graph_fixes.verify.child [CASE ...]``: run cases in this process, and print a JSON line for each.
 
-A CASE is the name of a registered case, or a `Case` as JSON. Without arguments, cases come from standard input, one a
-line. A line of output is an `Outcome`; its ``error`` is the largest error of the case. A crash in a capture is a
-result. If an exception or a case may have damaged the process, the line has ``last``, and the process ends with
-status 1. The environment selects the fixes.
+A CASE is the name of a registered case, or a `Case` as JSON. Without arguments, cases come from standard input, one per
+line. Each line of output is an `Outcome`, whose ``error`` is the largest error of the case. A crash in a capture also
+counts as a result. If the process may be damaged after a case or an exception, the line contains ``last`` and the
+process exits with status 1. The environment selects the fixes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .driver.program import Skipped
 
 
 def main(arguments: list[str]) -> int:
-    """Run the named cases, or those from standard input. Return 1 as soon as one may have damaged the process."""
+    """Run the named cases, or the cases from standard input. Return 1 once the process may be damaged."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries goes to stderr
     broken = _broken()
@@ -74,7 +74,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _in_the_case(error: Exception) -> bool:
-    """Return whether the case itself cannot import something. TransformerEngine must, with the fixes."""
+    """Return whether the case's own import failed, rather than an import in TransformerEngine or the fixes."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, ImportError) and frame.f_globals["__name__"].startswith(f"{__package__}.")
 

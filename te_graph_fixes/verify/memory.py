@@ -1,4 +1,4 @@
-"""Compare the peak memory of captures. Programs with the same needs have the same peak."""
+"""Compare the peak memory of captures. Programs with equal memory needs should have equal peaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LIMIT = 1.01
 def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
     """Capture several `Program`s with equal memory needs. Each has the ``shared`` options and its own.
 
-    The error of a program is its peak over the lowest peak, minus 1; up to `LIMIT` it is 0.0. ``peaks`` are in bytes.
+    A program's error is its peak divided by the lowest peak, minus 1. Errors up to `LIMIT` count as 0.0. ``peaks``
+    are in bytes.
     """
     highest = {name: _highest(Program(**{**shared, **own})) for name, own in programs.items()}
     ratios = {name: peak / min(highest.values()) for name, peak in highest.items()}
@@ -34,7 +35,7 @@ def _highest(program: Program) -> int:
 
 
 def peaks(program: Program) -> list[int]:
-    """Return, for each capture of a program, its peak in bytes above the memory allocated before it."""
+    """Return the peak memory of each capture, in bytes above the memory allocated before the capture."""
     require(program.recipe, program.other)
     use(program)
     training = _Measured(graphed=True)

@@ -23,8 +23,8 @@ REFUSED = r"callable \d|captured with|modified by an inplace operation"
 def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str, Any]:
     """Run a `Program` with these ``options``. Return the relative errors by kind, and the norm ratios of wgrads.
 
-    A program that ``breaks`` a replay precondition may raise the error for it. A program with a ``refusal`` must raise
-    an error matching this regular expression.
+    A program that ``breaks`` a replay precondition may raise the corresponding error. With a ``refusal``, the program
+    must raise an error that matches this regular expression.
     """
     try:
         graphed, eager = _both(options)
@@ -60,7 +60,7 @@ def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> di
 
 
 def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the results of a program through graphs, and of eager training."""
+    """Return the results of a program with graphs, and its results with eager training."""
     program = Program(**options)
     setting.require(program.recipe, program.other)
     if "Recomputed" in program.modules:

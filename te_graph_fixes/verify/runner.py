@@ -92,7 +92,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the case is correct with the fixes, or skipped."""
+        """Whether the case is skipped, or correct with the fixes."""
         return self.with_fixes.correct or self.skipped
 
     @property
@@ -119,7 +119,7 @@ class Row:
 
 
 class Child:
-    """A process for cases. It starts on demand, and again after its end."""
+    """A process that runs cases. It starts on demand, and restarts after it has ended."""
 
     def __init__(self, environ: Mapping[str, str], command: Sequence[str] = CHILD) -> None:
         self._command, self._environ = command, environ
@@ -127,7 +127,7 @@ class Child:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
 
     def measure(self, case: Case, limit: float = LIMIT) -> Outcome:
-        """Run ``case``. After ``limit`` seconds the child is killed."""
+        """Run ``case``. Kill the child after ``limit`` seconds."""
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command,
@@ -140,7 +140,7 @@ class Child:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; reading returns nothing
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, so reading returns nothing
             print(case.to_json(), file=process.stdin, flush=True)
         ready, _, _ = select.select([process.stdout], [], [], limit)
         if not ready:
@@ -187,10 +187,10 @@ def measure(
     workers: int | None = None,
     command: Sequence[str] = CHILD,
 ) -> list[Row]:
-    """Run ``cases`` without and with the fixes in ``workers`` processes (default: up to 8, by the CPUs).
+    """Run ``cases`` without and with the fixes, in ``workers`` processes (default: up to 8, limited by the CPUs).
 
-    A baked TransformerEngine cannot run `WITHOUT` them, so ``switches`` has `WITH` only. ``command`` starts a child.
-    Progress goes to stderr.
+    A baked TransformerEngine cannot run without the fixes, so its ``switches`` are only `WITH`. ``command`` starts a
+    child. Progress goes to stderr.
     """
     number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
     children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]
@@ -208,7 +208,7 @@ def measure(
         try:
             for done in as_completed([pool.submit(work, *child) for child in children]):
                 done.result()
-        finally:  # if one fails, no other case starts
+        finally:  # after an error, no other case starts
             for left in waiting.values():
                 list(left)
             for _, child in children:
@@ -234,7 +234,7 @@ def _cell(outcome: Outcome | None) -> str:
 
 
 def no_gpu() -> str | None:
-    """Return the reason why there is no GPU, or None. It asks the driver and does not import torch."""
+    """Return the reason why there is no GPU, or None. Query the driver, without importing torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -250,8 +250,8 @@ def no_gpu() -> str | None:
 def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, baked: bool = False) -> int:
     """Run ``cases`` and print the table, or JSON. ``baked``: the fixes are in TE's files.
 
-    The exit status is 0 if, with the fixes, every case that this GPU can run is bit-identical to eager training. It is
-    `COULD_NOT_RUN` if this TE cannot run some cases and all others are, and 1 otherwise.
+    Return the exit status. It is 0 if, with the fixes, every case that this GPU can run is bit-identical to eager
+    training. It is `COULD_NOT_RUN` if this TE cannot run some cases and the rest are bit-identical, and 1 otherwise.
     """
     start = time.perf_counter()
     if baked:

@@ -1,4 +1,4 @@
-"""The other events of programs, and `train` to run a program."""
+"""The remaining events of programs, and `train`, which runs a program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ evaluate_in_other = event(lambda t: t.evaluation(program.other), "evaluate_in_ot
 def infer(t: Training) -> None:
     """Run the first layer without gradients, through its graph for inference.
 
-    If only steps came since the last such event, it uses the cached weights of the last step.
+    If only steps were run since the last such event, use the cached weights of the last step.
     """
     before = " ".join(program.events[: int(t.event.split()[0])])
     first = program.weights != "cached" or not re.search(r"infer( step)+$", before)
@@ -78,7 +78,7 @@ def recapture(t: Training) -> None:
 @event
 def reset_fp8(t: Training) -> None:
     FP8GlobalStateManager.reset()
-    t.other = torch.ones(1, device="cuda")  # may get the memory of the skip flag that graphs read
+    t.other = torch.ones(1, device="cuda")  # may reuse the memory of the skip flag that graphs read
 
 
 FAILURES = (
@@ -117,7 +117,7 @@ class NotAModule:
 
 
 def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
-    """Run a step of two microbatches of an extra layer."""
+    """Run a step of an extra layer, with two microbatches."""
     t.mark_first(layer)
     for _ in range(2):
         if program.delay:  # TE's `backward_dw` replaces a gradient, and an undelayed backward adds to it
@@ -137,7 +137,7 @@ def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
 
 @event
 def failed_capture(t: Training, *numbers: int) -> None:
-    """Capture another layer, and fail in some of the `FAILURES`. The layer is trained before and after."""
+    """Capture another layer, failing at some of the `FAILURES`. Train the layer before and after."""
     for failure in [FAILURES[number] for number in numbers or (2, 8)]:
         layer, x = Failing(), random().requires_grad_()
         t.prepare(-1, layer)
@@ -162,7 +162,7 @@ def failed_capture(t: Training, *numbers: int) -> None:
 
 @event
 def train_another(t: Training) -> None:
-    """Train a module like the last layer eagerly, in the other recipe."""
+    """Train another module of the last layer's kind eagerly, with the other recipe."""
     train_eagerly(t, MODULES[program.modules[-1]](), program.other)
 
 
@@ -200,7 +200,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 
 def misusing(name: str, misuse: Any) -> Any:
-    """Register the event of a misuse, a function of a graph, its input and its keyword arguments."""
+    """Register an event for ``misuse``, which is called with a graph, its input and its keyword arguments."""
     return event(lambda t: refused(t, misuse), name)
 
 
@@ -227,7 +227,7 @@ def misuse_backward(t: Training) -> None:
 
 
 def dirty() -> None:
-    """Fill free memory with NaN in FP8. The simulator always does."""
+    """Fill free memory with the FP8 NaN pattern. The simulator always does this."""
     for power in range(9, 19):
         held = [torch.full((2**power,), 0x7F, dtype=torch.uint8, device="cuda") for _ in range(32)]
         del held

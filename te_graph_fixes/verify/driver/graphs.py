@@ -25,7 +25,7 @@ def arguments(layer: Any, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, A
 
 
 def parameters_of(layer: Any) -> list[Any]:
-    """Return the trained parameters of a layer: its own, and those received as inputs."""
+    """Return the trained parameters of a layer: its own parameters, and parameters received as inputs."""
     return [*layer.parameters(), *getattr(layer, "given", {}).values()]
 
 
@@ -135,7 +135,7 @@ class Captured:
                 parameter.taken = torch.zeros_like(parameter)
         if not program.late_hooks:
             self.hook_parameters(number, layer)
-        if program.wgrad_hooks and self.graphed and number >= 0:  # `wgrad` records those of an eager run
+        if program.wgrad_hooks and self.graphed and number >= 0:  # `wgrad` records the hooks of an eager run
             for index, module in enumerate(delayed(layer)):
                 module.register_wgrad_accumulation_and_reduce_hooks(
                     lambda index=index: self.called.append(f"wgrad {number} {index}")
@@ -147,14 +147,14 @@ class Captured:
                 self.hook(number, parameter)
 
     def hook(self, number: int, parameter: Any) -> None:
-        """Register a hook on a parameter, and record its calls by layer. Autograd chooses the order in a layer."""
+        """Register a hook on a parameter. Record calls by layer only: autograd chooses the order within a layer."""
 
         def hook(grad: torch.Tensor) -> Any:
             self.called.append(f"hook {number}")
             if program.hooks == "reduces":
                 dist.all_reduce(parameter.grad)
             elif program.hooks in ("takes", "of the node"):
-                parameter.taken.add_(parameter.grad)  # on the stream of a capture: nothing may be freed here
+                parameter.taken.add_(parameter.grad)  # runs on the capture stream: no memory may be freed here
                 parameter.grad = None
             return grad * 2 if program.hooks == "doubles" else None
 
@@ -162,7 +162,7 @@ class Captured:
         if program.hooks == "doubles":
             parameter.register_hook(hook)
         elif program.hooks == "of the node":
-            with torch.cuda.stream(torch.cuda.Stream()):  # what accumulates on the default one cannot be captured
+            with torch.cuda.stream(torch.cuda.Stream()):  # a node of the default stream cannot be captured
                 self.nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
             self.nodes[-1].register_hook(lambda *_: hook(parameter))
         else:
@@ -288,7 +288,7 @@ REPLACED = ("forward", "backward_dw", "reset")
 
 
 def restore(module: Any, before: dict[str, Any]) -> None:
-    """Restore a module's attributes from before a capture."""
+    """Restore a module's attributes to their values before a capture."""
     for name in REPLACED:
         vars(module).pop(name, None)
         if before.get(name) is not None:
@@ -309,13 +309,13 @@ def mark(module: Any) -> None:
 
 
 def reuse_first_weights(module: Any) -> None:
-    """Pass the mark of a first microbatch once, so that all forwards use the FP8 weights of the first one."""
+    """Mark only the first forward as a first microbatch, so all later forwards use its FP8 weights."""
     forward, marks = module.forward, itertools.chain([True], itertools.repeat(False))
     module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_first_microbatch": next(marks)})
 
 
 def delayed(layer: Any) -> list[Any]:
-    """Return the modules able to delay their wgrads, in the order of their forwards."""
+    """Return the modules that can delay wgrads, in the order of their forwards."""
     return [
         module
         for module in layer.modules()

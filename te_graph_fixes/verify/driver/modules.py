@@ -84,7 +84,7 @@ class Block(torch.nn.Module):
 
 @module
 class Wide(torch.nn.Sequential):
-    """Biases of a multiple of 256 bytes, so that their gradients are copied together."""
+    """Biases with a multiple of 256 bytes, so their gradients are copied together."""
 
     def __init__(self) -> None:
         sizes = (hidden(), 128, 128, hidden())
@@ -181,7 +181,7 @@ class AuxiliaryLoss(torch.autograd.Function):
 
 @module
 class Routed(Block):
-    """Gates by the larger half of the scores, with a loss of their own."""
+    """Gates by the larger half of the scores, with an auxiliary loss on the scores."""
 
     def forward(self, x: torch.Tensor) -> Any:
         scores = self.first(x).float().softmax(-1)
@@ -242,7 +242,7 @@ class Structured(Block):
 
 @module
 class Bare(torch.nn.Module):
-    """A module without parameters. Those of a projection are its inputs, as in NeMo Automodel."""
+    """A module without parameters: a projection's parameters are its inputs, as in NeMo Automodel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Bare(torch.nn.Module):
 
 
 def dropped(x: torch.Tensor, training: bool = True) -> torch.Tensor:
-    """Apply dropout with random numbers of the tracker, if there is one."""
+    """Apply dropout, with random numbers from the RNG tracker if there is one."""
     with tracker.fork() if program.tracker else contextlib.nullcontext():
         return torch.nn.functional.dropout(x, 0.25, training)
 

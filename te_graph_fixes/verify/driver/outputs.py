@@ -42,7 +42,7 @@ class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
 
 
 class Typed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection with an output of any dtype. If a dtype has no gradient, it is the dtype of a second output."""
+    """A projection with an output of any dtype. A dtype without gradients is used for a second output."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)

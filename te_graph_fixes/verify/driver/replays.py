@@ -1,6 +1,6 @@
-"""Events of single forwards and backwards, and events that break replay preconditions.
+"""Events with single forwards and backwards, and events that break replay preconditions.
 
-A number after the name of an event is a graph, a microbatch or a layer.
+The numbers after an event's name select graphs, microbatches or layers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ update = event(functools.partial(Training.update, rate=RATE), "update")
 
 @event
 def forward(t: Training, graph: int = 0, *layers: int) -> None:
-    """Run a microbatch through the graphs for microbatch ``graph``, of all layers or of these."""
+    """Run a microbatch through the graphs captured for microbatch ``graph``, in all layers or in ``layers``."""
     run_forward(t, random().requires_grad_(program.input_grads), graph, layers)
 
 
 @event
 def forward_again(t: Training, graph: int = 0) -> None:
-    """Run a microbatch with the input of the last one. The gradients of the input add up."""
+    """Run a microbatch with the input of the previous microbatch. The input's gradients add up."""
     run_forward(t, t.run_before[-1][0], graph)
 
 
@@ -47,7 +47,7 @@ def forward_without_grad(t: Training, graph: int = 0) -> None:
 
 @event
 def backward(t: Training, number: int = 0) -> None:
-    """Run the backward of microbatch ``number`` of those in flight."""
+    """Run the backward of the microbatch at position ``number`` among those in flight."""
     x, out = t.in_flight.pop(number)
     out.backward(random())
     t.see("dgrads", x.grad)
@@ -55,13 +55,13 @@ def backward(t: Training, number: int = 0) -> None:
 
 @event
 def backward_and_keep(t: Training) -> None:
-    """Run a backward that can run again."""
+    """Run a backward that can be repeated."""
     t.in_flight[0][1].backward(random(), retain_graph=True)
 
 
 @event
 def backward_that_runs(t: Training) -> None:
-    """Run a backward with a hook that runs the layers without gradients before their backward."""
+    """Run a backward. A hook first runs the layers' forwards without gradients."""
     t.in_flight[0][1].register_hook(lambda _: forward_without_grad(t))
     backward(t)
 
@@ -195,7 +195,7 @@ def replace_module(t: Training) -> None:
 
 @event
 def continue_with_a_copy(t: Training) -> None:
-    """Train a copy of the layers with other weights, like an average of weights."""
+    """Train a copy of the layers with other weights, such as averaged weights."""
     t.layers = copy.deepcopy(t.layers)
     t.calls = [[layer] * t.microbatches for layer in t.layers]
     t.find_parameters()

@@ -1,4 +1,4 @@
-"""State that the parts of the driver share: the program, its recipes, its random values and its ranks."""
+"""The state shared by the driver's modules: the program, its recipes, random values and ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
 os.environ.update(NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0", NVTE_MASKED_SOFTMAX_FUSION="0")
 os.environ.update(NVTE_UnfusedDPA_Emulate_FP8="1")
 SIMULATED = torch.cuda.get_device_name().startswith("simulated")
-HIDDEN, TOKENS = (32, 64) if SIMULATED else (128, 256)  # block scaling on a GPU takes multiples of 128
+HIDDEN, TOKENS = (32, 64) if SIMULATED else (128, 256)  # block scaling on a GPU requires multiples of 128
 RATE = 0.1
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
 RECIPES = {

@@ -171,7 +171,7 @@ class Training(Captured):
         self.update(0.0 if skip else rate, skip)
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
-        """Compute the delayed wgrads of a layer. Eager training has computed them; only the hooks remain."""
+        """Compute the delayed wgrads of a layer. Eager training has computed them already, and only calls the hooks."""
         if self.graphed and not eager:
             call = self.calls[number][microbatch]
             if hasattr(call, "backward_dw"):
@@ -205,7 +205,7 @@ class Training(Captured):
             else:
                 parameter.grad = None
             if parameter in self.weights:
-                parameter.main_grad.zero_()  # and not before a step: a capture must leave nothing there
+                parameter.main_grad.zero_()  # not before a step: a capture must not leave values there
         if program.optimizer in ("adam", "adam of master weights"):
             self.adam.param_groups[0]["lr"] = rate
             self.adam.step()
@@ -240,14 +240,14 @@ class Training(Captured):
         self.recipe = kept
         for layer in self.layers:
             layer.train()
-        for module, mark in marks.items():  # a step in progress has only one first microbatch
+        for module, mark in marks.items():  # a step in progress has one first microbatch only
             module.is_first_microbatch = mark
 
     def state(self) -> None:
-        """Record the state for later steps and checkpoints, and the state of the process."""
+        """Record the state that later steps and checkpoints use, and the state of the process."""
         self.see("parameters", *(parameter.dequantize() for parameter in self.parameters))
         if self.recipe != "bf16" and any(name.endswith("outputs") for name in self.seen):
-            for layer in self.layers:  # whose state a capture makes, and eager training its first forward
+            for layer in self.layers:  # a capture creates their state, eager training in its first forward
                 self.see("FP8 state", *fp8_state(layer))
         self.see("RNG state", torch.cuda.get_rng_state())
         if program.tracker:
@@ -269,11 +269,11 @@ class Training(Captured):
 
 
 class Sends:
-    """Input grads sent by a step to the previous pipeline stage. They are read as late as Megatron-Core allows.
+    """Input grads sent by a step to the previous pipeline stage, and read as late as Megatron-Core allows.
 
     Megatron-Core waits for a send after issuing the next model chunk's backward and the overlapping forward.
-    The first stage sends nothing for its first chunk. In its cooldown it waits for each send at once, and with it for
-    all earlier sends. This is Megatron-Core without ``overlap_p2p_comm_warmup_flush``.
+    The first stage sends nothing for its first chunk. In the cooldown, Megatron-Core waits for each send immediately,
+    and thereby for all earlier sends. ``overlap_p2p_comm_warmup_flush`` is assumed to be off.
     """
 
     def __init__(self, order: Sequence[float]) -> None:
