@@ -436,7 +436,7 @@ graph._make_graphed_callables = make_broken
             {"before": BROKEN, "check": "2,strict"},
             EXIT_MISMATCH,
             "forward: output 0 differs from the eager run (relative error 1)",
-            "ends with status 86",
+            "ending with status 86",
         ),
         ({"in_step": "if step == 2: raise SystemError", "check": "3"}, 1, "", "^2 steps, 4 callables, "),
     ],
