@@ -28,6 +28,7 @@ from ..activation import report
 from ..decision import read_installed
 from ..fix import Fix
 from ..fixes import CATALOGUE
+from ..report import print_stderr
 from ..status import Status
 from . import EXIT_MISMATCH, Options
 from .difference import relative_error
@@ -50,7 +51,7 @@ _numbers = itertools.count()  # the same on all ranks
 
 def print_line(text: str, of_rank: bool = True) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", "0"))
-    print(f"te-graph-fixes check: {f'rank {rank}, ' * of_rank}{text}", file=sys.stderr, flush=True)
+    print_stderr(f"te-graph-fixes check: {f'rank {rank}, ' * of_rank}{text}")
 
 
 class Check:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..report import print_stderr
 from ..settings import SWITCH, Settings
 from ..version import __version__
 from .cases import Case
@@ -201,9 +202,11 @@ def measure(
     def work(switch: str, child: Child) -> None:
         for case in waiting[switch]:
             outcome = results[switch, case.name] = child.measure(case, limit)
-            _say(f"[{next(numbers)}/{total}] {case.name}, {switch} the fixes: {outcome.text}")
+            print_stderr(f"[{next(numbers)}/{total}] {case.name}, {switch} the fixes: {outcome.text}")
 
-    _say(f"{total} runs of {len(cases)} cases in {len(children)} processes. Importing TransformerEngine takes a while.")
+    print_stderr(
+        f"{total} runs of {len(cases)} cases in {len(children)} processes. Importing TransformerEngine takes a while."
+    )
     with ThreadPoolExecutor(len(children)) as pool:
         try:
             for done in as_completed([pool.submit(work, *child) for child in children]):
@@ -255,7 +258,7 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, b
     """
     start = time.perf_counter()
     if baked:
-        _say(
+        print_stderr(
             "te-graph-fixes: The fixes are baked into this TransformerEngine, so no case can run without them. "
             "Each case compares graphs with eager training."
         )
@@ -289,9 +292,5 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, b
         print(f"{len(rows)} cases on {gpu or 'no GPU'}, TransformerEngine {te or '?'}, {seconds:.0f} s: {summary}")
     for row in bad:
         why = row.with_fixes.text if row.with_fixes.wrong else row.verdict
-        _say(f"te-graph-fixes: {row.case.name}: {why}")
+        print_stderr(f"te-graph-fixes: {row.case.name}: {why}")
     return COULD_NOT_RUN if bad and all(row.unable for row in bad) else int(bool(bad))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
