@@ -179,14 +179,21 @@ def decide(reading: Reading, settings: Settings) -> Decision:
 
     Selecting a fix also selects the fixes that it requires. Disabling a fix also disables the fixes that require it.
     """
+    verdicts = reading.verdicts
+    order = list(TopologicalSorter({fix.id: fix.requires for fix in CATALOGUE.values()}).static_order())
+    disabled: set[str] = set()  # these fixes bring no others
+    for fix_id in order:
+        is_disabled = fix_id in settings.disable or not disabled.isdisjoint(CATALOGUE[fix_id].requires)
+        if is_disabled and verdicts[fix_id].status not in WITHOUT_BUG:
+            disabled.add(fix_id)
     selected = CATALOGUE.keys() if settings.only is None else settings.only
     wanted = selected | with_required(
-        fix_id for fix_id in selected if reading.verdicts[fix_id].status == Status.APPLICABLE
+        fix_id for fix_id in selected - disabled if verdicts[fix_id].status == Status.APPLICABLE
     )
     fixes: dict[str, Verdict] = {}
-    for fix_id in TopologicalSorter({fix.id: fix.requires for fix in CATALOGUE.values()}).static_order():
+    for fix_id in order:
         is_selected = fix_id in wanted and fix_id not in settings.disable
-        fixes[fix_id] = _decided(reading.verdicts[fix_id], is_selected, CATALOGUE[fix_id].requires, fixes)
+        fixes[fix_id] = _decided(verdicts[fix_id], is_selected, CATALOGUE[fix_id].requires, fixes)
     return Decision(reading, settings, {fix_id: fixes[fix_id] for fix_id in CATALOGUE})
 
 

@@ -60,6 +60,13 @@ def test_no_choice_of_fixes_is_an_error() -> None:
                 assert fix_id in found.dropped
 
 
+@pytest.mark.parametrize("disabled", ["warmup-reset", "stale-fp8-weights"])
+def test_a_disabled_fix_brings_no_other_fix(disabled: str) -> None:
+    """Disabled by its name, or with a fix that it requires."""
+    found = decision("2.12.0", **{SWITCH: "warmup-reset", DISABLE: disabled})
+    assert found.to_apply == found.added == {}
+
+
 def test_disabling_a_fix_that_is_not_needed_changes_nothing() -> None:
     assert "grouped-linear-skip-flag" not in needed("2.20.2")
     found = decision("2.20.2", **{DISABLE: "grouped-linear-skip-flag"})
