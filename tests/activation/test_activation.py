@@ -29,7 +29,7 @@ TE = {
                 raise
     """,
     "transformer_engine/pytorch/__init__.py": """
-        import os, sys, time
+        import os, time
         if os.environ.get("FAIL_AT") == "start":
             raise ImportError("no CUDA")
         from transformer_engine.pytorch.graph import capture
@@ -41,12 +41,11 @@ TE = {
             import te_graph_fixes
         if os.environ.get("FAIL_AT") == "end":
             raise ImportError("no CUDA")
-        if os.environ.get("NO_CACHED"):
-            for name, module in list(sys.modules.items()):
-                if name.startswith("transformer_engine"):
-                    vars(module).pop("__cached__", None)
     """,
     "transformer_engine/pytorch/graph.py": """
+        import os
+        if os.environ.get("NO_CACHED"):
+            del __cached__
         def capture(x):
             \"\"\"The docstring.\"\"\"
             def inner():
@@ -58,6 +57,8 @@ TE = {
         import os
         if os.environ.get("FAIL_AT") == "linear":
             raise ImportError("no CUDA")
+        if os.environ.get("NO_CACHED"):
+            del __cached__
         class Linear:
             def forward(self, x):
                 flag = "wrong"
@@ -312,14 +313,32 @@ for sequence in {SEQUENCES}:
 
 def test_modules_keep_their_own_loader(world: World) -> None:
     world.run("""
-import inspect, pickle, te_graph_fixes, transformer_engine.pytorch as te
+import inspect, linecache, pickle, te_graph_fixes, transformer_engine.pytorch as te
 for name in ("transformer_engine.pytorch", "transformer_engine.pytorch.graph", "transformer_engine.pytorch.linear"):
     module = sys.modules[name]
     assert type(module.__loader__) is type(module.__spec__.loader) is importlib.machinery.SourceFileLoader, name
     assert inspect.getsource(module)
 assert pickle.loads(pickle.dumps(te.capture)) is te.capture
 assert te.capture.__doc__ == "The docstring."
-assert "right" in inspect.getsource(te.capture) and "wrong" not in inspect.getsource(te.capture)
+for function in (te.capture, te.Linear.forward):
+    source = inspect.getsource(function)
+    assert "right" in source and "wrong" not in source
+    linecache.clearcache()
+    assert inspect.getsource(function) == source
+""")
+
+
+def test_a_reload_of_a_module_of_te_shows_in_the_report(world: World) -> None:
+    """The reload itself is not noticed: docs/limits.md."""
+    world.run("""
+import te_graph_fixes
+assert results() == RIGHT
+graph = importlib.reload(sys.modules["transformer_engine.pytorch.graph"])
+assert graph.capture(1)[0] == "wrong"
+assert statuses() == {"graph": "failed", "linear": "applied"}
+te_graph_fixes.activate()
+assert graph.capture(1)[0] == "right"
+assert statuses() == APPLIED
 """)
 
 
