@@ -1,0 +1,37 @@
+"""A torch without a private name that a support module needs, on the simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.child import simulate
+
+PROGRAM = """
+import torch, te_graph_fixes
+
+found = torch._C.NAME
+del torch._C.NAME
+import transformer_engine.pytorch
+torch._C.NAME = found  # the simulator needs it
+
+statuses = {fix_id: (str(fix.status), fix.reason) for fix_id, fix in te_graph_fixes.report().fixes.items()}
+print(*sorted(fix_id for fix_id, (status, _) in statuses.items() if status == "failed"))
+assert "applied" in {status for status, _ in statuses.values()}
+status, reason = statuses["replay-contract"]
+assert "ImportError: cannot import name 'NAME'" in reason, reason
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "failed"),
+    [
+        ("_storage_Use_Count", ["replay-contract"]),
+        (
+            "_current_graph_task_id",
+            ["fp8-state-at-replay", "recompute-in-graphs", "replay-contract", "state-after-evaluation"],
+        ),
+    ],
+)
+def test_only_the_fixes_that_need_a_missing_name_fail(name: str, failed: list[str]) -> None:
+    """With the fixes that require them, and when TE is imported instead of in the middle of a capture."""
+    assert simulate("-c", PROGRAM.replace("NAME", name), imported=()).split() == failed
