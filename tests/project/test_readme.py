@@ -194,7 +194,7 @@ def figures_of_real_runs() -> list[str]:
     assert run[4].startswith("0 of ")
     norm_ratio = next(row[5] for row in parameters if row[1] == "experts")
     return [
-        f"the experts' gradients is {float(norm_ratio):.2f} of the correct one",
+        f"the experts' gradients is {float(norm_ratio):.2f} of the correct norm",
         f"{run[2]} printed figures differ from graphs off",
     ]
 
@@ -221,7 +221,7 @@ def figures_of_random_programs() -> list[str]:
     assert f"None of {broken:,} that break them is silently wrong" in page.replace("\n", " ")
     return [
         f"[{differ} of {checked:,} random programs](docs/results/explorer.md)",
-        f"with {causes} causes",
+        f"from {causes} causes",
         f"Of {broken:,} random programs with misuse, none",
     ]
 
