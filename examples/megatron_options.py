@@ -1,6 +1,7 @@
 """Run a list of Megatron-LM's options, each with graphs off, TransformerEngine's (TE's) graphs, and te-graph-fixes.
 
-    python examples/megatron_options.py ~/Megatron-LM                        # all options, on two GPUs
+    python examples/megatron_options.py ~/Megatron-LM                        # all options for two GPUs
+    python examples/megatron_options.py ~/Megatron-LM --gpus 4               # those for four GPUs as well
     python examples/megatron_options.py ~/Megatron-LM multi-token router     # some of them
     python examples/megatron_options.py --list                               # their names and flags
     python examples/megatron_options.py --table JSON ... [--page PAGE]       # the results of earlier runs as Markdown
@@ -51,6 +52,9 @@ MOE = f"""
 """
 PARALLEL = "--expert-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+WIDE = "--expert-model-parallel-size 4"
+CONTEXT = "--context-parallel-size 2"
+FUSED = "--attention-backend fused"
 PIPELINE = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
@@ -86,10 +90,17 @@ class Option:
     model: str = f"{MOE} {PARALLEL} {PADDED}"
     programs: tuple[str, ...] = GPT
     stages: tuple[str, ...] = ("",)
+    gpus: int = 2
+
+    @property
+    def ranks(self) -> str:
+        """Return what to add to the flags if the option needs more than two GPUs."""
+        return "" if self.gpus == Option.gpus else f", {self.gpus} ranks"
 
     def arguments(self, iterations: int) -> list[str]:
         """Return the flags of a run without graphs."""
-        flags = shlex.split(f"{self.model} {RECIPES[self.recipe]} --global-batch-size 4 {self.more} {self.flags}")
+        batch = f"--global-batch-size {2 * self.gpus}"
+        flags = shlex.split(f"{self.model} {RECIPES[self.recipe]} {batch} {self.more} {self.flags}")
         return [*flags, "--train-iters", str(iterations)]
 
 
@@ -104,6 +115,11 @@ def routed(flags: str, modules: str = f"attn {ROUTER}", **changed: Any) -> Optio
 
 def hybrid(flags: str, modules: str, **changed: Any) -> Option:
     return Option(flags, f"{GRAPHS} {modules}", model=NEMOTRON, programs=HYBRID, **changed)
+
+
+def four(flags: str, **changed: Any) -> Option:
+    """Return an option of four GPUs whose experts are captured."""
+    return Option(flags, model=f"{MOE} {PADDED}", gpus=4, **changed)
 
 
 OPTIONS = {
@@ -131,7 +147,7 @@ OPTIONS = {
     "pipeline": dense(PIPELINE, recipe="delayed", more=EVALUATE),
     "pipeline-experts": Option(PIPELINE, model=f"{MOE} {PADDED}"),
     "overlap": routed(OVERLAP, "attn moe_router", recipe="bf16", more="--add-qkv-bias", model=MOE),
-    "context-parallel": dense("--context-parallel-size 2", recipe="bf16", more="--attention-backend fused"),
+    "context-parallel": dense(CONTEXT, recipe="bf16", more=FUSED),
     "fsdp": dense(FSDP, recipe="bf16", more=f"{SHARDED} --no-gradient-accumulation-fusion"),
     # precision and optimizers
     "fp8-parameters": Option(f"--fp8-param-gather {ZERO}"),
@@ -170,6 +186,14 @@ OPTIONS = {
     "resume-fp8-parameters": Option(RESUME, more=f"--fp8-param-gather {ZERO}", stages=TWICE),
     "warmup-0": Option("--cuda-graph-warmup-steps 0"),
     "rerun": Option("--rerun-mode validate_results"),
+    # four GPUs
+    "four-tensor-experts": four(f"{TENSOR} {PARALLEL}"),
+    "four-data-experts": four(f"{PARALLEL} {ZERO}", recipe="delayed"),
+    "four-pipeline-experts": four(f"{PIPELINE} {PARALLEL}"),
+    "four-experts": four(WIDE, more="--num-experts 8"),
+    "four-hybrid": hybrid(WIDE, "mamba attn moe", more=f"{PADDED} --num-experts 8", gpus=4),
+    "four-tensor-pipeline": dense(f"{TENSOR} {PIPELINE}", recipe="delayed", gpus=4),
+    "four-context-tensor": dense(f"{CONTEXT} {TENSOR}", recipe="bf16", more=FUSED, gpus=4),
     # Megatron's own graphs
     "local": dense("", graphs=LOCAL, recipe="delayed"),
     "local-history-1": dense(HISTORY, graphs=LOCAL, recipe="delayed"),
@@ -183,7 +207,7 @@ OPTIONS = {
 def main() -> int:
     options = parse()
     if options.list:
-        print(*(f"{name}: {flags_of(name)}" for name in OPTIONS), sep="\n")
+        print(*(f"{name}: {flags_of(name)}{option.ranks}" for name, option in OPTIONS.items()), sep="\n")
         return 0
     if options.table:
         text = table([json.loads(path.read_text()) for path in options.table])
@@ -192,11 +216,11 @@ def main() -> int:
         print(text)
         return 0
     jobs: list[tuple[Training, str]] = []
-    for name in options.names or OPTIONS:
+    for name in options.names or [name for name, option in OPTIONS.items() if option.gpus <= options.gpus]:
         option, folder = OPTIONS[name], options.out.resolve() / name
         stages = tuple(tuple(stage.split()) for stage in option.stages)
         flags, graphs = option.arguments(options.iterations), shlex.split(option.graphs)
-        training = train(name, options.checkout, option.programs, flags, graphs, folder, stages=stages)
+        training = train(name, options.checkout, option.programs, flags, graphs, folder, option.gpus, stages=stages)
         of_te = not option.graphs.startswith(LOCAL)
         settings = [*SETTINGS, *([FIXED_CHECKED] if of_te and not options.no_check else [])]
         jobs += [(training, setting) for setting in settings]
@@ -213,11 +237,12 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", metavar="CHECKOUT", type=Path, nargs="?", help="of Megatron-LM, 0.16 or later")
-    parser.add_argument("names", metavar="OPTION", nargs="*", help="default: all")
+    parser.add_argument("names", metavar="OPTION", nargs="*", help="default: all for --gpus")
     parser.add_argument("--list", action="store_true", help="print the options, and stop")
     parser.add_argument("--table", metavar="JSON", type=Path, nargs="+", help="print options.json of earlier runs")
     parser.add_argument("--page", type=Path, help="with --table: write it between the marks in this page")
     parser.add_argument("--no-check", action="store_true", help="leave out the runs under --check")
+    parser.add_argument("--gpus", type=int, default=Option.gpus, help="of this machine; default: %(default)s")
     parser.add_argument("--at-once", type=int, default=8, metavar="RUNS", help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("megatron-options"), help="folder; default: %(default)s")
@@ -301,7 +326,7 @@ def table(recordings: list[dict[str, Any]]) -> str:
                 versions = recorded[name][OFF]["versions"]
                 where = f"{versions.get('TE', '?')}, {versions.get('Megatron', '?')}"
                 graphs = option.graphs.removeprefix(f"{GRAPHS} ").replace(LAYERS, "whole layers")
-                flags = f"`{flags_of(name)}`" if option.flags else "-"
+                flags = (f"`{flags_of(name)}`" if option.flags else "-") + option.ranks
                 rows.append([name, flags, f"`{graphs}`", option.recipe, where, *outcomes(recorded[name])])
     return markdown(rows)
 
