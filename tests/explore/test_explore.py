@@ -120,3 +120,21 @@ def test_shrinking_leaves_what_fails() -> None:
     )
     small = shrink(program, lambda p: p.recipe == "delayed" and "nested" in p.modules and "save" in p.events)
     assert small == Program(modules=("nested",), recipe="delayed", events=("step", "save"))
+
+
+WITHOUT_COSTS = """
+from unittest import mock
+import te_graph_fixes
+from te_graph_fixes.verify.driver import events
+from te_graph_fixes.verify.driver.program import Program
+from tests import simulator
+from tests.explore import regressions
+
+with mock.patch.object(simulator, "installed", lambda: False), mock.patch.object(events, "SIMULATED", False):
+    found = regressions.measure(Program(events=("step",)), graphs=True)
+print(found["verdict"], found["eager costs"] | found["graph costs"])
+"""
+
+
+def test_regressions_on_a_gpu_compare_values_only() -> None:
+    assert simulate("-c", WITHOUT_COSTS) == "equal Counter()\n"
