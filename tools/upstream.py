@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> None:
 def write_report(fix: str, found: Mapping[str, Verdict], source: Source, checkout: Path, folder: Path) -> None:
     """Write the text and both patches of one report."""
     folder.mkdir(parents=True, exist_ok=True)
-    required = {name: found[name] for name in sorted(with_required([fix]) - {fix}) if found[name].edits}
+    # A fix comes after those that it requires: it has more required fixes than each of them.
+    names = sorted(with_required([fix]) - {fix}, key=lambda name: (len(with_required([name])), name))
+    required = {name: found[name] for name in names if found[name].edits}
     header = license_header((checkout / GRAPH_FILE).read_text())
     before = changed_files(source, required, header)
     after = changed_files(source, {**required, fix: found[fix]}, header)
@@ -131,7 +133,9 @@ def formatted(text: str) -> str:
 
 
 def diff(path: str, before: str, after: str) -> str:
-    """Return a unified diff with git's names."""
+    """Return a unified diff with git's names, or nothing if the texts are equal."""
+    if before == after:
+        return ""
     old = f"a/{path}" if before else "/dev/null"
     lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), old, f"b/{path}")
     return "".join([f"diff --git a/{path} b/{path}\n", *(["" if before else "new file mode 100644\n"]), *lines])

@@ -60,6 +60,31 @@ def require_passed(done: subprocess.CompletedProcess[str]) -> None:
     assert "skipped" not in done.stdout
 
 
+def apply_patches(checkout: Path, *patches: Path) -> None:
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(checkout.parent)}
+    subprocess.run(["git", "-C", str(checkout), "apply", *map(str, patches)], env=environment, check=True)
+
+
+def required_patches(report: Path) -> list[str]:
+    """Return the fixes that the first line of a report names, in the order of their patches."""
+    found = re.match(r"\*Apply after the patches of: (.*)\.\*\n", (report / "report.md").read_text())
+    return found[1].split(", ") if found else []
+
+
+@pytest.mark.parametrize("fix", ["skip-flag-reset", "state-after-evaluation"])
+def test_patches_apply_after_the_required_ones(fix: str, tmp_path: Path) -> None:
+    checkout, folder = copy_of(source(VERSIONS[-1]), tmp_path / "te"), tmp_path / "reports"
+    tests = checkout / upstream.TEST_FILE
+    tests.parent.mkdir(parents=True)
+    tests.write_text("from utils import reset_rng_states\n")
+    upstream.main([str(checkout), str(folder), fix])
+    required = required_patches(folder / fix)
+    assert required
+    upstream.main([str(checkout), str(folder), *required])
+    for name in [*required, fix]:
+        apply_patches(checkout, folder / name / "fix.patch")
+
+
 def test_a_report_is_ready_to_send(tmp_path: Path) -> None:
     checkout, folder = tmp_path / "te", tmp_path / "reports"
     copy_of(source(VERSIONS[-1]), checkout)
@@ -72,9 +97,7 @@ def test_a_report_is_ready_to_send(tmp_path: Path) -> None:
     for report in folder.iterdir():
         assert sorted(path.name for path in report.iterdir()) == ["fix.patch", "report.md", "test.patch"]
         tests.write_text(before)
-        for name in ("fix.patch", "test.patch"):
-            apply = ["git", "-C", str(checkout), "apply", str(report / name)]
-            subprocess.run(apply, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)}, check=True)
+        apply_patches(checkout, report / "fix.patch", report / "test.patch")
         text = tests.read_text()
         assert text.count("def test_make_graphed_callables_") == 1
         assert text.index("from transformer_engine.pytorch import") < text.index("from utils import")
