@@ -94,6 +94,8 @@ class _Activation:
         if PACKAGE not in sys.modules:
             return
         if not loaded(PACKAGE):
+            from . import decision  # noqa: F401  # for the hook: without this package it could not import the module
+
             raise RuntimeError(
                 "The fixes cannot be applied while this thread is importing TransformerEngine. "
                 "Import te_graph_fixes before TransformerEngine, or after it."
