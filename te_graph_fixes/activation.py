@@ -140,7 +140,13 @@ class _Activation:
     def _on_import(self, _: ModuleType) -> None:
         """Apply the fixes. wrapt forgets a hook before calling it, so register again for a later import of TE."""
         self._watch()
-        self._apply(files_may_differ=bool(self._failure))  # after a failed import, TE's modules are still loaded
+        try:
+            self._apply(files_may_differ=False)
+        except FixNotAppliedError:
+            # Python keeps the submodules of a package whose import fails. A later import would find them, unfixed.
+            for name in [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]:
+                del sys.modules[name]
+            raise
 
     def _apply(self, files_may_differ: bool) -> None:
         """Apply the fixes to the imported TE. ``files_may_differ``: its files may have changed since the import."""
