@@ -8,8 +8,10 @@ def test_make_graphed_callables_without_warmup() -> None:
     """``num_warmup_iters=0`` must capture a module for training."""
     module = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
     inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    expected = module(inp)
-    (expected_grad,) = torch.autograd.grad(expected.sum(), inp)
+    eager = module(inp)
+    (expected_grad,) = torch.autograd.grad(eager.sum(), inp)
+    expected = eager.detach()
+    del eager  # its autograd graph would join the default stream to the capture
     graphed = make_graphed_callables(
         module, (torch.randn_like(inp).requires_grad_(),), num_warmup_iters=0
     )

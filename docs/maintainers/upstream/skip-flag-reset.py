@@ -22,7 +22,9 @@ def test_make_graphed_callables_quantizes_after_reset() -> None:
         before = module(inp, is_first_microbatch=True).clone()
         module(inp, is_first_microbatch=False)
         FP8GlobalStateManager.reset()
+        occupied = [torch.ones(1, device="cuda") for _ in range(64)]  # the memory of the freed flag
         module.weight.neg_()
     with torch.no_grad(), autocast(enabled=True, recipe=fp8_recipe):
         after = module(inp, is_first_microbatch=True)
     assert torch.equal(after, -before)
+    assert all(tensor.item() == 1 for tensor in occupied)
