@@ -3,7 +3,7 @@
     python examples/megatron_bridge.py                # in a NeMo container, on two GPUs
     python examples/megatron_bridge.py --check        # two more runs, under `te-graph-fixes run --check`
 
-This is the program of the report TE #3051 with all of its options; sizes, data and the number of ranks are smaller.
+This is the program of the report TE #3051 with all of its options, but with a smaller model, mock data and fewer ranks.
 As in the report, "graphs off" delays the capture beyond the last step. It prints the loss and the gradient norm of each
 step and the norms of `main_grad` by kind of parameter, and draws a picture. Exit status: as for `megatron_lm.py`.
 """

@@ -1,4 +1,5 @@
-"""Train with Megatron-LM's own program: graphs off, TransformerEngine's (TE's) graphs, and these with te-graph-fixes.
+"""Train with Megatron-LM's own program: graphs off, TransformerEngine's (TE) graphs, and TE's graphs with
+te-graph-fixes.
 
     python examples/megatron_lm.py ~/Megatron-LM                                  # FP8 experts on two GPUs
     python examples/megatron_lm.py ~/Megatron-LM --model hybrid                   # Mamba, attention and experts
@@ -9,9 +10,9 @@
 
 It prints the loss and the gradient norm of each iteration side by side, the norms of `main_grad` by kind of parameter,
 the time of a step and the peak memory, and draws a picture (with matplotlib). All three train the same model on mock
-data in deterministic mode, so runs that compute the same print the same digits. With --check, two more runs compare
-graphs and eager modules inside the training. `hybrid` needs mamba-ssm. Exit status: 0, with te-graph-fixes every figure
-is the same as with graphs off; 1, a figure differs; 2, wrong usage, or the run without graphs failed.
+data in deterministic mode, so runs with the same results print the same digits. With --check, two more runs compare
+graphs with eager modules during the training. `hybrid` needs mamba-ssm. Exit status: 0, with te-graph-fixes every
+figure is the same as with graphs off; 1, a figure differs; 2, wrong usage, or the run without graphs failed.
 """
 
 from __future__ import annotations

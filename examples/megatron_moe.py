@@ -3,9 +3,10 @@
     python examples/megatron_moe.py                       # one GPU, TE and megatron-core
     TE_GRAPH_FIXES=off python examples/megatron_moe.py    # the same with the fixes off
 
-Two layers, experts padded to their capacity, fused weight gradients in fp32 ``main_grad``, FP8, whole layers captured
-(``cuda_graph_impl="transformer_engine"``), three optimizer steps of three microbatches. Without the line
-``import te_graph_fixes``, ``te-graph-fixes run python examples/megatron_moe.py`` does the same.
+The model has two layers, experts padded to their capacity, FP8, and fused weight gradients in fp32 ``main_grad``. Whole
+layers are captured (``cuda_graph_impl="transformer_engine"``). It trains for three optimizer steps of three
+microbatches. Without the line ``import te_graph_fixes``, ``te-graph-fixes run python examples/megatron_moe.py`` does
+the same.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     python examples/megatron_options.py --table JSON ... [--page PAGE]       # the results of earlier runs as Markdown
 
 Each option trains a small model on mock data in deterministic mode, in four runs: the three settings, and the fixes
-under `te-graph-fixes run --check`. `--at-once` runs share the GPUs. An interrupt ends them, and prints the results so
-far. Losses and norms are compared with graphs off, digit by digit. Exit status: 0, with te-graph-fixes all figures are
-the same; 1, a figure differs; 2, wrong usage.
+under `te-graph-fixes run --check`. `--at-once` runs share the GPUs. After an interrupt, the runs end and the results so
+far are printed. Losses and norms are compared with graphs off, digit by digit. Exit status: 0, with te-graph-fixes all
+figures are the same; 1, a figure differs; 2, wrong usage.
 """
 
 from __future__ import annotations

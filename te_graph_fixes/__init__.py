@@ -41,7 +41,7 @@ __all__ = [
 def _is_own_command() -> bool:
     """Return whether this process is ``te-graph-fixes`` or ``python -m te_graph_fixes``."""
     name = os.path.basename(sys.argv[0]) if sys.argv else ""
-    # While Python looks for the module of `-m`, the name is "-m".
+    # Python sets sys.argv[0] to "-m" while it searches for the module.
     return name == "te-graph-fixes" or (
         name == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "te_graph_fixes"
     )

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run one command and return its exit status, also if its output cannot be written."""
+    """Run one command and return its exit status, even if its output cannot be written."""
     try:
         status = _start()
         sys.stdout.flush()

@@ -263,7 +263,7 @@ def judge(decision: Decision, files_may_differ: bool) -> Decision:
 
 
 def _stale_modules(decision: Decision) -> dict[str, str]:
-    """Return the fixes that TE's files do not need, but the loaded code may need: it is from other files."""
+    """Return the fixes that TE's files do not need, but the loaded code may need, because it is from other files."""
     not_needed = {fix_id: fix for fix_id, fix in decision.fixes.items() if fix.status == Status.NOT_NEEDED}
     changed = changed_since_import(decision.source, {name for fix in not_needed.values() for name in fix.rests_on})
     advice = "Delete TransformerEngine's __pycache__ and restart the process"

@@ -89,7 +89,7 @@ class Fix:
     def described_by(self, name: str, docstring: str) -> Fix:
         """Return this record with the id from its file's ``name`` and the texts from the file's docstring.
 
-        The docstring begins with two paragraphs: ``ID: summary.``, and upstream's links.
+        The docstring begins with two paragraphs: ``ID: summary.``, and the upstream links.
         """
         title, upstream, *_ = [*docstring.split("\n\n"), "", ""]
         summary = title.partition(": ")[2].removesuffix(".").replace("``", "")

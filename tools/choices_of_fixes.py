@@ -1,12 +1,13 @@
-"""Test on the simulator whether a fix without another one is worse than TransformerEngine (TE) alone: see ``requires``.
+"""Test on the simulator which fixes ``require`` others: one without the other is worse than TransformerEngine (TE)
+alone.
 
     python -m tools.choices_of_fixes [CHOICE ...]
 
 A choice is ``without FIX`` (all but this fix, and those that require it), ``only FIX`` (this fix, and those that it
 requires) or ``upstream``. The default is all of them, for the fixes that the installed TE needs. Each case of `verify`
-runs with TE alone and with the choice. A line of JSON lists the cases with a wrong result, and those with a worse
-result than with TE alone. The exit status is 1 if there is a worse one. ``--cases`` selects cases, or the cases of
-fixes. ``--workers`` is the number of choices that run at a time.
+runs with TE alone and with the choice. A line of JSON for each choice lists the cases with a wrong result, and the
+cases with a worse result than TE alone. The exit status is 1 if a result is worse. ``--cases`` selects cases, or the
+cases of fixes. ``--workers`` is the number of choices that run at a time.
 
 TE is imported once. Each choice runs in a fork of that process, and each case in a fork of the choice's.
 """
@@ -87,7 +88,8 @@ def worse(case: Case, found: Outcome, alone: Outcome) -> bool:
     """Return whether an outcome is worse than with TE alone: an exception is worse than a correct number, and a wrong
     number is worse than both.
 
-    A program that must raise, and one of `OF_OTHERS`, is as wrong with any number: its memory has another owner.
+    For programs that must raise, and those of `OF_OTHERS`, any number is equally wrong, because they read memory of
+    other graphs.
     """
     if found.error and alone.error:
         larger = found.error > ALIKE * alone.error and alone.error <= GARBAGE

@@ -1,11 +1,12 @@
-"""``python -m tools.newest [FOLDER ...]``: compare verdicts on the next TransformerEngine (TE) with the expected ones.
+"""``python -m tools.newest [FOLDER ...]``: compare verdicts on a new TransformerEngine (TE) with the expected verdicts.
 
     python -m tools.newest                                     # the newest release
     python -m tools.newest te                                  # a checkout, or a site-packages folder
     python -m tools.newest te --ref pull/3353/merge            # refs of a git repository, instead of its working tree
 
-Prints the verdicts on each TE. Exits with 1 if one is ``unrecognized``, or not the expected one for the version. Then
-see "Support a new TE" in CONTRIBUTING.md. To fetch a ref: `git fetch origin pull/3353/merge:refs/pull/3353/merge`.
+Prints the verdicts on each TE. The exit status is 1 if a verdict is ``unrecognized``, or is not the expected verdict
+for the version. In this case see "Support a new TE" in CONTRIBUTING.md. To fetch a ref: `git fetch origin
+pull/3353/merge:refs/pull/3353/merge`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Write the reports to TransformerEngine (TE), ready to send: ``python -m tools.upstream CHECKOUT FOLDER [FIX ...]``.
 
 FOLDER gets a folder for each report that applies to the checkout: the text (``report.md``), the patch of the fix
-(``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). Both are for ``git apply``. The
-fixes that a fix requires are not in its patch; the first line of the report names them. New modules get the header of
-the checkout's own graph.py. If black is installed, the code is formatted with the options of TE's pre-commit hook.
+(``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). Both are for ``git apply``. A
+patch does not contain the fixes that its fix requires; the first line of the report names them. New modules get the
+header of the checkout's own graph.py. If black is installed, the code is formatted with the options of TE's pre-commit
+hook.
 """
 
 from __future__ import annotations

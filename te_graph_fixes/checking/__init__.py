@@ -48,9 +48,9 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 
     The check does not change the training. docs/check.md describes its coverage and cost.
 
-    ``layers=K`` saves memory: K modules are checked at a time, each group in ``steps`` steps. With ``strict``, the
-    process exits with status 86 after the first step with a mismatch. Raise ValueError for invalid numbers, and if the
-    active settings disable fixes baked into TransformerEngine's files.
+    With ``layers=K``, K modules are checked at a time, each group in ``steps`` steps. This needs less memory. With
+    ``strict``, the process exits with status 86 after the first step with a mismatch. Raise ValueError for invalid
+    numbers, and if the active settings disable fixes baked into TransformerEngine's files.
     """
     options = Options(steps, layers, strict)
     require_comparable(active_settings())

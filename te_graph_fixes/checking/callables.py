@@ -20,7 +20,7 @@ from .isolation import MARK, NotIsolatedError
 from .reference import FIRST, EagerReference, Microbatch, Values, copied, named_outputs
 from .subjects import Subject
 
-current: list[Check] = []  # the check of this process, the last one
+current: list[Check] = []  # the latest check of this process, if any
 
 
 def start(options: Options) -> None:

@@ -36,16 +36,16 @@ from .lifetimes import Lifetimes
 from .subjects import PARAMETER, Subject
 
 NOISE_FACTOR = 8
-"""A mismatch is larger than the difference of two eager runs by more than this factor."""
+"""An error is a mismatch if it exceeds the difference of two eager runs by more than this factor."""
 MAX_NOISE = 0.1
-"""Relative error of two eager runs above which nothing is compared, as in memory that no kernel has written."""
+"""If two eager runs differ by a larger relative error, nothing is compared: no kernel has written the memory."""
 RANK_TIMEOUT_S = 60
 """Rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
-"""The text of a mismatch if the graph, or the eager run, has no tensor, by the value of the graph."""
+"""The text of a mismatch if the graph or the eager run has no tensor, by the graph's value."""
 NOT_COVERED = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
-"""Variable with the id of the first process that checks. The processes that it starts inherit it."""
+"""Environment variable with the id of the first process that checks. Its child processes inherit the variable."""
 _numbers = itertools.count()  # the same on all ranks
 
 
@@ -65,7 +65,7 @@ class Check:
         self.numbers = itertools.count()  # of callables
         self.step, self.finished, self._options = 1, False, options
         self._called: dict[Any, Any] = {}
-        """By reference that was called in this step, its parameters then; None after an optimizer's step."""
+        """For each reference called in this step, the state of its parameters; None after an optimizer's step."""
         self._pending: list[tuple[torch.Tensor | float, Subject, str]] = []
         self._changes: list[tuple[int, Any, dict[str, list[Any]]]] = []
         self._noise: dict[str, torch.Tensor] = {}
@@ -162,7 +162,7 @@ class Check:
                 print_line(f"error: {reference.refusal} and restored it: callable {index} ({reference.name})")
 
     def _print_mismatch(self, different: bool, alike: list[tuple[float, Subject, str]]) -> None:
-        """Print the largest of several mismatches with the same text except for the parameter's name."""
+        """Print the largest of several mismatches whose texts differ only in the parameter's name."""
         error, subject, text = max(alike, key=operator.itemgetter(0))
         difference = text or f"differs from the eager run (relative error {error:.3g})"
         line = f"step {subject.step}, callable {subject.callable} {subject.kind} {difference}"
@@ -204,7 +204,8 @@ class Check:
         return self
 
     def _report(self) -> None:
-        """Send the totals to rank 0, which reports them. A collective could hang: ranks end at different times."""
+        """Send the totals to rank 0, which reports them. A collective could hang, because ranks end at different
+        times."""
         store, number, size = self._job
         if self._is_child and size == 1 and not self.totals["callables"]:
             return  # a child such as a checkpoint writer

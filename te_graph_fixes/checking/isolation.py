@@ -41,11 +41,11 @@ class IsolatedParameters:
         ``retain_graph``: the capture retained autograd graphs, so a second backward may need their saved tensors.
         """
         self.grads: dict[Any, Any] = {}
-        """By leaf, the ``.grad`` of the job."""
+        """The job's ``.grad`` of each leaf."""
         self.main_grads: dict[Any, Any] = {}
-        """By parameter, the ``main_grad`` of the job."""
+        """The job's ``main_grad`` of each parameter."""
         self.marks: dict[Any, bool] = {}
-        """By parameter, whether the job has set its mark."""
+        """For each parameter, whether the job has set its mark."""
         self._undo = ExitStack()
         for parameter in parameters:
             self.set_aside_gradient(parameter)

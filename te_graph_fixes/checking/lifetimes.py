@@ -28,10 +28,10 @@ class Lifetimes:
     def __init__(self, compare: Compare) -> None:
         self._compare = compare
         self.returned: dict[int, Subject] = {}
-        """By address, the tensors that graphs have returned. The ``.grad`` of a parameter may lie there."""
-        self._batch: list[tuple[Subject, torch.Tensor]] = []  # sent in a batch, whose end returns the handle
+        """The tensors returned by graphs, by address. A ``.grad`` may be one of them."""
+        self._batch: list[tuple[Subject, torch.Tensor]] = []  # tensors of a batch: its handle is returned at its end
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Subject, torch.Tensor]]]] = WeakKeyDictionary()
-        """By handle, the receiver and the tensors that are being sent, in the order of the sends."""
+        """The receiver and the tensors being sent, by handle, in the order of the sends."""
         self._sums: list[tuple[Subject, torch.Tensor, torch.Tensor]] = []
         self.undo = ExitStack()
         for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):

@@ -38,10 +38,10 @@ NO_CACHES: dict[str, Any] = {
 }
 GRAPHED = ("forward", "backward_dw", "reset")  # set by TE in a module's `__dict__` if graphed without a schedule
 CLIENTS = ("megatron.core.transformer.cuda_graphs", "megatron.core.extensions.te_cuda_graphs")
-"""The modules of Megatron-Core, old and new, whose `FLAG` is true during a capture."""
+"""The module of Megatron-Core whose `FLAG` is true during a capture, in older and newer versions."""
 FLAG = "_IS_GRAPH_CAPTURING"
 Values = dict[str, Any]
-"""Tensors by names for people: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
+"""Tensors by readable names: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
 
 
 class Microbatch:
@@ -105,7 +105,7 @@ class EagerReference:
         return ""
 
     def compute(self, run: Microbatch, until: str) -> list[Values]:
-        """Run a microbatch twice until the end of its ``forward``, ``backward`` or ``wgrad``; return the new values."""
+        """Run a microbatch twice up to the end of its ``forward``, ``backward`` or ``wgrad``. Return the new values."""
         job = JobState(self._tensors_of_job(with_gradients=until != "forward"), self.random_states)
         try:
             return [self._compute(run, until) for _ in range(2)]

@@ -9,7 +9,10 @@ PARAMETER = re.compile(r"(?<=grad of )[\w.]+")  # in the kind of a `Subject`
 
 
 class Subject(NamedTuple):
-    """A tensor or mark of a callable in a step. One is reported of each kind, as ``(Linear), forward: output 0``."""
+    """A tensor or mark of a callable in a step.
+
+    ``kind`` is, for example, ``(Linear), forward: output 0``. Each kind is reported once.
+    """
 
     step: int
     callable: int

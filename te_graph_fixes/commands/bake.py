@@ -142,7 +142,7 @@ def undo(source: Source) -> str:
         (location / BAKE_FOLDER).mkdir()
         done = f"Deleted the remains of an earlier bake in {location}"
     os.rename(location / NAME, location / OPEN)
-    roll_back(location)  # to undo a bake is to roll it back
+    roll_back(location)  # an undo rolls a finished bake back
     return done
 
 

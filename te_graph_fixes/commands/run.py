@@ -1,8 +1,8 @@
 """``te-graph-fixes run``: start a program with the fixes active in it and in all its children.
 
-It sets environment variables, then replaces this process by the program. So signals, exit status and streams are the
-program's own. With our folder in PYTHONPATH, every Python process of the program runs `launcher/sitecustomize.py`
-when it starts. That module imports `launcher/te_graph_fixes_run.py`. If another ``sitecustomize`` comes first,
+It sets environment variables, then replaces this process with the program. So signals, exit status and streams are the
+program's own. With our folder in PYTHONPATH, every Python process of the program runs `launcher/sitecustomize.py` when
+it starts. That module imports `launcher/te_graph_fixes_run.py`. If another ``sitecustomize`` comes first,
 PYTHONWARNINGS causes the import, because it names a warning category in `te_graph_fixes_run`.
 """
 
@@ -42,7 +42,7 @@ BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replace this process by the program in ``arguments``; return an exit status if that fails."""
+    """Replace this process with the program in ``arguments``; return an exit status if that fails."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0

@@ -2,11 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main
 
-In an autocast, the first FP8 module with a backward updates the scales of all backwards at its end. TE finds this
-module by a flag. Eager modules take the flag only in grad mode and if something needs a gradient. `Graphed.forward`
-always takes it. After a frozen layer or a teacher, the scales of the backward therefore stay 1. A graph now leaves the
-flag to the next module if none of its outputs needs a gradient, or if it has no FP8 module. It still decides before
-that whether to set the skip flag of the weights.
+In an autocast, the first FP8 module with a backward updates the scales of all backwards when its own backward ends. TE
+finds this module by a flag. An eager module clears the flag only in grad mode, and only if an input or parameter needs
+a gradient. `Graphed.forward` always clears it. After a frozen layer or a teacher, the scales of the backward therefore
+stay 1. With the fix, a graph sets the flag again if none of its outputs needs a gradient, and does not clear it if it
+has no FP8 module. Whether the graph sets the skip flag of the weights still depends on the flag's value before that.
 """
 
 from ..fix import Fix
@@ -34,7 +34,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="delayed scaling, a frozen or teacher module first: gradients of 0, relative error of wgrads 1.2",
+    symptom="delayed scaling after a frozen or teacher module: gradients become 0, wgrads have a relative error of 1.2",
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed) with a frozen layer or a teacher first in an autocast",
     patch=PATCH,

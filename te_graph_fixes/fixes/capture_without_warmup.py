@@ -4,9 +4,9 @@ Upstream: none yet, TE 2.10 to main
 
 Forward hooks in the warmup show TransformerEngine (TE) which of its modules a callable runs. The backward of the warmup
 shows which parameters get gradients. Without a warmup TE knows neither, and needs both for a backward graph. A capture
-for training now runs at least one warmup iteration. A capture for evaluation runs as many as its caller asks for.
-Modules of delayed scaling that never ran are an exception, because they have no scales yet. Scales created in a capture
-are in the graph's memory, and each replay resets them.
+for training now runs at least one warmup iteration. A capture for evaluation runs as many as its caller requests, and
+at least one if a module of delayed scaling has no scales yet. Otherwise the capture would create these scales in the
+graph's memory, and each replay would reset them.
 """
 
 from ..fix import Fix
@@ -25,7 +25,7 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables
 +if is_training:
-+    # Backward graphs depend on what a warmup finds out.
++    # A backward graph needs the modules and gradients found in a warmup.
 +    num_warmup_iters = max(num_warmup_iters, 1)
  visited_te_modules = {}
 @@

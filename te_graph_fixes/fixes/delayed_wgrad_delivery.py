@@ -19,7 +19,7 @@ PATCH = """
 +
 +from ._te_delayed_wgrad import assign_grads, record_backward_dw, visit_waiting, without_memory
 +
-+# The gradients that the wgrad graph of each callable computes, in its memory.
++# The gradients computed by the wgrad graph of each callable, in graph memory.
 +static_delayed_grads = {}
 @@
 +visit_waiting(visited_te_modules, func_idx, func)
@@ -60,7 +60,7 @@ PATCH = """
 @@ graph.py _make_graphed_callables
 +from ._te_delayed_wgrad import delayed_biases
 +
-+# A dgrad may return the grads of these, although their module delays its wgrads.
++# The dgrad may return grads of these parameters, although their module delays its wgrads.
 +static_delayed_biases = delayed_biases(callables)
 +
  def _returned_param_grad_clone_slots(...): ...
@@ -83,7 +83,7 @@ PATCH = """
  else:
      ...
  del outputs, grad_inputs
-+# The last outputs of warmup keep AccumulateGrad nodes of its stream alive, and no capture can wait for these.
++# The last outputs of warmup keep AccumulateGrad nodes of its stream alive. A capture cannot wait for that stream.
 +outputs_requiring_grad = None
 @@ (or, at least once)
  tuple(o for o in outputs if o.requires_grad)

@@ -88,7 +88,7 @@ PATCH = """
 -graphed_callables = ANY_CAPTURE
 +capture = lambda: ANY_CAPTURE
 +
-+# If the capture fails, restore the state that it changed, as far as the device still responds.
++# If the capture fails, restore all changed state for which the device still responds.
 +submodules = [m for module in modules for m in module.modules()]
 +first_microbatch = [
 +    (m, m.is_first_microbatch) for m in submodules if hasattr(m, "is_first_microbatch")

@@ -2,22 +2,23 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Before a replay TE registers the FP8 state of the modules seen by its forward hooks in the warmup, with the recipe of
-the current autocast. This misses modules that
+Before a replay TE registers the FP8 state of the modules that its forward hooks saw in the warmup, with the recipe of
+the current autocast. This is wrong for modules that
 
-1. run by ``sub.forward(x)``, and a `te.ops.Linear` or another fused operation that is captured by itself;
+1. run by ``sub.forward(x)``, and for a `te.ops.Linear` or another fused operation that is captured by itself;
 2. run in a ``te.autocast`` of their own; inside an outer one of another recipe they raise ``AttributeError``;
 3. are recomputed by ``te.checkpoint`` around the graph: the second forward uses newer scales than the first;
-4. are attention in FP8 in current scaling, parts of which TE scales with delay;
+4. compute FP8 attention in current scaling, parts of which TE computes in delayed scaling;
 5. are in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 
-In the capture, modules now note which state they use, and how their own autocasts end. A replay does the same work on
-this state (`te_graph_fixes/shipped/captured_fp8.py`). After the capture, these states get their values from before the
-warmup. TE restores only modules listed by ``modules()``, in the recipe of the capture. Operations without FP8 in a
-capture create no state there, and none is restored to them (``AssertionError``).
+With the fix, modules note in the capture the state that they use and the ends of their own autocasts. A replay does the
+work of an eager forward on this state (`te_graph_fixes/shipped/captured_fp8.py`). After the capture, these states get
+their values from before the warmup. TE restores only modules listed by ``modules()``, in the recipe of the capture. An
+operation without FP8 in the capture gets no state there, and TE no longer tries to restore one (``AssertionError``).
 
-A capture is refused if eager training updates the scales of one module between its two runs, or if a checkpoint takes
-the copy of another one, as nested checkpoints do. Eager forwards outside captures are unchanged.
+A capture raises an error if eager training would update the scales of a module between two runs of this module, or if a
+checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager forwards outside captures
+do not change.
 """
 
 from ..fix import Fix
@@ -76,7 +77,7 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +if not (FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.fp8_graph_capturing()):
-+    # Without FP8, or in an autocast of its own: the recipe of a replay's autocast is not for it.
++    # A module without FP8, or in its own autocast, must not get the recipe of the replay's autocast.
 +    outside_of_autocast.update((func_idx, m) for m in module.modules())
 
 @@ graph.py make_graphed_callables
@@ -105,7 +106,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="FP8 scales keep their first value: modules run by .forward(), te.ops.Linear alone, or in an own autocast",
+    symptom="FP8 scales never change in modules run by .forward() or in their own autocast, or in te.ops.Linear alone",
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
     patch=PATCH,

@@ -5,12 +5,12 @@ Upstream: none yet, TE 2.10 to main
 The dgrad of an FP8 parameter reads its transpose. Eager forwards and backwards compute missing transposes, but a replay
 runs no Python. Transposes are lost in two ways:
 
-1. ``quantize_master_weights`` (``cast_master_weights_to_fp8``) marks them as invalid, or drops the columnwise data of
-   block scaling. ZeRO optimizers call it with these default arguments. The next forward has to compute them.
-2. The quantizers of modules that were built under ``torch.no_grad()`` have no columnwise use. Each ``copy_`` by an
-   optimizer then drops the transpose, and the next backward has to compute it.
+1. ``quantize_master_weights`` (``cast_master_weights_to_fp8``) with its default arguments marks them as invalid, or
+   drops the columnwise data of block scaling. ZeRO optimizers use these defaults. The next forward has to compute them.
+2. The quantizers of modules built under ``torch.no_grad()`` produce no columnwise data. Each ``copy_`` by an optimizer
+   then drops the transpose, and the next backward has to compute it.
 
-A graph now owns its transposes. Before a replay it computes invalid, missing or moved transposes again
+A graph now owns its transposes. Before a replay it recomputes invalid, missing and moved transposes
 (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
@@ -31,7 +31,7 @@ FIX = Fix(
     symptom="FP8 parameters built under no_grad or updated by quantize_master_weights: relative dgrad error 1.0",
     group="FP8 state",
     affects="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
-    cost="a transpose before the replay, for each weight that has lost its own",
+    cost="before a replay, one transpose for each weight without a valid one",
     patch=PATCH,
     provides=("fp8_weights",),
 )

@@ -1,7 +1,7 @@
 """``fused-dummy-copies``: each replay copies parameter gradients that no code reads.
 
-Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 names the loss,
-https://github.com/NVIDIA/Megatron-LM/pull/5893 switches all copies off in Megatron-LM; no release up to 0.19.2 has it.
+Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 mentions the slowdown,
+https://github.com/NVIDIA/Megatron-LM/pull/5893 turns all copies off in Megatron-LM, but is in no release up to 0.19.2.
 
 From TE 2.19 on, `Graphed.backward` copies every parameter gradient that it returns. With the fix, it does not copy TE's
 shared dummies for wgrads in ``main_grad``. In a capture, `LayerNormMLP` returns these dummies instead of its own

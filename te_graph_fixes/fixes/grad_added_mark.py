@@ -3,9 +3,9 @@
 Upstream: none yet, reported as https://github.com/NVIDIA/TransformerEngine/issues/1204
 
 An eager backward with a fused wgrad returns an uninitialized dummy and marks the weight, so that data-parallel wrappers
-do not add the dummy to ``main_grad``. A replay runs no Python: a wrapper that clears the mark at each step adds the
-dummy from its second step on. With the fix, the capture records the weights marked by each backward, and each replay
-marks them again (`te_graph_fixes/shipped/added_marks.py`).
+do not add the dummy to ``main_grad``. A replay runs no Python, so it does not set the mark. A wrapper that clears the
+mark at each step adds the dummy from its second step on. With the fix, the capture records the weights marked by each
+backward, and each replay marks them again (`te_graph_fixes/shipped/added_marks.py`).
 """
 
 from ..fix import Fix

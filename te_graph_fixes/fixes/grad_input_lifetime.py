@@ -1,6 +1,6 @@
 """``grad-input-lifetime``: a grad input is overwritten while it is sent to the previous pipeline stage.
 
-Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; that this is its cause is inference)
+Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; probably this bug)
 
 With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` returns a chunk's static grad input to the graph
 memory pool after the capture of the next chunk's dgrad. By then Megatron-Core has waited for the send, unless every
@@ -47,7 +47,7 @@ FIX = Fix(
     symptom="pipelines with EP overlap: a late stage receives garbage, NaN or gradient norms of millions",
     group="pipelines and delayed wgrads",
     affects="Megatron --overlap-moe-expert-parallel-comm with virtual pipeline stages of two or more layers",
-    cost="one grad input for each model chunk",
+    cost="memory for one more grad input in each model chunk",
     patch=PATCH,
     provides=("graph_order",),
     check_hints=("sent overwritten",),

@@ -1,14 +1,14 @@
-"""``grouped-linear-skip-flag``: graphs of FP8 experts ignore the skip flag, which says whether weights are new.
+"""``grouped-linear-skip-flag``: graphs of FP8 experts ignore the skip flag, which tells a graph whether to quantize.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3051,
 https://github.com/NVIDIA/TransformerEngine/pull/3052,
 https://github.com/NVIDIA/TransformerEngine/pull/3065 (TE 2.17)
 
 `GroupedLinear.forward` passes a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. With
-cached weights a graph then never quantizes its weights again. Or it does so at every microbatch, and overwrites its
-wgrad. The slot now has the same value as in `Linear`: a capture reads the skip flag, and a flag forces
-``is_first_microbatch=False``. Captures by `torch.cuda.graph` outside TE still read no flag here, as in TE up to 2.16.
-The slot has another index in each version (16, 18 or 19), so the patch finds it by its name.
+cached weights, a graph then never quantizes its weights again, or it quantizes them at every microbatch and overwrites
+its wgrad. With the fix, the slot has the same value as in `Linear`: a capture reads the skip flag, and with a flag
+``is_first_microbatch`` is False. Captures by `torch.cuda.graph` outside TE still read no flag here, as in TE up to
+2.16. The slot has another index in each version (16, 18 or 19), so the patch finds it by its name.
 """
 
 from ..fix import Fix

@@ -2,9 +2,9 @@
 
 Upstream: none yet, TE 2.10 to main
 
-`Graphed.backward` returns the graph's static buffers, and autograd uses the buffer of a leaf as its ``.grad``. So a
-leaf input accumulates the last microbatch's gradient again and again. With the fix, leaves get copies. Autograd reads
-the gradients of other inputs at once, so they remain the buffers.
+`Graphed.backward` returns the graph's static buffers, and autograd uses the buffer of a leaf as its ``.grad``. So the
+``.grad`` of a leaf input becomes a multiple of the last microbatch's gradient. With the fix, leaves get copies.
+Autograd reads the gradients of other inputs immediately, so they are still returned without a copy.
 """
 
 from ..fix import Fix
@@ -23,7 +23,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="a parameter that is passed as an input gets the last microbatch's gradient several times",
+    symptom="the gradient of a parameter passed as an input is a multiple of the last microbatch's gradient",
     group="gradients",
     affects="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
     cost="a copy of each gradient of a leaf input; not measured",

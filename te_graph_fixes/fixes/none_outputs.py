@@ -20,7 +20,7 @@ PATCH = """
      ...
 @@ (2 times)
  flatten_outputs, spec = _tree_flatten(outputs)
-+# Outputs that are None have no part in the graph.
++# Outputs that are None are not part of the graph.
 +spec = (spec, [o is None for o in flatten_outputs])
 +flatten_outputs = [o for o in flatten_outputs if o is not None]
 @@

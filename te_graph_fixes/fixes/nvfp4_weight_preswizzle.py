@@ -1,13 +1,13 @@
 """``nvfp4-weight-preswizzle``: every graph swizzles the scales of cached NVFP4 weights once more.
 
-Upstream: none yet, TE 2.18 to main (docs/maintainers/upstream/nvfp4-weight-preswizzle.md); the rest of
-https://github.com/NVIDIA/TransformerEngine/issues/3220. Known from the sources and a simulator, not from a GPU.
+Upstream: none yet, TE 2.18 to main (docs/maintainers/upstream/nvfp4-weight-preswizzle.md); the remaining part of
+https://github.com/NVIDIA/TransformerEngine/issues/3220. Seen in the source and on a simulator, not on a GPU.
 
-`_enable_weight_preswizzle` requests scales in the order of a GEMM from capability 10.0 on. TE's kernels write this
-order from 10.0 to 11.0. On other GPUs ``tex.quantize`` swizzles afterwards, even if the skip flag tells the graph to
-reuse the weight. It writes into new memory, which becomes part of the cached weight. So graph n swizzles the result of
-graph n-1, and a single graph writes to memory without an owner. On these GPUs weights now keep plain scales, as before
-TE 2.18, and a GEMM swizzles a copy.
+From capability 10.0 on, `_enable_weight_preswizzle` requests swizzled scales: scales in the order that a GEMM reads.
+TE's kernels write this order on capability 10.0 to 11.0. On other GPUs ``tex.quantize`` swizzles afterwards, even if
+the skip flag tells the graph to reuse the weight. It writes into new memory, which becomes part of the cached weight.
+So graph n swizzles the result of graph n-1, and a single graph writes to memory without an owner. With the fix, weights
+on these GPUs have plain scales, as before TE 2.18, and a GEMM swizzles a copy.
 """
 
 from ..fix import Fix

@@ -2,10 +2,11 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2937 (TE 2.19)
 
-`Graphed.backward` returns the graph's static buffers, and autograd uses them as ``.grad``, so a gradient that a hook
-stores changes later. With the fix, it returns copies of parameter gradients; one kernel copies all vectors (biases,
-norm weights). It does not copy gradients of user inputs. Nor does it copy TE's shared dummies for wgrads in
-``main_grad``: they are outside graph memory. In a capture, `LayerNormMLP` returns these dummies instead of its own.
+`Graphed.backward` returns the graph's static buffers, and autograd uses them as ``.grad``. The next replay therefore
+also changes a gradient that a hook has stored. With the fix, `Graphed.backward` returns copies of parameter gradients;
+one kernel copies all vectors (biases, norm weights). Gradients of user inputs are not copied. Neither are TE's shared
+dummies for wgrads in ``main_grad``, because they are outside graph memory. In a capture, `LayerNormMLP` returns these
+dummies instead of its own.
 """
 
 from ..fix import Fix
@@ -69,7 +70,7 @@ UPSTREAM = """
 FIX = Fix(
     symptom="gradients in .grad of parameters are wrong (relative error 1.0 with three microbatches, often inf)",
     group="gradients",
-    affects="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights next to fused",
+    affects="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights",
     affected_versions="<2.19",
     cost="copies of unfused gradients: 3 µs of GPU time a replay for biases and norm weights, one kernel for each "
     "unfused wgrad",

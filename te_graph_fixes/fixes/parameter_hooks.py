@@ -3,10 +3,10 @@
 Upstream: none yet, TE 2.10 to main.
 
 Hooks run in warmup and capture, where gradients are uninitialized memory, and again after each replay, when the
-gradients arrive at the parameters. A hook that adds to a sum counts each gradient twice. A hook that takes ``.grad`` is
-never called at a replay, because its parameter seems to have no gradient. With the fix, the backwards of warmup and
-capture run no hooks (`te_graph_fixes/shipped/parameter_hooks.py`). `torch.autograd.grad`, which TE up to 2.11 calls,
-skips only the hooks of accumulation, and `te.checkpoint` raises under it.
+gradients arrive at the parameters. A hook that adds to a sum counts each gradient twice. A hook that sets ``.grad`` to
+None is never called at a replay, because the capture then finds no gradient of its parameter. With the fix, the
+backwards of warmup and capture run no hooks (`te_graph_fixes/shipped/parameter_hooks.py`). TE up to 2.11 calls
+`torch.autograd.grad`, which skips only the hooks of accumulation and does not support `te.checkpoint`.
 """
 
 from ..fix import Fix

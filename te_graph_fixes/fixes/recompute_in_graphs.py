@@ -3,13 +3,14 @@
 Upstream: none yet, TE 2.10 to main
 
 A recomputation enters an autocast. The end of this autocast updates the scales of the forward, and the backward of its
-first module updates the scales of the backward. A capture records the first update with all modules registered at that
-time: a capture after an evaluation updates the scales of all other modules. TE omits the second update unless the graph
-is the first of an autocast. It is missing after a module without a backward, and in an autocast inside a disabled one.
+first module updates the scales of the backward. A capture records the first update for all modules registered at that
+time, so after an evaluation it also contains updates of other modules' scales. TE omits the second update unless the
+graph is the first of an autocast. This update is then missing after a module without a backward, and in an autocast
+inside a disabled autocast.
 
-Warmup and capture now do neither update; each replay of such a backward does them. The backward also gets the skip flag
-of its own forward. Otherwise the first microbatch of another graph in between would quantize weights again. Captures by
-`torch.cuda.graph` or Megatron-Core, and other threads, do the update themselves as before.
+With the fix, warmup and capture do neither update, and each replay of such a backward does both. The backward also gets
+the skip flag of its own forward. Otherwise it would quantize weights again if the first microbatch of another graph ran
+in between. Captures by `torch.cuda.graph` or Megatron-Core, and other threads, still do the updates themselves.
 """
 
 from ..fix import Fix
@@ -60,7 +61,7 @@ PATCH = """
 @@ graph.py _make_graphed_callables.Graphed.backward (at its start)
 +updates = getattr(bwd_graph, "updates", ())
 +if updates and isinstance(ctx.skips_update, bool):
-+    # Another graph may have set the flag since the forward.
++    # Another graph may have changed the flag since the forward.
 +    flag_of_graphs.fill_(ctx.skips_update)
 @@ graph.py _make_graphed_callables.Graphed.backward
 +if "forward" in updates:

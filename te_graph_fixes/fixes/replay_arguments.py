@@ -1,15 +1,15 @@
-"""``replay-arguments``: graphs silently accept arguments that differ from their samples.
+"""``replay-arguments``: graphs silently accept arguments that differ from the sample arguments.
 
 Upstream: none yet, TE 2.10 to main
 
-A replay flattens its arguments and copies them into the static inputs by position. If a positional sample is passed as
-a keyword, or an argument is missing, the first *weight* becomes an input. Dicts with another order of keys exchange
-tensors. Inputs of another shape are broadcast. A replay now compares its arguments with the samples: number, shapes,
-``requires_grad``, and the structure of dicts and other containers. It raises `TypeError` or `ValueError`
-(`te_graph_fixes/shipped/replay_arguments.py`). A backward through a forward-only graph raises `RuntimeError`.
-Inputs of another dtype are cast, with one warning except under `torch.autocast`: an fp32 input gives other numbers than
-in bf16 (relative error 0.002). Keywords without a sample are still ignored, because callers pass
-``is_first_microbatch``.
+A replay flattens its arguments and copies them into the static inputs by position. If a positional sample argument is
+passed as a keyword, or an argument is missing, the first *weight* is used as an input. If the keys of a dict are in
+another order, its tensors are mixed up. Inputs of another shape are broadcast. With the fix, a replay compares its
+arguments with the sample arguments: number, shapes, ``requires_grad``, and the structure of dicts and other containers.
+It raises `TypeError` or `ValueError` (`te_graph_fixes/shipped/replay_arguments.py`). A backward through a forward-only
+graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except under `torch.autocast`: an eager
+module computes other numbers from an fp32 input than from a bf16 input (relative error 0.002). Keywords that are not
+among the sample arguments are still ignored, because callers pass ``is_first_microbatch``.
 """
 
 from ..fix import Fix
@@ -43,10 +43,10 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="graphed(inp=x) computes with a weight instead of x, and dicts with another order of keys exchange tensors",
+    symptom="graphed(inp=x) uses a weight instead of x, and a dict with its keys in another order mixes up its tensors",
     group="misuse",
-    affects="callers of make_graphed_callables that pass other arguments than their samples",
-    cost="3 µs of CPU time a call, 9 with a dict of tensors",
+    affects="programs that call a graph with arguments that differ from its sample arguments",
+    cost="3 µs of CPU time for each call, 9 µs with a dict of tensors",
     patch=PATCH,
     provides=("warn_once", "replay_arguments"),
 )

@@ -2,13 +2,14 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Each replay now checks its preconditions: no graph has overwritten its data, its modules, parameters and ``main_grad``
-are at their addresses of the capture, and the same parameters are trained. It raises `RuntimeError` if its result would
-differ from eager training (docs/maintainers/replay-contract.md). This depends on the program only.
+With the fix, each replay checks its preconditions: no graph has overwritten its data, its modules, parameters and
+``main_grad`` are at their addresses of the capture, and the same parameters are trained. It raises `RuntimeError` if
+its result would differ from eager training (docs/maintainers/replay-contract.md). Whether it raises depends only on the
+program.
 
-Some programs become correct instead. A tensor that is the sample of several inputs is copied for each of them. Copies
-of a module have no graph, because a graph reads the parameters of the original. Outputs and gradients are copied if a
-checkpoint may recompute a graph before they are read (with ``leaf-grad-lifetime``).
+Some programs become correct instead. A tensor that is the sample argument of several inputs is copied for each input.
+Copies of a module have no graph, because a graph reads the parameters of the original. If a checkpoint may recompute a
+graph before outputs and gradients are read, these are returned as copies (with ``leaf-grad-lifetime``).
 """
 
 from ..fix import Fix
@@ -85,7 +86,7 @@ PATCH = """
 FIX = Fix(
     symptom="garbage after the number of microbatches has grown, or after weights were offloaded and loaded again",
     group="misuse",
-    affects="Megatron's --rampup-batch-size, from 0.18 --step-batch-size-schedule; offloaded weights; checkpoints",
+    affects="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="each replay compares the modules, parameters and addresses of its callable",
     patch=PATCH,
     provides=("own_copies", "module_tensors", "replay_order", "warn_once", "replay_contract"),

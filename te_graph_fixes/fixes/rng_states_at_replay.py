@@ -2,10 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Graphs are registered with the generators themselves. A tracker has other generators after ``reset()`` and ``add()``, or
-after ``set_states()``, and the graphs do not follow. Each graph now refers to the tracker. If the tracker has other
-generators at a replay, their states are copied to the captured ones and back (`te_graph_fixes/shipped/rng_states.py`).
-The tracker cannot reuse generators in place: ``get_states()`` returns the generators themselves to its callers.
+Graphs are registered with the generators of a tracker. After ``reset()`` and ``add()``, or after ``set_states()``, the
+tracker has other generators, but the graphs still use the old ones. With the fix, each graph refers to the tracker. If
+the tracker has other generators at a replay, their states are copied to the captured generators and back
+(`te_graph_fixes/shipped/rng_states.py`). The tracker cannot reuse generators in place: ``get_states()`` returns the
+generators themselves to its callers.
 """
 
 from ..fix import Fix
@@ -31,7 +32,7 @@ PATCH = """
 FIX = Fix(
     symptom="after an RNG tracker's reset() or set_states(), dropout repeats itself or differs from eager",
     group="evaluation and checkpoints",
-    affects="dropout with an RNG tracker (Megatron has one) that is reset or set after the capture, as by loading",
+    affects="dropout with an RNG tracker (as in Megatron) that is reset after the capture, or set by a checkpoint",
     patch=PATCH,
     provides=("rng_states",),
 )

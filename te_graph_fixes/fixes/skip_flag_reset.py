@@ -3,8 +3,9 @@
 Upstream: none yet
 
 The flag is one tensor of shape [1]. Graphs that were captured with ``cache_quantized_params=True`` read it at a fixed
-address. After a ``reset()`` this memory is free, or belongs to another tensor. The graphs now own their flag, and fill
-it if the manager has another flag. ``reset()`` itself is unchanged, so later captures without cached weights see none.
+address. After a ``reset()`` this memory is free, or belongs to another tensor. With the fix, the graphs own their flag,
+and fill it if the manager has another flag. ``reset()`` itself does not change, so later captures without cached
+weights find no flag.
 """
 
 from ..fix import Fix
@@ -22,7 +23,7 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables.Graphed.forward (at its start)
 +if skip_fp8_weight_update is not None:
-+    # After a reset() the flag is another one or none, and the graph has the address of its own.
++    # After a reset() there is another flag or none, but the graph reads its own flag.
 +    if STATE.skip_fp8_weight_update_tensor is None:
 +        STATE.skip_fp8_weight_update_tensor = static_skip_flag
 +    elif STATE.skip_fp8_weight_update_tensor is not static_skip_flag:

@@ -2,18 +2,18 @@
 
 Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
 
-It happens in three cases.
+There are three cases.
 
-1. Modules have the mark ``is_first_microbatch``, as Megatron-Core's do, and the capture does not cache weights
-   (``cache_quantized_params=False``; so does Megatron-Core 0.14.0 if attention is not captured). The warmup clears the
-   mark. Without a skip flag, a module that is told False never quantizes its weights. Such a graph now reads a flag for
-   each marked module. The flags are filled from the marks before each replay
+1. Modules have the mark ``is_first_microbatch``, as in Megatron-Core, and the capture does not cache weights
+   (``cache_quantized_params=False``, as in Megatron-Core 0.14.0 if attention is not captured). The warmup clears the
+   mark. Without a skip flag, a module called with False never quantizes its weights. With the fix, such a graph reads a
+   flag for each marked module. The flags are filled from the marks before each replay
    (`te_graph_fixes/shipped/first_microbatches.py`). A module called with False every time reuses the weights of an
    earlier call, and its graph still does.
-2. A capture that does not cache weights follows one that does. It reads the skip flag of the other capture.
+2. A capture that does not cache weights follows a capture that does, and reads the skip flag of that capture.
 3. Another FP8 module runs before the graph in the same autocast. The graph then does not fill the skip flag, which
-   still has the value for another graph or microbatch. A graph that caches weights now fills the flag if its value
-   differs.
+   still has the value for another graph or microbatch. With the fix, a graph that caches weights fills the flag if its
+   value differs.
 """
 
 from ..fix import Fix
@@ -83,7 +83,7 @@ PATCH = GRAPH + LAYERS + EARLIER_EXPERTS
 FIX = Fix(
     symptom="FP8 without cached weights: graphs use the weights of their capture, outputs have a relative error of 1.0",
     group="FP8 state",
-    affects="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in one autocast",
+    affects="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in their autocast",
     patch=PATCH,
     names={"STATE": skip_flag_state},
     provides=("first_microbatches",),

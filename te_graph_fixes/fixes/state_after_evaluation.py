@@ -3,9 +3,9 @@
 Upstream: none yet, TE 2.10 to main
 
 Each eager forward of a module records whether it runs in FP8 and in which recipe, and drops the state of another
-recipe. A replay does neither, and uses the tensors of the capture. The graph now owns its recipe states. Before each
-replay it does the work of a forward on them (`te_graph_fixes/shipped/recipe_states.py`). TE's hooks do not see modules
-run by ``sub.forward(x)``. They are covered if the recipe is the recipe of the capture.
+recipe. A replay does neither, and uses the tensors of the capture. With the fix, the graph owns its recipe states, and
+does the work of a forward on them before each replay (`te_graph_fixes/shipped/recipe_states.py`). TE's hooks do not see
+modules run by ``sub.forward(x)``. The fix covers these modules if they run in the recipe of the capture.
 
 After a forward in another recipe, TE never updates the scales of a module's new state again. Eager training keeps this
 bug, and a graph gives the numbers of eager training.
@@ -30,7 +30,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="after an evaluation in bf16 or another recipe te.ops graphs raise, and checkpoints lose FP8 state",
+    symptom="after an evaluation in bf16 or another recipe, te.ops graphs raise, and checkpoints lose FP8 state",
     group="evaluation and checkpoints",
     affects="an evaluation in bf16 or another recipe between two training steps",
     requires=("fp8-state-at-replay",),

@@ -2,11 +2,11 @@
 
 Upstream: none yet, TE 2.10 to main
 
-TE reuses the static inputs of another layer if shape, dtype and layout agree. If that input needs no gradient, the
-backward of the second layer ends there. If one tensor is both inputs of the first layer, the second layer's inputs
-overwrite each other. The key now has all properties that a buffer takes from its sample: type, device, strides, whether
-it needs a gradient, and which tensors of a sample are the same. Grad-output buffers are now assigned to the outputs
-with gradients of this layer. These may be at other positions than in the first layer. (Inputs of wgrads:
+TE reuses the static inputs of another layer if shape, dtype and layout agree. If these inputs need no gradient, the
+second layer returns no dgrad. If one tensor is both inputs of the first layer, the second layer's inputs overwrite each
+other. With the fix, the key contains all properties that a buffer has from its sample argument: type, device, strides,
+whether it needs a gradient, and which tensors of a sample are the same. Grad-output buffers are assigned to the outputs
+of this layer that need gradients, which may be at other positions than in the first layer. (Inputs of wgrads:
 `te_graph_fixes/shipped/graph_order.py`.)
 """
 
@@ -15,7 +15,7 @@ from ..fix import Fix
 PATCH = """
 @@ graph.py _make_graphed_callables
  sample_keys = sample_args_keys + sample_kwargs_keys
-+# A static buffer takes these properties from its sample too.
++# A static buffer also has these properties from its sample argument.
 +sample_kwargs_values = [v for _, v in sorted(sample_kwargs[per_callable_fwd_idx].items())]
 +sample_tensors = [*sample_args[per_callable_fwd_idx], *sample_kwargs_values]
 +sample_addresses = [t.data_ptr() for t in sample_tensors]

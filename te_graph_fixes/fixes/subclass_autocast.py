@@ -3,10 +3,10 @@
 Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 
 For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module, and afterwards restores
-the previous ``__call__``. A subclass captured after its base inherits the replacement, and TE restores this replacement
-to it, as on Megatron-Core's `MoETransformerLayer` after `TransformerLayer`. Eager calls then run in the autocast of the
-capture, and modules that were not captured lose FP8. A class with an inherited replacement is now unchanged: the
-replacement tells modules apart, not classes.
+the previous ``__call__``. A subclass captured after its base class inherits the replacement, and TE restores it with
+this replacement. This happens to Megatron-Core's `MoETransformerLayer` after `TransformerLayer`. Eager calls then run
+in the autocast of the capture, and modules that were not captured lose FP8. With the fix, a class with an inherited
+replacement does not change, because the replacement distinguishes modules, not classes.
 """
 
 from ..fix import Fix
@@ -23,6 +23,6 @@ PATCH = """
 FIX = Fix(
     symptom="after a capture, eager calls of a subclass of a captured class keep the recipe of the capture",
     group="FP8 state",
-    affects="a class captured before its subclass: TransformerLayer, MoETransformerLayer in hybrids of Megatron-Core",
+    affects="a class captured before its subclass: TransformerLayer, MoETransformerLayer in Megatron-Core's hybrids",
     patch=PATCH,
 )

@@ -1,9 +1,9 @@
-"""``tuple-samples``: with reused buffers, TE refuses samples in a tuple.
+"""``tuple-samples``: with reused buffers, TE refuses sample arguments in a tuple.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2426 (TE 2.12)
 
-With reused buffers TE requires a list for ``sample_args``, or assigns to items of the default tuple of
-``sample_kwargs``. Tuples are now converted to lists.
+With reused buffers, TE requires a list for ``sample_args``, and assigns to items of ``sample_kwargs``, which is a tuple
+by default. With the fix, tuples are converted to lists.
 """
 
 from ..fix import Fix
@@ -25,9 +25,9 @@ UPSTREAM = """
 """
 
 FIX = Fix(
-    symptom="with reused buffers, samples in a tuple stop the capture with AssertionError",
+    symptom="with reused buffers, sample arguments in a tuple stop the capture with AssertionError",
     group="crashes",
-    affects="callers of make_graphed_callables with samples in a tuple and _reuse_graph_input_output_buffers",
+    affects="captures with sample arguments in a tuple and _reuse_graph_input_output_buffers",
     affected_versions=">=2.6,<2.12",
     patch=PATCH,
     corrected=[(UPSTREAM, "samples may be tuples")],

@@ -2,9 +2,9 @@
 
 Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads.md).
 
-`make_graphed_callables` restores FP8 state and random states after warmup, but not the sums of wgrads. With the fix,
-all parameters share the memory of the largest ``main_grad`` during warmup. Its content is restored afterwards, even if
-the warmup fails (`te_graph_fixes/shipped/main_grads.py`). ``pre_warmup_hook`` and ``post_warmup_hook`` see the real
+`make_graphed_callables` restores FP8 state and random states after warmup, but not ``main_grad``. With the fix, all
+parameters share the memory of the largest ``main_grad`` during warmup. Its content is restored afterwards, even if the
+warmup fails (`te_graph_fixes/shipped/main_grads.py`). ``pre_warmup_hook`` and ``post_warmup_hook`` see the real
 ``main_grad``.
 """
 

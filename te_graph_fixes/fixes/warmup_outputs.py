@@ -1,11 +1,11 @@
-"""``warmup-outputs``: a warmup iteration holds the outputs of all forwards until it ends.
+"""``warmup-outputs``: a warmup iteration retains the outputs of all forwards until it ends.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 
-From TE 2.19 on the warmup runs the forwards and backwards of all callables in their order. It holds the outputs of each
-forward, with everything that autograd saved for them, until the end of the iteration. Their backward has run by then.
-An evaluation holds them too, though it runs no backward. They are now released after their backward, and in an
-evaluation at once.
+From TE 2.19 on the warmup runs the forwards and backwards of all callables in their order. It retains the outputs of
+each forward, with all tensors that autograd saved for them, until the end of the iteration, although their backward has
+run before. In an evaluation it retains them too, although there is no backward. With the fix, they are released after
+their backward, and immediately in an evaluation.
 """
 
 from ..fix import Fix

@@ -3,8 +3,8 @@
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2715 (TE 2.14)
 
 After the warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on every module that has the attribute.
-Megatron's modules have it. The capture then bakes "first microbatch" into the graph, and each replay overwrites
-``main_grad`` with its wgrad. The fix removes the loop.
+Megatron's modules have it. Every graph then records a first microbatch, so each replay overwrites ``main_grad`` with
+its wgrad. The fix removes this loop over the modules.
 """
 
 from ..fix import Fix
@@ -32,7 +32,7 @@ UPSTREAM = """
 FIX = Fix(
     symptom="fused wgrad: only the last microbatch reaches main_grad (wgrad norm ratio 0.577 for three microbatches)",
     group="gradients",
-    affects="several microbatches with fused wgrads, Megatron's default, or modules with is_first_microbatch",
+    affects="several microbatches with fused wgrads (Megatron's default), in modules with is_first_microbatch",
     affected_versions="<2.14",
     patch=PATCH,
     corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")],

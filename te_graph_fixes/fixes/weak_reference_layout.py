@@ -1,4 +1,4 @@
-"""``weak-reference-layout``: reused outputs and grad inputs lose their strides, or their dtype is an error.
+"""``weak-reference-layout``: reused outputs and grad inputs lose their strides, and some dtypes raise an error.
 
 Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/Megatron-LM/issues/7155 and
 https://github.com/NVIDIA/Megatron-LM/issues/7410 are about float64
@@ -26,7 +26,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="outputs that are not contiguous (.t(), chunk) are garbage, or 'Could not infer dtype'",
+    symptom="outputs that are not contiguous (.t(), chunk) are garbage, or a capture raises 'Could not infer dtype'",
     group="gradients",
     affects="_reuse_graph_input_output_buffers (Megatron sets it) with strided outputs or --moe-router-dtype fp64",
     patch=PATCH,

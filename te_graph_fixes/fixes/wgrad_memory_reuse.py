@@ -1,4 +1,4 @@
-"""``wgrad-memory-reuse``: in a capture of several callables, a dgrad overwrites inputs of another's delayed wgrad.
+"""``wgrad-memory-reuse``: in a capture of several callables, a dgrad overwrites inputs of another callable's wgrad.
 
 Upstream: none yet, TE 2.10 to main
 
@@ -34,7 +34,7 @@ PATCH = """
 FIX = Fix(
     symptom="delayed wgrads of several callables in one capture without _order are wrong (relative error 1.0, or inf)",
     group="pipelines and delayed wgrads",
-    affects="own callers of make_graphed_callables((a, b), ...) without _order, with delay_wgrad_compute",
+    affects="programs that call make_graphed_callables((a, b), ...) without _order, with delay_wgrad_compute",
     cost="a second memory pool, for the wgrads of several callables",
     patch=PATCH,
     check_hints=("wgrad .grad",),

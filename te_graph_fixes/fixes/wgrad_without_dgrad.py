@@ -3,10 +3,11 @@
 Upstream: none yet, TE 2.10 to main
 
 The autograd function of a graph receives the parameters with a gradient from the warmup's backward. Delayed wgrads are
-not among these gradients. A first layer with plain data and without bias or norm then has no input that needs a
-gradient. Its output needs none either, or, before other layers, its wgrad graph is replayed without its dgrad graph.
-With the fix, the function receives an empty tensor that needs a gradient, if the callable's outputs do. A callable with
-a single parameter passes this parameter on anyway.
+not among these gradients. If a first layer has no bias or norm, and its input needs no gradient, the function has no
+input that needs a gradient. Then its output needs none either, or, if other layers follow, its wgrad graph is replayed
+without its dgrad graph. With the fix, the function receives an empty tensor that needs a gradient, if the callable's
+outputs need one. A callable with a single parameter does not need this tensor: its parameter is always an input of the
+function.
 """
 
 from ..fix import Fix

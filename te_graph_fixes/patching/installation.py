@@ -31,7 +31,7 @@ from .source import Edit, ModuleSource, Source, first_line
 
 
 class Change(Protocol):
-    """Edits that belong together, and the support modules that they import: a text for each full name."""
+    """Edits that belong together, and the texts of the support modules that they import, by module name."""
 
     @property
     def edits(self) -> tuple[Edit, ...]: ...

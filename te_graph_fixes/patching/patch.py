@@ -9,7 +9,7 @@ A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a 
     -range(num_warmup_iters)
     +range(max(num_warmup_iters, 1))
 
-``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, or one defined inside it:
+``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, possibly an inner one:
 ``function.Class.method``. Without file and place, the hunk is in the place of the hunk above. The notes are
 
 - ``N times``, ``at least once``: the number of matches. ``0 times``: the pattern must not match.

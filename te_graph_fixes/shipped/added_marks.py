@@ -11,7 +11,7 @@ from typing import Any
 def record_marks(marked: dict[Any, list[int]], graph: Any, inputs: Sequence[Any]) -> Iterator[None]:
     """Record in ``marked[graph]`` the indexes of the ``inputs`` marked by a captured backward.
 
-    Inputs marked before are unmarked during the backward, and marked again afterwards.
+    Inputs that are already marked are unmarked during the backward, and marked again afterwards.
     """
     marked_before = [tensor for tensor in inputs if getattr(tensor, "grad_added_to_main_grad", False)]
     for tensor in marked_before:

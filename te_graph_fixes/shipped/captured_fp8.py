@@ -38,15 +38,16 @@ _MIXED_COPIES = (
 class UsedState:
     """The FP8 state of one graph.
 
-    ``in_capture`` is the state used in the autocast of the capture, with its recipe if this is not the recipe of the
-    autocast: attention chooses its own. ``of_modules`` is the state copied for a recomputation. Operations of `te.ops`
-    copy none.
+    ``in_capture`` is the state used in the autocast of the capture, with its recipe if this differs from the recipe of
+    the autocast, as in attention. ``of_modules`` is the state copied for a recomputation. Operations of `te.ops` copy
+    none.
 
     ``has_first_module``: the graph contains the first FP8 module of the autocast around it, and this module has a
-    backward. Its backward updates the scales of all backwards. The other fields describe autocasts inside the captured
-    module: ``has_own_backward`` if FP8 modules inside have a backward, ``updates_scales`` if the end of one would
-    update the scales outside of another autocast, and ``updated_inside`` if a state is used before and after such an
-    end.
+    backward. Its backward updates the scales of all backwards.
+
+    The other fields describe autocasts inside the captured module. ``has_own_backward``: FP8 modules in such an
+    autocast have a backward. ``updates_scales``: the end of such an autocast updates scales, unless the replay is
+    inside another autocast. ``updated_inside``: a state is used before and after such an end.
     """
 
     in_fp8: bool = False
@@ -59,7 +60,7 @@ class UsedState:
 
 
 class _Copies(deque[Any]):
-    """The copies of one state for recomputations. It counts how many were taken."""
+    """The copies of one state for recomputations. ``taken`` counts the copies that were used."""
 
     taken = 0
 
@@ -71,7 +72,8 @@ class _Copies(deque[Any]):
 class Capture:
     """The states of modules from the warmup to the last graph of one capture by TE.
 
-    They are noted while this object is alive. Other packages, such as Megatron-Core, set TE's flag of a capture too.
+    States are noted only while this object exists. TE's capture flag is not enough, because other packages, such as
+    Megatron-Core, set it too.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,7 @@ class Capture:
     def begin_graph(self) -> UsedState:
         """Begin the capture of a forward, and return the record of its state."""
         if not self._graphs:
-            # A captured backward must not take a copy that the warmup has left: its memory is not that of a graph.
+            # A captured backward must not use a copy from the warmup, because this copy is not in graph memory.
             copies = _copies_for_recomputations()
             copies[:] = [_Copies() for _ in copies]
         self._graphs.append(UsedState())
@@ -96,7 +98,7 @@ class Capture:
         return self._graphs[-1]
 
     def use(self, fp8_meta: dict[str, Any], of_module: bool) -> None:
-        """Note the state of a forward. In the warmup, also save its values."""
+        """Note the state of a forward. In the warmup, save its values instead."""
         if not torch.cuda.is_current_stream_capturing():
             self._save(fp8_meta)
             return
@@ -172,7 +174,7 @@ def current_capture() -> Capture | None:
 
 
 def _capture_of_forward() -> Capture | None:
-    """Return the capture of this thread. Return None in a backward: it may recompute a forward."""
+    """Return the capture of this thread. Return None in a backward, which may recompute a forward."""
     return current_capture() if is_graph_capturing() and _current_graph_task_id() == -1 else None
 
 
@@ -214,9 +216,9 @@ def end_captured_forward() -> None:
 
 
 def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
-    """Whether TE cannot save or restore a module's state in this capture.
+    """Return whether TE cannot save or restore a module's state in this capture.
 
-    It can for delayed scaling only, and restores to an operation only what was ``saved``.
+    TE can do this for delayed scaling only. To an operation it restores only states that it has ``saved``.
     """
     if not current_capture():
         return False

@@ -1,8 +1,8 @@
-"""Gradients that a captured `backward_dw` (delayed wgrad) assigns to parameters, assigned again after each replay.
+"""Assign the gradients of a captured `backward_dw` (delayed wgrad) to their parameters after each replay.
 
 A replayed graph runs no Python. So the capture records these gradients, and each replay copies them to the ``.grad`` of
-their parameters, by the rules of TransformerEngine's eager `backward_dw`: a weight's ``.grad`` is replaced, a bias's
-``.grad`` is set only if there is none. The graph itself adds gradients to ``main_grad``.
+their parameters. The rules are those of TransformerEngine's eager `backward_dw`: a weight's ``.grad`` is replaced, a
+bias's ``.grad`` is set only if there is none. The graph itself adds gradients to ``main_grad``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class DelayedGrad(NamedTuple):
 
 
 def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
-    """Add the modules of ``called`` with a wgrad to compute to those ``visited``, after its backward in a warmup.
+    """Add to ``visited`` the modules of ``called`` that have a pending wgrad after the backward of a warmup.
 
-    TransformerEngine records visits by forward hooks. A direct call of ``forward`` runs no hooks.
+    TransformerEngine records visits by forward hooks, which a direct call of ``forward`` does not run.
     """
     modules = called.modules() if hasattr(called, "modules") else ()
     stores = {module: getattr(module, "wgrad_store", None) for module in modules}
@@ -39,8 +39,8 @@ def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
 def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[DelayedGrad]:
     """Run the `backward_dw` of ``module`` in a warmup or capture, and return the assigned gradients.
 
-    The dgrad has ``returned`` gradients for some parameters, so their ``.grad`` is not None, as in eager training.
-    Afterwards every ``.grad`` is as before. The module's wgrad hooks do not run: they belong to replays.
+    ``returned`` are the parameters whose gradients the dgrad returns. Their ``.grad`` is not None, as in eager
+    training. Afterwards every ``.grad`` is restored. The module's wgrad hooks do not run, because replays run them.
     """
     parameters = [*module.parameters()]
     grads = [parameter.grad for parameter in parameters]
@@ -67,14 +67,14 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
 def without_memory(grads: Iterable[DelayedGrad]) -> list[DelayedGrad]:
     """Return the gradients of a captured wgrad graph without ownership of their memory.
 
-    Only the moment after the replay reads them, so later captures may reuse the memory. The same capture may not: its
-    other modules write theirs before.
+    They are read only right after the replay, so later captures may reuse their memory. Other modules of the same
+    capture may not, because they write their gradients before this read.
     """
     return [each._replace(grad=make_weak_ref(each.grad)) for each in grads]
 
 
 def _stand_in(parameter: Parameter) -> Tensor:
-    """Return a ``.grad`` for a parameter: one element, expanded to the parameter's shape."""
+    """Return a placeholder for the ``.grad`` of a parameter: one element, expanded to its shape."""
     return torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
@@ -99,7 +99,7 @@ def assign_grads(grads: Iterable[DelayedGrad]) -> None:
         if not parameter.requires_grad:
             continue
         if not is_bias or parameter.grad is None:
-            parameter.grad = None  # frees its memory before the copy takes some
+            parameter.grad = None  # frees its memory before the copy is allocated
             parameter.grad = grad.clone()
         elif parameter.dim() > 1:  # TransformerEngine adds to one bias for all experts
             parameter.grad.add_(grad)

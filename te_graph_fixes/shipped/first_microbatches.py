@@ -1,9 +1,9 @@
 """Skip flags: they make a graph quantize its FP8 weights (0.0), or reuse the cached ones (1.0).
 
-Megatron-Core marks modules. A marked module has the attribute ``is_first_microbatch``, set before a step. Its
-forward passes the mark to TransformerEngine (TE) and clears it. TE quantizes weights at the first microbatch and reuses
-them at the others. A replay runs no Python. So a graph whose caller does not ask for cached weights reads flags of its
-own. They are filled from the marks before each replay.
+Megatron-Core marks modules. A marked module has the attribute ``is_first_microbatch``, set before a step. Its forward
+passes the mark to TransformerEngine (TE) and clears it. TE quantizes weights at the first microbatch and reuses them at
+the others. A replay runs no Python. So a graph without ``cache_quantized_params`` reads its own flags, which are filled
+from the marks before each replay.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 _thread = threading.local()
-"""``listener`` is told of first microbatches while this thread warms up or captures a forward."""
+"""``listener`` receives ``is_first_microbatch`` of each call while this thread warms up or captures a forward."""
 
 
 class FirstMicrobatches:
-    """The marks of all modules in one call of `make_graphed_callables`, and what a warmup finds out about them."""
+    """The marks of all modules in one call of `make_graphed_callables`, and the results of its warmup."""
 
     def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
         modules = [module for function in callables for module in _modules(function)]
@@ -46,7 +46,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_forward(self, state: Any, graph: Any, function: Any) -> Iterator[None]:
-        """Let the ``graph`` of ``function`` read flags of its own, stored in its attribute ``skip_flags``."""
+        """Make the ``graph`` of ``function`` read its own flags, stored in its attribute ``skip_flags``."""
         owners = [module for module in _modules(function) if module in self.marks] if self._needs_flags else []
         graph.skip_flags = GraphFlags(owners, self) if self._needs_flags and not self._caches_weights else None
         with self._without_shared_flag(state, graph.skip_flags):
@@ -54,7 +54,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_backward(self, state: Any) -> Iterator[None]:
-        """Let a recomputation reuse the weights of its forward."""
+        """Make a recomputation reuse the weights of its forward."""
         with self._without_shared_flag(state, None):
             yield
 
@@ -72,7 +72,7 @@ class FirstMicrobatches:
             _thread.listener = None
 
     def flag_of(self, module: Any, is_first: bool | None) -> None:
-        """Note what a module is told in the warmup."""
+        """Note the ``is_first_microbatch`` of a module's call in the warmup."""
         self._needs_flags |= is_first is not None
         if is_first:
             self.told_first.add(module)
@@ -87,10 +87,10 @@ class GraphFlags:
         self._reuses: dict[Any, bool] = {}
 
     def flag_of(self, module: Any, is_first: bool | None) -> torch.Tensor | None:
-        """Return the flag for a module's weights; None if the module is always told the same.
+        """Return the flag for a module's weights; None if every call of the module has the same ``is_first``.
 
-        Told False each time, a module reuses the weights of an earlier call, and so does its graph. A module without a
-        mark that was told True in the warmup quantizes its weights at each replay.
+        A module called with False each time reuses the weights of an earlier call, and so does its graph. A module
+        without a mark that was called with True in the warmup quantizes its weights at each replay.
         """
         if is_first is not False:
             return None
@@ -134,8 +134,8 @@ def note_fill(flag: torch.Tensor, value: bool) -> None:
 def needs_fill(flag: torch.Tensor | None, value: bool | None, is_first_module: bool) -> bool:
     """Return whether a graph with cached weights must fill the shared flag with ``value`` before its replay.
 
-    The first module of an autocast fills it, as without this fix. A later one fills it unless `note_fill` noted this
-    value, and nothing has written to the flag since.
+    The first module of an autocast fills it, as without this fix. A later module fills it unless `note_fill` noted this
+    value and the flag has not been written since.
     """
     if value is None:
         return False

@@ -1,7 +1,7 @@
 """Own the FP8 weights of a graph, and update them before each replay of its forward.
 
 Eager modules compute a missing transpose, or look up the last workspace, before they use a weight. A replay runs no
-Python. The classes below do it instead, on the tensors whose addresses are in the graph.
+Python. The classes below do this work before a replay, on the tensors whose addresses are in the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PrimaryWeights:
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
 
     def refresh(self) -> None:
-        """Update the graph's data to the present values of the parameters."""
+        """Update the graph's data to the current values of the parameters."""
         for parameter, tensors in self._held:
             valid = not getattr(parameter, "_transpose_invalid", False)
             if valid and _has(parameter, tensors):
@@ -53,8 +53,8 @@ class CachedWeights:
     def refresh(self, skip_update: bool | None) -> None:
         """Make the graph and its modules share their cached weights, as eager calls do.
 
-        If ``skip_update`` is True the graph reuses the cached weights, if it is False it quantizes them again, and if
-        it is None it caches none.
+        ``skip_update``: True if the graph reuses the cached weights, False if it quantizes them again, None if it
+        caches none.
         """
         if skip_update is None:
             return

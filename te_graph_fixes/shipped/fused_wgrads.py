@@ -1,4 +1,4 @@
-"""TransformerEngine's dummies for wgrads in ``main_grad``. A backward returns them so that autograd runs hooks."""
+"""TransformerEngine's dummies, returned by a backward in place of fused wgrads so that autograd runs hooks."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Plan:
         self.microbatches = 1 + max(entry.microbatch for entry in entries)
         self.delayed = frozenset(entry.chunk for entry in entries if entry.kind == WGRAD)
         if self.delayed and set(layers) != {1}:
-            raise ValueError(f"_order has wgrads: pass one layer in each chunk, not {layers}")
+            raise ValueError(f"_order has wgrads, so each chunk must have one layer, not {layers}")
         self._grad_outputs = Buffers()
 
     def index(self, position: int, layer: int) -> int:
@@ -125,7 +125,7 @@ class Plan:
             leaves, spec = flatten((args[index], kwargs[index]))
             slot: Hashable = index
             if reuse:
-                # Another constant may not be copied over one, so only the same constants share a set.
+                # A replay must not copy one constant over another, so only the same constants share a set.
                 own_constants = [leaf.data_ptr() for leaf in leaves if leaf.data_ptr() in constants]
                 signature = (str(spec), *_signatures(leaves), *own_constants)
                 slot = (signature, buffers.take(signature, position, entry.last_read))
@@ -141,8 +141,8 @@ class Plan:
 def _constants(samples: Sequence[Sequence[Any]]) -> set[int]:
     """Return the addresses of constants among the samples, such as the rotary table of Megatron-Core.
 
-    A constant needs no gradient and occurs next to different tensors. A caller that only hands on the static inputs of
-    an earlier microbatch hands on the whole sample.
+    A constant needs no gradient and occurs next to different tensors. In contrast, a caller that reuses the static
+    inputs of an earlier microbatch reuses all of them together.
     """
     constants: set[int] = set()
     first_samples: dict[int, list[int]] = {}

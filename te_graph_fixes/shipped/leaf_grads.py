@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def leaf_inputs(inputs: Sequence[Tensor], number: int) -> list[int]:
-    """Return the indexes of the leaves of autograd's graph among the first ``number`` inputs of a replay."""
+    """Return the indexes of leaves with a gradient among the first ``number`` inputs of a replay."""
     return [i for i in range(number) if getattr(inputs[i], "requires_grad", False) and inputs[i].is_leaf]
 
 

@@ -1,4 +1,4 @@
-"""Warmup without a trace in ``main_grad``: its gradients are random, and no step may count them."""
+"""Protect ``main_grad`` from the random gradients of a warmup."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
-"""The tensors of FP8 parameters, without their transposes, which may be recomputed."""
+"""The tensors of FP8 parameters, except their transposes: these may be recomputed."""
 FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
 """Module attributes: the backward adds wgrads to the ``main_grad`` of weights."""
 
@@ -26,7 +26,8 @@ class WarmupRecord:
         self.modules: dict[int, set[torch.nn.Module]] = {}
 
     def note(self, number: int, module: torch.nn.Module) -> None:
-        """Note that a callable ran ``module``, in the autocast of the capture or in an autocast of its own."""
+        """Note that a callable ran ``module``, and the recipe if the module computes in FP8 in the capture's
+        autocast."""
         self.modules.setdefault(number, set()).add(module)
         manager = FP8GlobalStateManager
         if manager.is_fp8_enabled() and manager.fp8_graph_capturing():
@@ -88,7 +89,7 @@ class Members:
 
 
 class Addresses:
-    """The addresses of tensors. The tensor object may change: a ``main_grad`` may be deleted and viewed again."""
+    """The addresses of tensors. The tensor object may change, such as a ``main_grad`` that is viewed again."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         # A tensor that consists of other tensors, such as an FP8 weight, has no address.

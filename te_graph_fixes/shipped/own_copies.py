@@ -1,4 +1,4 @@
-"""Copies of samples that several inputs share, and copies of modules without their graphs."""
+"""Copy sample arguments that several inputs share, and modules without their graphs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def with_own_inputs(
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[list[Any], Any], Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Return the samples of a capture, with a copy for each further input that shares a tensor with a gradient.
+    """Return the sample arguments of a capture. Inputs that share a tensor with a gradient get copies of it.
 
-    If inputs ``are_handed_on`` between callables, only the inputs of one callable get copies. A tensor without a
-    gradient, such as a mask, stays shared, because it has the same values for all inputs. So does a parameter, because
-    no replay writes it.
+    The first input keeps the tensor. If inputs ``are_handed_on`` between callables, only inputs of the same callable
+    get copies. A tensor without a gradient, such as a mask, stays shared, because it has the same values for all
+    inputs. A parameter stays shared too, because no replay writes it.
     """
     seen: set[int] = set()
     samples = []
@@ -40,9 +40,9 @@ def with_own_inputs(
 
 
 def drop_graph_from_copies(module: torch.nn.Module) -> None:
-    """Copy ``module`` without its graph from now on, because the graph reads the parameters of the original.
+    """Omit the graph from later copies of ``module``, because the graph reads the parameters of the original.
 
-    `copy` and `pickle` call the methods set here on the module. A class with its own ``__deepcopy__`` still uses it.
+    `copy` and `pickle` call the methods set here on the module. The ``__deepcopy__`` of a class is still called.
     """
     kind: Any = type(module)
 

@@ -1,4 +1,4 @@
-"""Backwards of warmup and capture without the hooks of parameters. These hooks are for the gradients of training."""
+"""Disable the hooks of parameters in the backwards of warmup and capture. They are for gradients of training only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextmanager
 def hooks_disabled(function: Any) -> Iterator[None]:
-    """Run no hook of the parameters of ``function`` in the block, if it is a module.
+    """Disable all hooks of the parameters of ``function`` in the block, if it is a module.
 
-    This includes hooks of a tensor's gradient, hooks after its accumulation, and hooks of the accumulating node (as in
-    data-parallel wrappers). The hooks' handles stay valid.
+    These are hooks of a tensor's gradient, hooks after its accumulation, and hooks of the accumulating node (as in
+    data-parallel wrappers). The handles of the hooks stay valid.
     """
     # In inference mode no backward is recorded.
     is_module = isinstance(function, torch.nn.Module) and not torch.is_inference_mode_enabled()
@@ -38,7 +38,7 @@ def _hooks(parameter: Any) -> Iterator[MutableMapping[int, Any]]:
         if hooks:
             yield hooks
     with torch.enable_grad():
-        view = parameter.expand_as(parameter)  # keeps the node alive if the class of the parameter makes it in Python
+        view = parameter.expand_as(parameter)  # keeps the node alive if the parameter's class creates it in Python
     node = view.grad_fn.next_functions[0][0]
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)

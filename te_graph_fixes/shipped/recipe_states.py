@@ -1,7 +1,7 @@
 """The scales and amax histories of a graph. The graph owns them, and returns them to its modules.
 
 An evaluation without FP8 removes the recipe state of operations of ``te.ops``. An evaluation in another recipe removes
-the recipe state of modules as well. The next forward creates a new state, and the graph still uses the state of its
+the recipe state of modules too. The next forward creates a new state, but the graph still uses the state of its
 capture.
 """
 
@@ -31,7 +31,7 @@ class RecipeStates:
     def resume(self, known: Collection[Any], manager: Any) -> None:
         """Do the work of a forward on the FP8 state, with the graph's tensors.
 
-        ``manager`` is TE's `FP8GlobalStateManager`, ``known`` are the modules seen by TE's forward hooks. Raises
+        ``manager`` is TE's `FP8GlobalStateManager`, ``known`` are the modules seen by TE's forward hooks. Raise
         RuntimeError if their recipe, or the recipe of operations, differs from the recipe of the capture. Modules run
         by ``module.forward(x)``, and attention without FP8, are resumed only in the recipe of the capture.
         """
@@ -106,8 +106,8 @@ class _State:
     def _exchange(self, state: Any, buffers: Any) -> None:
         """Exchange the tensors of a state with the graph's tensors in TE's buffers for scale updates.
 
-        After a forward in another recipe, TE updates the old state of a module, and never the new one. A replay then
-        must not update the state of the graph either, to equal eager training.
+        After a forward in another recipe, TE never updates the new state of a module, but the old one. To equal eager
+        training, a replay must then not update the state of the graph either.
         """
         for key, scales in buffers.global_scale_buffer.items():
             for index, scale in enumerate(scales):

@@ -1,4 +1,4 @@
-"""Compare the arguments of a replay with the samples of its capture."""
+"""Compare the arguments of a replay with the sample arguments of its capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _of(leaf: Any) -> tuple[Any, ...]:
 
 
 class SampleArguments:
-    """The samples of one graph: positional arguments, then those named in ``keywords``, in this order."""
+    """The sample arguments of one graph: positional arguments, then the ``keywords``, in this order."""
 
     def __init__(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keywords: list[str], is_training: bool
@@ -32,9 +32,9 @@ class SampleArguments:
         self._samples = [*map(_of, (*positional, *named))]
 
     def check(self, leaves: Sequence[Any], *specs: Any) -> None:
-        """Raise `TypeError` or `ValueError` if the ``leaves`` of a replay's arguments differ from the samples.
+        """Raise `TypeError` or `ValueError` if the ``leaves`` of a replay's arguments differ from the sample arguments.
 
-        The replay casts other dtypes. They cause one warning for each combination, and none in `torch.autocast`.
+        The replay casts tensors of another dtype, with one warning for each combination (none in `torch.autocast`).
         """
         given = [*map(_of, leaves)]
         if given != self._samples:

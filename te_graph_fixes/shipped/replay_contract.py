@@ -3,11 +3,11 @@
 Memory: no other graph has overwritten the data of this graph (`_te_replay_order`).
 Addresses: the modules, parameters and ``main_grad`` are at their addresses of the capture (`_te_module_tensors`).
 
-Recomputation: a checkpoint may run a forward again, in a backward. Eager operations hold outputs and gradients, and
-cannot be asked which of them they still read. Two rules follow:
+Recomputation: a checkpoint may run a forward again, in a backward. Eager operations refer to outputs and gradients, and
+no code can find out which of them they will still read. Two rules follow:
 
-1. Outputs that the recomputation may read must be intact. These are its inputs, and referenced outputs with a backward
-   to come (an eager operation in the checkpoint may read them).
+1. Outputs that the recomputation may read must be intact. These are its inputs, and referenced outputs whose backward
+   has not run (an eager operation in the checkpoint may read them).
 2. The recomputation must not overwrite referenced tensors:
 
    - gradients of the current run of replays, unless their backward was captured before the forward
@@ -15,8 +15,8 @@ cannot be asked which of them they still read. Two rules follow:
 
    Outputs of the same microbatch are computed again, with the same values.
 
-From the first forward in a checkpoint on, gradients and the outputs of other forwards are returned as copies. So the
-rules concern only tensors returned earlier.
+After the first forward in a checkpoint, gradients and the outputs of other forwards are returned as copies. So the
+rules concern only tensors that were returned earlier.
 
 A forward replay is one of these:
 
@@ -103,7 +103,7 @@ class Preconditions:
         # The memory pool of each graph and its position there. The position of a graph without a capture is 0.
         positions: Iterable[tuple[Any, int]] = (getattr(graph, "position", (None, 0)) for graph in graphs)
         (self.pool, self.forward), (_, self.backward), (wgrad_pool, wgrad) = positions
-        # Without an order, `wgrad-memory-reuse` captures wgrads last, in a pool of their own.
+        # Without an order, `wgrad-memory-reuse` captures wgrads last, in a separate pool.
         self._wgrad = wgrad if wgrad_pool is self.pool else 0
         self._end = self._wgrad or self.pool.count + 1
         self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph
@@ -181,7 +181,7 @@ class Preconditions:
         ctx.scales = self._scales() if self._recipe_states else 0
 
     def _scales(self) -> int:
-        """Count the replacements of the dgrad's scales, as by an evaluation in another recipe."""
+        """Return how often the dgrad's scales were replaced, for example by an evaluation in another recipe."""
         return sum([getattr(state, "times_taken_over", 0) for state in self._recipe_states])
 
     def _require_recomputable(self, inputs: set[int]) -> None:
@@ -294,7 +294,7 @@ class _ReturnedTensors:
         return any(map(gt, self._uses(), self._uses_at_capture))
 
     def include(self, storages: set[int]) -> bool:
-        """Return whether any of ``storages`` is one of these."""
+        """Return whether these tensors use any of ``storages``."""
         return any(ref.cdata in storages for ref in self._storages)
 
 

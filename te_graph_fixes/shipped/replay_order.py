@@ -1,9 +1,10 @@
 """Check the sequence of replays in one memory pool: no graph may overwrite data that another one still reads.
 
-A graph writes to the same memory at each replay. Let graph X write data for graph Y (a forward for its dgrad, a dgrad
-for its wgrad). Graphs captured between X and Y do not touch this data, because it was in use during their capture.
-Other graphs may overwrite it. A graph captured before X may have released memory to X. A graph captured after Y may
-have received memory from Y. So Y may be replayed if **every graph replayed after X was captured between X and Y**.
+A graph writes to the same memory at each replay. Suppose that graph X writes data for graph Y (a forward for its dgrad,
+a dgrad for its wgrad). Graphs captured between X and Y do not write to this data, because its memory was in use during
+their capture. Other graphs may overwrite it: a graph captured before X may have released memory to X, and a graph
+captured after Y may have received memory from Y. So Y may be replayed if **every graph replayed after X was captured
+between X and Y**.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ RELEASED = -1
 class ReplayOrder:
     """The graphs of one memory pool: their positions in the sequence of captures, and the times of their last replays.
 
-    Positions are 1 to ``count``. ``position`` is the position of the last replay. It has only increased since the time
-    ``run_began``. A time is a number of replays, and ``now`` is the current time.
+    Positions are 1 to ``count``. ``position`` is the position of the last replay. In the current run of replays, which
+    began at the time ``run_began``, positions have only increased. A time is a number of replays, and ``now`` is the
+    current time.
     """
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class ReturnedGrads:
-    """Return the static buffers ``grads`` of a replayed backward, as copies if they are among those ``copied``.
+    """Return the static buffers ``grads`` of a replayed backward, as copies if ``copied`` is true for them.
 
-    One kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes, into shared
-    memory. There, each begins as aligned as in memory of its own.
+    One kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes into one block
+    of memory. Each copy is aligned there as in its own memory.
     """
 
     ALIGNMENT = 256

@@ -1,4 +1,4 @@
-"""Graphs that draw from the present generators of an RNG tracker, as eager training does."""
+"""Graphs that draw from the current generators of an RNG tracker, as eager training does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, get_all
 
 
 def graph_factory() -> Callable[[], Any]:
-    """Return a function that creates graphs for the present RNG tracker; plain graphs if no tracker has states."""
+    """Return a function that creates graphs for the current RNG tracker; plain graphs if no tracker has states."""
     plain: Callable[[], Any] = torch.cuda.CUDAGraph
     states = get_all_rng_states()
     if not states or not graph_safe_rng_available():
@@ -29,9 +29,10 @@ def graph_factory() -> Callable[[], Any]:
 
 
 class _Tracked:
-    """The generators of a tracker at a capture. The graphs draw from them.
+    """The generators of a tracker at a capture, from which the graphs draw.
 
-    The tracker is None if ``gc.freeze()`` hides it. Then the last generators of any tracker count, as in TE's capture.
+    The tracker is None if ``gc.freeze()`` hides it. The newest generators of any tracker are then used, as in TE's
+    capture.
     """
 
     def __init__(self, tracker: CudaRNGStatesTracker | None) -> None:

@@ -1,4 +1,4 @@
-"""Updates of FP8 scales in a warmup or capture that its replays do instead."""
+"""Updates of FP8 scales that replays do, instead of the warmup and the capture."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ from ..settings import did_you_mean
 class Case:
     """One comparison of graph replay with eager training.
 
-    ``function`` (``module:name`` in this package) takes ``options`` and returns measures by name. Its ``errors`` are
-    lists of relative errors by name, all 0.0 if the results are bit-identical. If ``damaged`` is set, the process
-    cannot run another case. ``fixes`` are the ids of the tested fixes. ``quick`` cases are those of ``verify --quick``.
+    ``function`` (``module:name`` in this package) takes ``options`` and returns measures by name. The measure
+    ``errors`` has lists of relative errors by name, all 0.0 if the results are bit-identical. If the measure
+    ``damaged`` is true, the process cannot run another case. ``fixes`` are the ids of the tested fixes. ``verify
+    --quick`` runs only ``quick`` cases.
     """
 
     name: str
@@ -53,7 +54,7 @@ OVERLAPPED = (
     *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
     *(4, -3, 3, -2, 4, -1, -2, -1, -4, -3, -4, -3, -2, -1, -2, -1),
 )
-"""Two model chunks of two layers, four microbatches, the first of two stages. Each layer is a chunk of its own, as with
+"""Two model chunks of two layers, four microbatches, the first of two stages. Each layer is a chunk, as with
 ``overlap_moe_expert_parallel_comm``."""
 UNEVEN_SENDS = (
     *(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -3, 3, -3, 1, -3, 1, -3, 2, -2, 2, -2, 3, -2, 3, -2),
@@ -61,7 +62,7 @@ UNEVEN_SENDS = (
 )
 """Three model chunks, six microbatches in groups of four, on the first of two stages."""
 INTERLEAVED = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
-"""One of two stages, two chunks, four microbatches."""
+"""Two chunks, four microbatches, one of two stages."""
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
 PARAM_GRADS, HOOKS, HOOK_ORDER = "param-grad-lifetime", "backward-dw-hooks", "wgrad-hook-order"
@@ -76,7 +77,7 @@ STATE, NOT_CACHED = "fp8-state-at-replay", (STALE, WARMUP, PARAM_GRADS)
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
     """Create a case of one `Program`, by default with three steps.
 
-    The caller takes each ``.grad`` at once, so no gradient is added to another.
+    The program removes each ``.grad`` immediately, so no gradient is added to another one.
     """
     return Case(name, tuple(fixes), "programs:compare", {"events": _STEPS, "takes_grads": True, **options}, quick)
 
@@ -109,7 +110,7 @@ def _training(
         "microbatches": 3,
         "fused": True,
         "weights": "marked" if recipe == "bf16" else "cached",
-        "takes_grads": PARAM_GRADS not in fixes,  # this fix is about gradients added up in ``.grad``
+        "takes_grads": PARAM_GRADS not in fixes,  # the bug of this fix appears when gradients add up in ``.grad``
         "drops_dummies": True,
         "clean_start": True,
     }
@@ -123,7 +124,7 @@ def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
 
 
 def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False, **options: Any) -> Case:
-    """Create a case of a program that runs graphs in an unusual order or ``breaks`` a replay precondition."""
+    """Create a case of a program that runs graphs in an unusual order, or that ``breaks`` a replay precondition."""
     given = {"modules": ("layernorm_mlp",), "bias": options.get("modules") != ("linear",), "takes_grads": False}
     return _program(name, fixes or (CONTRACT,), quick, breaks=breaks, **{**given, **options})
 

@@ -301,5 +301,5 @@ def test_bad_orders(order: Any, message: str) -> None:
 
 
 def test_a_chunk_with_wgrads_has_one_layer() -> None:
-    with pytest.raises(ValueError, match=r"_order has wgrads: pass one layer in each chunk, not \[2\]"):
+    with pytest.raises(ValueError, match=r"_order has wgrads, so each chunk must have one layer, not \[2\]"):
         plan_of([1, -1, -1.5], layers=2)

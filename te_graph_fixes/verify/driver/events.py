@@ -78,18 +78,18 @@ def recapture(t: Training) -> None:
 @event
 def reset_fp8(t: Training) -> None:
     FP8GlobalStateManager.reset()
-    t.other = torch.ones(1, device="cuda")  # may reuse the memory of the skip flag that graphs read
+    t.other = torch.ones(1, device="cuda")  # may get the memory of the skip flag that graphs read
 
 
 FAILURES = (
     *("warmup forward", "warmup backward", "capture forward", "capture backward", "capture wgrad"),
     *("spoiled forward", "spoiled backward", "no module", "other arguments"),
 )
-"""The places where a capture can fail. A spoiled capture has read a value, and its stream cannot capture again."""
+"""The places where a capture can fail. A ``spoiled`` capture reads a value, and its stream cannot capture again."""
 
 
 class Failing(Block):
-    """Fails at the given place, in a capture with two iterations of warmup."""
+    """Fails at the place ``failure``, in a capture with two iterations of warmup."""
 
     failure, count = "", 0
 
@@ -110,7 +110,7 @@ class Failing(Block):
 
 
 class NotAModule:
-    """A callable that TE refuses after a capture has begun."""
+    """A callable for which TE raises an error after a capture has begun."""
 
     def modules(self) -> list[object]:
         return []
@@ -120,7 +120,7 @@ def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
     """Run a step of an extra layer, with two microbatches."""
     t.mark_first(layer)
     for _ in range(2):
-        if program.delay:  # TE's `backward_dw` replaces a gradient, and an undelayed backward adds to it
+        if program.delay:  # TE's `backward_dw` replaces a gradient, but a backward without delay adds to it
             layer.zero_grad()
         x = random().requires_grad_()
         with autocast(recipe):
@@ -162,7 +162,7 @@ def failed_capture(t: Training, *numbers: int) -> None:
 
 @event
 def train_another(t: Training) -> None:
-    """Train another module of the last layer's kind eagerly, with the other recipe."""
+    """Train another module, of the same kind as the last layer, eagerly in the second recipe."""
     train_eagerly(t, MODULES[program.modules[-1]](), program.other)
 
 
@@ -182,7 +182,7 @@ outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", rando
 
 
 def refused(t: Training, misuse: Any) -> None:
-    """Require a graph to refuse arguments that differ from its samples."""
+    """Require an error for arguments that differ from the graph's sample arguments."""
     (x,), marks = pytree.tree_map(torch.Tensor.detach, t.samples(0))
     if program.weights == "cached":
         marks["is_first_microbatch"] = True
@@ -234,11 +234,11 @@ def dirty() -> None:
 
 
 OF_GRAPHS = "memory with graphs"
-"""Compared between runs with and without a fix only: eager training has no graphs."""
+"""The name of a result that is compared only between runs with graphs, because eager training has none."""
 
 
 def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
-    """Run the program. Return its results, and the state after it, by event."""
+    """Run the program. Return its results and states, by event."""
     t = Training(graphed)
     for number, words in enumerate(program.events):
         torch.manual_seed(number + 2 + (100 * dist.get_rank() if program.ranks else 0))

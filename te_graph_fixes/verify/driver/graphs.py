@@ -30,7 +30,7 @@ def parameters_of(layer: Any) -> list[Any]:
 
 
 class Captured:
-    """The layers of a program, their attributes and hooks from a training framework, and their graphs."""
+    """The layers of a program, with the attributes and hooks that a training framework sets, and their graphs."""
 
     def __init__(self, graphed: bool) -> None:
         FP8GlobalStateManager.reset()
@@ -147,7 +147,7 @@ class Captured:
                 self.hook(number, parameter)
 
     def hook(self, number: int, parameter: Any) -> None:
-        """Register a hook on a parameter. Record calls by layer only: autograd chooses the order within a layer."""
+        """Register a hook on a parameter. Calls are recorded by layer only, because the order in a layer may vary."""
 
         def hook(grad: torch.Tensor) -> Any:
             self.called.append(f"hook {number}")
@@ -309,7 +309,7 @@ def mark(module: Any) -> None:
 
 
 def reuse_first_weights(module: Any) -> None:
-    """Mark only the first forward as a first microbatch, so all later forwards use its FP8 weights."""
+    """Mark only the very first forward as a first microbatch. All later forwards use its FP8 weights."""
     forward, marks = module.forward, itertools.chain([True], itertools.repeat(False))
     module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_first_microbatch": next(marks)})
 

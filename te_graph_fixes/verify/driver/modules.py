@@ -18,7 +18,7 @@ Make = TypeVar("Make", bound=Callable[[], Any])
 
 
 def module(make: Make, name: str = "") -> Make:
-    """Register a class or a function under its own name or another."""
+    """Register a class or a function under ``name``, by default its own name."""
     MODULES[name or make.__name__] = make
     return make
 
@@ -84,7 +84,7 @@ class Block(torch.nn.Module):
 
 @module
 class Wide(torch.nn.Sequential):
-    """Biases with a multiple of 256 bytes, so their gradients are copied together."""
+    """Has biases with a multiple of 256 bytes, so one kernel copies their gradients."""
 
     def __init__(self) -> None:
         sizes = (hidden(), 128, 128, hidden())
@@ -111,7 +111,7 @@ class ListBlock(torch.nn.Module):
 
 @module
 class CallsForward(Block):
-    """Calls ``forward`` of its projections, not the projections."""
+    """Calls the ``forward`` methods of its projections directly."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second.forward(torch.relu(self.first.forward(x)))
@@ -122,7 +122,7 @@ calls_operations = module(lambda: CallsForward(operation, operation), "CallsOper
 
 @module
 class WithNone(Block):
-    """The second output is None."""
+    """Returns None as the second output."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
@@ -130,7 +130,7 @@ class WithNone(Block):
 
 @module
 class Signed(Block):
-    """The second output has the signs of the first, and needs no gradient."""
+    """Returns the signs of the output as a second output, which needs no gradient."""
 
     def forward(self, x: torch.Tensor) -> Any:
         out = super().forward(x)
@@ -139,7 +139,7 @@ class Signed(Block):
 
 @module
 class SignsFirst(Signed):
-    """The signs are the first output."""
+    """Returns the signs as the first output."""
 
     main_output = 1
 
@@ -149,7 +149,7 @@ class SignsFirst(Signed):
 
 @module
 class KeptInBf16(Block):
-    """One projection without FP8."""
+    """Runs the first projection without FP8."""
 
     def forward(self, x: torch.Tensor) -> Any:
         with te.autocast(enabled=False):
@@ -159,7 +159,7 @@ class KeptInBf16(Block):
 
 @module
 class OwnAutocast(Block):
-    """One projection in a recipe of its own."""
+    """Runs the second projection in the program's second recipe."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
@@ -181,7 +181,7 @@ class AuxiliaryLoss(torch.autograd.Function):
 
 @module
 class Routed(Block):
-    """Gates by the larger half of the scores, with an auxiliary loss on the scores."""
+    """Multiplies its output by the larger half of the scores, with an auxiliary loss on the scores."""
 
     def forward(self, x: torch.Tensor) -> Any:
         scores = self.first(x).float().softmax(-1)
@@ -223,7 +223,7 @@ class Sum(Block):
 
 @module
 class SumOfOne(Sum):
-    """Gets one tensor twice."""
+    """Gets the same tensor twice."""
 
     def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
         return (x, x), {}
@@ -264,7 +264,7 @@ def dropped(x: torch.Tensor, training: bool = True) -> torch.Tensor:
 
 @module
 class Dropped(Block):
-    """Dropout between the projections, in the forward and in the backward."""
+    """Applies dropout between the projections, in the forward and in the backward."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = dropped(self.first(x), self.training)
@@ -275,7 +275,7 @@ class Dropped(Block):
 
 @module
 class Tied(torch.nn.Module):
-    """A product with the first weight of the first layer."""
+    """Multiplies by the first weight of the first layer."""
 
     weight: torch.Tensor
 

@@ -61,7 +61,7 @@ def backward_and_keep(t: Training) -> None:
 
 @event
 def backward_that_runs(t: Training) -> None:
-    """Run a backward. A hook first runs the layers' forwards without gradients."""
+    """Run a backward. Before the layers' backwards, a hook runs their forwards again, without gradients."""
     t.in_flight[0][1].register_hook(lambda _: forward_without_grad(t))
     backward(t)
 
@@ -195,7 +195,7 @@ def replace_module(t: Training) -> None:
 
 @event
 def continue_with_a_copy(t: Training) -> None:
-    """Train a copy of the layers with other weights, such as averaged weights."""
+    """Continue with a copy of the layers that has other weights, as averaged weights have."""
     t.layers = copy.deepcopy(t.layers)
     t.calls = [[layer] * t.microbatches for layer in t.layers]
     t.find_parameters()

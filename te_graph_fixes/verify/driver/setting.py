@@ -28,7 +28,7 @@ RECIPES = {
     "mxfp8": (recipes.MXFP8BlockScaling, "is_mxfp8_available"),
     "nvfp4": (recipes.NVFP4BlockScaling, "is_nvfp4_available"),
 }
-"""TE's class for each recipe, and TE's function that checks this GPU for it. ``bf16`` has neither."""
+"""TE's class of each recipe, and TE's function that tests whether this GPU supports it. ``bf16`` has neither."""
 program: Any = SimpleNamespace(**vars(Program()))  # `use` selects it
 tracker = CudaRNGStatesTracker()
 

@@ -26,7 +26,7 @@ Event = TypeVar("Event", bound=Callable[..., None])
 
 
 def event(function: Event, name: str = "") -> Event:
-    """Register an event under its own name or another."""
+    """Register an event under ``name``, by default the name of its function."""
     EVENTS[name or function.__name__] = function
     return function
 
@@ -171,7 +171,7 @@ class Training(Captured):
         self.update(0.0 if skip else rate, skip)
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
-        """Compute the delayed wgrads of a layer. Eager training has computed them already, and only calls the hooks."""
+        """Compute the delayed wgrads of a layer. Eager training has computed them already, so only hooks are called."""
         if self.graphed and not eager:
             call = self.calls[number][microbatch]
             if hasattr(call, "backward_dw"):
@@ -184,7 +184,7 @@ class Training(Captured):
                 self.called.append(f"wgrad {number} {index}")
 
     def update(self, rate: float, skip: bool = False) -> None:
-        """Update every parameter by its gradient."""
+        """Update every parameter with its gradient."""
         for weight in self.fused_weights() if program.clears_marks else ():
             self.see("marks", torch.tensor([float(weight.grad_added_to_main_grad)]))
             weight.grad_added_to_main_grad = False
@@ -205,7 +205,7 @@ class Training(Captured):
             else:
                 parameter.grad = None
             if parameter in self.weights:
-                parameter.main_grad.zero_()  # not before a step: a capture must not leave values there
+                parameter.main_grad.zero_()  # not before a step, to detect values that a capture leaves behind
         if program.optimizer in ("adam", "adam of master weights"):
             self.adam.param_groups[0]["lr"] = rate
             self.adam.step()
@@ -213,7 +213,7 @@ class Training(Captured):
 
     @torch.no_grad()
     def change(self, parameter: Any, grad: torch.Tensor, rate: float) -> None:
-        """Update a parameter by its gradient, or pass the gradient to the optimizer."""
+        """Update a parameter with its gradient, or pass the gradient to the optimizer."""
         if program.optimizer in ("adam", "adam of master weights"):
             parameter.decoupled_grad = grad.clone()
         elif program.optimizer == "master weights":
@@ -240,14 +240,14 @@ class Training(Captured):
         self.recipe = kept
         for layer in self.layers:
             layer.train()
-        for module, mark in marks.items():  # a step in progress has one first microbatch only
+        for module, mark in marks.items():  # a step in progress has only one first microbatch
             module.is_first_microbatch = mark
 
     def state(self) -> None:
         """Record the state that later steps and checkpoints use, and the state of the process."""
         self.see("parameters", *(parameter.dequantize() for parameter in self.parameters))
         if self.recipe != "bf16" and any(name.endswith("outputs") for name in self.seen):
-            for layer in self.layers:  # a capture creates their state, eager training in its first forward
+            for layer in self.layers:  # a capture creates their state, but eager training does in its first forward
                 self.see("FP8 state", *fp8_state(layer))
         self.see("RNG state", torch.cuda.get_rng_state())
         if program.tracker:
@@ -300,7 +300,7 @@ class Sends:
 
 
 def comparable(value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor as floating-point numbers or as bytes: both are comparable for every dtype."""
+    """Copy a tensor as floating-point numbers or as bytes, so that tensors of every dtype can be compared."""
     copy = value.detach().clone().resolve_conj().resolve_neg()
     if copy.is_complex():
         return torch.view_as_real(copy)
