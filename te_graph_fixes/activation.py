@@ -18,7 +18,6 @@ import logging
 import sys
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -102,7 +101,7 @@ class _Activation:
             )
         with self._lock:
             if self._decision is None:  # else the hook came first, in another thread
-                self._apply(files_may_differ=True)
+                self._apply()
 
     def deactivate(self) -> None:
         """Revert every fix, and apply none when TE is imported. Other packages' replacements of TE's code remain."""
@@ -141,15 +140,15 @@ class _Activation:
         """Apply the fixes. wrapt forgets a hook before calling it, so register again for a later import of TE."""
         self._watch()
         try:
-            self._apply(files_may_differ=False)
+            self._apply()
         except FixNotAppliedError:
             # Python keeps the submodules of a package whose import fails. A later import would find them, unfixed.
             for name in [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]:
                 del sys.modules[name]
             raise
 
-    def _apply(self, files_may_differ: bool) -> None:
-        """Apply the fixes to the imported TE. ``files_may_differ``: its files may have changed since the import."""
+    def _apply(self) -> None:
+        """Apply the fixes to the imported TE."""
         with self._lock:
             settings = self._settings
             if settings is None:  # deactivated
@@ -159,7 +158,7 @@ class _Activation:
                 problems = _conflict(settings)
             else:
                 try:
-                    self._install(settings, files_may_differ or runs_unchecked_bytecode(PACKAGE))
+                    self._install(settings)
                 except Exception as error:  # a bug of ours, which must not break the import of TE
                     _logger.debug("the installation failed", exc_info=True)
                     self._failure = f"nothing was changed: {type(error).__name__}: {error}"
@@ -172,14 +171,13 @@ class _Activation:
         if not settings.off:
             announce(self.report(), settings.verbose)
 
-    def _install(self, settings: Settings, files_may_differ: bool) -> None:
+    def _install(self, settings: Settings) -> None:
         from .decision import compose, decide, judge, read_installed
 
         if self._earlier_graphs is None:
             self._earlier_graphs = _captured_graphs()
         self._copies = _copies_of_graphs()
-        self._decision = decide(read_installed(), settings)
-        self._decision = judge(self._decision, files_may_differ)
+        self._decision = judge(decide(read_installed(), settings))
         installation = compose(self._decision)
         self._decision.source.forget_modules()
         installation.install()
@@ -275,17 +273,6 @@ def loaded(name: str) -> bool:
     """Return whether a module has been imported completely."""
     module = sys.modules.get(name)
     return module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False) is not True
-
-
-def runs_unchecked_bytecode(package: str) -> bool:
-    """Return whether a module of a package was imported from bytecode without a check against its source."""
-    for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None) if name.startswith(f"{package}.") else None
-        path = getattr(spec, "cached", None)
-        with contextlib.suppress(OSError):
-            if path and Path(path).read_bytes()[4:8] == b"\1\0\0\0":  # PEP 552
-                return True
-    return False
 
 
 def _captured_graphs() -> int:

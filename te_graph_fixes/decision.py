@@ -2,7 +2,7 @@
 
     read(source)               the verdict on every fix, from the source alone
     decide(reading, settings)  the status of every fix: its verdict, combined with the settings and its requirements
-    judge(decision, ...)       the decision without the fixes that fail in this process; later steps fail as a whole
+    judge(decision)            the decision without the fixes that fail in this process; later steps fail as a whole
     compose(decision)          the edits of all fixes to apply, composed and compiled
     Installation.install()     the only step that changes TE: installs all fixes or none; `revert` undoes it
 
@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
 from .manifest import UNDO, Manifest, ManifestError, read_manifest
-from .patching.installation import Installation, changed_since_import, failing_changes
+from .patching.installation import Installation, failing_changes
 from .patching.source import Source, TENotFoundError, without_collections
 from .report import named
 from .settings import Settings
@@ -96,9 +96,7 @@ def _baked_verdicts(manifest: Manifest) -> dict[str, Verdict]:
     }
     advice = f"Run `{UNDO}`, then `te-graph-fixes bake`"
     unknown = Status.UNRECOGNIZED, f"{manifest.by} baked this TransformerEngine without this fix. {advice}"
-    modules = frozenset(path.removesuffix(".py").replace("/", ".") for path in manifest.files)
-    statuses = {fix_id: known.get(manifest.fixes.get(fix_id, ""), unknown) for fix_id in CATALOGUE}
-    return {fix_id: Verdict(status, reason, rests_on=modules) for fix_id, (status, reason) in statuses.items()}
+    return {fix_id: Verdict(*known.get(manifest.fixes.get(fix_id, ""), unknown)) for fix_id in CATALOGUE}
 
 
 def expected(fix: Fix, version: str | None) -> str | None:
@@ -244,34 +242,18 @@ def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
     return f"The settings have no effect on baked fixes until `{UNDO}`: {' and '.join(differences)}."
 
 
-def judge(decision: Decision, files_may_differ: bool) -> Decision:
+def judge(decision: Decision) -> Decision:
     """Check each fix separately against the imported TE, and decide again without the failing fixes.
 
     A failure here affects only the fix and the fixes that require it. In every later step, a failure affects all fixes.
-    ``files_may_differ``: TE's files may have changed after the import. Then a verdict ``not-needed`` must also be true
-    for the loaded code.
     """
     failures = failing_changes(decision.source, decision.to_apply)
-    if files_may_differ:
-        failures |= _stale_modules(decision)
     if not failures:
         return decision
     verdicts = dict(decision.reading.verdicts)
     for fix_id, reason in failures.items():
         verdicts[fix_id] = replace(verdicts[fix_id], status=Status.FAILED, reason=reason)
     return decide(replace(decision.reading, verdicts=verdicts), decision.settings)
-
-
-def _stale_modules(decision: Decision) -> dict[str, str]:
-    """Return the fixes that TE's files do not need, but the loaded code may need, because it is from other files."""
-    not_needed = {fix_id: fix for fix_id, fix in decision.fixes.items() if fix.status == Status.NOT_NEEDED}
-    changed = changed_since_import(decision.source, {name for fix in not_needed.values() for name in fix.rests_on})
-    advice = "Delete TransformerEngine's __pycache__ and restart the process"
-    return {
-        fix_id: f"{', '.join(sorted(changed & fix.rests_on))} changed on disk after the import. {advice}"
-        for fix_id, fix in not_needed.items()
-        if changed & fix.rests_on
-    }
 
 
 @without_collections()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .patching.patch import edits, modules
+from .patching.patch import edits
 from .patching.source import Edit, Source, UnrecognizedError
 from .shipped import new_module
 from .status import Status
@@ -34,15 +34,14 @@ OLDEST = "2.10"
 class Verdict:
     """The ``status`` of one fix on one source, the ``reason``, and the edits if it is applicable.
 
-    ``new_modules`` maps the full names of support modules to their texts. ``rests_on`` are the modules that prove the
-    fix unnecessary. ``details`` explain at length why a source is not recognized.
+    ``new_modules`` maps the full names of support modules to their texts. ``details`` explain at length why a source
+    is not recognized.
     """
 
     status: Status
     reason: str
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=dict)
-    rests_on: frozenset[str] = frozenset()
     details: str = ""
 
     @property
@@ -142,7 +141,7 @@ class Fix:
         for text, reason in self.corrected:
             try:
                 self._edits(source, text)
-                upstream_fixes.append(Verdict(Status.NOT_NEEDED, reason, rests_on=modules(source, text)))
+                upstream_fixes.append(Verdict(Status.NOT_NEEDED, reason))
             except UnrecognizedError as error:
                 misfits.append((f"for the upstream fix {reason!r}", error))
         if len(upstream_fixes) > 1:

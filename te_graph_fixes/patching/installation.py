@@ -21,7 +21,7 @@ import linecache
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import reduce
 from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
@@ -147,20 +147,6 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
             vars(scope).get(name), stop=lambda inner: type(inner) is FunctionType and inner.__code__ in codes
         )
     return None
-
-
-def changed_since_import(source: Source, modules: Iterable[str]) -> set[str]:
-    """Return the modules with a function that was loaded from their file and is no longer in the file."""
-    changed = set()
-    for module in modules:
-        in_file = _compiled(module, source.module(module).text)
-        codes = set(code_parts(in_file))
-        for qualname in _functions(in_file):
-            function = loaded_function(module, qualname, codes)
-            live = function.__code__ if type(function) is FunctionType else None
-            if live and live not in codes and live.co_filename == sys.modules[module].__file__:
-                changed.add(module)
-    return changed
 
 
 def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:

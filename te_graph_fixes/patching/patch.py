@@ -50,12 +50,6 @@ def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> 
     return [edit for alternatives in read(text) for edit in _fit(source, alternatives)]
 
 
-def modules(source: Source, text: str) -> frozenset[str]:
-    """Return the modules of a patch, except those missing in the source."""
-    names = {hunk.module for alternatives in read(text) for hunk in alternatives}
-    return frozenset(name for name in names if source.find(name))
-
-
 def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
     """Return the edits of the only fitting hunk."""
     fits, errors = [], []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import py_compile
 import shutil
 import subprocess
 import sys
@@ -394,27 +393,6 @@ assert results() == RIGHT
 assert statuses() == {"graph": "not-needed", "linear": "not-needed"}
 """)
     assert "ERROR" not in out
-
-
-@pytest.mark.parametrize("imported", ["before", "from old bytecode", "from old bytecode, by Python 3.15"])
-def test_a_file_that_is_right_does_not_clear_what_is_loaded(own_world: World, imported: str) -> None:
-    for name in ("graph", "linear"):
-        path = own_world.folder / f"transformer_engine/pytorch/{name}.py"
-        if imported != "before":
-            py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-        own_world.run(
-            f"""
-{"import transformer_engine.pytorch" if imported == "before" else ""}
-path = "{path}"
-text = open(path).read().replace("wrong", "right")
-open(path, "w").write(text)
-import te_graph_fixes, transformer_engine.pytorch
-assert results()[{0 if name == "graph" else 2}] == "wrong"
-status = te_graph_fixes.report().fixes["{name}"]
-assert (status.status, "restart the process" in status.reason) == ("failed", True), status
-""",
-            NO_CACHED="1" if imported.endswith("3.15") else "",
-        )
 
 
 @pytest.mark.parametrize(
