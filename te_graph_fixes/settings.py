@@ -59,11 +59,8 @@ class Settings:
     ) -> Settings:
         """Read the environment variables. An argument that is not None replaces its variable.
 
-        Raises ValueError for an unknown fix id or value, and for a mistyped variable.
+        Raises ValueError for an unknown fix id or value.
         """
-        for name in sorted(environ):
-            if intended := _intended(name):
-                raise ValueError(f"{name} is not a setting. Did you mean {intended}?")
         return cls(
             _selected(environ) if only is None else fix_ids(only, "only"),
             fix_ids(_split(environ, DISABLE), DISABLE) if disable is None else fix_ids(disable, "disable"),
@@ -80,18 +77,8 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     if rank() not in (None, "0"):
         return []
     unknown = [name for name in sorted(environ) if name.startswith(SWITCH) and name not in VARIABLES]
-    return [f"Ignoring {name}: te-graph-fixes has no such variable." for name in unknown]
-
-
-def _intended(name: str) -> str:
-    """Return our variable if ``name`` is a typo of it, else ""."""
-    if name in VARIABLES or not name.upper().startswith("TE_"):
-        return ""
-    from difflib import get_close_matches
-
-    # A name with a longer suffix, such as TE_GRAPH_FIXES_CHECKOUT, is not a typo.
-    similar_length = [variable for variable in VARIABLES if abs(len(variable) - len(name)) <= 2]
-    return next(iter(get_close_matches(name.upper(), similar_length, 1, 0.92)), "")
+    ignored = "Ignoring {}: te-graph-fixes has no such variable. {}"
+    return [ignored.format(name, did_you_mean([name], VARIABLES)).rstrip() for name in unknown]
 
 
 def _split(environ: Mapping[str, str], name: str) -> list[str]:
