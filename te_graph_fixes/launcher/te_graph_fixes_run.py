@@ -42,23 +42,7 @@ class Activator:
                 + "or start it without `te-graph-fixes run`."
             ) from error
         sys.meta_path.remove(self)  # type: ignore[arg-type]
-        print_missing_fixes_in_short()
         return importlib.util.find_spec(name)
-
-
-def print_missing_fixes_in_short() -> None:
-    """Print a FixNotAppliedError without its traceback when it ends the program."""
-    from types import TracebackType
-
-    original = sys.excepthook
-
-    def in_short(kind: type, error: BaseException, traceback: TracebackType) -> None:
-        if kind.__name__ == "FixNotAppliedError":
-            sys.stderr.write("te-graph-fixes run: " + str(error) + "\n")
-        else:
-            original(kind, error, traceback)
-
-    sys.excepthook = in_short  # type: ignore[assignment]
 
 
 if __name__ == "te_graph_fixes_run":  # not if `te-graph-fixes run` imports `FILTER`

@@ -109,17 +109,17 @@ print(found, "te_graph_fixes" in sys.modules, "sitecustomize" in sys.modules)
     assert outcome(run(sys.executable, "-c", code)) == (0, "True False True\n", "")
 
 
-def test_a_job_that_lacks_a_fix_ends_with_the_message_alone(run: Run) -> None:
+def test_a_job_that_lacks_a_fix_ends_with_an_error(run: Run) -> None:
     """Unless strict mode is switched off, or the program takes the error itself."""
     said = (
-        f"te-graph-fixes run: {len(CATALOGUE)} fixes that TransformerEngine (version unknown) needs cannot be applied"
+        f"FixNotAppliedError: {len(CATALOGUE)} fixes that TransformerEngine (version unknown) needs cannot be applied"
     )
     advice = "To run without a fix, add it to TE_GRAPH_FIXES_DISABLE; without all of them, set TE_GRAPH_FIXES_STRICT=0."
     for strict in ({}, {"TE_GRAPH_FIXES_STRICT": ""}):
         done = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_DISABLE="", **strict)
-        assert (done.returncode, done.stdout, done.stderr.startswith(said)) == (1, "", True)
-        assert advice in done.stderr.splitlines()[1]
-        assert "Traceback" not in done.stderr
+        assert (done.returncode, done.stdout, done.stderr.count(said)) == (1, "", 1)
+        _, _, message = done.stderr.partition(said)
+        assert message.splitlines()[1].endswith(advice)
     caught = "try: import transformer_engine.pytorch\nexcept RuntimeError as error: print(type(error).__name__)\n1 / 0"
     done = run(sys.executable, "-c", caught, TE_GRAPH_FIXES_DISABLE="")
     assert (done.stdout, done.stderr.splitlines()[-1]) == (
@@ -329,32 +329,3 @@ def test_a_relative_path_to_the_package_becomes_absolute(folder: Path) -> None:
     command = [sys.executable, "-m", "te_graph_fixes", "run", "sh", "-c", f'cd / && "{sys.executable}" -c "{STATE}"']
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert outcome(done) == (0, "True\n", "")
-
-
-def test_an_import_of_te_that_is_retried_nests_no_hooks(folder: Path) -> None:
-    script(folder / "site" / "transformer_engine" / "pytorch" / "__init__.py", "raise ImportError('no CUDA')\n")
-    code = """
-import sys
-hooks = {sys.excepthook}
-for _ in range(3):
-    try:
-        import transformer_engine.pytorch
-    except ImportError:
-        hooks.add(sys.excepthook)
-print(len(hooks))
-"""
-    assert outcome(python("-c", code, path=first(folder, LAUNCHER))) == (0, "2\n", "")
-
-
-def test_a_package_that_cannot_be_imported_nests_no_hooks(folder: Path) -> None:
-    script(folder / "site" / "te_graph_fixes.py", "raise ModuleNotFoundError('not here')")
-    code = """
-import sys
-for _ in range(3):
-    try:
-        import transformer_engine.pytorch
-    except RuntimeError:
-        pass
-print(sys.excepthook is sys.__excepthook__)
-"""
-    assert outcome(python("-c", code, path=first(folder, LAUNCHER), cwd=folder)) == (0, "True\n", "")
