@@ -22,7 +22,7 @@ from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
 from .manifest import UNDO, Manifest, ManifestError, read_manifest
 from .patching.installation import Installation, failing_changes
-from .patching.source import Source, TENotFoundError, without_collections
+from .patching.source import Source, TENotFoundError
 from .report import named
 from .settings import Settings
 from .status import BAKED, CANNOT_APPLY, WITHOUT_BUG, Status
@@ -48,7 +48,6 @@ def read(source: Source) -> Reading:
     return Reading(source, verdicts(source))
 
 
-@without_collections()
 def verdicts(source: Source) -> dict[str, Verdict]:
     """Match every fix against the source of a TE."""
     if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
@@ -256,7 +255,6 @@ def judge(decision: Decision) -> Decision:
     return decide(replace(decision.reading, verdicts=verdicts), decision.settings)
 
 
-@without_collections()
 def compose(decision: Decision) -> Installation:
     """Compose and compile the fixes to apply. An error is a bug in this package, and leaves TE unchanged."""
     return Installation(decision.source, decision.to_apply)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
-import gc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -16,7 +15,7 @@ import io
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -66,18 +65,6 @@ def unrecognized(
 ) -> UnrecognizedError:
     """Return the error for missing code. ``where`` is a `Definition` or a path."""
     return UnrecognizedError(f"looked for {wanted} in {where}, found {found}", closest)
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Defer garbage collection, which is slow if torch is loaded."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Edit(NamedTuple):

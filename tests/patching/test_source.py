@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import py_compile
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from te_graph_fixes.patching.source import (
     Source,
     TENotFoundError,
     UnrecognizedError,
-    without_collections,
 )
 
 CODE = "transformer_engine.pytorch.code"
@@ -164,30 +162,6 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
 )
 def test_patterns_match_by_syntax(pattern: str, text: str, matches: int) -> None:
     assert len(definition(f"def run(x):\n    {text}\n").matches(pattern)) == matches
-
-
-def test_collections_are_put_off_and_go_on_as_they_were() -> None:
-    with without_collections():
-        with without_collections():
-            pass
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    gc.disable()  # as a job does that collects by itself
-    try:
-        with without_collections():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_two_threads_that_put_collections_off_leave_none_off() -> None:
-    first, second = without_collections(), without_collections()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert gc.isenabled()
 
 
 def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
