@@ -23,7 +23,7 @@ from ..report import te_name
 from ..settings import DISABLE
 from ..status import BAKED, Status
 from ..version import __version__
-from .bake import baked_files
+from .bake import baked_files, is_outdated
 
 
 def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
@@ -55,7 +55,7 @@ def summary_line(decision: Decision) -> str:
     return f"{bugs}: {', '.join(f'{len(ids)} {outcome}' for outcome, ids in by_outcome.items())}."
 
 
-def status(decision: Decision, everything: bool, outdated: bool, where: str) -> Iterator[str]:
+def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
     """Yield the lines of ``status``: a summary, a line for each bug by outcome, and the next commands."""
     yield summary_line(decision)
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
@@ -78,7 +78,7 @@ def status(decision: Decision, everything: bool, outdated: bool, where: str) -> 
             fix = decision.fixes[fix_id]
             yield f"  {fix_id:{width}}  {fix.status}: {fix.reason}"
     yield from _side_effects(decision)
-    yield from _next_steps(decision, outdated, where)
+    yield from _next_steps(decision, where)
 
 
 def _side_effects(decision: Decision) -> Iterator[str]:
@@ -90,9 +90,10 @@ def _side_effects(decision: Decision) -> Iterator[str]:
         yield from lines
 
 
-def _next_steps(decision: Decision, outdated: bool, where: str) -> Iterator[str]:
-    if outdated:
-        yield f"\nOlder fixes are baked into this TransformerEngine. Update them:\n  te-graph-fixes bake{where}"
+def _next_steps(decision: Decision, where: str) -> Iterator[str]:
+    if is_outdated(decision.reading.manifest):
+        yield "\nAnother version of te-graph-fixes baked this TransformerEngine. Replace its fixes:"
+        yield f"  {UNDO}{where}\n  te-graph-fixes bake{where}"
     elif decision.cannot_apply:
         yield f"\nFor details about the bugs that cannot be fixed:\n  te-graph-fixes issue{where}"
     if decision.to_apply and not where:
@@ -104,7 +105,7 @@ def _next_steps(decision: Decision, outdated: bool, where: str) -> Iterator[str]
         yield "  te-graph-fixes bake"
 
 
-def record(decision: Decision, outdated: bool) -> dict[str, Any]:
+def record(decision: Decision) -> dict[str, Any]:
     """Return the content of ``status --json``."""
     fixes = {
         fix_id: {
@@ -119,7 +120,7 @@ def record(decision: Decision, outdated: bool) -> dict[str, Any]:
         "te_graph_fixes_version": __version__,
         "te_version": decision.source.version,
         "source": decision.source.location,
-        "outdated": outdated,
+        "outdated": is_outdated(decision.reading.manifest),
         "fixes": fixes,
     }
 

@@ -20,8 +20,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from packaging.version import Version
-
 from ..decision import Decision
 from ..manifest import BAKE_FOLDER, NAME, OPEN, Manifest, ReinstalledError, digest, read_manifest
 from ..patching import TE
@@ -74,21 +72,8 @@ def module_path(source: Source, module: str) -> str:
 
 
 def is_outdated(manifest: Manifest | None) -> bool:
-    """Return whether an older release, or another commit of the same release, baked the fixes.
-
-    A package without ``.git`` does not know its commit.
-    """
-    if manifest is None:
-        return False
-    theirs, ours = Version(manifest.version), Version(__version__)
-    if theirs.release != ours.release:
-        return theirs.release < ours.release
-    return None not in (theirs.local, ours.local) and theirs.local != ours.local
-
-
-def is_baked(source: Source) -> bool:
-    """Return whether ``bake`` wrote the fixes in a TE's files, not a patch or overlay. A bake can be undone."""
-    return (Path(source.location) / BAKE_FOLDER).exists()
+    """Return whether another version of this package baked the fixes."""
+    return manifest is not None and manifest.version != __version__
 
 
 @contextlib.contextmanager
@@ -119,12 +104,6 @@ def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None
         roll_back(location)
 
 
-def current_files(location: Path, manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """Return the files of a bake for `write_in_place`, to restore the bake. The texts before are digests."""
-    befores = {path: before or "" for path, (before, _) in manifest.files.items()} | {f"{TE}/{NAME}": ""}
-    return {path: (before, (location.parent / path).read_bytes().decode()) for path, before in befores.items()}
-
-
 def undo(source: Source) -> str:
     """Restore every changed module byte for byte, unless TE was reinstalled, and delete the added modules.
 
@@ -133,7 +112,7 @@ def undo(source: Source) -> str:
     location = Path(source.location)
     try:
         manifest = read_manifest(source)
-        if manifest is None or not is_baked(source):
+        if manifest is None or not (location / BAKE_FOLDER).exists():
             advice = "To revert a patch, use `patch -p1 -R`; to remove an overlay, its mounts."
             raise BakeError(f"Nothing to undo: {location} has not been baked. {advice}")
         done = f"Undid the bake of {manifest.by}: {len(manifest.files)} modules restored or deleted in {location}"

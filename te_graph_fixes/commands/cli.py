@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..decision import Decision, decide, expected, read, settings_conflict
 from ..fixes import CATALOGUE
-from ..manifest import UNDO, ManifestError, ReinstalledError, digest, read_manifest
+from ..manifest import UNDO, ManifestError, digest, read_manifest
 from ..patching import PACKAGE, TE
 from ..patching.installation import InstallationError
 from ..patching.source import Source, TENotFoundError
@@ -67,17 +67,16 @@ def _note(message: object) -> None:
 def _status(options: argparse.Namespace) -> int:
     """List the known bugs of TE, and whether they can be fixed.
 
-    exit status: 0 every bug is fixed, can be fixed, or its fix is disabled; 1 a fix cannot be applied, or the baked
-      fixes are outdated; 2 no TE
+    exit status: 0 every bug is fixed, can be fixed, or its fix is disabled; 1 a fix cannot be applied, or another
+      version of te-graph-fixes baked this TE; 2 no TE
     example: te-graph-fixes status --source /usr/lib/python3/dist-packages
     """
     decision = _decision(options)
-    outdated = bake.is_outdated(decision.reading.manifest)
     if options.json:
-        print(json.dumps(answers.record(decision, outdated), indent=2))
+        print(json.dumps(answers.record(decision), indent=2))
     else:
-        print(*answers.status(decision, options.all, outdated, _where(options)), sep="\n")
-    return int(bool(decision.cannot_apply or outdated))
+        print(*answers.status(decision, options.all, _where(options)), sep="\n")
+    return int(bool(decision.cannot_apply or bake.is_outdated(decision.reading.manifest)))
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -154,29 +153,13 @@ def _check_bake(decision: Decision, where: str) -> int:
 
 
 def _bake_in_place(source: Source, where: str) -> int:
-    """Bake, after undoing an older or incomplete bake. If the new bake fails, restore the older one."""
-    settings, location = _settings(), Path(source.location)
-    try:
-        manifest = read_manifest(source)
-    except ReinstalledError:
-        print(bake.undo(source))
-        manifest = None
-    if manifest is None or not bake.is_outdated(manifest):
-        return _bake_fixes(source, settings, where)
-    older = bake.current_files(location, manifest)
-    print(bake.undo(source))
-    try:
-        return _bake_fixes(source, settings, where)
-    except BaseException:
-        bake.write_in_place(location, older)
-        _note(f"Restored the bake of {manifest.by}.")
-        raise
-
-
-def _bake_fixes(source: Source, settings: Settings, where: str) -> int:
     """Bake. Undo the bake if TE could be imported before it, but not after it."""
+    settings = _settings()
     decision = decide(read(source), settings)
-    if conflict := settings_conflict(settings, decision.reading.manifest):
+    manifest = decision.reading.manifest
+    if manifest and bake.is_outdated(manifest):
+        raise BakeError(f"{manifest.by} baked this TransformerEngine. Undo it first:\n  {UNDO}{where}")
+    if conflict := settings_conflict(settings, manifest):
         raise BakeError(conflict)
     _require_complete(decision)
     if not decision.to_apply:
