@@ -10,9 +10,7 @@ changes conflict. TransformerEngine is then unchanged.
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
-import dis
 import importlib.machinery
 import importlib.util
 import inspect
@@ -152,8 +150,7 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
 def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
     """Compile the functions that the ``changes`` edit or add.
 
-    Raise `InstallationError` for an edit that is neither in the body of a function nor adds methods to a class, and for
-    an edited function that reads an undefined name.
+    Raise `InstallationError` for an edit that is neither in the body of a function nor adds methods to a class.
     """
     texts = patched(source, changes)
     return [
@@ -165,17 +162,10 @@ def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
 
 def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> Iterator[FunctionPatch]:
     """Compile the functions that the edits change or add. ``text`` is the edited module."""
-    before, after = _compiled(module.name, module.text), _compiled(module.name, text)
-    old, new = _functions(before), _functions(after)
-    defined = {*vars(builtins), *before.co_names, *(getattr(node, "name", "") for node in module.tree.body)}
+    old, new = _functions(_compiled(module.name, module.text)), _functions(_compiled(module.name, text))
     for name, (maker, inside) in _edited_functions(module, edits).items():
-        code, owners = None if maker else old[name], frozenset(owner for _, owner in inside)
-        edited = f"the edits of {', '.join(sorted(owners))} in {name} of {module.path}"
-        if code and code.co_freevars != new[name].co_freevars:
-            raise InstallationError(f"{edited} change its free variables")
-        if unset := min(_unset_names(code, new[name], defined), default=""):
-            raise InstallationError(f"{edited} read {unset}, but nothing sets it")
-        yield FunctionPatch(module.name, name, code, new[name], owners, maker)
+        owners = frozenset(owner for _, owner in inside)
+        yield FunctionPatch(module.name, name, None if maker else old[name], new[name], owners, maker)
 
 
 def _edited_functions(
@@ -205,7 +195,7 @@ def _compiled(name: str, text: str) -> CodeType:
 def _functions(block: CodeType, owner: str = "") -> dict[str, CodeType]:
     """Collect the functions of a module and of its classes, by qualified name."""
     functions: dict[str, CodeType] = {}
-    for code in _inner_codes(block):
+    for code in (constant for constant in block.co_consts if isinstance(constant, CodeType)):
         is_class = not code.co_flags & inspect.CO_OPTIMIZED
         functions |= _functions(code, f"{owner}{code.co_name}.") if is_class else {owner + code.co_name: code}
     return functions
@@ -233,24 +223,6 @@ def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> t
         raise InstallationError(f"an edit of {owner} at {where} is not in a function. Only methods can be added there")
     maker = _compiled(module.name, f"class {classes[0]}:\n{textwrap.indent(text, ' ')}")
     return maker, [f"{classes[0]}.{cast(ast.FunctionDef, node).name}" for node in added]
-
-
-def _unset_names(before: CodeType | None, after: CodeType, defined: set[str]) -> set[str]:
-    """Return the names that a function newly reads and its module does not define."""
-    old = defined.union(*(part.co_names for part in code_parts(before)))
-    # `co_names` includes names of attributes. Only the instructions distinguish them, but are slower to read.
-    changed = [part for part in code_parts(after) if not old.issuperset(part.co_names)]
-    steps = (step for part in changed for step in dis.get_instructions(part))
-    return {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} - old
-
-
-def code_parts(code: CodeType | None) -> list[CodeType]:
-    """Return a code object with all code objects nested in it."""
-    return [code, *(part for inner in _inner_codes(code) for part in code_parts(inner))] if code else []
-
-
-def _inner_codes(code: CodeType) -> list[CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 _provided: dict[str, tuple[ModuleType, ModuleType, str]] = {}

@@ -5,11 +5,15 @@ Nothing is imported from TE. What is fetched, and where it is kept, is in `tests
 
 from __future__ import annotations
 
+import ast
+import builtins
+import dis
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import CodeType
 
 import pytest
 from packaging.version import Version
@@ -18,7 +22,7 @@ from te_graph_fixes.commands.cli import main
 from te_graph_fixes.decision import Reading, decide, expected, read, verdicts
 from te_graph_fixes.fix import OLDEST, Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.installation import compile_patches, patched
+from te_graph_fixes.patching.installation import FunctionPatch, compile_patches, patched
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.status import Status
@@ -43,6 +47,28 @@ def words(found: Mapping[str, Verdict]) -> dict[str, str]:
     return {fix: verdict.status for fix, verdict in found.items()}
 
 
+def compiled(tree: Source, changes: Mapping[str, Verdict]) -> list[FunctionPatch]:
+    """Compile the functions that fixes change. They must read no name that is undefined, and need no other closure."""
+    patches = compile_patches(tree, changes)
+    for patch in patches:
+        module = tree.module(patch.module)
+        in_module = compile(module.text, module.path, "exec", dont_inherit=True)
+        definitions = {node.name for node in module.tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        defined = {*vars(builtins), *in_module.co_names, *definitions}
+        undefined = global_names(patch.after) - global_names(patch.before) - defined
+        assert not undefined, f"{', '.join(sorted(patch.owners))} in {patch.qualname}"
+        assert not patch.before or patch.before.co_freevars == patch.after.co_freevars
+    return patches
+
+
+def global_names(code: CodeType | None) -> set[str]:
+    """Return the global names that a function reads, with the functions nested in it."""
+    if code is None:
+        return set()
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return names.union(*(global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_verdicts(version: str) -> None:
     assert examined(version)[0].version == version
@@ -52,7 +78,7 @@ def test_verdicts(version: str) -> None:
         if verdict.status != wanted(fix, version)
     ]
     assert not others, "\n".join(others)
-    assert compile_patches(examined(version)[0], needed(version)) or not needed(version)
+    assert compiled(examined(version)[0], needed(version)) or not needed(version)
 
 
 def test_te_before_the_oldest_that_is_tested_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +105,7 @@ def test_the_newest_te_is_recognized(origin: str) -> None:
     unknown = {fix: verdict.reason for fix, verdict in verdicts(tree).items() if verdict.status == Status.UNRECOGNIZED}
     assert not unknown
     chosen = {fix: verdict for fix, verdict in verdicts(tree).items() if verdict.status == Status.APPLICABLE}
-    assert compile_patches(tree, chosen)
+    assert compiled(tree, chosen)
 
 
 @pytest.mark.parametrize("version", LAYOUTS)
@@ -106,4 +132,4 @@ def test_a_fix_needs_no_other_to_be_compiled(version: str) -> None:
     tree, chosen = examined(version)[0], needed(version)
     assert patched(tree, chosen) == patched(tree, dict(reversed(chosen.items())))
     for fix, verdict in chosen.items():
-        assert compile_patches(tree, {fix: verdict}) or verdict.new_modules
+        assert compiled(tree, {fix: verdict}) or verdict.new_modules

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from te_graph_fixes.fix import Fix, Verdict
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching import PACKAGE
-from te_graph_fixes.patching.installation import InstallationError, compile_patches, patched
+from te_graph_fixes.patching.installation import InstallationError, patched
 from te_graph_fixes.patching.patch import edits, read
 from te_graph_fixes.patching.rewriting import PatchError
 from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError
@@ -293,29 +293,6 @@ def test_a_patch_that_does_not_fit_says_which_hunk(patch: str, error: str) -> No
 def test_a_patch_cannot_edit_the_same_text_twice() -> None:
     with pytest.raises(InstallationError, match=r"edits of 0 overlap at code\.py:2"):
         applied(TEXT, hunk("-x = a\n+x = b") + "@@\n-a\n+c")
-
-
-@pytest.mark.parametrize(
-    "change", [" x = a\n+y = missing", " x = a\n+y = lambda: missing", " x = a\n+def y(): return missing.x"]
-)
-def test_a_name_that_nobody_sets_is_refused(change: str) -> None:
-    for name, is_set in {"missing": False, "a": True, "run": True, "len": True, "np": True, "y": True}.items():
-        source = source_of("import numpy as np\n\n\n" + TEXT)
-        verdict = change_of(edits(source, hunk(change.replace("missing", name))))
-        if is_set:
-            compile_patches(source, {"fix": verdict})
-        else:
-            other = change_of(edits(source, hunk("-run(x)\n+run(x, b)")))
-            with pytest.raises(InstallationError) as raised:
-                compile_patches(source, {"fix": verdict, "other": other})
-            reason = "the edits of fix, other in run of code.py read missing, but nothing sets it"
-            assert str(raised.value) == reason
-
-
-def test_a_name_that_a_deletion_leaves_unset_is_refused() -> None:
-    source = source_of(function("x = a\ny = run(x)\n"))
-    with pytest.raises(InstallationError, match=r"the edits of fix in run of code\.py read x, but nothing sets it"):
-        compile_patches(source, {"fix": change_of(edits(source, hunk("-x = a")))})
 
 
 @pytest.mark.parametrize(
