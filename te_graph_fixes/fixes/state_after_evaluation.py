@@ -7,8 +7,8 @@ recipe. A replay does neither, and uses the tensors of the capture. With the fix
 does the work of a forward on them before each replay (`te_graph_fixes/shipped/recipe_states.py`). TE's hooks do not see
 modules run by ``sub.forward(x)``. The fix covers these modules if they run in the recipe of the capture.
 
-After a forward in another recipe, TE never updates the scales of a module's new state again. Eager training keeps this
-bug, and a graph gives the numbers of eager training.
+After a forward in another recipe, TE never updates the scales of a module's new state again. The fix does not change
+eager training, and a graph computes the same numbers.
 """
 
 from ..fix import Fix

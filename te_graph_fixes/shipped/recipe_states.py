@@ -106,8 +106,8 @@ class _State:
     def _exchange(self, state: Any, buffers: Any) -> None:
         """Exchange the tensors of a state with the graph's tensors in TE's buffers for scale updates.
 
-        After a forward in another recipe, TE never updates the new state of a module, but the old one. To equal eager
-        training, a replay must then not update the state of the graph either.
+        After a forward in another recipe, TE still updates the old state of a module, and never the new state. To match
+        eager training, a replay must then not update the state of the graph either.
         """
         for key, scales in buffers.global_scale_buffer.items():
             for index, scale in enumerate(scales):

@@ -257,7 +257,7 @@ class Captured:
         return layers if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]  # type: ignore
 
     def capture_inference(self) -> None:
-        """Capture a graph of the first layer for inference, in addition to those for training."""
+        """Capture a graph of the first layer for inference, in addition to its graphs for training."""
         layer = self.layers[0]
         layer.eval()
         before = {name: vars(layer).get(name) for name in REPLACED}
