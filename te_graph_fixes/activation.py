@@ -172,13 +172,13 @@ class _Activation:
             announce(self.report(), settings.verbose)
 
     def _install(self, settings: Settings) -> None:
-        from .decision import compose, decide, judge, read_installed
+        from .decision import compose, decide, read_installed
 
         if self._earlier_graphs is None:
             self._earlier_graphs = _captured_graphs()
         self._copies = _copies_of_graphs()
-        self._decision = judge(decide(read_installed(), settings))
-        installation = compose(self._decision)
+        self._decision = decide(read_installed(), settings)
+        self._decision, installation = compose(self._decision)
         self._decision.source.forget_modules()
         installation.install()
         self._installation = installation

@@ -2,8 +2,7 @@
 
     read(source)               the verdict on every fix, from the source alone
     decide(reading, settings)  the status of every fix: its verdict, combined with the settings and its requirements
-    judge(decision)            the decision without the fixes that fail in this process; later steps fail as a whole
-    compose(decision)          the edits of all fixes to apply, composed and compiled
+    compose(decision)          the edits of all fixes to apply, compiled; without the fixes that fail in this process
     Installation.install()     the only step that changes TE: installs all fixes or none; `revert` undoes it
 
 ``te-graph-fixes status``, ``diff`` and ``bake`` use the first two; `activation` uses all of them.
@@ -21,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
 from .manifest import UNDO, Manifest, ManifestError, read_manifest
-from .patching.installation import Installation, failing_changes
+from .patching.installation import Installation
 from .patching.source import Source, TENotFoundError
 from .report import named
 from .settings import Settings
@@ -241,20 +240,18 @@ def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
     return f"The settings have no effect on baked fixes until `{UNDO}`: {' and '.join(differences)}."
 
 
-def judge(decision: Decision) -> Decision:
-    """Check each fix separately against the imported TE, and decide again without the failing fixes.
+def compose(decision: Decision) -> tuple[Decision, Installation]:
+    """Compose and compile the fixes to apply. Return the decision without the fixes that fail in this process, too.
 
-    A failure here affects only the fix and the fixes that require it. In every later step, a failure affects all fixes.
+    A failure in this process affects only the fix and the fixes that require it. An error here or in a later step is a
+    bug in this package. It affects all fixes, and leaves TE unchanged.
     """
-    failures = failing_changes(decision.source, decision.to_apply)
+    installation = Installation(decision.source, decision.to_apply)
+    failures = installation.failing_changes()
     if not failures:
-        return decision
+        return decision, installation
     verdicts = dict(decision.reading.verdicts)
     for fix_id, reason in failures.items():
         verdicts[fix_id] = replace(verdicts[fix_id], status=Status.FAILED, reason=reason)
-    return decide(replace(decision.reading, verdicts=verdicts), decision.settings)
-
-
-def compose(decision: Decision) -> Installation:
-    """Compose and compile the fixes to apply. An error is a bug in this package, and leaves TE unchanged."""
-    return Installation(decision.source, decision.to_apply)
+    decision = decide(replace(decision.reading, verdicts=verdicts), decision.settings)
+    return decision, Installation(decision.source, decision.to_apply)

@@ -3,7 +3,7 @@
 A function is fixed by replacing the code of TransformerEngine's own function object. The function's identity, globals,
 defaults, decorators, closure cells and references do not change. Wrappers by other tools remain in place.
 
-`failing_changes` checks each change separately, before changes are composed. A later `InstallationError` means that the
+`Installation.failing_changes` names the changes that do not fit this process. Any `InstallationError` means that the
 changes conflict. TransformerEngine is then unchanged.
 """
 
@@ -42,37 +42,6 @@ Changes = Mapping[str, Change]
 
 class InstallationError(Exception):
     """Changes cannot be composed, compiled or installed. The message names them."""
-
-
-class _SupportModules(NamedTuple):
-    """The support modules of a change, without its edits."""
-
-    new_modules: Mapping[str, str]
-    edits: tuple[Edit, ...] = ()
-
-
-def failing_changes(source: Source, changes: Changes) -> dict[str, str]:
-    """Check each change separately in this process. Return a reason for each change that cannot be installed.
-
-    The support modules of a change must be importable. The loaded functions that it edits must match their files.
-    """
-    reasons: dict[str, str] = {}
-    for name, change in changes.items():
-        trial = Installation(source, {name: _SupportModules(change.new_modules)})
-        try:
-            trial.install()
-        except Exception as error:
-            reasons[name] = f"a support module cannot be imported here: {type(error).__name__}: {error}"
-        trial.revert()
-    for module_name, edits in _edits_by_module(changes).items():
-        module = source.module(module_name)
-        originals = _functions(_compiled(module_name, module.text))
-        for qualname, (_, inside) in _edited_functions(module, edits).items():
-            if not _runs(module_name, qualname, originals.get(qualname)):
-                reason = f"another package has replaced {qualname} of {module_name}, or its file has changed since"
-                for _, owner in inside:
-                    reasons.setdefault(owner, reason)
-    return reasons
 
 
 def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
@@ -235,7 +204,7 @@ Each is used again by a later installation, because graphs outlive an activation
 class Installation:
     """Composes, compiles, installs and reverts ``changes``. Raises `InstallationError` if they conflict.
 
-    The changes must have passed `failing_changes` in this process.
+    Only changes that are not in `failing_changes` can be installed.
     """
 
     def __init__(self, source: Source, changes: Changes) -> None:
@@ -243,6 +212,26 @@ class Installation:
         self._texts = patched(source, changes)
         self._patches = compile_patches(source, changes)
         self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: it is new), new value
+
+    def failing_changes(self) -> dict[str, str]:
+        """Return a reason for each change that cannot be installed in this process.
+
+        The support modules of a change must be importable. The loaded functions that it edits must match their files.
+        """
+        reasons: dict[str, str] = {}
+        for name, change in self._changes.items():
+            try:
+                for module, text in change.new_modules.items():
+                    self._provide(module, text)
+            except Exception as error:
+                reasons[name] = f"a support module cannot be imported here: {type(error).__name__}: {error}"
+            self.revert()
+        for patch in self._patches:
+            if not _runs(patch.module, patch.qualname, patch.before):
+                place = f"{patch.qualname} of {patch.module}"
+                reason = f"another package has replaced {place}, or its file has changed since"
+                reasons = dict.fromkeys(patch.owners, reason) | reasons
+        return reasons
 
     def install(self) -> None:
         """Install all changes, or raise an error and install none."""
@@ -309,6 +298,7 @@ class Installation:
                 setattr(owner, name, had)
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]
+        self._attributes.clear()
 
 
 def _attribute(owner: Any, name: str) -> Any:

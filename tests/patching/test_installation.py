@@ -23,7 +23,6 @@ from te_graph_fixes.patching.installation import (
     Installation,
     InstallationError,
     compile_patches,
-    failing_changes,
     patched,
 )
 from te_graph_fixes.patching.source import Edit, Source
@@ -277,7 +276,7 @@ def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[.
 def test_a_decorator_that_does_not_say_what_it_wraps_is_reported(standin: Callable[..., StandIn]) -> None:
     text = "def hide(function):\n    return lambda *args: function(*args)\n\n@hide\ndef run(x):\n    return x\n"
     package = standin(text)
-    reasons = failing_changes(package.source, {"fix": package.edit("run", "return x", "return -x")})
+    reasons = Installation(package.source, {"fix": package.edit("run", "return x", "return -x")}).failing_changes()
     assert "another package has replaced run" in reasons["fix"]
 
 
@@ -371,7 +370,7 @@ def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin
     package = standin("class A:\n    def run(self):\n        return 1\n")
     package.module.A.added = theirs = lambda self: "theirs"
     added = package.add("A.run", "def added(self): return 'ours'")
-    assert set(failing_changes(package.source, {"fix": added})) == {"fix"}
+    assert set(Installation(package.source, {"fix": added}).failing_changes()) == {"fix"}
     assert vars(package.module.A)["added"] is theirs
 
 
@@ -422,7 +421,7 @@ def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callabl
         package.module.A = type("A", (), {"run": lambda self: 5})
     else:
         del package.module.A.run
-    reasons = failing_changes(package.source, verdicts)
+    reasons = Installation(package.source, verdicts).failing_changes()
     assert reasons == {"first": "another package has replaced A.run of standin.code, or its file has changed since"}
     assert package.module.other() == 1
 
@@ -430,7 +429,9 @@ def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callabl
 def test_a_file_that_has_changed_since_the_import_is_reported(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     Path(str(package.module.__file__)).write_text("def run():\n    x = 7\n    return 1\n")
-    assert set(failing_changes(package.source, {"fix": package.edit("run", "return 1", "return 2")})) == {"fix"}
+    assert set(
+        Installation(package.source, {"fix": package.edit("run", "return 1", "return 2")}).failing_changes()
+    ) == {"fix"}
 
 
 NEW_MODULE = """
@@ -491,7 +492,7 @@ def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[...,
 def test_a_module_that_raises_leaves_nothing(standin: Callable[..., StandIn]) -> None:
     package = standin("def run():\n    return 1\n")
     fixes = {"fix": with_module(package, NEW_MODULE, "raise ValueError('x')")}
-    reasons = failing_changes(package.source, fixes)
+    reasons = Installation(package.source, fixes).failing_changes()
     assert reasons == {"fix": "a support module cannot be imported here: ValueError: x"}
     with pytest.raises(ValueError, match="x"):
         Installation(package.source, fixes).install()
