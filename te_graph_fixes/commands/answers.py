@@ -21,7 +21,7 @@ from ..fixes import CATALOGUE
 from ..manifest import UNDO
 from ..report import te_name
 from ..settings import DISABLE
-from ..status import BAKED, Status
+from ..status import BAKED
 from ..version import __version__
 from .bake import baked_files, is_outdated
 
@@ -125,26 +125,18 @@ def record(decision: Decision) -> dict[str, Any]:
     }
 
 
-def explain(fix: Fix, decision: Decision | None, where: str) -> Iterator[str]:
-    """Yield the lines of ``explain``. With a ``decision``, they include the status of the fix on that TE."""
+def explain(fix: Fix) -> Iterator[str]:
+    """Yield the lines of ``explain``."""
     rows = {
         "symptom": fix.symptom,
         "affects": fix.affects,
         "versions": f"TransformerEngine {fix.versions}",
         "cost": fix.cost or "none known",
-        "disable": f"{DISABLE}={fix.id}",
+        "disable": f"{DISABLE}={fix.id} (if it is baked, first run `{UNDO}`)",
         "requires": ", ".join(fix.requires),
         "upstream": upstream(fix),
+        "diff": f"te-graph-fixes diff {fix.id}",
     }
-    if decision:
-        decided, manifest = decision.fixes[fix.id], decision.reading.manifest
-        here = f"{decided.status}: {decided.reason}"
-        if decided.status == Status.APPLICABLE:
-            here = "has this bug"
-            rows["diff"] = f"te-graph-fixes diff {fix.id}{where}"
-        if manifest and fix.id in manifest.applied:
-            rows["disable"] = f"run `{UNDO}{where}`, then bake with {DISABLE}={fix.id}"
-        rows["here"] = f"{te_name(decision.source.version)}: {here}"
     if dependent := [other for other in CATALOGUE if fix.id in with_required([other]) - {other}]:
         rows["disable"] += f"\n{'':11}also disables {', '.join(dependent)}, which depend on it"
     module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")

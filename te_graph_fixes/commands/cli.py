@@ -82,18 +82,11 @@ def _status(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     """Explain one fix: the bug, the affected jobs, the change, its cost, and how to disable it.
 
-    exit status: 0; 2 no such fix, or no TE in --source
+    exit status: 0; 2 no such fix
     example: te-graph-fixes explain warmup-reset
     """
     (fix_id,) = fix_ids([options.fix])
-    decision = None
-    try:
-        decision = _decision(options, Settings())
-    except TENotFoundError as error:
-        if options.source is not None:
-            raise
-        _note(f"{error}. The lines about it are omitted.")
-    print(*answers.explain(CATALOGUE[fix_id], decision, _where(options)), sep="\n")
+    print(*answers.explain(CATALOGUE[fix_id]), sep="\n")
     return 0
 
 
@@ -342,7 +335,7 @@ _as_json.add_argument("--json", action="store_true", help="print JSON")
 _add(_status, _of_te, _as_json).add_argument(
     "--all", action="store_true", help="also list the affected jobs, and the bugs that TE does not have"
 )
-_add(_explain, _of_te).add_argument("fix", metavar="FIX")
+_add(_explain).add_argument("fix", metavar="FIX")
 _add(_diff, _of_te).add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to print (default: all that apply)")
 _modes = _add(_bake, _of_te).add_mutually_exclusive_group()
 _modes.add_argument("--check", action="store_true", help="only report whether every needed fix is baked")

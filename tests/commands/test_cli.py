@@ -93,18 +93,19 @@ def test_status_as_text(version: str, cli: Cli) -> None:
     assert all(more[fix].startswith(("not-needed: ", "not-applicable: ")) for fix in set(CATALOGUE) - set(affected))
 
 
-@pytest.mark.parametrize(("fix", "version"), [("warmup-reset", "2.12.0"), ("replay-arguments", COVERED[-1])])
-def test_a_fix_is_explained(fix: str, version: str, cli: Cli) -> None:
-    status, out, err = cli("explain", fix, "--source", source(version))
+@pytest.mark.parametrize("fix", ["warmup-reset", "replay-arguments"])
+def test_a_fix_is_explained(fix: str, cli: Cli) -> None:
+    status, out, err = cli("explain", fix)
     assert (status, err) == (0, "")
     record = CATALOGUE[fix]
     assert out.startswith(f"{fix} ({record.group}): {record.summary}\n\nsymptom    {record.symptom}\n")
     assert f"\naffects    {record.affects}\nversions   TransformerEngine {record.versions}\n" in out
-    assert f"\nhere       TransformerEngine {version}: has this bug\n" in out
     assert f"\ncost       {record.cost or 'none known'}\n" in out
-    assert f"\ndisable    TE_GRAPH_FIXES_DISABLE={fix}\n" in out
+    assert (
+        f"\ndisable    TE_GRAPH_FIXES_DISABLE={fix} (if it is baked, first run `te-graph-fixes bake --undo`)\n" in out
+    )
     assert all(link in re.findall("^upstream .*", out, re.MULTILINE)[0] for link in record.upstream)
-    assert f"\ndiff       te-graph-fixes diff {fix} --source {source(version)}\n" in out
+    assert f"\ndiff       te-graph-fixes diff {fix}\n" in out
     for dependent in (other for other in CATALOGUE.values() if fix in other.requires):
         assert dependent.id in re.findall("also disables (.*), which depend on it", out)[0]
 
@@ -112,7 +113,7 @@ def test_a_fix_is_explained(fix: str, version: str, cli: Cli) -> None:
 def test_an_explanation_is_for_users() -> None:
     """No marks of reStructuredText, no paths of a checkout, and the patch itself in place of a whole diff."""
     for fix in CATALOGUE.values():
-        text = "\n".join(answers.explain(fix, None, ""))
+        text = "\n".join(answers.explain(fix))
         account, _, patch = text.partition("\nThe patch, with TE's own lines:\n\n")
         assert patch.startswith("@@ "), fix.id
         assert re.search(r"^[+-]", patch, re.MULTILINE), fix.id
@@ -286,10 +287,6 @@ def test_no_te_names_the_interpreter(monkeypatch: pytest.MonkeyPatch, cli: Cli) 
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     said = f"te-graph-fixes: transformer_engine is not installed in {sys.executable}"
     assert cli("status") == (2, "", f"{said}\n")
-    status, out, err = cli("explain", "warmup-reset")
-    assert (status, err) == (0, f"{said}. The lines about it are omitted.\n")
-    assert "\nversions   " in out
-    assert "\nhere   " not in out
 
 
 def test_status_of_the_installed_te_names_the_check(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
