@@ -157,14 +157,13 @@ class Decision:
 
     @property
     def dropped(self) -> dict[str, str]:
-        """The fixes disabled only because they require disabled fixes, with the names of the required fixes."""
-        dropped = self.disabled.keys() & with_required(self._wanted) - self.settings.disable
+        """The selected fixes that are disabled because they require disabled fixes, with the names of these."""
         disabled = self.disabled.keys()
-        return {fix_id: ", ".join(sorted(disabled & CATALOGUE[fix_id].requires)) for fix_id in sorted(dropped)}
-
-    @property
-    def _wanted(self) -> Iterable[str]:
-        return CATALOGUE if self.settings.only is None else self.settings.only
+        selected = CATALOGUE.keys() if self.settings.only is None else self.settings.only
+        return {
+            fix_id: ", ".join(sorted(with_required([fix_id]) & disabled & self.settings.disable))
+            for fix_id in sorted(disabled & selected - self.settings.disable)
+        }
 
     def _with_status(self, *statuses: Status) -> dict[str, Verdict]:
         return {fix_id: fix for fix_id, fix in self.fixes.items() if fix.status in statuses}
