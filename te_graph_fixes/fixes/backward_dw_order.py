@@ -91,8 +91,8 @@ PATCH = """
  if is_training:
      ...
 -    with _graph_context_wrapper(bwd_graph, ...):
--        grad_inputs = ANY_GRADS
 +    with _graph_context_wrapper(bwd_graph, ...) if not is_wgrad else contextlib.nullcontext():
+-        grad_inputs = ANY_GRADS
 +        grad_inputs = ANY_GRADS if not is_wgrad else ()
      ...
 -    if need_bwd_dw_graph[per_callable_bwd_idx]:

@@ -16,8 +16,10 @@ PATCH = """
 +from ._te_fused_wgrads import is_shared_dummy
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots
--idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY)
-+idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY) \
+ idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY)
+@@
+-not getattr(ANY, "skip_backward_post_hook", ANY)
++not getattr(ANY, "skip_backward_post_hook", ANY) \
 and not is_shared_dummy(static_grad_inputs[idx], module_params[idx - module_param_start])
 """
 

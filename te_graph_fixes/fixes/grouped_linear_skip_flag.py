@@ -20,13 +20,8 @@ PATCH = """
  (*ANY, skip_fp8_weight_update, save_original_input, *ANY) = non_tensor_args
 
 @@ module/grouped_linear.py GroupedLinear.forward
- non_tensor_args = (
-     ...,
--    None,
-+    skip_fp8_weight_update,
-     self.save_original_input,
-     ...
- )
+-non_tensor_args = (..., None, self.save_original_input, ...)
++non_tensor_args = (..., skip_fp8_weight_update, self.save_original_input, ...)
 @@ module/grouped_linear.py GroupedLinear.forward (at its start)
 +from ..graph import is_graph_capturing
 +

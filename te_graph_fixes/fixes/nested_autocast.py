@@ -13,13 +13,11 @@ from ..fix import Fix
 
 PATCH = """
 @@ graph.py make_graphed_callables.call_func
- with ..., ANY_AUTOCAST(
-     ...,
-     enabled=module_uses_fp8.get(id(self), False),
-     _graph=True,
--):
-+) if id(self) in module_uses_fp8 else contextlib.nullcontext():
+-with ..., ANY_AUTOCAST(..., _graph=True):
++with ..., ANY_AUTOCAST(..., _graph=True) if id(self) in module_uses_fp8 else contextlib.nullcontext():
      outputs = old_call_funcs[block_cls](self, *args, **kwargs)
+@@
+ ANY_AUTOCAST(..., enabled=module_uses_fp8.get(id(self), False), _graph=True)
 """
 
 FIX = Fix(

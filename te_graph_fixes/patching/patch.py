@@ -118,7 +118,7 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
     if not is_start:
         if not old.body or is_gap(old.body[0]):
             raise PatchError(f"line {number}: a pattern must not be empty or begin with `...`")
-        changes = compare(old, new)
+        changes = compare(lines, old, new)
         if changes and count == 0:
             raise PatchError(f"line {number}: a hunk with `0 times` has context lines only")
         located = frozenset(spot.node for change in changes for spot in (change.start, change.end))

@@ -1,17 +1,16 @@
 """Compute the edits of a hunk from its two sides.
 
-`compare` compares *rows*. A row is one logical line of Python, on one or more lines of text::
+`compare` reads a hunk in runs of lines with the same mark. A run of ``+`` lines below ``-`` lines replaces them::
 
      with a:
     -    x = f(u, v)
-    +    x = f(u, w, v)
+    +    x = f(u, w)
     +    y = x
      z = 1
 
-The first and the last row are context. One row becomes two, so whole lines replace whole lines
-(`_Comparison._replace_lines`). Without ``y = x``, one row becomes one row, and only a part of it changes
-(`_Comparison._replace_part`). Both rows begin with ``x = f(u,`` and end with ``v)``. So ``w, `` is inserted at the
-start of the node ``v`` (`_Comparison._insertion_spot`).
+Here whole lines replace whole lines (`_replace_lines`). If both runs are one statement of the same type, as without
+``y = x``, only the smallest expression that differs is replaced (`_replace_part`): ``v`` by ``w``. So other fixes can
+edit the rest of the line, and its comments remain.
 
 Each replacement starts and ends at a node of the pattern. A match binds these nodes to nodes of the source.
 """
@@ -19,25 +18,19 @@ Each replacement starts and ends at a node of the pattern. A match binds these n
 from __future__ import annotations
 
 import ast
-import io
 import keyword
 import re
 import textwrap
-import tokenize
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import chain, groupby, takewhile
-from operator import eq
 from typing import Any, NamedTuple
 
-from .matching import Match, as_python, is_gap
+from .matching import Match, as_python, blocks_of, is_gap
 from .source import Definition, Edit, ModuleSource, first_line, unrecognized
 
 START, END = 0, 1
 """The edges of a node: indices of its span."""
-_STATEMENT = (ast.stmt, ast.excepthandler)
-_NEAR = 100
-"""The longest name of a callee, in characters."""
+_UNKNOWN = re.compile(r"\.\.\.|\bANY\b")
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
 
 
@@ -52,37 +45,16 @@ class Line(NamedTuple):
     text: str
     number: int
 
-
-class Token(NamedTuple):
-    word: str
-    start: int
-    end: int
-
-
-class Row(NamedTuple):
-    """A logical line of Python: its tokens and lines, and the comments and blank lines ``above``."""
-
-    tokens: list[Token]
-    indent: int
-    above: list[Line]
-    lines: list[Line]
-
     @property
-    def words(self) -> list[str]:
-        return [token.word for token in self.tokens]
+    def indent(self) -> int:
+        return len(self.text) - len(self.text.lstrip())
 
-    @property
-    def number(self) -> int:
-        return (self.context or self.lines)[0].number
 
-    @property
-    def mark(self) -> str:
-        """The mark of the row's lines, or a blank if any of them is context."""
-        return min(line.mark for line in self.lines)
+class Spot(NamedTuple):
+    """The start or the end of a node of the pattern. A ``...`` starts with the first node in the gap."""
 
-    @property
-    def context(self) -> list[Line]:
-        return [line for line in self.lines if line.mark == " "]
+    node: Any
+    edge: int
 
 
 class Side:
@@ -96,46 +68,26 @@ class Side:
         except SyntaxError as error:
             number = self.lines[min(error.lineno or 1, len(self.lines)) - 1].number
             raise PatchError(f"line {number}: {name} is no Python: {error.msg}") from error
-        self.rows = [*self._rows()]
+        self._statements: list[Any] = [
+            node for part in self.body for node in ast.walk(part) if isinstance(node, (ast.stmt, ast.excepthandler))
+        ]
 
-    def _rows(self) -> Iterator[Row]:
-        read: list[tokenize.TokenInfo] = []
-        done = 0
-        for token in tokenize.generate_tokens(io.StringIO(self.module.text).readline):
-            if token.type == tokenize.NEWLINE:
-                (first, indent), (last, _) = read[0].start, read[-1].end
-                tokens = [Token(part.string, self._offset(part.start), self._offset(part.end)) for part in read]
-                yield Row(tokens, indent, self.lines[done : first - 1], self.lines[first - 1 : last])
-                read, done = [], last
-            elif token.string.strip() and token.type != tokenize.COMMENT:
-                read.append(token)
+    def statements(self, lines: Sequence[Line]) -> list[Any]:
+        """Return the statements that start on these lines."""
+        return [node for node in self._statements if self.lines[first_line(node) - 1] in lines]
 
-    def _offset(self, position: tuple[int, int]) -> int:
-        return self.module.starts[position[0]] + position[1]
+    def spot(self, edge: int, line: Line, indent: int) -> Spot | None:
+        """Find the statement with this indent that starts or ends on a line."""
+        for node in self._statements:
+            number = first_line(node) if edge == START else node.end_lineno
+            if node.col_offset == indent and self.lines[number - 1] == line and not (is_gap(node) and edge == END):
+                return Spot(node.value if isinstance(node, ast.Expr) and not is_gap(node) else node, edge)
+        return None
 
-    @cached_property
-    def nodes(self) -> list[tuple[Any, tuple[int, int]]]:
-        """The nodes with a position, outer ones first, each with its span. The span includes parentheses."""
-        nodes: list[Any] = [*self.body]
-        for node in nodes:
-            if not is_gap(node) and not isinstance(node, ast.JoinedStr):  # in Python 3.10, its parts have no position
-                nodes += ast.iter_child_nodes(node)
-        placed = [node for node in nodes if hasattr(node, "lineno") or isinstance(node, ast.withitem)]
-        return [(node, span_with_parentheses(self.module, node)) for node in placed]
-
-    def added(self, rows: Sequence[Row]) -> str:
-        """Return the text of new rows, with the added comments above and the added blank lines around them."""
-        lines = [line for row in rows for line in (*row.above, *row.lines)]
-        below = self.lines[self.lines.index(lines[-1]) + 1 :]
-        lines += takewhile(lambda line: line.mark == "+" and not line.text.strip(), below)
-        return textwrap.dedent("\n".join(line.text for line in lines if line.mark == "+")) + "\n"
-
-
-class Spot(NamedTuple):
-    """The start or the end of a node of the pattern. A ``...`` starts with the first node in the gap."""
-
-    node: Any
-    edge: int
+    def text(self, start: int, end: int) -> str:
+        """Return the text between two offsets, without the indent of its first line."""
+        text = self.module.text
+        return text[start:end].replace("\n" + _indent_at(text, start), "\n")
 
 
 class Replacement(NamedTuple):
@@ -169,168 +121,105 @@ class Replacement(NamedTuple):
         return Edit(module.name, start, end, _filled(definition, match, indented(module, first, self.text)))
 
 
-def compare(old: Side, new: Side) -> list[Replacement]:
-    """Return the replacements to turn ``old`` into ``new``; raises `PatchError`."""
-    changes = [*_Comparison(old, new).changes()]
-    for line in new.lines:
-        is_comment = line.mark == "+" and line.text.strip().startswith("#")
-        if is_comment and not any(line.text.strip() in change.text for change in changes):
-            raise PatchError(f"line {line.number}: put the comment above a new statement")
-    return changes
+def compare(lines: Sequence[Line], old: Side, new: Side) -> list[Replacement]:
+    """Return the replacements to turn the ``old`` side of a hunk into the ``new`` side; raises `PatchError`."""
+    comparison = _Comparison(old, new)
+    replacements: list[Replacement] = []
+    removed: list[Line] = []
+    for mark, run in chain(groupby(lines, key=lambda line: line.mark), [(" ", iter(()))]):
+        run_lines = [*run]
+        if mark == "+" or (mark == " " and removed):
+            replacements += comparison.replace(removed, run_lines if mark == "+" else [])
+        removed = run_lines if mark == "-" else []
+    return replacements
 
 
 class _Comparison:
     def __init__(self, old: Side, new: Side) -> None:
         self._old, self._new = old, new
-        self._is_expression = len(old.body) == len(new.body) == 1 and isinstance(new.body[0], ast.Expr)
 
-    def changes(self) -> Iterator[Replacement]:
-        """Yield the changes in order. ``+`` rows replace the ``-`` rows above; a context row can change in part."""
-        context = [row for row in self._new.rows if row.context]
-        if [row.context for row in self._old.rows if row.context] != [row.context for row in context]:
-            raise _error(self._old.rows, "a context line is a whole line of code on one side only")
-        rows = [*self._old.rows, *(row for row in self._new.rows if not row.context)]
-        runs = groupby(sorted(rows, key=lambda row: row.number), key=lambda row: row.mark)
-        removed: list[Row] = []
-        for mark, run in chain(runs, [(" ", ())]):
-            rows = [*run]
-            if mark == "+" or (mark == " " and removed):
-                yield from self._replace_rows(removed, rows if mark == "+" else [])
-            removed = rows if mark == "-" else []
-            for row in rows if mark == " " else ():
-                yield from self._replace_part(row, context.pop(0))
+    def replace(self, removed: list[Line], added: list[Line]) -> list[Replacement]:
+        """Replace the smallest part of one statement, or whole lines."""
+        olds, news = self._old.statements(removed), self._new.statements(added)
+        if len(olds) == len(news) == 1 and not any("#" in line.text for line in added):
+            old, new = _difference(olds[0], news[0])
+            if isinstance(old, ast.expr):
+                return self._replace_expression(old, new, added)
+            if isinstance(old, ast.With) and isinstance(new, ast.With) and (inserted := self._insert_items(old, new)):
+                return [inserted]
+        return [self._replace_lines(removed, added)]
 
-    def _replace_rows(self, removed: list[Row], added: list[Row]) -> Iterator[Replacement]:
-        """Replace rows one by one if they pair up, else all at once."""
-        is_commented = any("#" in line.text for row in added for line in (*row.above, *row.lines))
-        if [row.indent for row in removed] != [row.indent for row in added] or is_commented:
-            yield self._replace_lines(removed, added)
-            return
-        for old, new in zip(removed, added, strict=True):
-            yield from self._replace_part(old, new)
-
-    def _replace_lines(self, removed: list[Row], added: list[Row]) -> Replacement:
+    def _replace_lines(self, removed: list[Line], added: list[Line]) -> Replacement:
         """Replace whole lines with whole lines, or insert them below the statement above."""
-        indent = min(row.indent for row in (*removed, *added))
-        number = (removed[-1] if removed else added[0]).number
-        above = [row for row in self._old.rows if row.number <= number]
-        below = self._old.rows[len(above) :]
-        end = self._statement(END, above, indent)
-        end = end or self._statement(START, below, below[0].indent if below and removed else indent)
-        start = self._statement(START, removed, indent) if removed else end
-        is_of_one_block = all(rows[0].indent == indent for rows in (removed, added) if rows)
-        is_clause = added and added[0].words[0] in ("elif", "else", "except", "finally")
-        if not start or not end or not is_of_one_block or is_clause:
-            raise _error(added or removed, "no statement of the same block above or below")
-        text = self._new.added(added) if added else ""
-        return Replacement(start, end, _fillable(text, added) if removed else text, True)
+        changed = removed or added
+        first = changed[0]
+        above = [line for line in self._old.lines if line.number <= changed[-1].number]
+        below = self._old.lines[len(above) :]
+        end = self._old.spot(END, above[-1], first.indent) if above else None
+        if not end and below:
+            end = self._old.spot(START, below[0], below[0].indent if removed else first.indent)
+        start = self._old.spot(START, first, first.indent) if removed else end
+        if not start or not end:
+            raise PatchError(f"line {first.number}: no statement of the same block above or below")
+        text = textwrap.dedent("".join(f"{line.text}\n" for line in added))
+        if _UNKNOWN.search(text):
+            raise _unknown_text(added)
+        return Replacement(start, end, text, True)
 
-    def _statement(self, edge: int, rows: list[Row], indent: int) -> Spot | None:
-        """Find the statement with this indent that starts the first row or ends the last row."""
-        for node, span in self._old.nodes if rows else ():
-            offset = rows[-1].tokens[-1].end if edge == END else rows[0].tokens[0].start
-            if isinstance(node, _STATEMENT) and (span[edge], node.col_offset) == (offset, indent):
-                if is_gap(node):
-                    return Spot(node, edge) if edge == START else None
-                return Spot(node.value if isinstance(node, ast.Expr) else node, edge)
-        return None
+    def _replace_expression(self, old: Any, new: Any, added: list[Line]) -> list[Replacement]:
+        """Replace an expression. If it contains ``...`` or ``ANY``, insert text around it."""
+        start, end = span_with_parentheses(self._new.module, new)
+        text = self._new.text(start, end)
+        if not _UNKNOWN.search(text):
+            return [Replacement(Spot(old, START), Spot(old, END), text, False)]
+        kept = [part for part in ast.walk(new) if _is_same(part, old)]
+        if len(kept) != 1:
+            raise _unknown_text(added)
+        kept_start, kept_end = self._new.module.span(kept[0])
+        texts = {START: self._new.text(start, kept_start), END: self._new.text(kept_end, end)}
+        return [Replacement(Spot(old, edge), Spot(old, edge), text, False) for edge, text in texts.items() if text]
 
-    def _replace_part(self, old: Row, new: Row) -> Iterator[Replacement]:
-        """Replace the smallest part of a row with all differences, else the whole row. Equal rows yield nothing."""
-        if old.words == new.words:
-            return
-        same_before = _same_at_start(old.words, new.words)
-        same_after = _same_at_start(old.words[same_before:][::-1], new.words[same_before:][::-1])
-        is_insertion = same_before + same_after == len(old.words)
-        if is_insertion and (spot := self._insertion_spot(old, new, same_before)):
-            yield self._replacement(new, spot, spot, same_before, same_after)
-        elif node := self._smallest_node(old, same_before, same_after):
-            before, after = _tokens_outside(old, node[1])
-            yield self._replacement(new, Spot(node[0], START), Spot(node[0], END), before, after)
-        elif old.context:
-            raise _error([new], "neither whole statements nor a part of an expression")
-        else:
-            yield self._replace_lines([old], [new])
-
-    def _replacement(self, new: Row, start: Spot, end: Spot, before: int, after: int) -> Replacement:
-        """Replace the text between two spots with the new row, without its first and last tokens."""
-        stop = len(new.tokens) - after
-        first = new.tokens[before].start if start.edge == START else new.tokens[before - 1].end
-        last = new.tokens[stop].start if end.edge == START else new.tokens[stop - 1].end
-        text = self._new.module.text
-        text = text[first:last].replace("\n" + _indent_at(text, first), "\n")
-        return Replacement(start, end, _fillable(text, [new]), False)
-
-    def _smallest_node(self, row: Row, same_before: int, same_after: int) -> tuple[Any, tuple[int, int]] | None:
-        """Find the smallest expression around the different tokens, with its span.
-
-        Return None if it is a statement or the whole row.
-        """
-        stop = len(row.tokens) - same_after
-        different = row.tokens[same_before:stop] or row.tokens[max(same_before - 1, 0) : stop + 1]
-        start, end = different[0].start, different[-1].end
-        around = [(node, span) for node, span in self._old.nodes if span[START] <= start and end <= span[END]]
-        if not around:
+    def _insert_items(self, old: ast.With, new: ast.With) -> Replacement | None:
+        """Insert items of a `with` in front of the next item, or behind the last. Return None for other changes."""
+        count, span = len(new.items) - len(old.items), self._new.module.span
+        index = len([*takewhile(bool, map(_is_same, old.items, new.items))])
+        if count < 1 or not _is_same(old.items[index:], new.items[index + count :]):
             return None
-        node, span = around[-1]
-        is_whole_row = _tokens_outside(row, span) == (0, 0) and not self._is_expression
-        return None if is_whole_row or isinstance(node, _STATEMENT) else (node, span)
-
-    def _insertion_spot(self, old: Row, new: Row, index: int) -> Spot | None:
-        """Find the edge of a node at which to insert text, in front of token ``index``.
-
-        The node must exist on both sides. From ``a or b`` to ``a or b and c`` the spot is the end of ``b``, because the
-        new side has no node ``a or b``. Return None next to ``ANY``: an operator could bind to a part of the matched
-        expression.
-        """
-        neighbors = old.tokens[max(index - 1, 0) : index + 1]
-        if any(token.word.startswith("ANY") for token in neighbors):
-            return None
-        ends_at = old.tokens[index - 1].end if index else None
-        starts_at = old.tokens[index].start if index < len(old.tokens) else None
-        spots = []
-        for node, (start, end) in self._nodes_on_both_sides(old, new, index):
-            if start == starts_at:
-                spots.append(Spot(node, START))
-            if end == ends_at and not is_gap(node):
-                spots.append(Spot(node, END))
-        # Outer nodes come first, so the text is inserted outside the parentheses of inner nodes.
-        return min(spots, key=lambda spot: (is_gap(spot.node), spot.edge), default=None)
-
-    def _nodes_on_both_sides(self, old: Row, new: Row, index: int) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Yield the expressions and gaps unchanged by an insertion in front of token ``index``, with their spans."""
-        inserted = len(new.tokens) - len(old.tokens)
-        unchanged = [*new.tokens[:index], *new.tokens[index + inserted :]]
-        new_starts = {token.start: other.start for token, other in zip(old.tokens, unchanged, strict=True)}
-        new_ends = {token.end: other.end for token, other in zip(old.tokens, unchanged, strict=True)}
-        new_spans = {span for _, span in self._new.nodes}
-        for node, (start, end) in self._old.nodes:
-            is_statement = isinstance(node, _STATEMENT) and not is_gap(node)
-            if (new_starts.get(start), new_ends.get(end)) in new_spans and not is_statement:
-                yield node, (start, end)
+        if index < len(old.items):
+            spot, first, following = Spot(old.items[index], START), new.items[index], new.items[index + count]
+            return Replacement(spot, spot, self._new.text(span(first)[START], span(following)[START]), False)
+        spot, last = Spot(old.items[-1], END), new.items[index - 1]
+        return Replacement(spot, spot, self._new.text(span(last)[END], span(new.items[-1])[END]), False)
 
 
-def _same_at_start(words: Sequence[str], others: Sequence[str]) -> int:
-    """Count the equal tokens at the start."""
-    return len([*takewhile(bool, map(eq, words, others))])
+def _difference(old: Any, new: Any) -> tuple[Any, Any]:
+    """Return the smallest expressions with all differences between two nodes, or else the nodes. Ignore blocks."""
+    fields = [field for field in old._fields if field not in blocks_of(old)] if type(old) is type(new) else []
+    parts = [pair for field in fields for pair in _paired(getattr(old, field), getattr(new, field))]
+    different = [pair for pair in parts if not _is_same(*pair)]
+    if len(different) == 1 and all(isinstance(part, (ast.expr, ast.withitem)) for part in different[0]):
+        return _difference(*different[0])
+    return old, new
 
 
-def _tokens_outside(row: Row, span: tuple[int, int]) -> tuple[int, int]:
-    """Count the tokens of a row before and after a span."""
-    before = sum(token.start < span[START] for token in row.tokens)
-    after = sum(token.end > span[END] for token in row.tokens)
-    return before, after
+def _paired(ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
+    """Pair two values of a field, or their items if they are lists of the same length."""
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [*zip(ours, theirs, strict=True)]
+    return [(ours, theirs)]
 
 
-def _fillable(text: str, rows: Sequence[Row]) -> str:
-    """Return the text. Raise `PatchError` if it contains ``...`` or ``ANY``, which have no known text."""
-    if re.search(r"\.\.\.|\bANY\b", text):
-        raise _error(rows, "neither whole statements nor a part of an expression")
-    return text
+def _is_same(ours: Any, theirs: Any) -> bool:
+    """Return whether two parts of a syntax tree are equal."""
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+    if isinstance(ours, ast.AST) and isinstance(theirs, ast.AST):
+        return ast.dump(ours) == ast.dump(theirs)
+    return bool(ours == theirs)
 
 
-def _error(rows: Sequence[Row], text: str) -> PatchError:
-    return PatchError(f"line {rows[0].number}: {text}")
+def _unknown_text(added: Sequence[Line]) -> PatchError:
+    return PatchError(f"line {added[0].number}: `...` and `ANY` have no known text here")
 
 
 def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
@@ -338,7 +227,7 @@ def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
     text, (start, end) = module.text, module.span(node)
     while text[:start].rstrip()[-1:] == "(" and text[end:].lstrip()[:1] == ")":
         opening = text.rindex("(", 0, start)
-        callee = re.search(r"(\w+|[)\]]) *\Z", text[max(opening - _NEAR, 0) : opening])
+        callee = re.search(r"(\w+|[)\]]) *\Z", text[:opening])
         if callee and not keyword.iskeyword(callee[1]):
             break
         start, end = opening, text.index(")", end) + 1

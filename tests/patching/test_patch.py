@@ -136,14 +136,9 @@ def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
         ("@@ code.py run\n a = 1\n+b = = 1\n", "line 3: the new side is no Python"),
         ("@@ code.py run\n # nothing\n", "line 1: a pattern must not be empty"),
         ("@@ code.py run\n if a:\n     ...\n+    b = 1\n c = 1\n", "line 4: no statement of the same block"),
-        ("@@ code.py run\n if a:\n     b = 1\n+else:\n+    b = 2\n", "line 4: no statement of the same block"),
-        ("@@ code.py run\n if a:\n-    b = 1\n+    b = 2\n+c = 3\n", "line 4: no statement of the same block"),
-        ("@@ code.py run\n f(\n     a,\n+)\n+g(\n     b,\n )\n", "line 2: a context line is a whole line"),
+        ("@@ code.py run\n f(\n     a,\n+)\n+g(\n     b,\n )\n", "line 4: no statement of the same block"),
         ("@@ code.py run (0 times)\n-a = 1\n+a = 2\n", "line 1: a hunk with `0 times` has context"),
-        ("@@ code.py run\n-a = f(...)\n+a = f(*..., 1)\n", "line 3: neither whole statements"),
-        ("@@ code.py run\n a = 1\n+# why\n b = 2\n", "line 3: put the comment above a new statement"),
-        ("@@ code.py run\n-a = 1\n+# a is gone\n b = 2\n+c = 3\n", "line 3: put the comment above"),
-        ("@@ code.py run\n-a = 1\n+a = 2\n+# the end\n", "line 4: put the comment above"),
+        ("@@ code.py run\n-a = f(...)\n+a = f(*..., 1)\n", "line 3: `...` and `ANY` have no known text"),
     ],
 )
 def test_errors_of_a_patch_name_its_line(patch: str, error: str) -> None:
@@ -170,24 +165,24 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
     [
         ("x = f(a)", "-f(a)\n+f(a, b)", "x = f(a, b)"),
         ("x = f(b)", "-f(b)\n+f(a, b)", "x = f(a, b)"),
-        ("x = f((b))", "-f(b)\n+f(a, b)", "x = f(a, (b))"),
-        ("x = f(a, k=(b))", "-f(..., k=b)\n+f(..., j=1, k=b)", "x = f(a, j=1, k=(b))"),
-        ("x = f(\n    a,\n    b,\n)", " f(\n     ...,\n+    c,\n     b,\n )", "x = f(\n    a,\n    c,\n    b,\n)"),
+        ("x = f((b),  a)", "-f(b, ANY)\n+f(c, ANY)", "x = f(c,  a)"),
+        ("x = f(a,  b)", "-x = f(a, ...)\n+x = f(a, ...) if (b) else a", "x = f(a,  b) if (b) else a"),
+        ("x = (f(a))", "-x = f(...)\n+x = b or f(...)", "x = b or (f(a))"),
         ("x = c(a, k=1, n=2)", "-x = c(a, n=2, k=1)\n+x = c(b, n=2, k=1)", "x = c(b, k=1, n=2)"),
         ("x = not a", "-not a\n+not (a or b)", "x = not (a or b)"),
         ("x = not (a)", "-not a\n+not (a or b)", "x = not (a or b)"),
         ("x = a and b", "-a and b\n+a and b and c", "x = a and b and c"),
         ("x = a and (b or c)", "-a and (b or c)\n+a and (b or c) and a", "x = a and (b or c) and a"),
-        ("x = a and (b)", "-a and b\n+a and b and c", "x = a and (b) and c"),
-        ("with a: pass", "-with a: ...\n+with b, a: ...", "with b, a: pass"),
-        ("with b, a as x: pass", "-with ..., a as x: ...\n+with c, ..., a as x: ...", "with c, b, a as x: pass"),
+        ("with a: pass", "-with a:\n+with b, a:\n     ...", "with b, a: pass"),
+        ("with b, a as x: pass", "-with ..., a as x:\n+with c, ..., a as x:\n     ...", "with c, b, a as x: pass"),
+        ("with b, a as x: pass", "-with ..., a as x:\n+with ..., c, a as x:\n     ...", "with b, c, a as x: pass"),
+        ("with b, (a): pass", "-with ..., a:\n+with ..., a, c as x:\n     ...", "with b, (a), c as x: pass"),
         ("x = a[b]", "-ANY_X[b]\n+ANY_X[b, ANY_X]", "x = a[b, a]"),
         ("x = a  # why", "-x = a\n+x = b", "x = b  # why"),
         ("x = a", "-x = a\n+x = b  # why", "x = b  # why"),
         ("x = a", "-x = a\n+# why\n+x = b", "# why\nx = b"),
         ("x = a", " x = a\n+\n+y = b", "x = a\n\ny = b"),
         ("x = 'ü', a", "-'ü', a\n+'ü', b", "x = 'ü', b"),
-        ("def g(x, y=1): return x", "-def g(x, ...): ...\n+def g(w, x, ...): ...", "def g(w, x, y=1): return x"),
         (
             "if a:\n    x = 1\nelse:\n    x = 2",
             " if a:\n     ...\n else:\n+    y = 1\n     x = 2",
@@ -212,14 +207,10 @@ def test_the_examples_of_the_manual_can_be_read() -> None:
         ("if a:\n    x = 1", " if a:\n+    y = 1\n     ...", "if a:\n    y = 1\n    x = 1"),
         ("x = f(\n    a,\n)", "-x = ANY_X\n+with b:\n+    x = ANY_X", "with b:\n    x = f(\n    a,\n)"),
         ("for x in (a)[0]:\n    pass", "-for x in a[0]:\n+for x, y in a[1]:\n     ...", "for x, y in a[1]:\n    pass"),
-        ("x = f(a)", "-x = f(a)\n+x = f(y for y in a)", "x = f(y for y in a)"),
         ("x = -(a and b)", "-x = -(a and b)\n+x = -(-(a or b) or b)", "x = -(-(a or b) or b)"),
         ("x = (a + b) * c", "-a + b\n+a + b * c", "x = (a + b * c) * c"),
-        ("x = (a)", "-x = a\n+x = a + b", "x = (a) + b"),
-        ("x = a * (-b)", "-x = a * -b\n+x = a * -b + c", "x = a * (-b) + c"),
-        ("x = a and (not b)", "-a and not b\n+a and not b and c", "x = a and (not b) and c"),
-        ("x = (-a) * b", "-x = -a * b\n+x = c + -a * b", "x = c + (-a) * b"),
-        ("x = (a + b)", "-x = a + b\n+x = a + b * c", "x = (a + b * c)"),
+        ("x = a * (b)", "-x = a * b\n+x = a * (b + c)", "x = a * (b + c)"),
+        ("x = (a + b)", "-x = a + b\n+x = (a + b) * c", "x = (a + b) * c"),
     ],
 )
 def test_only_what_differs_is_edited(before: str, change: str, after: str) -> None:
@@ -252,15 +243,16 @@ def test_a_statement_that_shares_its_line_is_unrecognized(change: str, line: str
 
 
 def test_patches_are_composed_on_one_statement() -> None:
-    text = function("with a, b as x:\n    y = run(a, b) and c\n")
+    text = function("with a, b as x:\n    y = run(a, b)\n")
     patches = [
         hunk("-with a, ...:\n+with c, a, ...:\n     ..."),
         hunk("-with ..., b as x:\n+with ..., run(b) as x:\n     ..."),
-        hunk("-run(a, b)\n+run(a, b, c)"),
-        hunk("-run(ANY, ANY) and c\n+run(ANY, ANY) and c and b"),
+        hunk("-with ..., ANY as x:\n+with ..., ANY as x, d:\n     ..."),
+        hunk("-y = run(a, ...)\n+y = run(a, ...) if c else b"),
+        hunk("-run(ANY, b)\n+run(ANY, [b])"),
         hunk(" with ANY_A, ANY_B as x:\n+    z = ANY_A\n     y = ANY"),
     ]
-    expected = function("with c, a, run(b) as x:\n    z = a\n    y = run(a, b, c) and c and b\n")
+    expected = function("with c, a, run(b) as x, d:\n    z = a\n    y = run(a, [b]) if c else b\n")
     assert applied(text, *patches) == applied(text, *reversed(patches)) == expected
 
 
