@@ -124,7 +124,7 @@ class Fix:
             try:
                 return self._verdict_on(source)
             except UnrecognizedError as error:
-                return Verdict(Status.UNRECOGNIZED, error.closest().text, details=error.details)
+                return Verdict(Status.UNRECOGNIZED, str(error))
         except Exception as error:
             return Verdict(Status.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
 
@@ -143,7 +143,7 @@ class Fix:
                 self._edits(source, text)
                 upstream_fixes.append(Verdict(Status.NOT_NEEDED, reason))
             except UnrecognizedError as error:
-                misfits.append((f"for the upstream fix {reason!r}", error))
+                misfits.append(f"for the upstream fix {reason!r}: {error}")
         if len(upstream_fixes) > 1:
             raise UnrecognizedError("looked for the bug or one upstream fix, found several upstream fixes")
         try:
@@ -151,8 +151,8 @@ class Fix:
         except UnrecognizedError as error:
             if upstream_fixes:
                 return upstream_fixes[0]
-            lines = [f"{what}: {miss.closest().text}\n  {miss}" for what, miss in (("for the bug", error), *misfits)]
-            raise UnrecognizedError(str(error), error.closest, "\n".join(lines)) from error
+            details = "\n".join([f"for the bug: {error}", *misfits])
+            return Verdict(Status.UNRECOGNIZED, str(error), details=details)
         if upstream_fixes:
             raise UnrecognizedError("looked for the bug or an upstream fix, found both")
         new_modules = {name: text for module in self.provides for name, text in new_module(module).items()}

@@ -16,17 +16,13 @@ If a pattern matches in two ways, there are two matches.
 from __future__ import annotations
 
 import ast
-import copy
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-Position: TypeAlias = "tuple[int, int]"
-
-BLOCKS = ("body", "handlers", "orelse", "finalbody")
 _NO_SYNTAX = ("ctx", "kind", "type_comment")
 _GAP = ast.Constant(...)
 
@@ -56,17 +52,20 @@ class Match(NamedTuple):
 
 
 class Pattern:
-    """A pattern of statements or of one expression. A match binds the ``located`` nodes."""
+    """A pattern of statements or of one expression. A match binds the ``located`` nodes.
+
+    ``reached`` is the last line of the pattern that `match` has compared: every line above matched somewhere.
+    """
 
     def __init__(self, text: str, body: Sequence[ast.stmt], located: frozenset[Any] = frozenset()) -> None:
-        self._text, self._located = " ".join(text.split()), located
+        self._lines, self._located, self.reached = text.splitlines(), located, 1
         is_expression = len(body) == 1 and isinstance(body[0], ast.Expr)
         self.nodes: list[Any] = [body[0].value] if is_expression else [*body]  # type: ignore[attr-defined]
 
     @staticmethod
     @cache
     def of(text: str) -> Pattern:
-        text = textwrap.dedent(text)
+        text = textwrap.dedent(text).strip()
         return Pattern(text, ast.parse(as_python(text)).body)
 
     @property
@@ -76,26 +75,11 @@ class Pattern:
         return [ast.Assign, ast.AnnAssign] if kind is ast.Assign else [kind]
 
     def __str__(self) -> str:
-        return self._text
+        return self._lines[0].strip()
 
-    def beginning(self, heads: Sequence[Any]) -> tuple[int, Any, Any]:
-        """Match the heads of this pattern with ``heads``, up to the first difference.
-
-        Return the number of equal heads, and the two heads that differ (None at an end).
-        """
-        count = position = 0
-        is_adjacent = True
-        for head in heads_of(self.nodes):
-            if is_gap(head):
-                is_adjacent = False
-                continue
-            candidates = heads[position : position + 1] if is_adjacent else heads[position:]
-            bare = without_blocks(head)
-            is_match = [bool(self._match(bare, without_blocks(other), Bindings())) for other in candidates]
-            if True not in is_match:
-                return count, head, next(iter(heads[position:]), None)
-            count, position, is_adjacent = count + 1, position + is_match.index(True) + 1, True
-        return count, None, next(iter(heads[position:]), None)
+    @property
+    def line_reached(self) -> str:
+        return self._lines[self.reached - 1].strip()
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
         """Yield each match that begins at ``siblings[number]``."""
@@ -112,12 +96,12 @@ class Pattern:
         first, *rest = wanted
         if is_gap(first):
             if first in self._located:
-                if not nodes:
-                    return
                 bindings = bindings.with_node(first, nodes[0])
             for length in range(len(nodes) + 1):
                 yield from self._match_sequence(rest, nodes[length:], bindings)
         elif nodes:
+            if isinstance(first, ast.stmt):
+                self.reached = max(self.reached, first.lineno)
             for bound in self._match(first, nodes[0], bindings):
                 yield from self._match_sequence(rest, nodes[1:], bound)
 
@@ -172,27 +156,6 @@ def as_python(text: str) -> str:
     return re.sub(r"\bdef \w+\([^)]*\)", with_stars, text)
 
 
-def heads_of(body: Sequence[Any]) -> Iterator[Any]:
-    """Yield each statement, followed by the statements in its blocks, in order."""
-    for node in body:
-        yield node
-        for block in blocks_of(node):
-            yield from heads_of(getattr(node, block))
-
-
-def without_blocks(statement: Any) -> Any:
-    """Copy a statement without its blocks; an expression stays the same."""
-    bare = copy.copy(statement)
-    for block in blocks_of(statement):
-        setattr(bare, block, [])
-    return bare
-
-
-def blocks_of(node: Any) -> list[str]:
-    """Return the names of the blocks of a statement or handler. The ``body`` of an expression is no block."""
-    return [] if isinstance(node, ast.expr) else [block for block in BLOCKS if hasattr(node, block)]
-
-
 def is_gap(node: Any) -> bool:
     """Return whether a part of a pattern is ``...``, in one of its forms."""
     match node:
@@ -236,10 +199,3 @@ def _parameters(arguments: ast.arguments) -> dict[str, list[ast.AST]]:
     by_place = zip_longest(reversed(arguments.args), reversed(arguments.defaults))
     by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {parameter.arg: [parameter, default or _GAP] for parameter, default in (*by_place, *by_name)}
-
-
-def extent(node: Any) -> tuple[Position, Position]:
-    """Return the start and the end of a node: lines, and columns in bytes. A `with` item has no position of its own."""
-    first, last = getattr(node, "context_expr", node), getattr(node, "optional_vars", None) or node
-    last = getattr(last, "context_expr", last)
-    return (first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset)

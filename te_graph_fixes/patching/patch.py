@@ -57,12 +57,11 @@ def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
         try:
             fits.append(hunk.fit(source))
         except UnrecognizedError as error:
-            errors.append((error, f"{error} (line {hunk.number} of the patch, `{hunk.header}`)"))
+            errors.append(f"{error} (line {hunk.number} of the patch)")
     if len(fits) > 1:
         raise UnrecognizedError(f"looked for one of {len(alternatives)} hunks in {hunk.place}, found {len(fits)}")
     if not fits:
-        text = "; or ".join(text for _, text in errors)
-        raise UnrecognizedError(text, lambda: max(error.closest() for error, _ in errors))
+        raise UnrecognizedError("; or ".join(errors))
     return fits[0]
 
 
@@ -150,10 +149,6 @@ class Hunk:
     new_text: str
 
     @property
-    def header(self) -> str:
-        return f"@@ {self.file}.py {self.place}"
-
-    @property
     def module(self) -> str:
         return f"{PACKAGE}.{self.file.replace('/', '.')}"
 
@@ -168,7 +163,7 @@ class Hunk:
         matches = definition.exactly(self.count, self.pattern) if self.pattern else []
         for result in self.already_applied:
             if definition.has(result):
-                raise unrecognized(f"no `{str(result)[:80]}`", definition, "it already")
+                raise unrecognized(f"no `{result}`", definition, "it already")
         if self.pattern:
             return [change.edit(definition, match) for match in matches for change in self.changes]
         body = definition.node.body
@@ -178,14 +173,9 @@ class Hunk:
 
     def find(self, source: Source) -> Definition | None:
         """Find the function or class. Return None if it is missing and the notes allow that."""
-        module, names = source.find(self.module), self.place.split(".")
-        depth = 2 if module and isinstance(module.definitions.get(names[0]), ast.ClassDef) else 1
         try:
-            definition = source.module(self.module).definition(".".join(names[:depth]))
-            for name in names[depth:]:
-                definition = definition.inner(name)
+            return source.module(self.module).definition(self.place)
         except UnrecognizedError:
             if self.may_be_missing:
                 return None
             raise
-        return definition

@@ -25,11 +25,12 @@ from collections.abc import Sequence
 from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
-from .matching import Match, as_python, blocks_of, is_gap
+from .matching import Match, as_python, is_gap
 from .source import Definition, Edit, ModuleSource, first_line, unrecognized
 
 START, END = 0, 1
 """The edges of a node: indices of its span."""
+_BLOCKS = ("body", "handlers", "orelse", "finalbody")
 _UNKNOWN = re.compile(r"\.\.\.|\bANY\b")
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
 
@@ -194,7 +195,8 @@ class _Comparison:
 
 def _difference(old: Any, new: Any) -> tuple[Any, Any]:
     """Return the smallest expressions with all differences between two nodes, or else the nodes. Ignore blocks."""
-    fields = [field for field in old._fields if field not in blocks_of(old)] if type(old) is type(new) else []
+    ignored = () if isinstance(old, ast.expr) else _BLOCKS
+    fields = [field for field in old._fields if field not in ignored] if type(old) is type(new) else []
     parts = [pair for field in fields for pair in _paired(getattr(old, field), getattr(new, field))]
     different = [pair for pair in parts if not _is_same(*pair)]
     if len(different) == 1 and all(isinstance(part, (ast.expr, ast.withitem)) for part in different[0]):

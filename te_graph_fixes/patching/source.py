@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -15,15 +14,14 @@ import io
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from . import PACKAGE, TE
-from .matching import Match, Pattern, extent, heads_of, without_blocks
+from . import TE
+from .matching import Match, Pattern
 
 _DISTRIBUTIONS = (
     TE,
@@ -33,38 +31,19 @@ _DISTRIBUTIONS = (
     "transformer_engine_rocm7",
     "transformer_engine_rocm_torch",
 )
-_LONGEST = 70
-"""The number of characters of a statement that errors show."""
 
 
 class TENotFoundError(Exception):
     """No TransformerEngine was found."""
 
 
-class Miss(NamedTuple):
-    """The longest partial match of a pattern: the number of matching statements, and the first difference."""
-
-    matched: int
-    text: str
-
-
 class UnrecognizedError(Exception):
-    """A fix did not find its code, so it must not change this source.
-
-    ``closest`` is a slow function that searches for the longest partial match. ``details`` are longer than the message.
-    """
-
-    def __init__(self, text: str, closest: Callable[[], Miss] | None = None, details: str = "") -> None:
-        super().__init__(text)
-        self.closest = closest or (lambda: Miss(-1, text))
-        self.details = details or text
+    """A fix did not find its code, so it must not change this source."""
 
 
-def unrecognized(
-    wanted: str, where: object, found: str = "none", closest: Callable[[], Miss] | None = None
-) -> UnrecognizedError:
+def unrecognized(wanted: str, where: object, found: str = "none") -> UnrecognizedError:
     """Return the error for missing code. ``where`` is a `Definition` or a path."""
-    return UnrecognizedError(f"looked for {wanted} in {where}, found {found}", closest)
+    return UnrecognizedError(f"looked for {wanted} in {where}, found {found}")
 
 
 class Edit(NamedTuple):
@@ -203,19 +182,28 @@ class ModuleSource:
                     pending += [(f"{prefix}{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
         return {name: nodes[0] for name, nodes in by_name.items() if len(nodes) == 1}
 
-    def definition(self, qualname: str) -> Definition:
-        """Find the function or class ``qualname``; raises `UnrecognizedError` if there is none, or several."""
-        if qualname not in self._searched:
-            if qualname not in self.definitions:
-                raise unrecognized(f"one definition of {qualname}", self.path, "none or several")
-            self._searched[qualname] = Definition(self, qualname, self.definitions[qualname])
-        return self._searched[qualname]
+    def definition(self, place: str) -> Definition:
+        """Find a function or class; raises `UnrecognizedError` if there is none, or several.
+
+        In ``function.Class.method``, ``Class`` is anywhere inside of ``function``.
+        """
+        if place not in self._searched:
+            outer, _, name = place.rpartition(".")
+            nodes = self.definition(outer).named(name) if outer else [self.definitions.get(name)]
+            if len(nodes) != 1 or nodes[0] is None:
+                raise unrecognized(f"one definition of {place}", self.path, "none or several")
+            self._searched[place] = Definition(self, place, nodes[0])
+        return self._searched[place]
 
     def span(self, node: Any) -> tuple[int, int]:
-        """Return the character offsets of a node's start and end. Syntax trees count columns in UTF-8 bytes."""
-        (first, column), (last, end_column) = extent(node)
-        start, end = self.line(first).encode()[:column], self.line(last).encode()[:end_column]
-        return self.starts[first] + len(start.decode()), self.starts[last] + len(end.decode())
+        """Return the character offsets of a node's start and end. An item of a `with` has no position of its own."""
+        first, last = getattr(node, "context_expr", node), getattr(node, "optional_vars", None)
+        last = last or first
+        return self._offset(first.lineno, first.col_offset), self._offset(last.end_lineno, last.end_col_offset)
+
+    def _offset(self, number: int, column: int) -> int:
+        """Return a character offset. Syntax trees count columns in UTF-8 bytes."""
+        return self.starts[number] + len(self.line(number).encode()[:column].decode())
 
 
 @dataclass(frozen=True)
@@ -225,7 +213,6 @@ class Definition:
     module: ModuleSource
     qualname: str
     node: ast.FunctionDef | ast.ClassDef
-    _inner: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
@@ -252,8 +239,8 @@ class Definition:
         for siblings, number in (node for kind in pattern.kinds for node in self._by_type[kind]):
             for match in pattern.match(siblings, number):
                 bound = (*match.bound.names.values(), *match.bound.nodes.values())
-                matches[tuple(map(extent, (match.nodes[0], match.nodes[-1], *bound)))] = match
-        return sorted(matches.values(), key=lambda match: (extent(match.nodes[0]), extent(match.nodes[-1])))
+                matches[tuple(map(id, (match.nodes[0], match.nodes[-1], *bound)))] = match
+        return sorted(matches.values(), key=lambda match: (match.nodes[0].lineno, match.nodes[0].col_offset))
 
     def has(self, pattern: str | Pattern) -> bool:
         """Return whether the pattern matches at least once."""
@@ -266,40 +253,19 @@ class Definition:
     def exactly(self, count: int | None, pattern: str | Pattern) -> list[Match]:
         """Return the matches. Raise `UnrecognizedError` unless there are ``count`` matches (None: at least one)."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
+        pattern.reached = 1
         matches = self.matches(pattern)
-        if len(matches) != count and not (count is None and matches):
-            times = {None: "at least once", 1: "exactly once"}.get(count, f"exactly {count} times")
-            lines = f" (lines {', '.join(str(match.nodes[0].lineno) for match in matches)})" if matches else ""
-            closest = None if matches else lambda: self.closest(pattern)
-            found = "it once" if len(matches) == 1 else f"it {len(matches)} times"
-            raise unrecognized(f"`{pattern}` {times}", self, found + lines, closest)
+        if not matches and count != 0:
+            raise unrecognized(f"`{pattern.line_reached}`", self)
+        if count is not None and len(matches) != count:
+            lines = ", ".join(str(match.nodes[0].lineno) for match in matches)
+            raise unrecognized(f"exactly {count} `{pattern}`", self, f"{len(matches)} (lines {lines})")
         return matches
 
-    def closest(self, pattern: Pattern) -> Miss:
-        """Find the longest matching beginning of a pattern, and describe the difference after it."""
-        heads = [*heads_of(self.node.body)]
-        beginnings = [pattern.beginning(heads[start:]) for start in range(len(heads))]
-        count, wanted, other = max(beginnings, key=lambda beginning: beginning[0], default=(0, None, None))
-        looked = f"looked for {_in_short(wanted or pattern.nodes[0])}"
-        if count and not wanted:
-            looked = "looked for the end of a block, or for the same text for the same ANY_NAME"
-        elif not count:
-            by_text = {_in_short(head): head for head in reversed(heads)}
-            similar = difflib.get_close_matches(_in_short(pattern.nodes[0]), by_text, 1)
-            other = by_text[similar[0]] if similar else None
-        ending = _in_short(other) if other else "the end" if count else f"none in {self.qualname}"
-        file = self.module.name.removeprefix(f"{PACKAGE}.").replace(".", "/")
-        return Miss(count, f"{file}.py:{getattr(other or self.node, 'lineno', 1)}: {looked}, found {ending}")
-
-    def inner(self, name: str) -> Definition:
-        """Find the only function or class ``name`` inside this one; raises `UnrecognizedError` otherwise."""
-        if name not in self._inner:
-            inside = [siblings[i] for kind in (ast.FunctionDef, ast.ClassDef) for siblings, i in self._by_type[kind]]
-            nodes = [node for node in inside if node.name == name and node is not self.node]
-            if len(nodes) != 1:
-                raise unrecognized(f"{name} exactly once", self, f"it {len(nodes)} times")
-            self._inner[name] = Definition(self.module, f"{self.qualname}.{name}", nodes[0])
-        return self._inner[name]
+    def named(self, name: str) -> list[ast.FunctionDef | ast.ClassDef]:
+        """Return the functions and classes with this name inside this one."""
+        inside = [siblings[i] for kind in (ast.FunctionDef, ast.ClassDef) for siblings, i in self._by_type[kind]]
+        return [node for node in inside if node.name == name and node is not self.node]
 
     def text(self, node: Any) -> str:
         """Return the source text of ``node``."""
@@ -310,9 +276,3 @@ def first_line(node: Any) -> int:
     """Return the first line of a statement, decorators included."""
     decorators = getattr(node, "decorator_list", None)
     return int(min(decorators[0].lineno, node.lineno) if decorators else node.lineno)
-
-
-def _in_short(head: Any) -> str:
-    """Return the first line of a statement, or an expression, shortened."""
-    text = ast.unparse(without_blocks(head)).partition("\n")[0]
-    return f"`{text if len(text) <= _LONGEST else f'{text[: _LONGEST - 3]}...'}`"

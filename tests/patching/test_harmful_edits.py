@@ -17,7 +17,6 @@ import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import patched
-from te_graph_fixes.patching.matching import extent
 from te_graph_fixes.patching.patch import read
 from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError, first_line
 from te_graph_fixes.status import Status
@@ -98,9 +97,9 @@ def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
 
 def innermost(module: ModuleSource, node: ast.AST) -> ast.stmt:
     """The innermost statement that a node is in."""
-    start, end = extent(node)
-    statements = [part for part in ast.walk(module.tree) if isinstance(part, ast.stmt)]
-    around = [part for part in statements if extent(part)[0] <= start and end <= extent(part)[1]]
+    start, end = module.span(node)
+    statements = [(module.span(part), part) for part in ast.walk(module.tree) if isinstance(part, ast.stmt)]
+    around = [part for (first, last), part in statements if first <= start and end <= last]
     return max(around, key=lambda part: part.lineno)
 
 

@@ -262,16 +262,22 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
 @pytest.mark.parametrize(
     ("patch", "error"),
     [
-        (hunk(" x = b"), "`x = b` exactly once in run .*, found it 0 times .line 1 of the patch"),
-        (hunk(" x = ANY"), "found it 2 times .lines 2, 4. .line 1 of the patch"),
-        (hunk(" x = a", " (2 times)"), "exactly 2 times .*, found it once"),
-        (hunk(" x = b", " (at least once)"), "found it 0 times"),
-        (hunk(" x = a", " (0 times)"), "exactly 0 times .*, found it once"),
+        (hunk(" x = b"), r"looked for `x = b` in run \(code.py:1\), found none \(line 1 of the patch\)"),
+        (hunk(" for y in b:\n     x = a"), "looked for `x = a` in run .*, found none"),
+        (hunk(" x = a\n for y in c:\n     x = a"), "looked for `for y in c:` in run .*, found none"),
+        (
+            hunk(" x = ANY"),
+            "looked for exactly 1 `x = ANY` in run .*, found 2 .lines 2, 4. .line 1 of the patch",
+        ),
+        (hunk(" x = a", " (2 times)"), "exactly 2 `x = a` .*, found 1"),
+        (hunk(" x = b", " (at least once)"), "found none"),
+        (hunk(" x = a", " (0 times)"), "exactly 0 `x = a` .*, found 1"),
         (hunk("-b\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
         (hunk(" x = a\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
         (hunk(" x = a") + "@@ (or)\n x = run(x)", "one of 2 hunks in run, found 2"),
-        (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch, `@@ code.py run`.; or .*line 3 of the patch"),
+        (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch.; or .*line 3 of the patch"),
         (hunk(" x = a") + "@@ code.py other\n x = c", "one definition of other .*line 3 of the patch"),
+        (hunk(" x = a") + "@@ code.py run.other\n x = c", "one definition of run.other .*line 3 of the patch"),
         (hunk(" x = a").replace("code", "other"), "module .*other .*line 1 of the patch"),
     ],
 )
