@@ -5,7 +5,7 @@ In a pattern
 - ``ANY`` matches any expression. So does ``ANY_NAME``; the same name matches the same text each time.
 - ``...`` matches any number of statements, arguments, or items of a tuple or a ``with``. It is written ``*ANY`` if
   Python requires a target.
-- The keywords of a call match in any order. If ``...`` is last, the call may have more keywords.
+- The keywords of a call match in any order. A call with ``...`` may have more keywords.
 - A ``def`` with ``...`` matches if it has these parameters and defaults, in any order. It may have more parameters.
 - A ``def`` without decorators, return type or annotations matches with any of them.
 
@@ -68,12 +68,6 @@ class Pattern:
         text = textwrap.dedent(text).strip()
         return Pattern(text, ast.parse(as_python(text)).body)
 
-    @property
-    def kinds(self) -> list[type]:
-        """The possible types of a match's first node."""
-        kind = type(self.nodes[0])
-        return [ast.Assign, ast.AnnAssign] if kind is ast.Assign else [kind]
-
     def __str__(self) -> str:
         return self._lines[0].strip()
 
@@ -111,8 +105,6 @@ class Pattern:
             return [bound for bound, rest in self._match_sequence(wanted, node, bindings) if not rest]
         if is_any(wanted):
             ways = _match_any(wanted.id, node, bindings)
-        elif isinstance(wanted, ast.Assign) and isinstance(node, ast.AnnAssign):
-            ways = self._match_parts(wanted, ast.Assign([node.target], node.value), bindings)  # type: ignore[arg-type]
         elif type(wanted) is not type(node):
             return []
         elif isinstance(wanted, ast.AST):
@@ -134,8 +126,7 @@ class Pattern:
                 return []
         if not isinstance(wanted, ast.Call):
             return ways
-        is_open = bool(wanted.args) and is_gap(wanted.args[-1])
-        if not is_open and len(node.keywords) != len(wanted.keywords):
+        if not any(map(is_gap, wanted.args)) and len(node.keywords) != len(wanted.keywords):
             return []
         ours, theirs = ({keyword.arg: keyword for keyword in call.keywords} for call in (wanted, node))
         return self._match_named(ours, theirs, ways)

@@ -39,14 +39,14 @@ from .matching import Pattern, is_gap
 from .rewriting import START, Line, PatchError, Replacement, Side, compare, indented, lines_of
 from .source import Definition, Edit, Source, UnrecognizedError, unrecognized
 
-_HEADER = re.compile(r"@@(?: (?P<file>\S+)\.py (?P<place>[\w.]+))?(?: +\((?P<notes>[^()]*)\))?")
-_NOTE = re.compile(r"\d+ times|at least once|if there|at its start|or")
+_NOTE = r"(?:\d+ times|at least once|if there|at its start|or)"
+_HEADER = re.compile(rf"@@(?: (?P<file>\S+)\.py (?P<place>[\w.]+))?(?: \((?P<notes>{_NOTE}(?:, {_NOTE})*)\))?")
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
     """Return the edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
     for name, value in (names or {}).items():
-        text = re.sub(rf"\b{name}\b", value.replace("\\", r"\\"), text)
+        text = re.sub(rf"\b{name}\b", value, text)
     return [edit for alternatives in read(text) for edit in _fit(source, alternatives)]
 
 
@@ -76,18 +76,12 @@ def read(text: str) -> list[list[Hunk]]:
             raise PatchError(f"line {header.number}: expected `@@ FILE.py PLACE (NOTES)`, found {header.text!r}")
         if parts["file"]:
             file, place = parts["file"], parts["place"]
-        notes = [note.strip() for note in (parts["notes"] or "").split(",") if note]
-        if wrong := [note for note in notes if not _NOTE.fullmatch(note)]:
-            raise PatchError(f"line {header.number}: unknown note {wrong[0]!r}")
-        if not lines:
-            raise PatchError(f"line {header.number}: a hunk without lines")
+        notes = (parts["notes"] or "").split(", ")
         hunk = _hunk(header.number, file, place, notes, lines)
-        if "or" not in notes:
-            hunks.append([hunk])
-        elif hunks:
+        if "or" in notes:
             hunks[-1].append(hunk)
         else:
-            raise PatchError(f"line {header.number}: `or` needs a hunk above")
+            hunks.append([hunk])
     return hunks
 
 
@@ -106,20 +100,14 @@ def _sections(text: str) -> list[tuple[Line, list[Line]]]:
 
 def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> Hunk:
     """Build a hunk from its lines; raises `PatchError`."""
-    is_start = "at its start" in notes
-    if is_start != all(line.mark == "+" for line in lines):
-        raise PatchError(f"line {number}: a hunk `at its start` has `+` lines only; others need context or `-` lines")
     counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
     count = None if "at least once" in notes else counts[0] if counts else 1
     old, new = Side(lines, " -", "the old side"), Side(lines, " +", "the new side")
-    whole = Pattern(new.module.text, new.body)
-    pattern, changes, already_applied = None, [], [whole]
-    if not is_start:
+    pattern, changes, already_applied = None, [], [Pattern(new.module.text, new.body)]
+    if "at its start" not in notes:
         if not old.body or is_gap(old.body[0]):
             raise PatchError(f"line {number}: a pattern must not be empty or begin with `...`")
         changes = compare(lines, old, new)
-        if changes and count == 0:
-            raise PatchError(f"line {number}: a hunk with `0 times` has context lines only")
         located = frozenset(spot.node for change in changes for spot in (change.start, change.end))
         pattern = Pattern(old.module.text, old.body, located)
         if all(change.whole_lines and change.start == change.end for change in changes):

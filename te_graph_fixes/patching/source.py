@@ -236,7 +236,7 @@ class Definition:
         """Find all matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         matches: dict[object, Match] = {}
-        for siblings, number in (node for kind in pattern.kinds for node in self._by_type[kind]):
+        for siblings, number in self._by_type[type(pattern.nodes[0])]:
             for match in pattern.match(siblings, number):
                 bound = (*match.bound.names.values(), *match.bound.nodes.values())
                 matches[tuple(map(id, (match.nodes[0], match.nodes[-1], *bound)))] = match
