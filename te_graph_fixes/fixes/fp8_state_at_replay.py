@@ -30,7 +30,7 @@ PATCH = """
 +if hasattr(FP8GlobalStateManager, "fp8_capture"):
 +    from .._te_captured_fp8 import use_fp8_state
 +
-+    use_fp8_state(self.fp8_meta)
++    use_fp8_state(self, inp)
 
 @@ ops/fuser.py OperationFuser.__call__
  for idx, op in enumerate(self._basic_ops):

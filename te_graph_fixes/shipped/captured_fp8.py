@@ -47,7 +47,8 @@ class UsedState:
 
     The other fields describe autocasts inside the captured module. ``has_own_backward``: FP8 modules in such an
     autocast have a backward. ``updates_scales``: the end of such an autocast updates scales, unless the replay is
-    inside another autocast. ``updated_inside``: a state is used before and after such an end.
+    inside another autocast. ``updated_inside``: a state is used before and after such an end. ``updated_in_backward``: eager training
+    updates the scales between two backwards of one module, at the end of a backward of an autocast's first FP8 module.
     """
 
     in_fp8: bool = False
@@ -57,6 +58,7 @@ class UsedState:
     has_own_backward: bool = False
     updates_scales: bool = False
     updated_inside: bool = False
+    updated_in_backward: bool = False
 
 
 class _Copies(deque[Any]):
@@ -80,8 +82,9 @@ class Capture:
         self.thread = threading.get_ident()
         self._graphs: list[UsedState] = []
         self._depth = _autocast_depth()
-        self._updates = 0
+        self._updates = self._first_modules = 0
         self._updates_before_use: dict[int, int] = {}
+        self._first_modules_before_use: dict[int, int] = {}
         self._before: dict[int, tuple[dict[str, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]] = {}
         copies = _copies_for_recomputations()
         self._restore_copies = weakref.finalize(self, _put_back, [*copies])
@@ -95,23 +98,31 @@ class Capture:
             copies[:] = [_Copies() for _ in copies]
         self._graphs.append(UsedState())
         self._updates, self._updates_before_use = 0, {}
+        self._first_modules, self._first_modules_before_use = 0, {}
         return self._graphs[-1]
 
-    def use(self, fp8_meta: dict[str, Any], of_module: bool) -> None:
-        """Note the state of a forward. In the warmup, save its values instead."""
+    def use(self, fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
+        """Note the states of a forward. In the warmup, save their values instead."""
         if not torch.cuda.is_current_stream_capturing():
-            self._save(fp8_meta)
+            for fp8_meta in fp8_metas:
+                self._save(fp8_meta)
             return
         used = self._graphs[-1]
         if FP8GlobalStateManager.get_autocast_state()[-1]:
-            recipe = fp8_meta["recipe"]
-            used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
+            for fp8_meta in fp8_metas:
+                recipe = fp8_meta["recipe"]
+                used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
         else:
             used.has_own_backward |= torch.is_grad_enabled()
-            before = self._updates_before_use.setdefault(id(fp8_meta), self._updates)
-            used.updated_inside |= before != self._updates
+            for number in map(id, fp8_metas):
+                used.updated_inside |= self._updates_before_use.setdefault(number, self._updates) != self._updates
+        if needs_backward:
+            self._first_modules += _is_first_module()
+            for number in map(id, fp8_metas):
+                before = self._first_modules_before_use.setdefault(number, self._first_modules)
+                used.updated_in_backward |= before != self._first_modules
         if of_module:
-            used.of_modules.append(fp8_meta)
+            used.of_modules.extend(fp8_metas)
 
     def _save(self, fp8_meta: dict[str, Any]) -> None:
         """Save the scales and histories from before the warmup, in host memory."""
@@ -149,7 +160,9 @@ class Capture:
                 fp8_meta[key].amax_history.copy_(amax_history)
         if is_training and mixed:
             raise RuntimeError(_MIXED_COPIES)
-        if is_training and any(used.updated_inside and not used.in_fp8 for used in self._graphs):
+        if is_training and any(
+            (used.updated_inside or used.updated_in_backward) and not used.in_fp8 for used in self._graphs
+        ):
             raise RuntimeError(_UPDATED_INSIDE)
 
 
@@ -178,10 +191,11 @@ def _capture_of_forward() -> Capture | None:
     return current_capture() if is_graph_capturing() and _current_graph_task_id() == -1 else None
 
 
-def use_fp8_state(fp8_meta: dict[str, Any]) -> None:
-    """Note, in the forward of a module, its state of delayed scaling."""
+def use_fp8_state(module: torch.nn.Module, inp: torch.Tensor) -> None:
+    """Note, in the forward of a module with the input ``inp``, its state of delayed scaling."""
     if capture := _capture_of_forward():
-        capture.use(fp8_meta, of_module=True)
+        needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *module.parameters()))
+        capture.use([module.fp8_meta], needs_backward, of_module=True)
 
 
 def use_fp8_state_of_operations(fuser: Any) -> None:
@@ -195,8 +209,7 @@ def use_fp8_state_of_operations(fuser: Any) -> None:
     ]
     if capture := _capture_of_forward():
         fuser.was_captured = True
-        for fp8_meta in metas:
-            capture.use(fp8_meta, of_module=False)
+        capture.use(metas, fuser.first_op_requiring_backward < len(fuser._basic_ops), of_module=False)
     elif not is_graph_capturing():
         for fp8_meta in metas:
             fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
@@ -236,8 +249,11 @@ def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[...
     def replay(*args: Any, **kwargs: Any) -> Any:
         manager = FP8GlobalStateManager
         was_first = _is_first_module()
-        updates_scales = not _autocast_depth() and torch.is_grad_enabled()
-        if used.updated_inside and (updates_scales or (was_first and torch.is_grad_enabled())):
+        is_outermost, has_grad = not _autocast_depth(), torch.is_grad_enabled()
+        updates_scales = is_outermost and has_grad
+        if (used.updated_inside and updates_scales) or (
+            used.updated_in_backward and has_grad and (is_outermost or was_first)
+        ):
             raise RuntimeError(_UPDATED_INSIDE)
         if manager.is_fp8_enabled():
             for fp8_meta, own in used.in_capture:

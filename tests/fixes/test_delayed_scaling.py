@@ -151,6 +151,51 @@ class Layer(torch.nn.Module):
 compare(Layer, {options})
 """
 
+NESTED_AUTOCASTS = """
+def nested(self, x):
+    with autocast():
+        for _ in range(2):
+            with autocast():
+                x = self.inner(x)
+        return x
+
+def nested_and_outer(self, x):
+    with autocast():
+        with autocast():
+            x = self.inner(x)
+        return self.inner(x)
+
+def evaluated_after_it(self, x):
+    with autocast():
+        y = self.inner(x)
+    with torch.no_grad(), autocast():
+        z = self.inner(x)
+    return y + z
+
+def frozen(self, x):
+    with autocast():
+        y = self.frozen(x.detach())
+    with autocast():
+        return self.inner(x) + self.frozen(y)
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.frozen = linear(), linear().requires_grad_(False)
+
+outside, inside = {"replay": torch.enable_grad}, {"enabled": True, "recipe": DELAYED}
+for forward, options in (
+    (nested, outside), (nested, inside), (nested_and_outer, outside), (nested_and_outer, inside),
+    (evaluated_after_it, inside), (frozen, inside),
+):
+    Layer.forward = forward
+    try:
+        compare(Layer, **options)
+    except RuntimeError as error:
+        print("each time in an autocast of its own" in str(error))
+    manager.reset()
+"""
+
 THREAD = """
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -211,6 +256,12 @@ def test_checkpoints_that_take_their_own_copies_are_captured() -> None:
 def test_a_module_in_two_autocasts_of_its_own() -> None:
     assert "each time in an autocast of its own" in refusal(TWICE.format(options="replay=torch.enable_grad"))
     assert "each time in an autocast of its own" in refusal(TWICE.format(options="enabled=True, recipe=DELAYED"))
+
+
+def test_a_module_in_two_autocasts_inside_another() -> None:
+    """Only the first module of an outer autocast that needs a backward updates the scales of backwards."""
+    found = simulate("-c", SETUP + NESTED_AUTOCASTS, TE_GRAPH_FIXES="on").splitlines()
+    assert found[-6:] == ["True"] * 4 + ["0"] * 2
 
 
 def test_another_thread_updates_its_scales_during_a_capture() -> None:
