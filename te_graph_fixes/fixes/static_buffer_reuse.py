@@ -8,26 +8,46 @@ other. With the fix, the key contains all properties that a buffer has from its 
 whether it needs a gradient, and which tensors of a sample are the same. Grad-output buffers are assigned to the outputs
 of this layer that need gradients, which may be at other positions than in the first layer. (Inputs of wgrads:
 `te_graph_fixes/shipped/graph_order.py`.)
+
+Several samples may share a constant: a tensor without a gradient, such as a rotary table. If layers have different
+tables, TE copies one over the other. With the fix, a constant is the static input of each of its samples.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
++from ._te_graph_order import find_constants
++
++# Inputs that several samples share, such as a rotary table. Nothing may be copied over them.
++constants = find_constants(
++    [*args, *(v for _, v in sorted(kwargs.items()))] for args, kwargs in zip(sample_args, sample_kwargs)
++)
+ fwd_sample_qs = {}
+@@
  sample_keys = sample_args_keys + sample_kwargs_keys
 +# A static buffer also has these properties from its sample argument.
 +sample_kwargs_values = [v for _, v in sorted(sample_kwargs[per_callable_fwd_idx].items())]
 +sample_tensors = [*sample_args[per_callable_fwd_idx], *sample_kwargs_values]
 +sample_addresses = [t.data_ptr() for t in sample_tensors]
 +sample_keys += tuple(
-+    (type(t), t.device, t.stride(), t.requires_grad, sample_addresses.index(t.data_ptr()))
-+    for t in sample_tensors
++    (type(t), t.device, t.stride(), t.requires_grad, sample_addresses.index(a), a in constants)
++    for t, a in zip(sample_tensors, sample_addresses)
 +)
  ...
  fwd_sample_qs[m_chunk].append((sample_keys, per_callable_fwd_idx))
  if consumed_sample_q.get(sample_keys, []):
      reuse_fwd_idx = consumed_sample_q[sample_keys].pop(0)
-     ...
+-    sample_args[per_callable_fwd_idx] = sample_args[reuse_fwd_idx]
+-    sample_kwargs[per_callable_fwd_idx] = sample_kwargs[reuse_fwd_idx]
++    sample_args[per_callable_fwd_idx] = tuple(
++        own if own.data_ptr() in constants else reused
++        for own, reused in zip(sample_args[per_callable_fwd_idx], sample_args[reuse_fwd_idx])
++    )
++    sample_kwargs[per_callable_fwd_idx] = {
++        k: own if own.data_ptr() in constants else sample_kwargs[reuse_fwd_idx][k]
++        for k, own in sample_kwargs[per_callable_fwd_idx].items()
++    }
 @@
 +# The buffers may come from a layer with other outputs that need no gradient.
 +given_grad_outputs = iter([g for g in static_grad_outputs if g is not None])
@@ -42,4 +62,5 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     affects="_reuse_graph_input_output_buffers (Megatron sets it) with several kinds of layers, such as dense and MoE",
     patch=PATCH,
+    provides=("graph_order",),
 )

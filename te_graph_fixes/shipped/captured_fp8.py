@@ -47,8 +47,9 @@ class UsedState:
 
     The other fields describe autocasts inside the captured module. ``has_own_backward``: FP8 modules in such an
     autocast have a backward. ``updates_scales``: the end of such an autocast updates scales, unless the replay is
-    inside another autocast. ``updated_inside``: a state is used before and after such an end. ``updated_in_backward``: eager training
-    updates the scales between two backwards of one module, at the end of a backward of an autocast's first FP8 module.
+    inside another autocast. ``updated_inside``: a state is used before and after such an end.
+    ``updated_in_backward``: eager training updates the scales between two backwards of one module, at the end of a
+    backward of an autocast's first FP8 module.
     """
 
     in_fp8: bool = False

@@ -114,9 +114,9 @@ class Plan:
         args, kwargs = (
             given if reuse and isinstance(given, list) else list(given) for given in (sample_args, sample_kwargs)
         )
-        constants = _constants([flatten(sample)[0] for sample in zip(args, kwargs, strict=True)])
+        constants = find_constants([flatten(sample)[0] for sample in zip(args, kwargs, strict=True)])
         buffers = Buffers()
-        assigned: dict[Hashable, Any] = {}
+        assigned: dict[Hashable, list[Any]] = {}
         busy: dict[int, float] = {}
         for position, entry in enumerate(self.entries):
             if entry.kind != FORWARD:
@@ -125,24 +125,26 @@ class Plan:
             leaves, spec = flatten((args[index], kwargs[index]))
             slot: Hashable = index
             if reuse:
-                # A replay must not copy one constant over another, so only the same constants share a set.
-                own_constants = [leaf.data_ptr() for leaf in leaves if leaf.data_ptr() in constants]
-                signature = (str(spec), *_signatures(leaves), *own_constants)
+                signature = (str(spec), *_signatures(leaves, constants))
                 slot = (signature, buffers.take(signature, position, entry.last_read))
             if slot not in assigned:
-                leaves = [_copy(leaf) if busy.get(leaf.data_ptr(), -1) > position else leaf for leaf in leaves]
-                own = [leaf.data_ptr() for leaf in leaves if leaf.data_ptr() not in constants]
+                static = [_copy(leaf) if busy.get(leaf.data_ptr(), -1) > position else leaf for leaf in leaves]
+                own = [leaf.data_ptr() for leaf in static if leaf.data_ptr() not in constants]
                 busy.update(dict.fromkeys(own, math.inf if reuse else entry.last_read))
-                assigned[slot] = unflatten(leaves, spec)
-            args[index], kwargs[index] = assigned[slot]
+                assigned[slot] = static
+            pairs = zip(leaves, assigned[slot], strict=True)
+            args[index], kwargs[index] = unflatten(
+                [leaf if leaf.data_ptr() in constants else static_leaf for leaf, static_leaf in pairs], spec
+            )
         return args, kwargs
 
 
-def _constants(samples: Sequence[Sequence[Any]]) -> set[int]:
+def find_constants(samples: Iterable[Sequence[Any]]) -> set[int]:
     """Return the addresses of constants among the samples, such as the rotary table of Megatron-Core.
 
     A constant needs no gradient and occurs next to different tensors. In contrast, a caller that reuses the static
-    inputs of an earlier microbatch reuses all of them together.
+    inputs of an earlier microbatch reuses all of them together. A constant is the static input of each of its samples,
+    because no data of another sample may be copied over it.
     """
     constants: set[int] = set()
     first_samples: dict[int, list[int]] = {}
@@ -184,12 +186,19 @@ def parse(order: Iterable[Any]) -> list[Entry]:
     return [entry for _, entry in sorted(entries.items())]
 
 
-def _signatures(sample: Sequence[Any]) -> list[Hashable]:
-    """Return, for each tensor of a sample, the properties of its static input, and the first index of its address."""
+def _signatures(sample: Sequence[Any], constants: set[int]) -> list[Hashable]:
+    """Return, for each tensor of a sample, the properties of its static input.
+
+    They include the first index of its address in the sample, and whether it is one of the ``constants``.
+    """
     addresses = [tensor.data_ptr() for tensor in sample]
     return [
-        (type(t), t.shape, t.dtype, t.layout, t.device, t.stride(), t.requires_grad, addresses.index(t.data_ptr()))
-        for t in sample
+        (
+            *(type(t), t.shape, t.dtype, t.layout, t.device, t.stride(), t.requires_grad),
+            addresses.index(a),
+            a in constants,
+        )
+        for t, a in zip(sample, addresses, strict=True)
     ]
 
 

@@ -288,6 +288,12 @@ def weights_held_after_reset() -> int:
     return sum(len(each.parameters) for each in looked_at)
 
 
+def shared_constants() -> dict[str, float]:
+    from tests.support.shared_constants import errors
+
+    return errors()
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "capture-without-warmup": scales_after_an_evaluation,
     "delayed-wgrad-delivery": delivered,
@@ -295,6 +301,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "replay-contract": weights_held_after_reset,
     "rng-states-at-replay": numbers_of_the_tracker,
     "stale-fp8-weights": first_microbatches,
+    "static-buffer-reuse": shared_constants,
     "wgrad-hook-order": captured_operations,
 }
 
