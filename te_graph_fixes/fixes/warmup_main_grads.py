@@ -26,9 +26,29 @@ PATCH = """
      if post_warmup_hook is not None:
          post_warmup_hook()
 @@ (or)
++has_warmup_hooks = pre_warmup_hook is not None or post_warmup_hook is not None
++preserved_modules = callables if is_training and not has_warmup_hooks else ()
+-with ..., torch.cuda.stream(ANY):
++with ..., torch.cuda.stream(ANY), preserve_main_grads(preserved_modules), contextlib.ExitStack() as warmup_states:
+     for func_idx, func in ANY_CALLABLES:
+         ...
+         if pre_warmup_hook is not None:
+             pre_warmup_hook()
++        if is_training and has_warmup_hooks:
++            warmup_states.enter_context(preserve_main_grads(callables))
+         ...
++        warmup_states.close()
+         if post_warmup_hook is not None:
+             post_warmup_hook()
+@@ (or)
 -with ..., torch.cuda.stream(ANY):
 +with ..., torch.cuda.stream(ANY), preserve_main_grads(callables if is_training else ()):
      for func_idx, func in ANY_CALLABLES:
+         ...
+         def hook_fn(...):
+             ...
+         for ANY_ITERATION in range(num_warmup_iters):
+             ...
          ...
 """
 
