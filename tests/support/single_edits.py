@@ -294,6 +294,28 @@ def shared_constants() -> dict[str, float]:
     return errors()
 
 
+def main_grads_after_hooks() -> list[str]:
+    """Return ``main_grad`` after captures with warmup hooks, one of which sets it to zero. TE before 2.14 has none."""
+    import inspect
+
+    import torch
+    import transformer_engine.pytorch as te
+
+    if "post_warmup_hook" not in inspect.signature(te.make_graphed_callables).parameters:
+        return []
+    found = []
+    for name, zeroes in (("pre_warmup_hook", False), ("post_warmup_hook", True)):
+        options = {"params_dtype": torch.bfloat16, "device": "cuda", "fuse_wgrad_accumulation": True}
+        layer = te.Linear(64, 64, bias=False, **options)
+        weight = layer.weight
+        weight.main_grad, weight.grad_added_to_main_grad = torch.full((64, 64), 7.0, device="cuda"), False
+        hook = (lambda weight=weight: weight.main_grad.zero_()) if zeroes else (lambda: None)
+        sample = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        te.make_graphed_callables(layer, (sample,), **{name: hook})
+        found.append(str(float(weight.main_grad.mean())))
+    return found
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "capture-without-warmup": scales_after_an_evaluation,
     "delayed-wgrad-delivery": delivered,
@@ -302,6 +324,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "rng-states-at-replay": numbers_of_the_tracker,
     "stale-fp8-weights": first_microbatches,
     "static-buffer-reuse": shared_constants,
+    "warmup-main-grads": main_grads_after_hooks,
     "wgrad-hook-order": captured_operations,
 }
 
