@@ -221,7 +221,7 @@ def figures_of_random_programs() -> list[str]:
     assert f"None of {broken:,} that break them is silently wrong" in page.replace("\n", " ")
     return [
         f"[{differ} of {checked:,} random programs](docs/results/explorer.md)",
-        f"from {causes} causes",
+        f"for {causes} reasons",
         f"Of {broken:,} random programs with misuse, none",
     ]
 
@@ -247,7 +247,7 @@ def figures_of_cost() -> list[str]:
         f"[{min(slower):.0f} to {max(slower):.0f} times as long](docs/results/cost.md)",
         f"[{step[0]:.2f} times as long](docs/results/cost.md) on 2.12.0",
         f"{step[1]:.2f} times on 2.20.2",
-        f"it is {min(by_size):.2f} to {max(by_size):.2f}",
+        f"the factor is {min(by_size):.2f} to {max(by_size):.2f}",
         f"can peak up to {100 * (first - 1):.0f} % higher",
     ]
 
