@@ -1,6 +1,6 @@
 """Fix, in memory, the CUDA-graph bugs of the installed TransformerEngine (TE).
 
-Import this package before or after TE, but before capturing TE's graphs. Graph replays then give the eager numbers.
+Import this package before or after TE, but before capturing TE's graphs. Replays then compute the eager numbers.
 
     import te_graph_fixes
     te_graph_fixes.report()

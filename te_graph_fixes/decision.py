@@ -79,7 +79,7 @@ def _expected_feature(fix: Fix, verdict: Verdict, version: Version | None) -> Ve
 
 
 def _must_have_bug(version: Version, fix: Fix) -> bool:
-    """Return whether the version is expected to have the bug. For a pre-release, so must the release before it."""
+    """Return whether a version is expected to have the bug: for a pre-release, only if the release before has it."""
     before = Version(f"{version.major}.{max(version.minor - 1, 0)}")
     return fix.expected_in(version) and (not version.is_prerelease or fix.expected_in(before))
 
@@ -140,7 +140,7 @@ class Decision:
 
     @property
     def unusable_reason(self) -> str:
-        """The reason if no fix can be applied to this TE with any settings, else ""."""
+        """The reason why no fix can be applied to this TE, whatever the settings; "" if there is none."""
         reasons = {verdict.reason for verdict in self.reading.verdicts.values()}
         is_unrecognized = all(verdict.status == Status.UNRECOGNIZED for verdict in self.reading.verdicts.values())
         return reasons.pop() if is_unrecognized and len(reasons) == 1 else ""
@@ -240,7 +240,7 @@ def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
 
 
 def compose(decision: Decision) -> tuple[Decision, Installation]:
-    """Compose and compile the fixes to apply. Return the decision without the fixes that fail in this process, too.
+    """Compose and compile the fixes to apply. Return them, and the decision without fixes that fail in this process.
 
     A failure in this process affects only the fix and the fixes that require it. An error here or in a later step is a
     bug in this package. It affects all fixes, and leaves TE unchanged.

@@ -122,8 +122,8 @@ def warn_once(text: str) -> None:
 def announce(report: Report, verbose: bool | None) -> None:
     """Report the applied fixes once, to a log at level INFO or else on stderr.
 
-    If ``verbose`` is None, only the first rank reports, and no daemon process. Daemons, such as the workers of a
-    DataLoader, would only repeat the report.
+    If ``verbose`` is None, only the first rank reports, without its daemon processes. Daemons, such as the
+    workers of a DataLoader, would only repeat the report.
     """
     from multiprocessing import current_process  # slow to import unless torch is loaded
 

@@ -104,7 +104,7 @@ def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def _flag(value: object, where: str) -> bool | None:
-    """Return whether a value means yes or no; None if it is empty."""
+    """Return True if a value means yes, False if it means no, and None if it is empty."""
     word = str(value).strip().lower()
     if word not in (*_TRUE, *_FALSE, ""):
         raise ValueError(f"{where}={value!r} is invalid. Valid values: {', '.join(_TRUE + _FALSE)}")

@@ -9,7 +9,7 @@ NEXT = "0.1.0"
 
 
 def _of_checkout(root: Path) -> str | None:
-    """Return ``NEXT.dev0+g<commit>``, read from a clone's ``.git``, or None if the commit is stored otherwise."""
+    """Return ``NEXT.dev0+g<commit>``, read from a clone's ``.git``, or None if that fails."""
     try:
         if b"te-graph-fixes" not in (root / "pyproject.toml").read_bytes():
             return None  # a copy in another repository

@@ -8,7 +8,7 @@ the new files into place. The copies remain for ``bake --undo``, which moves the
     te-graph-fixes.json     the bake is done
 
 If a command was killed, the next command rolls its work back. Moving the files into place needs no disk space, because
-it only renames and deletes. Folders are not renamed: folders in the lower layers of a container cannot be.
+it only renames and deletes. Folders are not renamed, because folders in the lower layers of a container cannot be.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None
 def undo(source: Source) -> str:
     """Restore every changed module byte for byte, unless TE was reinstalled, and delete the added modules.
 
-    Return a message about it. Raise `BakeError` if there is no bake, and `ManifestError` if a file was edited later.
+    Return a message for the user. Raise `BakeError` if there is no bake, `ManifestError` if a file was edited later.
     """
     location = Path(source.location)
     try:

@@ -39,7 +39,7 @@ in this order:
   te-graph-fixes run --check CMD          compare the graphs of your own job with eager runs, in its first steps
   undo: start without `run`, or set TE_GRAPH_FIXES=off (a baked TE: bake --undo)
 for an image:
-  te-graph-fixes bake                     write the fixes into TE's files; fails if a needed fix does not fit
+  te-graph-fixes bake                     write the fixes into TE's files; fails if a needed fix cannot be applied
   te-graph-fixes bake --undo              restore TE's files byte for byte
 
 Each command has -h, with its exit statuses and an example.
@@ -230,7 +230,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _issue(options: argparse.Namespace) -> int:
     """Print the content of a bug report about a TE that is not recognized.
 
-    It contains versions, verdicts, and file digests. Of TE's source it contains only lines that do not fit.
+    It contains versions, verdicts and file digests, and only those lines of TE's source that do not match.
 
     exit status: 0; 2 no TE
     example: te-graph-fixes issue > report.txt

@@ -1,4 +1,4 @@
-"""The catalogue: one file a fix. `CATALOGUE` has the ``FIX`` of each."""
+"""The catalogue: one file for each fix. `CATALOGUE` contains the ``FIX`` of every file."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from ..patching.source import Source
 
 
 def global_state(source: Source, field: str, earlier: str) -> str:
-    """How a field of TE's global FP8 state is written; up to 2.14 it is an attribute of the manager with that name."""
+    """Return the code that reads a field of TE's global FP8 state; up to 2.14, the manager's attribute ``earlier``."""
     quantization = source.module("transformer_engine.pytorch.quantization")
     manager = quantization.definition("FP8GlobalStateManager")
     if manager.has("quantization_state = FP8GlobalState()"):
@@ -17,7 +17,7 @@ def global_state(source: Source, field: str, earlier: str) -> str:
 
 
 def skip_flag_state(source: Source) -> str:
-    """The object that holds the skip flag while the program runs."""
+    """Return the code that reads the owner of the skip flag."""
     flag = "skip_fp8_weight_update_tensor"
     return global_state(source, flag, flag).removesuffix(f".{flag}")
 

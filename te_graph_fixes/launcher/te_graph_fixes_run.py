@@ -16,7 +16,7 @@ FILTER = "ignore::te_graph_fixes_run.Started"
 
 
 class Started(Warning):
-    """A category for `FILTER` to name. No warning has it."""
+    """The warning category that `FILTER` names. No warning uses it."""
 
 
 class Activator:

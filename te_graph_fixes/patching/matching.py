@@ -148,7 +148,7 @@ def as_python(text: str) -> str:
 
 
 def is_gap(node: Any) -> bool:
-    """Return whether a part of a pattern is ``...``, in one of its forms."""
+    """Return whether a part of a pattern is ``...``, in any of its forms."""
     match node:
         case ast.Expr(value=part) | ast.withitem(context_expr=part):
             return is_gap(part)
@@ -186,7 +186,7 @@ def _parts(wanted: Any) -> list[str]:
 
 
 def _parameters(arguments: ast.arguments) -> dict[str, list[ast.AST]]:
-    """Return the parameters by name, each with its default or ``...``."""
+    """Map each name to its parameter and default (``...`` if there is none)."""
     by_place = zip_longest(reversed(arguments.args), reversed(arguments.defaults))
     by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {parameter.arg: [parameter, default or _GAP] for parameter, default in (*by_place, *by_name)}

@@ -92,7 +92,7 @@ class Side:
 
 
 class Replacement(NamedTuple):
-    """Replace everything between two spots with ``text``, as ``whole_lines`` or within a line."""
+    """Replace the text between two spots with ``text``: ``whole_lines``, or part of a line."""
 
     start: Spot
     end: Spot
@@ -181,7 +181,7 @@ class _Comparison:
         return [Replacement(Spot(old, edge), Spot(old, edge), text, False) for edge, text in texts.items() if text]
 
     def _insert_items(self, old: ast.With, new: ast.With) -> Replacement | None:
-        """Insert items of a `with` in front of the next item, or behind the last. Return None for other changes."""
+        """Insert items of a `with` before the next item, or after the last. Return None for other changes."""
         count, span = len(new.items) - len(old.items), self._new.module.span
         index = len([*takewhile(bool, map(_is_same, old.items, new.items))])
         if count < 1 or not _is_same(old.items[index:], new.items[index + count :]):
@@ -194,7 +194,7 @@ class _Comparison:
 
 
 def _difference(old: Any, new: Any) -> tuple[Any, Any]:
-    """Return the smallest expressions with all differences between two nodes, or else the nodes. Ignore blocks."""
+    """Return the smallest expressions that contain all differences, or else the two nodes. Ignore blocks."""
     ignored = () if isinstance(old, ast.expr) else _BLOCKS
     fields = [field for field in old._fields if field not in ignored] if type(old) is type(new) else []
     parts = [pair for field in fields for pair in _paired(getattr(old, field), getattr(new, field))]
@@ -237,7 +237,7 @@ def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
 
 
 def _indent_at(text: str, offset: int) -> str:
-    """Return the indent of the line around a character."""
+    """Return the indent of the line that contains a character."""
     line = text[text.rfind("\n", 0, offset) + 1 :]
     return line[: len(line) - len(line.lstrip(" \t"))]
 

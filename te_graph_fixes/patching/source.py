@@ -185,7 +185,7 @@ class ModuleSource:
     def definition(self, place: str) -> Definition:
         """Find a function or class; raises `UnrecognizedError` if there is none, or several.
 
-        In ``function.Class.method``, ``Class`` is anywhere inside of ``function``.
+        In ``function.Class.method``, ``Class`` may be anywhere inside ``function``.
         """
         if place not in self._searched:
             outer, _, name = place.rpartition(".")

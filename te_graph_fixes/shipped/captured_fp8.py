@@ -218,7 +218,7 @@ def use_fp8_state_of_operations(fuser: Any) -> None:
 
 
 def end_autocast(enabled: bool) -> None:
-    """Note the end of an autocast of a captured module's own."""
+    """Note the end of an autocast that a captured module entered itself."""
     if torch.cuda.is_current_stream_capturing() and (capture := _capture_of_forward()):
         capture.end_autocast(enabled)
 

@@ -42,7 +42,7 @@ class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
 
 
 class Typed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection with an output of any dtype. If the dtype supports no gradients, a second output has it."""
+    """A projection with an output of any dtype. If the dtype supports no gradients, it is that of a second output."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)
