@@ -4,8 +4,9 @@
     import of TE ends    wrapt calls our hook, which applies the fixes selected by the current settings
     deactivate()         reverts the fixes
 
-Either all fixes are applied, or none. If they cannot be applied, strict mode makes the import of TE fail. `decision`
-describes the steps from TE's source to the applied fixes.
+A fix that cannot be applied is left out, and so are the fixes that require it. The others are installed all or none.
+In strict mode a missing fix is an error: none is installed, and the import of TE fails. `decision` describes the steps
+from TE's source to the applied fixes. It is imported when it is needed, so that ``import te_graph_fixes`` is fast.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class _Activation:
         if PACKAGE not in sys.modules:
             return
         if not loaded(PACKAGE):
-            from . import decision  # noqa: F401  # for the hook: without this package it could not import the module
+            # If the error makes the import of this package fail, the hook remains, and could not import this then.
+            from . import decision  # noqa: F401
 
             raise RuntimeError(
                 "The fixes cannot be applied while this thread is importing TransformerEngine. "
@@ -207,7 +209,7 @@ class _Activation:
                 source = decision.source if decision else Source.installed()
             except TENotFoundError:
                 missing = "TransformerEngine is not installed"
-            # Before TE is imported, only a manifest determines the statuses.
+            # Without a decision the source is not searched. Only a manifest has verdicts then.
             baked = read(source).verdicts if source and not decision and installed_manifest() else {}
             fixes = {}
             for fix in CATALOGUE.values():
