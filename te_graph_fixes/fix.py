@@ -121,18 +121,14 @@ class Fix:
     def verdict_on(self, source: Source) -> Verdict:
         """Return the verdict on a source: ``unrecognized`` for unknown code, ``failed`` for a bug in this package."""
         try:
-            try:
-                return self._verdict_on(source)
-            except UnrecognizedError as error:
-                return Verdict(Status.UNRECOGNIZED, str(error))
+            return self._verdict_on(source)
+        except UnrecognizedError as error:
+            return Verdict(Status.UNRECOGNIZED, str(error))
         except Exception as error:
             return Verdict(Status.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
 
     def _verdict_on(self, source: Source) -> Verdict:
-        """Return the verdict.
-
-        Raise `UnrecognizedError` unless the source has the bug, has one upstream fix, or lacks the feature.
-        """
+        """Return the verdict. Raise `UnrecognizedError` if two upstream fixes match, or the bug and one."""
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
                 self._edits(source, text)

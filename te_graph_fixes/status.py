@@ -4,7 +4,10 @@ from enum import Enum
 
 
 class Status(str, Enum):
-    """The verdict on TransformerEngine's source (the first four), or what became of the fix in this process."""
+    """A fix's verdict on TransformerEngine's source, or what became of the fix in this process.
+
+    A verdict is one of the first four, ``disabled`` by a bake, or ``failed`` for a bug in this package.
+    """
 
     APPLICABLE = "applicable"
     """TransformerEngine has the bug, and the fix fits."""
