@@ -55,7 +55,7 @@ def verdicts(source: Source) -> dict[str, Verdict]:
     if version and version.release < Version(OLDEST).release:
         reason = f"version {source.version} is too old ({OLDEST} is the oldest tested); upgrade it, or turn graphs off"
         return dict.fromkeys(CATALOGUE, Verdict(Status.UNRECOGNIZED, reason))
-    return {fix.id: _expected_feature(fix, fix.verdict_on(source), version) for fix in CATALOGUE.values()}
+    return {fix.id: _checked_by_version(fix, fix.verdict_on(source), version) for fix in CATALOGUE.values()}
 
 
 def read_installed() -> Reading:
@@ -70,8 +70,8 @@ def _unrecognized(source: Source, reason: str) -> Reading:
     return Reading(source, dict.fromkeys(CATALOGUE, Verdict(Status.UNRECOGNIZED, reason)))
 
 
-def _expected_feature(fix: Fix, verdict: Verdict, version: Version | None) -> Verdict:
-    """Return the verdict, or ``unrecognized`` if the version should have the feature, which may have moved."""
+def _checked_by_version(fix: Fix, verdict: Verdict, version: Version | None) -> Verdict:
+    """Return the verdict, or ``unrecognized`` if the feature was not found in a version that should have the bug."""
     if verdict.status != Status.NOT_APPLICABLE or version is None or not _must_have_bug(version, fix):
         return verdict
     reason = f"TransformerEngine {version} should have this bug, but its feature was not found: {verdict.reason}"
@@ -176,7 +176,7 @@ def decide(reading: Reading, settings: Settings) -> Decision:
     """
     verdicts = reading.verdicts
     order = list(TopologicalSorter({fix.id: fix.requires for fix in CATALOGUE.values()}).static_order())
-    disabled: set[str] = set()  # these fixes bring no others
+    disabled: set[str] = set()  # by the settings. What these fixes require is not selected because of them
     for fix_id in order:
         is_disabled = fix_id in settings.disable or not disabled.isdisjoint(CATALOGUE[fix_id].requires)
         if is_disabled and verdicts[fix_id].status not in WITHOUT_BUG:
