@@ -230,7 +230,8 @@ class Installation:
             if not _runs(patch.module, patch.qualname, patch.before):
                 place = f"{patch.qualname} of {patch.module}"
                 reason = f"another package has replaced {place}, or its file has changed since"
-                reasons = dict.fromkeys(patch.owners, reason) | reasons
+                for name in patch.owners:
+                    reasons.setdefault(name, reason)
         return reasons
 
     def install(self) -> None:
@@ -278,7 +279,7 @@ class Installation:
         exec(patch.maker, vars(sys.modules[patch.module]), made)
         owner, name = patch.qualname.split(".")
         method = vars(made[owner])[name]
-        getattr(method, "__func__", method).__code__ = patch.after
+        getattr(method, "__func__", method).__code__ = patch.after  # with the line numbers of the whole module
         self._put(getattr(sys.modules[patch.module], owner), name, method)
 
     def is_live(self, name: str) -> bool:

@@ -143,7 +143,7 @@ class ModuleSource:
     path: str
     text: str
     newline: str = "\n"
-    _searched: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
+    _found: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def of(cls, name: str, path: str, data: bytes) -> ModuleSource:
@@ -187,13 +187,13 @@ class ModuleSource:
 
         In ``function.Class.method``, ``Class`` may be anywhere inside ``function``.
         """
-        if place not in self._searched:
+        if place not in self._found:
             outer, _, name = place.rpartition(".")
             nodes = self.definition(outer).named(name) if outer else [self.definitions.get(name)]
             if len(nodes) != 1 or nodes[0] is None:
                 raise unrecognized(f"one definition of {place}", self.path, "none or several")
-            self._searched[place] = Definition(self, place, nodes[0])
-        return self._searched[place]
+            self._found[place] = Definition(self, place, nodes[0])
+        return self._found[place]
 
     def span(self, node: Any) -> tuple[int, int]:
         """Return the character offsets of a node's start and end. An item of a `with` has no position of its own."""
@@ -215,7 +215,7 @@ class Definition:
     node: ast.FunctionDef | ast.ClassDef
 
     def __str__(self) -> str:
-        return f"{self.qualname} ({self.module.path}:{getattr(self.node, 'lineno', 1)})"
+        return f"{self.qualname} ({self.module.path}:{self.node.lineno})"
 
     @cached_property
     def _by_type(self) -> dict[type, list[tuple[list[Any], int]]]:
@@ -235,7 +235,7 @@ class Definition:
     def matches(self, pattern: str | Pattern) -> list[Match]:
         """Find all matches, in order."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
-        matches: dict[object, Match] = {}
+        matches: dict[object, Match] = {}  # gaps can split the same nodes in several ways
         for siblings, number in self._by_type[type(pattern.nodes[0])]:
             for match in pattern.match(siblings, number):
                 bound = (*match.bound.names.values(), *match.bound.nodes.values())
