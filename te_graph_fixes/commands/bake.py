@@ -126,7 +126,7 @@ def undo(source: Source) -> str:
 
 
 def roll_back(location: Path) -> bool:
-    """Roll back an unfinished bake, or finish an unfinished undo. Returns whether there was one."""
+    """Roll back an unfinished bake, or finish an unfinished undo. Return whether there was one."""
     if not (location / BAKE_FOLDER).exists() or (location / NAME).exists():
         return False
     if (location / OPEN).exists():

@@ -36,7 +36,7 @@ PATCH = """
 FIX = Fix(
     symptom="delayed scaling after a frozen or teacher module: gradients become 0, wgrads have a relative error of 1.2",
     group="FP8 state",
-    affects="DelayedScaling (Megatron --fp8-recipe delayed) with a frozen layer or a teacher first in an autocast",
+    affects="DelayedScaling (Megatron --fp8-recipe delayed) if an autocast begins with a frozen layer or a teacher",
     patch=PATCH,
     names={"FIRST": lambda source: global_state(source, "is_first_fp8_module", "IS_FIRST_FP8_MODULE")},
 )

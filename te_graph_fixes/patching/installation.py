@@ -202,7 +202,7 @@ Each is used again by a later installation, because graphs outlive an activation
 
 
 class Installation:
-    """Composes, compiles, installs and reverts ``changes``. Raises `InstallationError` if they conflict.
+    """Composes, compiles, installs and reverts ``changes``. Conflicts raise `InstallationError`.
 
     Only changes that are not in `failing_changes` can be installed.
     """

@@ -68,7 +68,7 @@ class Side:
             self.body = ast.parse(self.module.text).body
         except SyntaxError as error:
             number = self.lines[min(error.lineno or 1, len(self.lines)) - 1].number
-            raise PatchError(f"line {number}: {name} is no Python: {error.msg}") from error
+            raise PatchError(f"line {number}: {name} is not Python: {error.msg}") from error
         self._statements: list[Any] = [
             node for part in self.body for node in ast.walk(part) if isinstance(node, (ast.stmt, ast.excepthandler))
         ]

@@ -52,7 +52,7 @@ class Plan:
     """The entries of a legal order, and their buffers.
 
     `parse` returns the ``entries``. ``layers`` are the numbers of layers of the chunks. ``delayed`` are the chunks with
-    wgrad entries, counted from 0. ValueError if the order has wgrads and a chunk has several layers.
+    wgrad entries, counted from 0. Raise ValueError if the order has wgrads and a chunk has several layers.
     """
 
     def __init__(self, entries: Sequence[Entry], layers: Sequence[int]) -> None:
@@ -73,8 +73,8 @@ class Plan:
     def backward(self, position: int, needs_wgrad: Mapping[int, bool]) -> Iterator[tuple[int, bool]]:
         """Yield the backward graphs to capture at ``position``, as (layer, whether it is the layer's wgrad).
 
-        ``needs_wgrad`` maps each `index` to whether its layer delays a wgrad. RuntimeError if an entry names a wgrad
-        that is not delayed. A delayed wgrad without an entry follows its dgrad.
+        ``needs_wgrad`` maps each `index` to whether its layer delays a wgrad. Raise RuntimeError if an entry names
+        a wgrad that is not delayed. A delayed wgrad without an entry follows its dgrad.
         """
         entry = self.entries[position]
         for layer in reversed(range(self.layers[entry.chunk])):
@@ -157,7 +157,7 @@ def find_constants(samples: Iterable[Sequence[Any]]) -> set[int]:
 
 
 def parse(order: Iterable[Any]) -> list[Entry]:
-    """Return the entries of a legal order. ValueError, in one line, for any other order."""
+    """Return the entries of a legal order. Raise ValueError, with a message of one line, for any other order."""
     positions: dict[tuple[str, int], list[int]] = defaultdict(list)
     for position, value in enumerate(order):
         chunk, fraction = int(abs(value)), abs(value) % 1
@@ -211,7 +211,7 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
 
     Element ``i`` of the result lists callables by `Plan.index`. After entry ``i`` begins, no code reads the gradient
     returned by the dgrad of such a callable. Only first layers of chunks are listed, because TE's own rule is correct
-    for the others. ValueError for an illegal order.
+    for the others. Raise ValueError for an illegal order.
 
     The schedule is Megatron-Core's interleaved 1F1B: a warmup of forwards, a steady state of steps with a backward and
     a forward each, and a cooldown of backwards. A step is the backward of one model chunk for one microbatch. The

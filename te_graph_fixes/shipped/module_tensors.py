@@ -75,7 +75,7 @@ class Members:
         self.parameters = [value for _, _, value in slots]
 
     def require_same(self, callable_name: str) -> None:
-        """RuntimeError if a module or parameter was replaced, or added in place of None."""
+        """Raise RuntimeError if a module or parameter was replaced, or added in place of None."""
         parameters = [*map(dict.get, self._registries, self.names)]
         if self._children == self._children_at_capture and all(map(is_, parameters, self.parameters)):
             return
@@ -99,7 +99,7 @@ class Addresses:
         self._at_capture = [*map(_address, self._owners, self._keys)]
 
     def require_same(self, callable_name: str) -> None:
-        """RuntimeError if a tensor has another address, or is missing."""
+        """Raise RuntimeError if a tensor has another address, or is missing."""
         try:
             if [*map(torch.Tensor.data_ptr, map(getitem, self._owners, self._keys))] == self._at_capture:
                 return

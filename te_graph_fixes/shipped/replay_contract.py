@@ -136,7 +136,7 @@ class Preconditions:
         self._release_positions()
 
     def before_forward(self, inputs: Iterable[Any]) -> None:
-        """Note the replay of the forward. RuntimeError if the module would compute another result.
+        """Note the replay of the forward. Raise RuntimeError if the module would compute another result.
 
         The table at the top of this module lists the kinds of forwards.
         """
@@ -176,7 +176,7 @@ class Preconditions:
             self._recomputed.append(pool.now)
 
     def note_forward(self, ctx: Any) -> None:
-        """Store in ``ctx`` the conditions of its backward."""
+        """Store in ``ctx`` the state that `before_backward` checks."""
         ctx.time, ctx.in_checkpoint = self.pool.now, self.pool.in_checkpoint
         ctx.scales = self._scales() if self._recipe_states else 0
 
@@ -185,7 +185,7 @@ class Preconditions:
         return sum([getattr(state, "times_taken_over", 0) for state in self._recipe_states])
 
     def _require_recomputable(self, inputs: set[int]) -> None:
-        """RuntimeError if the forward must not run in a backward. ``inputs`` are the storages of its inputs."""
+        """Raise RuntimeError if the forward must not run in a backward. ``inputs`` are the storages of its inputs."""
         if self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             raise RuntimeError(
                 f"{self.name}: a checkpoint recomputes this FP8 graph outside the autocast of its capture. The graph "
@@ -229,7 +229,7 @@ class Preconditions:
             )
 
     def before_backward(self, ctx: Any) -> None:
-        """Note the replay of the dgrad. RuntimeError if the data of its forward, at ``ctx.time``, was overwritten."""
+        """Note the replay of the dgrad. Raise RuntimeError if the data of its forward, at ``ctx.time``, is lost."""
         pool, since, scales = self.pool, ctx.time, ctx.scales
         trained = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(self._is_fused) :]
         if not all(compress(trained, self._is_fused)):
@@ -266,7 +266,7 @@ class Preconditions:
         self._dgrad_time = pool.now
 
     def before_wgrad(self) -> None:
-        """Note the replay of the wgrad. RuntimeError without a dgrad before it, or if its data was overwritten."""
+        """Note the replay of the wgrad. Raise RuntimeError if no dgrad preceded it, or its data was overwritten."""
         pool, since = self.pool, self._dgrad_time
         if not since:
             raise RuntimeError(

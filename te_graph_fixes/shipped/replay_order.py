@@ -56,7 +56,7 @@ class ReplayOrder:
         self.times[position] = self.now
 
     def require_untouched(self, reader: str, first: int, since: int, end: int, writer: str) -> None:
-        """RuntimeError unless every graph replayed after ``since`` was captured between ``first`` and ``end``.
+        """Raise RuntimeError unless every graph replayed after ``since`` was captured between ``first`` and ``end``.
 
         The graph at ``first`` was replayed at ``since``. ``writer`` and ``reader`` name both graphs in the error.
         """

@@ -66,7 +66,7 @@ def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
     if "Recomputed" in program.modules:
         require_recomputation()
     if program.frozen and not program.input_grads and not _captures_by_backward():
-        raise Skipped("TE before 2.12 refuses to capture what needs no gradient")
+        raise Skipped("TE before 2.12 refuses to capture a module without gradients")
     setting.use(program)
     try:
         eager = train(graphed=False)
