@@ -60,7 +60,7 @@ class _Activation:
         self._settings: Settings | None = None
         self._decision: Decision | None = None
         self._installation: Installation | None = None
-        self._failure = ""  # why nothing is installed, though the decision has fixes to apply
+        self._failure = ""  # why nothing is installed: an error, or strict mode
         self._reverted: frozenset[str] = frozenset()
         self._earlier_graphs: int | None = None  # graphs of TE that were captured before any fix was applied
         self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graph.py

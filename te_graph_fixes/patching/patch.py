@@ -59,7 +59,8 @@ def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
         except UnrecognizedError as error:
             errors.append(f"{error} (line {hunk.number} of the patch)")
     if len(fits) > 1:
-        raise UnrecognizedError(f"looked for one of {len(alternatives)} hunks in {hunk.place}, found {len(fits)}")
+        place = alternatives[-1].place
+        raise UnrecognizedError(f"looked for one of {len(alternatives)} hunks in {place}, found {len(fits)}")
     if not fits:
         raise UnrecognizedError("; or ".join(errors))
     return fits[0]
