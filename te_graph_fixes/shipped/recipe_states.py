@@ -87,7 +87,7 @@ class _State:
         if _kind(state) != self._kind:
             raise RuntimeError(
                 f"a graph of {type(self._module).__name__} was captured with a {self._kind} and is replayed with a "
-                f"{_kind(state)}: replay it in an autocast with the recipe of the capture"
+                f"{_kind(state)}. Replay it in an autocast with the recipe of the capture."
             )
         if not self._delayed:
             return

@@ -42,7 +42,7 @@ class SampleArguments:
         if self._specs is not None and self._specs != specs:
             raise ValueError(
                 f"{self._graph} was captured for arguments with the structure {self._specs}, and got {specs}. "
-                "Pass arguments like the samples, with the keys of dicts in the same order, or capture again"
+                "Pass arguments like the sample arguments, with dict keys in the same order, or capture again."
             )
 
     def _compare(self, given: list[tuple[Any, ...]]) -> None:
@@ -51,14 +51,16 @@ class SampleArguments:
             raise (ValueError if len(shapes) == len(sample_shapes) else TypeError)(
                 f"{self._graph} was captured for positional arguments, then keywords {self._keywords}, with tensors of "
                 f"shapes {[shape and tuple(shape) for shape in sample_shapes]}, and got shapes "
-                f"{[shape and tuple(shape) for shape in shapes]}. Pass arguments like the samples, or capture again"
+                f"{[shape and tuple(shape) for shape in shapes]}. Pass arguments like the sample arguments, or "
+                "capture again."
             )
         grads, sample_grads = ([bool(grad) for _, grad, _ in leaves] for leaves in (given, self._samples))
         more = any(grad and not sample for grad, sample in zip(grads, sample_grads, strict=True))
         if more and self._is_training and torch.is_grad_enabled():
             raise ValueError(
-                f"{self._graph} was captured for samples with requires_grad {sample_grads}, and got {grads}. "
-                "Capture again: an input gets its gradient from a graph only if its sample had requires_grad=True"
+                f"{self._graph} was captured for sample arguments with requires_grad {sample_grads}, and got "
+                f"{grads}. Capture again: a graph computes the gradient of an input only if its sample argument had "
+                "requires_grad=True."
             )
         dtypes, sample_dtypes = ([dtype for _, _, dtype in leaves] for leaves in (given, self._samples))
         if dtypes != sample_dtypes:
@@ -66,5 +68,5 @@ class SampleArguments:
                 return
             warn_once(
                 f"{self._graph} was captured for inputs of {sample_dtypes}, and got {dtypes}. It casts them, but "
-                "eager training may not. Capture it with samples of these dtypes, or cast the inputs first"
+                "eager training may not. Capture it with sample arguments of these dtypes, or cast the inputs first."
             )

@@ -153,7 +153,7 @@ except ValueError as error:
 def test_an_error_about_arguments_names_the_layer_and_what_to_do() -> None:
     error = simulate("-c", OTHER_SHAPE)
     assert error.startswith("The graph of TransformerLayer, layer 3, was captured for positional arguments")
-    assert error.endswith("shapes [(8, 2, 64)]. Pass arguments like the samples, or capture again\n")
+    assert error.endswith("shapes [(8, 2, 64)]. Pass arguments like the sample arguments, or capture again.\n")
 
 
 REPLACED_EMPTY = """
