@@ -3,8 +3,8 @@
 A function is fixed by replacing the code of TransformerEngine's own function object. The function's identity, globals,
 defaults, decorators, closure cells and references do not change. Wrappers by other tools remain in place.
 
-`Installation.failing_changes` names the changes that do not fit this process. Any `InstallationError` means that the
-changes conflict. TransformerEngine is then unchanged.
+`Installation.failing_changes` names the changes that cannot be installed in this process. An `InstallationError` means
+that changes conflict or cannot be compiled. TransformerEngine is then unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .source import Edit, ModuleSource, Source, first_line
 
 
 class Change(Protocol):
-    """Edits that belong together, and the texts of the support modules that they import, by module name."""
+    """Edits that belong together, with the texts of the support modules that they import, by module name."""
 
     @property
     def edits(self) -> tuple[Edit, ...]: ...
@@ -41,11 +41,11 @@ Changes = Mapping[str, Change]
 
 
 class InstallationError(Exception):
-    """Changes cannot be composed, compiled or installed. The message names them."""
+    """An error in composing, compiling or installing changes. The message names the changes."""
 
 
 def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
-    """Return the text before and after of every edited or added module ("" before: added).
+    """Return, for every edited or added module, its text before and after the changes ("" before: the module is added).
 
     Insertions at the same place are sorted by the names of their changes. Raise `InstallationError` for conflicts.
     """
@@ -69,7 +69,7 @@ def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
 
 
 def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
-    """Sort the edits of each module by position, with the names of their changes."""
+    """Group the edits by module, sorted by position, each with the name of its change."""
     edits = [(edit, name) for name, change in sorted(changes.items()) for edit in change.edits]
     by_module = defaultdict[str, list[tuple[Edit, str]]](list)
     for edit, name in sorted(edits, key=lambda pair: pair[0][:3]):
@@ -78,9 +78,9 @@ def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
 
 
 class FunctionPatch(NamedTuple):
-    """The code of one function of TransformerEngine, before and after the changes of ``owners``.
+    """The code of one function of TransformerEngine, before and after the changes named in ``owners``.
 
-    An added method has no code ``before``. Its ``maker`` defines a class of the same name with the method.
+    For an added method, ``before`` is None, and ``maker`` defines a class of the same name with only the added methods.
     """
 
     module: str
@@ -92,20 +92,20 @@ class FunctionPatch(NamedTuple):
 
     @property
     def live(self) -> Any:
-        """Return the loaded function: see `loaded_function`."""
+        """The function in this process, found by `loaded_function`."""
         return loaded_function(self.module, self.qualname, (self.after, self.before))
 
 
 def _runs(module: str, qualname: str, code: CodeType | None) -> bool:
-    """Return whether a loaded function has this code, or, with None, whether the function does not exist."""
+    """Return whether a loaded function has this code. If ``code`` is None, return whether the function is missing."""
     function = loaded_function(module, qualname, (code,))
     return function is None if code is None else type(function) is FunctionType and function.__code__ == code
 
 
 def loaded_function(module: str, qualname: str, codes: Collection[CodeType | None]) -> Any:
-    """Return the object that a function's name refers to now, without wrappers, or None.
+    """Return the object that a function's name refers to now, without its wrappers; None if there is no such object.
 
-    Follow `__wrapped__` to a function with one of these ``codes``, or else to the innermost object.
+    Follow `__wrapped__` to the first function with one of these ``codes``, or else to the innermost object.
     """
     *outer, name = qualname.split(".")
     with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a cycle
@@ -119,7 +119,7 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
 def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
     """Compile the functions that the ``changes`` edit or add.
 
-    Raise `InstallationError` for an edit that is neither in the body of a function nor adds methods to a class.
+    Raise `InstallationError` for an edit that is outside the body of a function and does not add methods to a class.
     """
     texts = patched(source, changes)
     return [
@@ -140,7 +140,10 @@ def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> 
 def _edited_functions(
     module: ModuleSource, edits: list[tuple[Edit, str]]
 ) -> dict[str, tuple[CodeType | None, list[tuple[Edit, str]]]]:
-    """Group the edits of a module by the function that contains them. An added method has a ``maker``."""
+    """Group the edits of a module by the function that contains them, or by the method that they add.
+
+    Each group comes with the ``maker`` of the added method (`FunctionPatch`), or with None.
+    """
     functions = {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
     edited: dict[str, tuple[CodeType | None, list[tuple[Edit, str]]]] = {}
     for edit, owner in edits:
@@ -171,7 +174,7 @@ def _functions(block: CodeType, owner: str = "") -> dict[str, CodeType]:
 
 
 def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
-    """Return whether an edit is in the body of a function. Below its last line, the indent decides."""
+    """Return whether an edit is in the body of a function. Indented text inserted right below it is in the body too."""
     first, end = module.starts[first_line(node.body[0])], module.starts[cast(int, node.end_lineno) + 1]
     is_indented = edit.text.lstrip("\n")[: node.col_offset + 1].isspace()
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)
@@ -195,28 +198,30 @@ def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> t
 
 
 _provided: dict[str, tuple[ModuleType, ModuleType, str]] = {}
-"""The support modules of this process, by name: the package, the module, and the text that it has executed.
+"""For each support module of this process, by name: its package, the module object, and the text that it has executed.
 
-Each is used again by a later installation, because graphs outlive an activation and the module has their state.
+Later installations reuse the module object, because it contains the state of graphs, and graphs outlive an activation.
 """
 
 
 class Installation:
-    """Composes, compiles, installs and reverts ``changes``. Conflicts raise `InstallationError`.
+    """Composes, compiles, installs and reverts ``changes``.
 
-    Only changes that are not in `failing_changes` can be installed.
+    The constructor raises `InstallationError` if changes conflict. `install` succeeds only if no change is in
+    `failing_changes`.
     """
 
     def __init__(self, source: Source, changes: Changes) -> None:
         self._changes = changes
         self._texts = patched(source, changes)
         self._patches = compile_patches(source, changes)
-        self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: it is new), new value
+        self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: none), new value
 
     def failing_changes(self) -> dict[str, str]:
         """Return a reason for each change that cannot be installed in this process.
 
-        The support modules of a change must be importable. The loaded functions that it edits must match their files.
+        The support modules of a change must be importable, and the loaded functions that it edits must match their
+        files.
         """
         reasons: dict[str, str] = {}
         for name, change in self._changes.items():
@@ -248,7 +253,7 @@ class Installation:
             raise
 
     def _provide(self, name: str, text: str) -> None:
-        """Add a support module. Reuse the earlier module object, with its state, if its package is still the same."""
+        """Add a support module. If its package is still the same, reuse the earlier module object with its state."""
         parent, _, child = name.rpartition(".")
         package, module, executed = _provided.get(name, (None, None, ""))
         if module is None or package is not sys.modules[parent]:
@@ -261,7 +266,7 @@ class Installation:
             _provided[name] = package, module, text
 
     def _show(self, name: str, text: str) -> None:
-        """Show the text in tracebacks and `inspect`. After `linecache.clearcache` they get it from the loader."""
+        """Make tracebacks and `inspect` show the text of a module, even after `linecache.clearcache`."""
         path, loader = _path(name), sys.modules[name].__loader__
         linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
         if isinstance(loader, (SimpleNamespace, importlib.machinery.SourceFileLoader)):  # not shared by modules
@@ -290,7 +295,7 @@ class Installation:
         )
 
     def revert(self) -> None:
-        """Restore the original objects, except where another package has replaced ours."""
+        """Restore every original object, unless another package has replaced ours since."""
         for owner, name, had, value in self._attributes:
             now = _attribute(owner, name)
             if now is value and had is None:
@@ -303,5 +308,5 @@ class Installation:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of the function, class, module or loader itself (not inherited), or None."""
+    """Return an attribute of a function, class, module or loader itself, ignoring inherited ones; None if missing."""
     return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)

@@ -1,13 +1,13 @@
-"""Patterns: Python text, matched by syntax. Layout and comments do not matter.
+"""Patterns of Python code, matched by syntax. Layout and comments do not matter.
 
-In a pattern
+These are the rules for a pattern:
 
-- ``ANY`` matches any expression. So does ``ANY_NAME``; the same name matches the same text each time.
+- ``ANY`` and ``ANY_NAME`` match any expression. All occurrences of the same ``ANY_NAME`` match the same text.
 - ``...`` matches any number of statements, arguments, or items of a tuple or a ``with``. It is written ``*ANY`` if
   Python requires a target.
-- The keywords of a call match in any order. A call with ``...`` may have more keywords.
-- A ``def`` with ``...`` matches if it has these parameters and defaults, in any order. It may have more parameters.
-- A ``def`` without decorators, return type or annotations matches with any of them.
+- The keywords of a call match in any order. If the pattern's call contains ``...``, the source may have more keywords.
+- A ``def`` with ``...`` matches a function with at least the listed parameters and defaults, in any order.
+- A ``def`` without decorators, return type or annotations matches functions with any of these.
 
 The statements of a pattern must be adjacent in the source, and its blocks complete, except for gaps marked by ``...``.
 If a pattern matches in two ways, there are two matches.
@@ -30,8 +30,8 @@ _GAP = ast.Constant(...)
 class Bindings(NamedTuple):
     """The source nodes matched by the parts of a pattern.
 
-    ``names`` maps each ``ANY_NAME`` to an expression. ``nodes`` maps the located nodes of the pattern to nodes of the
-    source. A ``...`` is mapped to the first node in the gap, or to the next node if the gap is empty.
+    ``names`` maps each ``ANY_NAME`` to an expression of the source. ``nodes`` maps the located nodes of the pattern to
+    nodes of the source. It maps ``...`` to the first node in the gap, or to the next node if the gap is empty.
     """
 
     names: Mapping[str, Any] = {}
@@ -45,16 +45,16 @@ class Bindings(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The matched expression or statements, and the bindings."""
+    """One match: the matched expression or statements, and the bindings."""
 
     nodes: list[Any]
     bound: Bindings
 
 
 class Pattern:
-    """A pattern of statements or of one expression. A match binds the ``located`` nodes.
+    """A pattern of statements or of one expression. The bindings of a match include the ``located`` nodes.
 
-    ``reached`` is the last line of the pattern that `match` has compared: every line above matched somewhere.
+    ``reached`` is the last line of the pattern that `match` has compared. Every line above it matched somewhere.
     """
 
     def __init__(self, text: str, body: Sequence[ast.stmt], located: frozenset[Any] = frozenset()) -> None:
@@ -83,7 +83,7 @@ class Pattern:
     def _match_sequence(
         self, wanted: list[Any], nodes: list[Any], bindings: Bindings
     ) -> Iterator[tuple[Bindings, list[Any]]]:
-        """Match ``wanted`` with the first of ``nodes``. Yield the bindings and the remaining nodes of each match."""
+        """Match ``wanted`` with the first of ``nodes``. Yield the bindings of each match, and the nodes left over."""
         if not wanted:
             yield bindings, nodes
             return
@@ -139,7 +139,7 @@ class Pattern:
 
 
 def as_python(text: str) -> str:
-    """Replace the ``...`` among the parameters of each ``def``, to get valid Python."""
+    """Return valid Python: replace each ``...`` among the parameters of a ``def``."""
 
     def with_stars(head: re.Match[str]) -> str:
         return head.group().replace("...", "*ANY", 1).replace("...", "**ANY")
@@ -176,7 +176,7 @@ def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
 
 @cache
 def _parts(wanted: Any) -> list[str]:
-    """Return the fields of a node to compare."""
+    """Return the names of a pattern node's fields to be compared."""
     ignored = [*_NO_SYNTAX]
     if isinstance(wanted, ast.Call):
         ignored.append("keywords")

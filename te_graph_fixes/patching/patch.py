@@ -9,17 +9,17 @@ A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a 
     -range(num_warmup_iters)
     +range(max(num_warmup_iters, 1))
 
-``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, possibly an inner one:
-``function.Class.method``. Without file and place, the hunk is in the place of the hunk above. The notes are
+``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, possibly an inner one, as in
+``function.Class.method``. A hunk without file and place is in the place of the hunk above. These are the notes:
 
-- ``N times``, ``at least once``: the number of matches. ``0 times``: the pattern must not match.
-- ``if there``: the place may be missing, and so may its file.
+- ``N times``, ``at least once``: the required number of matches. ``0 times``: the pattern must not match.
+- ``if there``: the place or its file may be missing.
 - ``at its start``: the hunk has only ``+`` lines. They are inserted below the docstring.
-- ``or``: exactly one of this hunk and the hunk above fits.
+- ``or``: exactly one of this hunk and the hunk above must fit.
 
-``+`` lines below ``-`` lines replace these. Other ``+`` lines are inserted below the statement above them. If that
-statement is ``...`` or in another block, they are inserted above the next statement. Only the changed part of a line is
-edited, so other fixes can edit the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines is the matched text.
+``+`` lines replace the ``-`` lines directly above them. Other ``+`` lines are inserted below the statement above them.
+If that statement is ``...`` or in another block, they are inserted above the next statement. Only the changed part of a
+line is edited, so other fixes can edit the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines stands for the matched text.
 
 A hunk does not fit if the source already contains the result of its ``+`` lines. The error names the hunk and its line
 in the patch.
@@ -51,7 +51,7 @@ def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> 
 
 
 def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
-    """Return the edits of the only fitting hunk."""
+    """Return the edits of the only fitting hunk. Raise `UnrecognizedError` unless exactly one hunk fits."""
     fits, errors = [], []
     for hunk in alternatives:
         try:
@@ -87,7 +87,7 @@ def read(text: str) -> list[list[Hunk]]:
 
 
 def _sections(text: str) -> list[tuple[Line, list[Line]]]:
-    """Split a patch at its ``@@`` lines. Each comes with the lines of its hunk."""
+    """Split a patch at its ``@@`` lines. Return each of these lines with the lines of its hunk."""
     sections: list[tuple[Line, list[Line]]] = []
     for number, line in enumerate(textwrap.dedent(text).split("\n"), 1):
         if line.startswith("@@"):
@@ -100,7 +100,7 @@ def _sections(text: str) -> list[tuple[Line, list[Line]]]:
 
 
 def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> Hunk:
-    """Build a hunk from its lines; raises `PatchError`."""
+    """Build a hunk from its lines; raises `PatchError` for an invalid pattern."""
     counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
     count = None if "at least once" in notes else counts[0] if counts else 1
     old, new = Side(lines, " -", "the old side"), Side(lines, " +", "the new side")
@@ -122,9 +122,10 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
 class Hunk:
     """A hunk: its ``pattern`` (None: at the start of a function), and the ``changes`` at each match.
 
-    ``count`` is the number of matches (None: at least one). If a pattern in ``already_applied`` matches, the source
-    already contains the hunk. With replacements, ``already_applied`` is one pattern, the whole new side. With
-    insertions only, it is one pattern for each insertion. With deletions only, it is empty.
+    ``count`` is the required number of matches (None: at least one). If a pattern in ``already_applied`` matches, the
+    source already contains the hunk. ``already_applied`` depends on the lines of the hunk. If the hunk only inserts
+    lines, it has one pattern for each insertion. If the hunk only deletes lines, it is empty. Otherwise the whole new
+    side is its only pattern.
     """
 
     number: int
@@ -144,7 +145,7 @@ class Hunk:
     def fit(self, source: Source) -> list[Edit]:
         """Return the edits of the hunk. Raise `UnrecognizedError` if it does not fit.
 
-        There are no edits if the place of the hunk is missing and the notes allow that (``if there``).
+        Return no edits if the place of the hunk is missing and the notes allow this (``if there``).
         """
         definition = self.find(source)
         if definition is None:
@@ -161,7 +162,7 @@ class Hunk:
         return [Edit(self.module, start, start, indented(definition.module, first, f"{self.new_text}\n"))]
 
     def find(self, source: Source) -> Definition | None:
-        """Find the function or class. Return None if it is missing and the notes allow that."""
+        """Find the function or class of the hunk. Return None if it is missing and the notes allow this."""
         try:
             return source.module(self.module).definition(self.place)
         except UnrecognizedError:

@@ -1,6 +1,6 @@
 """Compute the edits of a hunk from its two sides.
 
-`compare` reads a hunk in runs of lines with the same mark. A run of ``+`` lines below ``-`` lines replaces them::
+`compare` groups adjacent lines of a hunk that have the same mark. ``+`` lines replace the ``-`` lines directly above::
 
      with a:
     -    x = f(u, v)
@@ -8,9 +8,9 @@
     +    y = x
      z = 1
 
-Here whole lines replace whole lines (`_replace_lines`). If both runs are one statement of the same type, as without
-``y = x``, only the smallest expression that differs is replaced (`_replace_part`): ``v`` by ``w``. So other fixes can
-edit the rest of the line, and its comments remain.
+Here whole lines replace whole lines (`_replace_lines`). Without ``y = x``, both groups would be one statement of the
+same type. Then only the smallest expression that differs is replaced (`_replace_expression`): ``v`` by ``w``. So other
+fixes can edit the rest of the line, and its comments remain.
 
 Each replacement starts and ends at a node of the pattern. A match binds these nodes to nodes of the source.
 """
@@ -29,18 +29,18 @@ from .matching import Match, as_python, is_gap
 from .source import Definition, Edit, ModuleSource, first_line, unrecognized
 
 START, END = 0, 1
-"""The edges of a node: indices of its span."""
+"""The edges of a node, as indexes into its span."""
 _BLOCKS = ("body", "handlers", "orelse", "finalbody")
 _UNKNOWN = re.compile(r"\.\.\.|\bANY\b")
 _COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
 
 
 class PatchError(ValueError):
-    """A patch is malformed; the message names the line of its text."""
+    """A malformed patch. The message names the line in the text of the patch."""
 
 
 class Line(NamedTuple):
-    """A line of a hunk. ``mark`` is a blank, ``-`` or ``+``; ``number`` counts the lines of the patch."""
+    """A line of a hunk. ``mark`` is a blank, ``-`` or ``+``. ``number`` is the line number in the patch."""
 
     mark: str
     text: str
@@ -52,14 +52,17 @@ class Line(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """The start or the end of a node of the pattern. A ``...`` starts with the first node in the gap."""
+    """The start or the end of a node of the pattern. For ``...``, the start is the first node in the gap."""
 
     node: Any
     edge: int
 
 
 class Side:
-    """One side of a hunk: the lines with one of the ``marks``. The old side is the pattern, the new side the result."""
+    """One side of a hunk: the lines with one of the ``marks``.
+
+    The old side is the pattern, and the new side is its replacement.
+    """
 
     def __init__(self, lines: Sequence[Line], marks: str, name: str) -> None:
         self.lines = [line for line in lines if line.mark in marks]
@@ -92,7 +95,7 @@ class Side:
 
 
 class Replacement(NamedTuple):
-    """Replace the text between two spots with ``text``: ``whole_lines``, or part of a line."""
+    """A replacement of the text between two spots, which are the edges of ``whole_lines`` or inside lines."""
 
     start: Spot
     end: Spot
@@ -194,7 +197,10 @@ class _Comparison:
 
 
 def _difference(old: Any, new: Any) -> tuple[Any, Any]:
-    """Return the smallest expressions that contain all differences, or else the two nodes. Ignore blocks."""
+    """Return the smallest expressions that contain all differences of two nodes outside their blocks.
+
+    If no single expression contains them, return the two nodes.
+    """
     ignored = () if isinstance(old, ast.expr) else _BLOCKS
     fields = [field for field in old._fields if field not in ignored] if type(old) is type(new) else []
     parts = [pair for field in fields for pair in _paired(getattr(old, field), getattr(new, field))]
@@ -225,7 +231,7 @@ def _unknown_text(added: Sequence[Line]) -> PatchError:
 
 
 def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
-    """Return the span of a node, including the parentheses around it but not a call's parentheses."""
+    """Return the span of a node, including the parentheses around it, but not the parentheses of a call."""
     text, (start, end) = module.text, module.span(node)
     while text[:start].rstrip()[-1:] == "(" and text[end:].lstrip()[:1] == ")":
         opening = text.rindex("(", 0, start)
@@ -243,7 +249,7 @@ def _indent_at(text: str, offset: int) -> str:
 
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
-    """Replace each ``ANY_NAME`` with its matched text, in parentheses if operator precedence requires them."""
+    """Replace each ``ANY_NAME`` with its matched text, in parentheses if operator precedence may require them."""
 
     def fill(name: re.Match[str]) -> str:
         node = match.bound.names[name.group()]
@@ -263,7 +269,7 @@ def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
 
 
 def indented(module: ModuleSource, statement: Any, text: str) -> str:
-    """Indent lines like a statement."""
+    """Return ``text`` with the indent of a statement."""
     return textwrap.indent(text, _indent_at(module.text, module.starts[statement.lineno]))
 
 

@@ -1,6 +1,6 @@
 """Find, read and parse the source of a TransformerEngine (TE), and search it for patterns.
 
-Nothing here imports torch or TE. The same classes serve an installed TE and a source tree.
+This module imports neither torch nor TE. The same classes serve an installed TE and a source tree.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def unrecognized(wanted: str, where: object, found: str = "none") -> Unrecognize
 
 
 class Edit(NamedTuple):
-    """Replace the characters ``start`` to ``end`` of ``module``'s source with ``text``."""
+    """A replacement of the characters ``start`` to ``end`` in the source of ``module`` with ``text``."""
 
     module: str
     start: int
@@ -57,7 +57,7 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """One TE: its package folder (or zip entry), and the version in its metadata."""
+    """The source of one TE: its package folder (or zip entry), and the version in its metadata."""
 
     location: str
     version: str | None
@@ -124,7 +124,7 @@ def _version(folder: str) -> str | None:
     """Read the version of the TE in ``folder``, from the metadata next to it or from a checkout's VERSION.txt."""
     for name in _DISTRIBUTIONS:
         for distribution in importlib.metadata.distributions(name=name, path=[folder]):
-            with contextlib.suppress(Exception):  # METADATA is unreadable, not UTF-8, without a version
+            with contextlib.suppress(Exception):  # METADATA is unreadable, is not UTF-8, or has no version
                 if distribution.version:
                     return distribution.version
     with contextlib.suppress(OSError):
@@ -134,9 +134,9 @@ def _version(folder: str) -> str | None:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """The text of one module, as Python reads it, with its functions and classes.
+    """The source text of one module, as decoded by Python, with its functions and classes.
 
-    ``newline`` is the line break of the file.
+    ``text`` contains ``\\n`` as line breaks. ``newline`` is the line break in the file.
     """
 
     name: str
@@ -172,7 +172,7 @@ class ModuleSource:
 
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-        """Every class and function at module or class level, by qualified name, except ambiguous names."""
+        """The classes and functions at module or class level by qualified name, without ambiguous names."""
         by_name = defaultdict[str, list[ast.FunctionDef | ast.ClassDef]](list)
         pending = [("", self.tree.body)]
         for prefix, body in pending:
@@ -208,7 +208,7 @@ class ModuleSource:
 
 @dataclass(frozen=True)
 class Definition:
-    """One function or class, with searches for patterns in it."""
+    """One function or class, with methods that search it for patterns."""
 
     module: ModuleSource
     qualname: str
@@ -233,9 +233,9 @@ class Definition:
         return nodes
 
     def matches(self, pattern: str | Pattern) -> list[Match]:
-        """Find all matches, in order."""
+        """Find all matches of a pattern, in the order of the source."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
-        matches: dict[object, Match] = {}  # gaps can split the same nodes in several ways
+        matches: dict[object, Match] = {}  # with gaps, the same nodes can match in several ways
         for siblings, number in self._by_type[type(pattern.nodes[0])]:
             for match in pattern.match(siblings, number):
                 bound = (*match.bound.names.values(), *match.bound.nodes.values())
@@ -251,7 +251,7 @@ class Definition:
         return self.exactly(1, pattern)[0].nodes[0]
 
     def exactly(self, count: int | None, pattern: str | Pattern) -> list[Match]:
-        """Return the matches. Raise `UnrecognizedError` unless there are ``count`` matches (None: at least one)."""
+        """Return all matches. Raise `UnrecognizedError` unless there are ``count`` matches (None: at least one)."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         pattern.reached = 1
         matches = self.matches(pattern)
