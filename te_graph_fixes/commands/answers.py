@@ -1,6 +1,7 @@
 """The texts of ``te-graph-fixes status``, ``explain``, ``list`` and ``diff``.
 
-``where`` is the option `` --source DIR`` (with the leading space) for commands in a text, or "" for the installed TE.
+The texts contain commands. The argument ``where`` is the option that these commands need to find TransformerEngine
+(TE): `` --source DIR``, with the leading space, or "" for the installed TE.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .bake import baked_files, is_outdated
 
 
 def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
-    """Group the fixes of the bugs that a TE has, had or may have, by outcome."""
+    """Group the fixes for bugs that a TE has, had or may have, by outcome."""
     reading = decision.reading
     lists = {
         "may be there, but cannot be fixed": list(decision.cannot_apply),
@@ -41,7 +42,7 @@ def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
 
 
 def summary_line(decision: Decision) -> str:
-    """Return one sentence with the number of known bugs in this TE and their outcomes."""
+    """Return one sentence with the number of known bugs in this TE and the number for each outcome."""
     te, by_outcome = te_name(decision.source.version), fixes_by_outcome(decision)
     if decision.unusable_reason:
         return f"{te}: no fix can be applied: {decision.unusable_reason}"
@@ -56,7 +57,7 @@ def summary_line(decision: Decision) -> str:
 
 
 def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
-    """Yield the lines of ``status``: a summary, a line for each bug by outcome, and the next commands."""
+    """Yield the lines of ``status``: a summary, a line for each bug, and the commands to use next."""
     yield summary_line(decision)
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
     if conflict := settings_conflict(decision.settings, decision.reading.manifest):
@@ -82,7 +83,7 @@ def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
 
 
 def _side_effects(decision: Decision) -> Iterator[str]:
-    """Yield lines about the fixes that were added or disabled because of other fixes."""
+    """Yield a line for each fix that is applied or disabled only because of other fixes."""
     lines = [f"also applied: {fix_id}, required by {by}" for fix_id, by in decision.added.items()]
     lines += [f"also disabled: {fix_id}, which requires {required}" for fix_id, required in decision.dropped.items()]
     if lines:
@@ -106,7 +107,7 @@ def _next_steps(decision: Decision, where: str) -> Iterator[str]:
 
 
 def record(decision: Decision) -> dict[str, Any]:
-    """Return the content of ``status --json``."""
+    """Return the data that ``status --json`` prints."""
     fixes = {
         fix_id: {
             "status": fix.status,
@@ -126,7 +127,7 @@ def record(decision: Decision) -> dict[str, Any]:
 
 
 def explain(fix: Fix) -> Iterator[str]:
-    """Yield the lines of ``explain``."""
+    """Yield the lines of ``explain`` for one fix: a table, the account in the fix's file, and the patch."""
     rows = {
         "symptom": fix.symptom,
         "affects": fix.affects,
@@ -162,17 +163,17 @@ def listing() -> Iterator[str]:
         for fix in (fix for fix in CATALOGUE.values() if fix.group == group):
             yield f"  {fix.id}: {fix.symptom}\n    TransformerEngine {fix.versions}; {upstream(fix)}"
         yield ""
-    yield "TE_GRAPH_FIXES=upstream applies the fixes for bugs that upstream fixed later, and what they require."
+    yield "TE_GRAPH_FIXES=upstream applies the fixes for bugs that upstream fixed later, and the fixes they require."
 
 
 def records() -> dict[str, dict[str, Any]]:
-    """Return the content of ``list --json``."""
+    """Return the data that ``list --json`` prints."""
     names = ("group", "symptom", "affects", "affected_versions", "merged", "requires", "upstream")
     return {fix.id: {name: getattr(fix, name) for name in names} for fix in CATALOGUE.values()}
 
 
 def unified(decision: Decision) -> Iterator[str]:
-    """Yield the lines of a diff for ``patch -p1``. A file's last line may lack a line break."""
+    """Yield the lines of a diff for ``patch -p1``. Mark the last line of a file if it lacks a line break."""
     for path, texts in baked_files(decision).items():
         before, after = (io.StringIO(text, newline="").readlines() for text in texts)
         for line in difflib.unified_diff(before, after, f"a/{path}" if before else "/dev/null", f"b/{path}"):

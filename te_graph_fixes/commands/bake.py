@@ -1,14 +1,15 @@
-"""Fixes in the files of TransformerEngine (TE): ``bake`` writes them in place, ``bake --overlay`` to another folder.
+"""Write the fixes into files of TransformerEngine (TE): in place for ``bake``, in a folder for ``bake --overlay``.
 
 A bake first writes a copy of each changed module and the new text to `BAKE_FOLDER` inside TE's folder. Then it moves
 the new files into place. The copies remain for ``bake --undo``, which moves them back. Two files show the progress:
 
-    no manifest             no module of TE has changed
-    .te-graph-fixes/open    modules are being moved, in either direction. Importing TE raises an error
+    neither                 no module of TE has changed
+    .te-graph-fixes/open    modules are being moved, by a bake or its undo. Importing TE raises an error
     te-graph-fixes.json     the bake is done
 
 If a command was killed, the next command rolls its work back. Moving the files into place needs no disk space, because
-it only renames and deletes. Folders are not renamed, because folders in the lower layers of a container cannot be.
+files are only renamed and deleted. Folders are not renamed, because this fails for folders in the lower layers of a
+container.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ raise RuntimeError(
 
 
 class BakeError(Exception):
-    """TE's files cannot be changed or restored. They are unchanged unless the message states otherwise."""
+    """An error while changing or restoring TE's files. The files are unchanged unless the message states otherwise."""
 
 
 def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return the text before and after the bake of every module that the fixes change or add ("" before: added).
+    """Return, for every module that the fixes change or add, its text before and after the bake ("" before: added).
 
-    The keys are sorted paths, relative to the folder that contains TE. The manifest is last. Each text has the line
-    breaks of its file.
+    The keys are paths relative to the folder that contains TE. They are sorted, with the manifest at the end. Each text
+    has the line breaks of its file.
     """
     source, files = decision.source, {}
     for name, texts in patched(source, decision.to_apply).items():
@@ -78,7 +79,7 @@ def is_outdated(manifest: Manifest | None) -> bool:
 
 @contextlib.contextmanager
 def locked(location: Path) -> Iterator[bool]:
-    """Lock the TE in a folder for this process. Yield whether an interrupted bake was rolled back."""
+    """Lock the TE in a folder for this process. Yield whether an interrupted bake or undo had to be rolled back."""
     folder = os.open(location, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -88,9 +89,9 @@ def locked(location: Path) -> Iterator[bool]:
 
 
 def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write fixed modules and their manifest into the TE in a folder, or change nothing."""
+    """Write fixed modules and their manifest into the TE in a folder. After an error, the TE is unchanged."""
     root, kept = location.parent, location / BAKE_FOLDER
-    guard = {GUARD: ("", _GUARD_TEXT)}  # a guard for the bake, another for the undo
+    guard = {GUARD: ("", _GUARD_TEXT)}  # one copy for the bake, another for the undo
     try:
         write_files(kept / BEFORE, root, guard)
         write_files(kept / AFTER, root, {**files, **guard})
@@ -121,12 +122,12 @@ def undo(source: Source) -> str:
         (location / BAKE_FOLDER).mkdir()
         done = f"Deleted the remains of an earlier bake in {location}"
     os.rename(location / NAME, location / OPEN)
-    roll_back(location)  # an undo rolls a finished bake back
+    roll_back(location)  # an undo treats a finished bake as an interrupted one
     return done
 
 
 def roll_back(location: Path) -> bool:
-    """Roll back an unfinished bake, or finish an unfinished undo. Return whether there was one."""
+    """Roll back an unfinished bake, or finish an unfinished undo. Return whether there was either."""
     if not (location / BAKE_FOLDER).exists() or (location / NAME).exists():
         return False
     if (location / OPEN).exists():
@@ -136,7 +137,7 @@ def roll_back(location: Path) -> bool:
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write the new texts to a folder. Permissions are copied from the old file, else from TE's first module."""
+    """Write the new texts to a folder. Copy permissions from the old file, or if there is none from TE's package."""
     for path, (before, after) in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(after.encode())
@@ -144,7 +145,7 @@ def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) 
 
 
 def _exchange(location: Path, side: str) -> None:
-    """Move the files of one side into place, unless they are there already.
+    """Move the files of one side (``before`` or ``after``) into place, unless they are there already.
 
     During the move, a guard replaces the first module. Every import of TE reaches the guard, which raises an error.
     """

@@ -32,7 +32,7 @@ from .bake import BakeError
 
 NOT_USABLE = 2  # wrong usage, no TE or no GPU
 _EPILOG = """\
-in this order:
+use in this order:
   te-graph-fixes status                   list the bugs of your TE
   te-graph-fixes run torchrun train.py    start a job with the fixes in memory; nothing on disk changes
   te-graph-fixes verify --quick           on a GPU: compare test programs with and without the fixes
@@ -42,8 +42,8 @@ for an image:
   te-graph-fixes bake                     write the fixes into TE's files; fails if a needed fix cannot be applied
   te-graph-fixes bake --undo              restore TE's files byte for byte
 
-Each command has -h, with its exit statuses and an example.
-From a checkout that is not installed, type `python -m te_graph_fixes` for `te-graph-fixes`.
+`te-graph-fixes COMMAND -h` describes a command, with its exit statuses and an example.
+In a checkout that is not installed, type `python -m te_graph_fixes` instead of `te-graph-fixes`.
 """
 
 
@@ -112,7 +112,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _bake(options: argparse.Namespace) -> int:
-    """Write the fixes into TE's files, all or none; for image builds.
+    """Write the fixes into TE's files, all or none. For image builds.
 
     exit status: 0 every needed fix is baked or disabled; 1 nothing was changed (--check: a needed fix is missing);
       2 no TE
@@ -146,7 +146,7 @@ def _check_bake(decision: Decision, where: str) -> int:
 
 
 def _bake_in_place(source: Source, where: str) -> int:
-    """Bake. Undo the bake if TE could be imported before it, but not after it."""
+    """Bake the fixes into TE. Undo the bake if TE could be imported before it, but not after it."""
     settings = _settings()
     decision = decide(read(source), settings)
     manifest = decision.reading.manifest
@@ -177,7 +177,7 @@ def _bake_in_place(source: Source, where: str) -> int:
 
 
 def _import_problem() -> str:
-    """Import the installed TE, with every edited module, in a new process. Return the error, or ""."""
+    """Import the installed TE, with every edited module, in a new process. Return the error; "" if there is none."""
     command = [sys.executable, "-c", f"import {PACKAGE}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last_line = done.stderr.strip().rpartition("\n")[2]
@@ -228,9 +228,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _issue(options: argparse.Namespace) -> int:
-    """Print the content of a bug report about a TE that is not recognized.
+    """Print the content of a bug report about a TE whose source is unrecognized.
 
-    It contains versions, verdicts and file digests, and only those lines of TE's source that do not match.
+    The report contains versions, verdicts and file digests, and only those lines of TE's source that do not match.
 
     exit status: 0; 2 no TE
     example: te-graph-fixes issue > report.txt
@@ -266,7 +266,7 @@ def _installed(name: str) -> str:
 
 
 def _list(options: argparse.Namespace) -> int:
-    """List all fixes: symptom, affected versions, upstream.
+    """List all fixes with symptom, affected versions and upstream status.
 
     exit status: 0
     example: te-graph-fixes list
@@ -279,8 +279,8 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _decision(options: argparse.Namespace, settings: Settings | None = None) -> Decision:
-    """Return the decision for the TE in the options. Without ``settings``, read them from the environment."""
-    settings = settings or _settings()  # report errors in the settings first
+    """Return the decision for the TE in the options. If ``settings`` is None, read them from the environment."""
+    settings = settings or _settings()  # errors in the settings are reported first
     return decide(read(_source(options)), settings)
 
 
@@ -338,12 +338,12 @@ _add(_status, _of_te, _as_json).add_argument(
 _add(_explain).add_argument("fix", metavar="FIX")
 _add(_diff, _of_te).add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to print (default: all that apply)")
 _modes = _add(_bake, _of_te).add_mutually_exclusive_group()
-_modes.add_argument("--check", action="store_true", help="only report whether every needed fix is baked")
+_modes.add_argument("--check", action="store_true", help="change nothing, report whether every needed fix is baked")
 _modes.add_argument("--undo", action="store_true", help="restore TE's files byte for byte")
 _modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
 _of_cases = _add(_verify, _as_json)
-_of_cases.add_argument("wanted", nargs="*", metavar="FIX", help="fixes, or single cases (default: all)")
-_of_cases.add_argument("--quick", action="store_true", help="one or two cases for each fix")
+_of_cases.add_argument("wanted", nargs="*", metavar="FIX", help="fixes or cases to run (default: all)")
+_of_cases.add_argument("--quick", action="store_true", help="run only one or two cases for each fix")
 _of_cases.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time limit of a case (60)")
 _commands.add_parser("run", help="Start a program with the fixes in it and its children")  # `__main__` starts it
 _add(_issue, _of_te)

@@ -1,9 +1,10 @@
 """``te-graph-fixes run``: start a program with the fixes active in it and in all its children.
 
-It sets environment variables, then replaces this process with the program. So signals, exit status and streams are the
-program's own. With our folder in PYTHONPATH, every Python process of the program runs `launcher/sitecustomize.py` when
-it starts. That module imports `launcher/te_graph_fixes_run.py`. If another ``sitecustomize`` comes first,
-PYTHONWARNINGS causes the import, because it names a warning category in `te_graph_fixes_run`.
+The command sets environment variables, then replaces its own process with the program. Signals, exit status and streams
+are therefore the program's own. Because PYTHONPATH contains our folder, every Python process of the program runs
+`launcher/sitecustomize.py` when it starts. That module imports `launcher/te_graph_fixes_run.py`. If Python finds
+another ``sitecustomize`` first, PYTHONWARNINGS causes the import, because it names a warning category in
+`te_graph_fixes_run`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replace this process with the program in ``arguments``; return an exit status if that fails."""
+    """Replace this process with the program in ``arguments``. Return an exit status if this fails."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -66,12 +67,12 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError("No command. For example:\n  te-graph-fixes run python train.py")
     except ValueError as error:
         if "--print-env" in arguments:
-            print("false")  # so that `eval` fails too
+            print("false")  # so that the `eval` of the output fails too
         _note(error)
         return BAD_USAGE
     if importlib.util.find_spec(TE) is None:
-        _note(f"{sys.executable} has no TransformerEngine. Only programs of a Python that has it get the fixes.")
-    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and the program would inherit this
+        _note(f"{sys.executable} has no TransformerEngine. The fixes apply only to a Python that has it.")
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and the program would inherit that
         signal.signal(name, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables()})
@@ -91,9 +92,10 @@ def _check_value(option: str) -> str:
 
 
 def variables() -> dict[str, str]:
-    """Return PYTHONPATH with our folder first, PYTHONWARNINGS with our module last, and strict mode.
+    """Return the environment variables to set: PYTHONPATH, PYTHONWARNINGS and strict mode.
 
-    A relative path to this package becomes absolute, because a child may change its folder.
+    PYTHONPATH begins with our folder, and PYTHONWARNINGS ends with our filter. A relative path to this package becomes
+    absolute, because a child may change its working directory.
     """
     inherited = os.environ.get("PYTHONPATH")
     entries = inherited.split(os.pathsep) if inherited else []  # an empty entry is the current folder

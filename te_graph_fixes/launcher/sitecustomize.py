@@ -1,4 +1,4 @@
-"""Import `te_graph_fixes_run`, then the ``sitecustomize`` that this folder hides."""
+"""Import `te_graph_fixes_run`, and then the user's ``sitecustomize``, which this module hides."""
 
 import os
 import sys

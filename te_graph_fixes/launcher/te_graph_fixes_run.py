@@ -1,12 +1,13 @@
-"""Activate te_graph_fixes in every Python process below ``te-graph-fixes run``. This folder is in their PYTHONPATH.
+"""Activate te_graph_fixes in every Python process started by ``te-graph-fixes run``.
 
-Every interpreter there runs this module when it starts. So the module is fast, needs only the standard library, and is
-valid in old interpreters. It imports the package when TransformerEngine (TE) is imported.
+PYTHONPATH of these processes contains this folder, so each interpreter runs this module when it starts. The module is
+therefore fast, needs only the standard library, and is valid in old interpreters. It imports te_graph_fixes when
+TransformerEngine (TE) is imported.
 
-`sitecustomize` imports this module. Another ``sitecustomize`` may come before ours, for example the one of
-``opentelemetry-instrument``. Therefore PYTHONWARNINGS names a category of this module: Python imports the categories of
-its warning filters before it looks for a ``sitecustomize``. If PYTHONPATH was replaced, Python cannot find the module
-and prints: ``Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'``.
+Normally our `sitecustomize` imports this module. But Python may find another ``sitecustomize`` first, for example that
+of ``opentelemetry-instrument``. Therefore PYTHONWARNINGS also names a warning category in this module. Python imports
+such categories before it looks for a ``sitecustomize``. If a program replaces PYTHONPATH, its children cannot find the
+module and print: ``Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'``.
 """
 
 import sys
@@ -20,10 +21,10 @@ class Started(Warning):
 
 
 class Activator:
-    """Imports te_graph_fixes just before TE is imported, then removes itself."""
+    """An import finder that imports te_graph_fixes just before TE, and then removes itself."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name == "site":  # programs inspect this list for warning filters set by the user
+        if name == "site":  # programs look for the user's warning filters in this list
             sys.warnoptions[:] = [option for option in sys.warnoptions if option != FILTER]
         if name != PACKAGE or self not in sys.meta_path:  # type: ignore[comparison-overlap]
             return None
@@ -45,5 +46,5 @@ class Activator:
         return importlib.util.find_spec(name)
 
 
-if __name__ == "te_graph_fixes_run":  # not if `te-graph-fixes run` imports `FILTER`
+if __name__ == "te_graph_fixes_run":  # false if `te-graph-fixes run` imports `FILTER`
     sys.meta_path.insert(0, Activator())  # type: ignore[arg-type]
