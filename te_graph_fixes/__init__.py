@@ -1,16 +1,18 @@
 """Fix, in memory, the CUDA-graph bugs of the installed TransformerEngine (TE).
 
-Import this package before or after TE, but before capturing TE's graphs. Replays then compute the eager numbers.
+Import this package before or after TE, but before capturing TE's graphs. Replays then compute the same numbers as eager
+training.
 
     import te_graph_fixes
     te_graph_fixes.report()
 
 Environment variables:
 
-- ``TE_GRAPH_FIXES``: ``on`` (default), ``off``, ``upstream`` (bugs that upstream fixed later), or a comma list of ids
-- ``TE_GRAPH_FIXES_DISABLE``: a comma list of ids
+- ``TE_GRAPH_FIXES``: ``on`` (default), ``off``, ``upstream`` (fixes for bugs that upstream fixed later), or the ids of
+  fixes, separated by commas
+- ``TE_GRAPH_FIXES_DISABLE``: the ids of fixes to disable, separated by commas
 - ``TE_GRAPH_FIXES_STRICT=1``: raise `FixNotAppliedError` if a needed fix cannot be applied, instead of warning
-- ``TE_GRAPH_FIXES_VERBOSE``: with ``1`` every process prints the applied fixes, not only rank 0; with ``0`` none does
+- ``TE_GRAPH_FIXES_VERBOSE``: ``1`` prints the applied fixes in every process, not only on rank 0; ``0`` in no process
 - ``TE_GRAPH_FIXES_CHECK=N``: compare graphs with eager runs in the first N training steps (see `check`)
 """
 

@@ -1,4 +1,4 @@
-"""``te-graph-fixes``, also ``python -m te_graph_fixes``."""
+"""The entry point of ``te-graph-fixes`` and ``python -m te_graph_fixes``."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ def main() -> int:
         print(f"te-graph-fixes: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         print(f"te-graph-fixes: {error}", file=sys.stderr)
@@ -26,7 +26,7 @@ def _start() -> int:
     from .activation import require_wrapt
 
     require_wrapt()
-    if sys.argv[1:2] == ["run"]:  # has to start fast, so it does not import the other commands
+    if sys.argv[1:2] == ["run"]:  # `run` must start fast, so the other commands are not imported
         from .commands.run import main as run
 
         return run(sys.argv[2:])

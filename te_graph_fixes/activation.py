@@ -4,9 +4,10 @@
     import of TE ends    wrapt calls our hook, which applies the fixes selected by the current settings
     deactivate()         reverts the fixes
 
-A fix that cannot be applied is left out, and so are the fixes that require it. The others are installed all or none.
-In strict mode a missing fix is an error: none is installed, and the import of TE fails. `decision` describes the steps
-from TE's source to the applied fixes. It is imported when it is needed, so that ``import te_graph_fixes`` is fast.
+A fix that cannot be applied is skipped, together with the fixes that require it. The other fixes are installed all or
+none. In strict mode, a missing fix is an error: no fix is installed, and the import of TE fails. `decision` describes
+the steps from TE's source to the installed fixes. That module is imported only when needed, so that
+``import te_graph_fixes`` is fast.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from .patching.installation import Installation
 
 _COPIED = "_make_graphed_callables"
-"""A function of TransformerEngine's graph.py, by which a copy of that file is recognized."""
+"""A function of TransformerEngine's graph.py. Any other module that defines it is a copy of graph.py."""
 _logger = logging.getLogger("te_graph_fixes")
 
 
@@ -49,7 +50,7 @@ def require_wrapt() -> None:
 
 
 class _Activation:
-    """The state of this process: the settings, the decision on TE, and its installation.
+    """The state of this process: the settings, the decision on TE, and the installed fixes.
 
     The lock is never held while TE is imported.
     """
@@ -60,7 +61,7 @@ class _Activation:
         self._settings: Settings | None = None
         self._decision: Decision | None = None
         self._installation: Installation | None = None
-        self._failure = ""  # why nothing is installed: an error, or strict mode
+        self._failure = ""  # the reason why no fix is installed: an error, or strict mode
         self._reverted: frozenset[str] = frozenset()
         self._earlier_graphs: int | None = None  # graphs of TE that were captured before any fix was applied
         self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graph.py
@@ -70,12 +71,12 @@ class _Activation:
     ) -> None:
         """Apply the fixes now if TransformerEngine (TE) is imported, else when its import ends.
 
-        TE's graphs keep the code that they were captured with, so capture them afterwards. A warning (in strict mode,
-        an error) counts the graphs that were captured before the first activation.
+        Capture graphs after this call, because a graph always runs the code that it was captured with. If graphs were
+        captured before the first activation, a warning (in strict mode, an error) reports their number.
 
         ``only`` (fix ids), ``disable`` (fix ids) and ``strict`` replace ``TE_GRAPH_FIXES``, ``TE_GRAPH_FIXES_DISABLE``
-        and ``TE_GRAPH_FIXES_STRICT``. Selecting a fix also selects the fixes that it requires. Disabling a
-        fix also disables the fixes that require it. A second call starts over with the new settings.
+        and ``TE_GRAPH_FIXES_STRICT``. Selecting a fix also selects the fixes that it requires. Disabling a fix also
+        disables the fixes that require it. A second call reverts the fixes and starts over with the new settings.
 
         Raises ValueError for an unknown id or value. In strict mode raises `FixNotAppliedError` if a needed fix cannot
         be applied; TE is then unchanged.
@@ -94,7 +95,7 @@ class _Activation:
         if PACKAGE not in sys.modules:
             return
         if not loaded(PACKAGE):
-            # If the error makes the import of this package fail, the hook remains, and could not import this then.
+            # If the error ends the import of this package, the hook remains, and could no longer import `decision`.
             from . import decision  # noqa: F401
 
             raise RuntimeError(
@@ -102,11 +103,11 @@ class _Activation:
                 "Import te_graph_fixes before TransformerEngine, or after it."
             )
         with self._lock:
-            if self._decision is None:  # else the hook came first, in another thread
+            if self._decision is None:  # else the hook has already applied the fixes in another thread
                 self._apply()
 
     def deactivate(self) -> None:
-        """Revert every fix, and apply none when TE is imported. Other packages' replacements of TE's code remain."""
+        """Revert every fix, and apply none if TE is imported later. Other packages' changes to TE's code remain."""
         with self._lock:
             if self._installation and self._decision:
                 self._reverted |= frozenset(self._decision.to_apply)
@@ -122,10 +123,11 @@ class _Activation:
         return self._settings or Settings(only=frozenset())
 
     def _watch(self) -> None:
-        """Register the hook with wrapt, for the end of TE's next import.
+        """Register the hook with wrapt, which calls it at the end of TE's next import.
 
         If TE were in `sys.modules`, wrapt would call the hook immediately and not register it. TE is therefore removed
-        from `sys.modules` during the registration. Python's import lock prevents other threads from importing TE then.
+        from `sys.modules` during the registration. Meanwhile, Python's import lock prevents other threads from
+        importing TE.
         """
         from wrapt import register_post_import_hook
 
@@ -139,7 +141,7 @@ class _Activation:
             _imp.release_lock()
 
     def _on_import(self, _: ModuleType) -> None:
-        """Apply the fixes. wrapt forgets a hook before calling it, so register again for a later import of TE."""
+        """Apply the fixes. wrapt calls a registered hook only once, so register it again for later imports of TE."""
         self._watch()
         try:
             self._apply()
@@ -197,7 +199,7 @@ class _Activation:
         self._failure = ""
 
     def report(self) -> Report:
-        """Return the status of every fix, read from the live objects."""
+        """Return the status of every fix. A fix is reported as applied only if its code is active now."""
         from .decision import read
         from .fixes import CATALOGUE
         from .manifest import installed_manifest
@@ -209,7 +211,7 @@ class _Activation:
                 source = decision.source if decision else Source.installed()
             except TENotFoundError:
                 missing = "TransformerEngine is not installed"
-            # Without a decision the source is not searched. Only a manifest has verdicts then.
+            # Without a decision, the source is not searched. Verdicts then come only from a manifest.
             baked = read(source).verdicts if source and not decision and installed_manifest() else {}
             fixes = {}
             for fix in CATALOGUE.values():
@@ -253,7 +255,8 @@ def _conflict(settings: Settings) -> str:
 def _wait_for_other_threads() -> None:
     """Wait until no other thread is importing TE. Such a thread may have started before the hook was registered.
 
-    `import_module` waits for the other thread. If there is none, the finder below raises before TE is imported here.
+    `import_module` waits for such a thread. If there is none, the finder below raises an error before this thread
+    imports TE.
     """
     thread = threading.get_ident()
 

@@ -1,11 +1,11 @@
-"""The steps from a TransformerEngine's (TE's) source to installed fixes.
+"""The steps from TransformerEngine's (TE's) source to the installed fixes.
 
-    read(source)               the verdict on every fix, from the source alone
-    decide(reading, settings)  the status of every fix: its verdict, combined with the settings and its requirements
-    compose(decision)          the edits of all fixes to apply, compiled; without the fixes that fail in this process
-    Installation.install()     the only step that changes TE: installs all fixes or none; `revert` undoes it
+    read(source)               returns a verdict for every fix, from the source only
+    decide(reading, settings)  combines the verdicts with the settings into a status for every fix
+    compose(decision)          compiles the fixes to apply, except those that fail in this process
+    Installation.install()     changes TE, as the only step: installs all fixes or none; `revert` undoes it
 
-``te-graph-fixes status``, ``diff`` and ``bake`` use the first two; `activation` uses all of them.
+``te-graph-fixes status``, ``diff`` and ``bake`` use the first two steps. `activation` uses all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .status import BAKED, CANNOT_APPLY, WITHOUT_BUG, Status
 
 @dataclass(frozen=True)
 class Reading:
-    """The ``verdicts`` of every fix on one TE, and the ``manifest`` if fixes are baked into its files."""
+    """The ``verdicts`` for one TE, by fix id, and its ``manifest`` if fixes are baked into its files."""
 
     source: Source
     verdicts: Mapping[str, Verdict]
@@ -37,7 +37,7 @@ class Reading:
 
 
 def read(source: Source) -> Reading:
-    """Return the verdicts for a TE: from its manifest if it is baked, else by matching every fix."""
+    """Return the verdicts for a TE. If it is baked, read them from its manifest; else match every fix."""
     try:
         manifest = read_manifest(source)
     except ManifestError as error:
@@ -48,7 +48,7 @@ def read(source: Source) -> Reading:
 
 
 def verdicts(source: Source) -> dict[str, Verdict]:
-    """Match every fix against the source of a TE."""
+    """Return a verdict for every fix, by matching the fix against the source of a TE."""
     if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
         return dict.fromkeys(CATALOGUE, Verdict(Status.NOT_APPLICABLE, "this TransformerEngine is without PyTorch"))
     version = _parsed(source.version)
@@ -79,7 +79,7 @@ def _checked_by_version(fix: Fix, verdict: Verdict, version: Version | None) -> 
 
 
 def _must_have_bug(version: Version, fix: Fix) -> bool:
-    """Return whether a version is expected to have the bug: for a pre-release, only if the release before has it."""
+    """Return whether a version should have the bug. A pre-release should have it only if the release before has it."""
     before = Version(f"{version.major}.{max(version.minor - 1, 0)}")
     return fix.expected_in(version) and (not version.is_prerelease or fix.expected_in(before))
 
@@ -98,7 +98,7 @@ def _baked_verdicts(manifest: Manifest) -> dict[str, Verdict]:
 
 
 def expected(fix: Fix, version: str | None) -> str | None:
-    """Return ``applicable`` or ``not-needed`` from the version only, or None if it cannot be parsed."""
+    """Return the verdict that a version implies, ``applicable`` or ``not-needed``; None if it cannot be parsed."""
     if (parsed := _parsed(version)) is None:
         return None
     return Status.APPLICABLE if fix.expected_in(parsed) else Status.NOT_NEEDED
@@ -113,7 +113,10 @@ def _parsed(version: str | None) -> Version | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The status of every fix on one TE with these settings. ``fixes`` are verdicts with reasons and edits."""
+    """The status of every fix for one TE and one user's settings.
+
+    ``fixes`` maps each id to a verdict, in which the status takes the settings and the required fixes into account.
+    """
 
     reading: Reading
     settings: Settings
@@ -129,13 +132,13 @@ class Decision:
 
     @property
     def disabled(self) -> dict[str, Verdict]:
-        """The fixes that TE needs, or may need, and that the settings disable. Excludes fixes disabled by a bake."""
+        """The fixes disabled by the settings although TE needs or may need them, without those disabled by a bake."""
         disabled = self._with_status(Status.DISABLED)
         return {fix_id: fix for fix_id, fix in disabled.items() if fix != self.reading.verdicts[fix_id]}
 
     @property
     def cannot_apply(self) -> dict[str, Verdict]:
-        """The fixes that TE needs, or may need, and that cannot be applied."""
+        """The fixes that cannot be applied although TE needs or may need them."""
         return self._with_status(*CANNOT_APPLY)
 
     @property
@@ -147,7 +150,7 @@ class Decision:
 
     @property
     def added(self) -> dict[str, str]:
-        """The fixes to apply only because selected fixes require them, with the names of the selected fixes."""
+        """Map each fix that is applied only because selected fixes require it to the names of those fixes."""
         named_fixes = sorted(self.settings.only or ())
         required_by = {
             fix_id: [name for name in named_fixes if name in self.to_apply and fix_id in with_required([name])]
@@ -157,7 +160,7 @@ class Decision:
 
     @property
     def dropped(self) -> dict[str, str]:
-        """The selected fixes that are disabled because they require disabled fixes, with the names of these."""
+        """Map each selected fix that is disabled because it requires disabled fixes to the names of those fixes."""
         disabled = self.disabled.keys()
         selected = CATALOGUE.keys() if self.settings.only is None else self.settings.only
         return {
@@ -170,13 +173,13 @@ class Decision:
 
 
 def decide(reading: Reading, settings: Settings) -> Decision:
-    """Combine verdicts and settings.
+    """Combine verdicts and settings into a decision.
 
     Selecting a fix also selects the fixes that it requires. Disabling a fix also disables the fixes that require it.
     """
     verdicts = reading.verdicts
     order = list(TopologicalSorter({fix.id: fix.requires for fix in CATALOGUE.values()}).static_order())
-    disabled: set[str] = set()  # by the settings. What these fixes require is not selected because of them
+    disabled: set[str] = set()  # by the settings. These fixes do not select the fixes that they require
     for fix_id in order:
         is_disabled = fix_id in settings.disable or not disabled.isdisjoint(CATALOGUE[fix_id].requires)
         if is_disabled and verdicts[fix_id].status not in WITHOUT_BUG:
@@ -193,7 +196,7 @@ def decide(reading: Reading, settings: Settings) -> Decision:
 
 
 def _decided(verdict: Verdict, is_selected: bool, requires: Iterable[str], decided: Mapping[str, Verdict]) -> Verdict:
-    """Decide on one fix. The fixes that it ``requires`` are already in ``decided``."""
+    """Return the verdict on one fix with its final status. ``decided`` already contains the fixes it ``requires``."""
     if verdict.status in (*WITHOUT_BUG, Status.DISABLED):
         return verdict
     if not is_selected:
@@ -220,7 +223,7 @@ def with_required(fix_ids: Iterable[str]) -> set[str]:
 def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
     """Describe how the settings differ from the baked fixes; "" if they agree.
 
-    Settings that select no fixes agree with any bake.
+    The default settings, which neither select nor disable fixes, agree with every bake.
     """
     if manifest is None or (settings.only is None and not settings.disable):
         return ""
@@ -240,10 +243,11 @@ def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
 
 
 def compose(decision: Decision) -> tuple[Decision, Installation]:
-    """Compose and compile the fixes to apply. Return them, and the decision without fixes that fail in this process.
+    """Compile the fixes to apply. Return the decision, without the fixes that fail in this process, and the fixes.
 
-    A failure in this process affects only the fix and the fixes that require it. An error here or in a later step is a
-    bug in this package. It affects all fixes, and leaves TE unchanged.
+    A fix can fail in this process, for example because another package has replaced a function. This affects only the
+    fix and the fixes that require it. In contrast, an error here or in a later step is a bug in this package. It
+    affects all fixes, and leaves TE unchanged.
     """
     installation = Installation(decision.source, decision.to_apply)
     failures = installation.failing_changes()

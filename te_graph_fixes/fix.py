@@ -27,12 +27,12 @@ GROUPS = (
 """The groups of fixes, by the harm of their bugs, in the order of ``te-graph-fixes status``."""
 
 OLDEST = "2.10"
-"""The oldest release that is tested. Nothing is applied to older ones."""
+"""The oldest tested release. No fix is applied to older releases."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The ``status`` of one fix on one source, the ``reason``, and the edits if it is applicable.
+    """The ``status`` of one fix for one source, the ``reason``, and the edits if the fix is applicable.
 
     ``new_modules`` maps the full names of support modules to their texts. ``details`` explain at length why a source
     is not recognized.
@@ -56,17 +56,18 @@ class Fix:
 
     ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that
     trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any
-    (docs/results/single-fixes.md). ``affected_versions`` are the versions expected to have the bug: ``>=2.10,<2.17``,
-    or one of the two bounds. ``requires`` names fixes: this fix must not be applied unless each of them is applied or
-    not needed. ``check_hints`` are words in a check's mismatch that indicate this bug.
+    (docs/results/single-fixes.md). ``affected_versions`` are the versions expected to have the bug, for example
+    ``>=2.10,<2.17``; one bound may be absent. ``requires`` names other fixes. This fix must not be applied unless each
+    of them is applied or not needed. ``check_hints`` are words in a check's mismatch that indicate this bug.
 
-    ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` are patches of context only,
-    which match a source without the public feature, each with a reason. ``corrected`` are patches that match the
-    upstream fix. ``names`` replace words in these texts by text that depends on the source. ``provides`` are the
-    support modules, from `te_graph_fixes.shipped`.
+    ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
+    that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the
+    feature, a match of ``corrected`` that it contains the upstream fix. ``names`` maps words in all these texts to
+    functions, which return their replacements for a source. ``provides`` names the support modules in
+    `te_graph_fixes.shipped`.
 
-    ``id`` is the name of the fix's file. ``summary`` and ``upstream``, the links, are the first paragraphs of that
-    file's docstring (`described_by`).
+    ``id`` is the name of the fix's file, with hyphens. ``summary`` and the links in ``upstream`` come from the first
+    two paragraphs of that file's docstring (`described_by`).
     """
 
     symptom: str
@@ -97,7 +98,7 @@ class Fix:
 
     @property
     def _bounds(self) -> dict[str, Version]:
-        """The first release with the bug, under the key ``>=``, and the first release without it, under ``<``."""
+        """Map ``>=`` to the first release with the bug, and ``<`` to the first release without it."""
         return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
     def expected_in(self, version: Version) -> bool:
@@ -106,7 +107,7 @@ class Fix:
 
     @property
     def versions(self) -> str:
-        """The releases with the bug from 2.10 on, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
+        """The tested releases with the bug, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
         oldest = Version(OLDEST)
         first = str(max(self._bounds.get(">=", oldest), oldest))
         fixed = self._bounds.get("<")
@@ -128,7 +129,7 @@ class Fix:
             return Verdict(Status.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
 
     def _verdict_on(self, source: Source) -> Verdict:
-        """Return the verdict. Raise `UnrecognizedError` if two upstream fixes match, or the bug and one."""
+        """Return the verdict. Raise `UnrecognizedError` if two upstream fixes match, or the bug and an upstream fix."""
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
                 self._edits(source, text)

@@ -1,7 +1,7 @@
 """The manifest of a baked TransformerEngine (TE): a file in its folder with the fixes, and a digest of each file.
 
-Bakes, overlays and the patches of ``te-graph-fixes diff`` contain a manifest. It is trusted as long as every listed
-module matches its digest. TE's source is then not searched.
+Bakes, overlays and the patches of ``te-graph-fixes diff`` contain a manifest. As long as every listed module matches
+its digest, the manifest is trusted, and TE's source is not searched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .status import Status
 
 NAME = "te-graph-fixes.json"
 BAKE_FOLDER, OPEN = ".te-graph-fixes", ".te-graph-fixes/open"
-"""The folder of a bake inside TE's, and the manifest's place while modules are being exchanged."""
+"""The folder of a bake inside TE's folder, and the place of the manifest while modules are being exchanged."""
 UNDO = "te-graph-fixes bake --undo"
 
 
@@ -29,9 +29,9 @@ def digest(data: bytes) -> str:
 class Manifest:
     """The fixes that te-graph-fixes ``version`` wrote into the files of a TE.
 
-    ``fixes`` has a status for each fix: ``applied``, ``disabled`` by the user, or its verdict ``not-needed`` or
-    ``not-applicable``. ``files`` has the digests of each module before the bake (None: it was added) and after it. Its
-    keys are paths relative to the folder that contains TE.
+    ``fixes`` maps each id to a status: ``applied``, ``disabled`` by the user, or the verdict ``not-needed`` or
+    ``not-applicable``. ``files`` maps the path of each module to its digests before the bake (None: the bake added the
+    module) and after it. The paths are relative to the folder that contains TE.
     """
 
     version: str
@@ -103,7 +103,7 @@ def read_manifest(source: Source) -> Manifest | None:
 
 
 def installed_manifest() -> Manifest | None:
-    """Read the manifest of the installed TE; None if there is no TE, no manifest, or its files have changed since."""
+    """Read the manifest of the installed TE; None without TE or manifest, or if files have changed since the bake."""
     with contextlib.suppress(TENotFoundError, ManifestError):
         return read_manifest(Source.installed())
     return None

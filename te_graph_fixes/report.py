@@ -14,19 +14,19 @@ from .status import BAKED, CANNOT_APPLY, Status
 from .version import __version__
 
 _MOST_NAMED = 5
-"""Up to this number, fixes are named in a message. More are counted."""
+"""A message names up to this number of fixes. If there are more, it contains only their number."""
 _BELOW = ("te_graph_fixes", "te_graph_fixes_run", "transformer_engine", "torch", "wrapt", "importlib")
-"""The packages between the user's line and a warning."""
+"""The packages whose frames `warn_once` skips to find the line in the user's program."""
 _logger = logging.getLogger("te_graph_fixes")
 _printed: set[str] = set()
 
 
 class FixNotAppliedError(RuntimeError):
-    """Strict mode: a fix that the installed TransformerEngine needs cannot be applied."""
+    """The error of strict mode: a fix that the installed TransformerEngine needs cannot be applied."""
 
 
 class TEGraphFixesWarning(UserWarning):
-    """Without strict mode: graphs may be wrong, or a setting has no effect. The message contains the remedy."""
+    """A warning that graphs may be wrong, or that a setting has no effect. The message contains the remedy."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class FixStatus:
 
 @dataclass(frozen=True)
 class Report:
-    """The `FixStatus` of every fix, by its id; ``str`` formats a table.
+    """The `FixStatus` of every fix, by its id. ``str(report)`` is a table.
 
     ``te_version`` is None if TransformerEngine is not found or has no metadata. ``version`` is the version of
-    te-graph-fixes. ``copies`` names modules with a copy of TransformerEngine's graph.py: the fixes do not apply there.
+    te-graph-fixes. ``copies`` names modules that are copies of TransformerEngine's graph.py, which are not fixed.
     """
 
     te_version: str | None
@@ -76,7 +76,7 @@ class Report:
         return {fix_id: fix.reason for fix_id, fix in self.fixes.items() if fix.status in statuses}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain dicts and lists, ready for JSON."""
+        """Return the report as plain dicts and lists, ready for JSON."""
         import json  # slow to import
 
         plain = json.loads(json.dumps(asdict(self)))
@@ -84,7 +84,7 @@ class Report:
 
 
 def problem_summary(report: Report) -> str:
-    """Describe which needed fixes are missing, what to do, and the reasons; "" if none is missing."""
+    """Describe the missing fixes and the graphs captured too early, with reasons and remedies; "" if there are none."""
     missing, te = report.having(*CANNOT_APPLY), te_name(report.te_version)
     lines = []
     if missing:
@@ -120,10 +120,10 @@ def warn_once(text: str) -> None:
 
 
 def announce(report: Report, verbose: bool | None) -> None:
-    """Report the applied fixes once, to a log at level INFO or else on stderr.
+    """Report the applied fixes once, in a log at level INFO or else on stderr.
 
-    If ``verbose`` is None, only the first rank reports, without its daemon processes. Daemons, such as the
-    workers of a DataLoader, would only repeat the report.
+    If ``verbose`` is None, only the first rank reports. Its daemon processes, such as the workers of a DataLoader,
+    do not, because they would only repeat the report.
     """
     from multiprocessing import current_process  # slow to import unless torch is loaded
 
@@ -175,7 +175,7 @@ def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def named(fixes: Sequence[str]) -> str:
-    """Name the fixes if they are few; else return their number."""
+    """Return the names of the fixes if they are few, else their number."""
     return ", ".join(fixes) if len(fixes) <= _MOST_NAMED else count(len(fixes), "fix")
 
 

@@ -14,7 +14,7 @@ VERBOSE = "TE_GRAPH_FIXES_VERBOSE"
 VARIABLES = (SWITCH, DISABLE, STRICT, CHECK, VERBOSE)
 
 UPSTREAM = "upstream"
-"""The value of `SWITCH` for the fixes of bugs that upstream has fixed in a later release."""
+"""The value of `SWITCH` that selects the fixes for bugs that upstream has fixed in a later release."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -28,10 +28,11 @@ def rank() -> str | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The fixes that a user selects: ``only`` these (None: all), without those in ``disable``.
+    """The user's choice of fixes, strict mode and output.
 
-    ``strict``: raise an error if a needed fix cannot be applied. ``verbose`` selects the processes that print the
-    applied fixes. True: every process; False: none; None: the first rank of a job.
+    The fixes in ``only`` are selected (None: all fixes), except those in ``disable``. If ``strict`` is true, a needed
+    fix that cannot be applied is an error. The applied fixes are printed by every process if ``verbose`` is True, by no
+    process if it is False, and by the first rank of a job if it is None.
     """
 
     only: frozenset[str] | None = None
@@ -45,7 +46,7 @@ class Settings:
 
     @property
     def disabled_by(self) -> str:
-        """Name the variables that disable fixes."""
+        """The names of the environment variables that disable fixes."""
         is_used = {SWITCH: self.only is not None, DISABLE: bool(self.disable)}
         return " and ".join(name for name in is_used if is_used[name])
 
@@ -70,9 +71,9 @@ class Settings:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a message for each variable with our prefix that is not a setting, for example TE_GRAPH_FIXES_VERSION.
+    """Return a message for each variable, such as TE_GRAPH_FIXES_VERSION, that has our prefix but is not a setting.
 
-    Only the first rank of a job gets messages; other ranks get an empty list.
+    Only the first rank of a job returns messages. Other ranks return an empty list.
     """
     if rank() not in (None, "0"):
         return []
@@ -90,7 +91,7 @@ def _split(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the fixes that the variable `SWITCH` selects by a word or by ids, or None for all fixes."""
+    """Return the fixes that the variable `SWITCH` selects, by a word or by their ids; None for all fixes."""
     word = environ.get(SWITCH, "").strip().lower()
     if word in _TRUE or not word:
         return None
@@ -112,7 +113,7 @@ def _flag(value: object, where: str) -> bool | None:
 
 
 def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> frozenset[str]:
-    """Return ``ids`` as a set. Raise ValueError for an unknown id; its message begins with ``where``."""
+    """Return ``ids`` as a set. For an unknown id, raise ValueError with a message that begins with ``where``."""
     if isinstance(ids, str):
         raise ValueError(f"{where} must be a collection of fix ids, not the string {ids!r}.")
     if wanted := frozenset(ids):
@@ -127,7 +128,7 @@ def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> fr
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return a question that proposes known names similar to the unknown ones; "" if there are none."""
+    """Return a question that proposes known names similar to the unknown names; "" if no known name is similar."""
     from difflib import get_close_matches
 
     names = list(known)

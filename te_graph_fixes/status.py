@@ -1,4 +1,4 @@
-"""The statuses of a fix, as `te_graph_fixes.report`, ``te-graph-fixes status`` and their JSON name them."""
+"""The possible statuses of a fix in `te_graph_fixes.report`, in ``te-graph-fixes status`` and in their JSON."""
 
 from enum import Enum
 
@@ -10,7 +10,7 @@ class Status(str, Enum):
     """
 
     APPLICABLE = "applicable"
-    """TransformerEngine has the bug, and the fix fits."""
+    """TransformerEngine has the bug, and the fix can be applied."""
     NOT_NEEDED = "not-needed"
     """The bug is fixed by upstream, by the vendor, or by a bake of this package."""
     NOT_APPLICABLE = "not-applicable"
@@ -18,14 +18,14 @@ class Status(str, Enum):
     UNRECOGNIZED = "unrecognized"
     """Neither the bug nor its upstream fix is in the source. Nothing is changed."""
     DISABLED = "disabled"
-    """The settings disable it, or a fix that it requires."""
+    """The settings disable the fix, or another fix that it requires."""
     FAILED = "failed"
-    """It could not be installed, or another package has replaced it."""
+    """The fix could not be installed, or another package has replaced the fixed code."""
     PENDING = "pending"
     """TransformerEngine is not imported yet."""
     APPLIED = "applied"
     REVERTED = "reverted"
-    """`te_graph_fixes.deactivate` has reverted it."""
+    """`te_graph_fixes.deactivate` has reverted the fix."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -33,6 +33,6 @@ class Status(str, Enum):
 
 WITHOUT_BUG = (Status.NOT_NEEDED, Status.NOT_APPLICABLE)
 CANNOT_APPLY = (Status.UNRECOGNIZED, Status.FAILED)
-"""TransformerEngine needs the fix, or may need it, and it cannot be applied."""
+"""The statuses of a fix that cannot be applied although TransformerEngine needs it, or may need it."""
 BAKED = "baked by"
-"""The reason of a fix begins with this if it is not needed because it is baked into TransformerEngine's files."""
+"""The first words of the reason if a fix is not needed because it is baked into TransformerEngine's files."""

@@ -1,11 +1,11 @@
-"""The version of this package: written by a build, or derived from the commit of a checkout."""
+"""The version of this package, written by a build or derived from the commit of a checkout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 NEXT = "0.1.0"
-"""The next release of a checkout."""
+"""The next release, used in the version of a checkout."""
 
 
 def _of_checkout(root: Path) -> str | None:
