@@ -195,7 +195,7 @@ def figures_of_real_runs() -> list[str]:
     norm_ratio = next(row[5] for row in parameters if row[1] == "experts")
     return [
         f"the experts' gradients is {float(norm_ratio):.2f} of the correct norm",
-        f"{run[2]} printed figures differ from graphs off",
+        f"{run[2]} printed figures differ from the run with graphs off",
     ]
 
 
@@ -245,8 +245,8 @@ def figures_of_cost() -> list[str]:
     first = max(float(cell) for cell in summary["the first capture of dense layers in a process"])
     return [
         f"[{min(slower):.0f} to {max(slower):.0f} times as long](docs/results/cost.md)",
-        f"[{step[0]:.2f} times as long](docs/results/cost.md) on 2.12.0",
-        f"{step[1]:.2f} times on 2.20.2",
+        f"[{step[0]:.2f} times as long](docs/results/cost.md) on TE 2.12.0",
+        f"{step[1]:.2f} times as long on TE 2.20.2",
         f"the factor is {min(by_size):.2f} to {max(by_size):.2f}",
         f"can peak up to {100 * (first - 1):.0f} % higher",
     ]
