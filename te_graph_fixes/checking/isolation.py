@@ -2,7 +2,8 @@
 
 A module may refer to a parameter from anywhere: a helper object, a closure, a view. The eager run therefore uses the
 real parameters. Meanwhile, autograd returns gradients instead of accumulating them. So no AccumulateGrad node runs, and
-none of the node's hooks.
+none of the node's hooks. Writes of torch operators to other tensors of the job, such as a global sum of losses, are
+reverted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .difference import relative_error
@@ -134,6 +136,63 @@ def _leaves(tensors: Sequence[Any]) -> list[Any]:
             leaves.append(node.variable)
         nodes += [following for following, _ in node.next_functions]
     return leaves
+
+
+class Writes(TorchDispatchMode):  # type: ignore[misc]
+    """Records the writes of torch operators to tensors that existed before, until `revert`.
+
+    Writes of other kernels are not recorded: those of TE, and those of compiled functions.
+    """
+
+    def __init__(self, watched: Iterable[torch.Tensor]) -> None:
+        """Record no writes to the tensors ``watched``, because `JobState` restores these."""
+        super().__init__()
+        self._ignored = _storages([*watched])  # and the storages allocated since
+        self._before: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Each written tensor and its copy, by address and layout."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Run compiled functions as in the capture. Otherwise torch would run them uncompiled, with other roundings."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = zip(func._schema.arguments, args, strict=False)
+        named = ((argument, kwargs.get(argument.name)) for argument in func._schema.arguments[len(args) :])
+        for argument, value in (*given, *named):
+            if argument.alias_info and argument.alias_info.is_write:
+                for tensor in _plain_tensors(value):
+                    self._copy(tensor)
+        result = func(*args, **kwargs)
+        self._ignored |= _storages(result) - _storages((args, kwargs))
+        return result
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._before and not _storages(tensor) <= self._ignored:
+            self._before[key] = tensor.detach(), tensor.detach().clone()
+
+    def revert(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Restore every written tensor. Return ``values``, the results of the run, with copies of such tensors.
+
+        A result can be a written tensor, because a compiled function allocates without an operator.
+        """
+        written = _storages([tensor for tensor, _ in self._before.values()])
+        results = {name: value.clone() if _storages(value) & written else value for name, value in values.items()}
+        for tensor, before in reversed(self._before.values()):
+            tensor.data.copy_(before)
+        return results
+
+
+def _plain_tensors(tree: Any) -> list[torch.Tensor]:
+    """List the tensors with memory of their own: quantized ones consist of such tensors."""
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def _storages(tree: Any) -> set[int]:
+    """Return the addresses of the storages in a tree of tensors."""
+    return {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(tree)}
 
 
 class JobState:

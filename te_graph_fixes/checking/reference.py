@@ -25,7 +25,7 @@ from transformer_engine.pytorch import autocast
 from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
-from .isolation import MARK, IsolatedParameters, JobState, NotIsolatedError, State
+from .isolation import MARK, IsolatedParameters, JobState, NotIsolatedError, State, Writes
 
 FIRST = "is_first_microbatch"
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
@@ -106,12 +106,23 @@ class EagerReference:
 
     def compute(self, run: Microbatch, until: str) -> list[Values]:
         """Run a microbatch twice up to the end of its ``forward``, ``backward`` or ``wgrad``. Return the new values."""
-        job = JobState(self._tensors_of_job(with_gradients=until != "forward"), self.random_states)
+        tensors = self._tensors_of_job(with_gradients=until != "forward")
+        job = JobState(tensors, self.random_states)
         try:
-            return [self._compute(run, until) for _ in range(2)]
+            return [self._reverted(run, until, Writes(tensors.values())) for _ in range(2)]
         finally:
             for name, error in job.restore().items():
                 self.changes.setdefault(name, []).append(error)
+
+    def _reverted(self, run: Microbatch, until: str, writes: Writes) -> Values:
+        """Run a microbatch once, and revert its writes to other tensors of the job."""
+        values: Values = {}
+        try:
+            with writes:
+                values = self._compute(run, until)
+        finally:
+            values = writes.revert(values)
+        return values
 
     def _compute(self, run: Microbatch, until: str) -> Values:
         with self._restored(run) as isolated, torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):

@@ -105,6 +105,16 @@ def test_the_eager_run_changes_nothing_however_a_module_holds_a_parameter() -> N
         assert line["tensors"] > 30, line
 
 
+def test_the_eager_run_reverts_its_writes_to_tensors_of_the_job() -> None:
+    found = trainings("written: ")
+    assert len(found) == 3 * 2
+    for line in found:
+        assert line["same"], line
+        assert line["found"] == [], line
+        assert (line["steps"], line["refusals"]) == (2, []), line
+        assert line["tensors"] > 30, line
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -415,6 +415,42 @@ def an_fp8_module_in_a_list(module: Any) -> Any:
     return use
 
 
+SUMS: dict[str, Any] = {}
+
+
+def a_global_sum(module: Any) -> Any:
+    """As Megatron-Core's tracker of auxiliary losses."""
+    SUMS["loss"] = torch.zeros(2, 3, device="cuda")
+
+    def use(x: Any) -> Any:
+        SUMS["loss"][1] += x.detach().float().square().mean()
+        SUMS["loss"][:, 1].add_(1)
+        return x * module.scale + SUMS["loss"].mean()
+
+    return use
+
+
+def a_sum_in_the_backward(module: Any) -> Any:
+    """The hook writes to a tensor in a closure."""
+    SUMS["grad"] = torch.zeros(32, device="cuda")
+
+    def add(grad: Any) -> None:
+        SUMS["grad"].add_(grad.float().sum(0))
+
+    def use(x: Any) -> Any:
+        x = x * module.scale
+        if x.requires_grad:  # not in the first forward of a checkpoint
+            x.register_hook(add)
+        return x
+
+    return use
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "a global sum": a_global_sum,
+    "a sum in the backward": a_sum_in_the_backward,
+}
+"""Modules that write to tensors of the job."""
 LEFT_OUT: dict[str, Callable[[Any], Any]] = {
     "a buffer in a helper object": lambda module: Helper(module.count).count,
     "a main_grad in a closure": a_main_grad_in_a_closure,
@@ -431,6 +467,7 @@ CHECKPOINTS: dict[str, Callable[..., Any] | None] = {
 
 def train_scaled(hold: Callable[[Any], Any], checkpoint: Callable[..., Any] | None) -> Iterator[Any]:
     """Train as with Megatron's data parallelism: hooks add each ``.grad`` to ``main_grad``; all hooks are counted."""
+    SUMS.clear()
     module, calls = Scaled(hold, checkpoint), collections.Counter[str]()
     graphed: list[bool] = []
     nodes = []
@@ -461,7 +498,7 @@ def train_scaled(hold: Callable[[Any], Any], checkpoint: Callable[..., Any] | No
             x = rand()
             callable_(x).float().square().mean().backward()
             yield x.grad, [torch.tensor(number) for _, number in sorted(calls.items())], module.count
-        yield [parameter.main_grad for parameter in module.parameters()]
+        yield [parameter.main_grad for parameter in module.parameters()], [*SUMS.values()]
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter -= 0.1 * parameter.main_grad
@@ -470,6 +507,8 @@ def train_scaled(hold: Callable[[Any], Any], checkpoint: Callable[..., Any] | No
 for at, checkpoint in CHECKPOINTS.items():
     for way, hold in WAYS.items():
         OTHERS[f"held by {way}{at}"] = partial(train_scaled, hold, checkpoint)
+    for way, hold in WRITTEN.items():
+        OTHERS[f"written: {way}{at}"] = partial(train_scaled, hold, checkpoint)
 for way, hold in LEFT_OUT.items():
     OTHERS[f"left out: {way}"] = partial(train_scaled, hold, None)
 
@@ -507,10 +546,11 @@ def measure(name: str, training: Callable[[], Iterator[Any]]) -> dict[str, Any]:
     }
 
 
+SETS = ("held by ", "written: ", "left out: ")
 for argument in sys.argv[1:]:
     if argument == "others":
-        trainings = {name: OTHERS[name] for name in OTHERS if not name.startswith(("held by ", "left out: "))}
-    elif argument.startswith(("held by ", "left out: ")):
+        trainings = {name: OTHERS[name] for name in OTHERS if not name.startswith(SETS)}
+    elif argument.startswith(SETS):
         trainings = {name: training for name, training in OTHERS.items() if name.startswith(argument)}
     else:
         options = json.loads(argument) if argument.startswith("{") else dict(CASES[argument].options)
