@@ -1,8 +1,9 @@
-"""The check: compares graphs with eager runs in the user's own job.
+"""The check: a comparison of graphs with eager runs in the user's own job.
 
 `check`, ``te-graph-fixes run --check`` and ``TE_GRAPH_FIXES_CHECK`` start it. `callables` and `reference` run modules
-eagerly next to their graphs. `isolation` protects the job from these runs. `findings` compares and reports. `lifetimes`
-detects replays that overwrite graph memory in use. These modules are imported only if a check starts.
+eagerly next to their graphs. `isolation` protects the job from these runs. `findings` compares the results and reports
+mismatches. `lifetimes` detects replays that overwrite graph memory in use. These modules are imported only if a check
+starts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ EXIT_MISMATCH = 86
 
 @dataclass(frozen=True)
 class Options:
-    """Check every module in ``steps`` steps, ``layers`` modules at a time (0: all at once)."""
+    """The options of a check.
+
+    Every module is checked in ``steps`` steps, ``layers`` modules at a time (0: all at once). If ``strict`` is true, a
+    mismatch ends the process.
+    """
 
     steps: int = 2  # a single step cannot reveal that a graph uses old weights
     layers: int = 0

@@ -89,7 +89,7 @@ class CheckedCallable:
         self._delayed: Microbatch | None = None
 
     def __deepcopy__(self, memo: object) -> CheckedCallable:
-        return self  # copied by reference, like a function: programs copy modules
+        return self  # programs copy modules: a copy refers to this callable, as it would refer to a function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._delayed, first = None, kwargs.get(FIRST)
@@ -114,7 +114,7 @@ class CheckedCallable:
         followed = [hooks for module in run.delayed if (hooks := module.wgrad_accumulation_and_reduce_hooks)]
         with ExitStack() as stack:
             for hooks in followed:
-                hooks.insert(0, compare)  # before the hooks that pass the gradients on
+                hooks.insert(0, compare)  # before hooks that pass the gradients on
                 stack.callback(hooks.remove, compare)
             self._replay_wgrads()
         if run.eager and followed:
@@ -164,7 +164,7 @@ class CheckedCallable:
             values[f".grad of {name}"] = parameter.grad if when == "wgrad" else None
             values[f"mark {MARK} of {name}"] = bool(getattr(parameter, MARK, False))
         values |= returned
-        (eager, again), run.eager = run.eager, []  # the program may hold the output, and with it ``run``
+        (eager, again), run.eager = run.eager, []  # the program may keep the output alive, and thereby ``run``
         for name, expected in eager.items():
             is_delayed = run.delayed and when == "backward" and name.startswith(".grad of ")
             if is_delayed and (values[name] is None or expected is None):
@@ -173,7 +173,7 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work``, a part of the check. An error in it must not end the job."""
+        """Call ``work``, a part of the check. If it raises an error, stop checking the callable, but not the job."""
         reference = self._reference
         if self._check.finished:
             return None

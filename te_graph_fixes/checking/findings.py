@@ -38,14 +38,14 @@ from .subjects import PARAMETER, Subject
 NOISE_FACTOR = 8
 """An error is a mismatch if it exceeds the difference of two eager runs by more than this factor."""
 MAX_NOISE = 0.1
-"""If two eager runs differ by a larger relative error, nothing is compared: no kernel has written the memory."""
+"""A tensor is not compared if the relative error of two eager runs is larger: no kernel has written its memory."""
 RANK_TIMEOUT_S = 60
-"""Rank 0 waits for the other ranks at the end of its process."""
+"""The time in seconds that rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
-"""The text of a mismatch if the graph or the eager run has no tensor, by the graph's value."""
+"""The texts of mismatches between a graph and an eager run without two tensors to compare, by the graph's value."""
 NOT_COVERED = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
-"""Environment variable with the id of the first process that checks. Its child processes inherit the variable."""
+"""The environment variable with the id of the first process that checks. Its child processes inherit the variable."""
 _numbers = itertools.count()  # the same on all ranks
 
 
@@ -62,14 +62,14 @@ class Check:
         self.mismatches: list[str] = []
         self.references: list[Any] = []
         self.lifetimes = Lifetimes(self.compare)
-        self.numbers = itertools.count()  # of callables
+        self.numbers = itertools.count()  # the numbers of callables
         self.step, self.finished, self._options = 1, False, options
         self._called: dict[Any, Any] = {}
         """For each reference called in this step, the state of its parameters; None after an optimizer's step."""
         self._pending: list[tuple[torch.Tensor | float, Subject, str]] = []
         self._changes: list[tuple[int, Any, dict[str, list[Any]]]] = []
         self._noise: dict[str, torch.Tensor] = {}
-        """By kind, the largest relative error of two eager runs."""
+        """The largest relative error of two eager runs, by the kind of subject."""
         self._printed: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
         self._name = f"te_graph_fixes/check {next(_numbers)}"
@@ -99,7 +99,7 @@ class Check:
         return bool(self.references.index(reference) // layers == turn)
 
     def compare(self, subject: Subject, graphed: Any, eager: Any, again: Any, text: str = "") -> None:
-        """Compare the graph's value with an eager run's, and two eager runs (``eager``, ``again``) with each other."""
+        """Compare the value of a graph with an eager run, and the eager run with its repetition (``again``)."""
         if isinstance(graphed, torch.Tensor) and isinstance(eager, torch.Tensor):
             noise = relative_error(again, eager)
             self._noise[subject.kind] = torch.maximum(noise, self._noise.get(subject.kind, noise))
@@ -108,7 +108,7 @@ class Check:
             self._pending.append((1.0, subject, UNEQUAL.get(graphed, "is not expected")))
 
     def note_changes(self, index: int, reference: Any) -> None:
-        """Record, until the end of the step, how the eager runs of a callable changed the job."""
+        """Record how the eager runs of a callable changed the job. The record is read at the end of the step."""
         self._changes.append((index, reference, reference.changes))
         reference.changes = {}
 
@@ -204,8 +204,10 @@ class Check:
         return self
 
     def _report(self) -> None:
-        """Send the totals to rank 0, which reports them. A collective could hang, because ranks end at different
-        times."""
+        """Send the totals to rank 0, which reports them.
+
+        A collective could hang, because ranks end at different times.
+        """
         store, number, size = self._job
         if self._is_child and size == 1 and not self.totals["callables"]:
             return  # a child such as a checkpoint writer
@@ -224,7 +226,7 @@ class Check:
 
 
 def _sentence(totals: list[Counter[str]]) -> str:
-    """Return the summary: the numbers of comparisons and mismatches, added up over the ranks."""
+    """Return the summary of a check: the numbers of comparisons and mismatches on all ranks."""
     total, steps = sum(totals, Counter[str]()), max(counts["steps"] for counts in totals)
     counted = _count(steps, "step"), _count(total["callables"], "callable"), _count(total["tensors"], "tensor")
     scope = f"{', '.join(counted)} compared"

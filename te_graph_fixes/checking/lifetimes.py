@@ -1,4 +1,4 @@
-"""Detection of replays that overwrite graph memory in use."""
+"""Detection of replays that overwrite tensors in graph memory while they are in use."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Compare(Protocol):
 class Lifetimes:
     """Tracks tensors in use in graph memory, and reports replays that overwrite them.
 
-    Two kinds of tensors are in use: a parameter's ``.grad`` in graph memory, and a sent tensor until the program has
-    waited for its send. Sends are detected in the process group: `isend` cannot be wrapped, because torch compares it
-    by identity.
+    Two kinds of tensors are in use: the ``.grad`` of a parameter in graph memory, and a tensor being sent, until the
+    program has waited for the send. Sends are detected in the process group. `isend` cannot be wrapped, because torch
+    compares it by identity.
     """
 
     def __init__(self, compare: Compare) -> None:
         self._compare = compare
         self.returned: dict[int, Subject] = {}
         """The tensors returned by graphs, by address. A ``.grad`` may be one of them."""
-        self._batch: list[tuple[Subject, torch.Tensor]] = []  # tensors of a batch: its handle is returned at its end
+        self._batch: list[tuple[Subject, torch.Tensor]] = []  # sends of a batch, which returns its handle at its end
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Subject, torch.Tensor]]]] = WeakKeyDictionary()
         """The receiver and the tensors being sent, by handle, in the order of the sends."""
         self._sums: list[tuple[Subject, torch.Tensor, torch.Tensor]] = []
