@@ -17,10 +17,10 @@ from ..settings import did_you_mean
 class Case:
     """One comparison of graph replay with eager training.
 
-    ``function`` (``module:name`` in this package) takes ``options`` and returns measures by name. The measure
-    ``errors`` has lists of relative errors by name, all 0.0 if the results are bit-identical. If the measure
-    ``damaged`` is true, the process cannot run another case. ``fixes`` are the ids of the tested fixes. ``verify
-    --quick`` runs only ``quick`` cases.
+    ``function`` (``module:name`` in this package) is called with ``options`` and returns measures by name. The measure
+    ``errors`` maps names of results to lists of relative errors, all 0.0 if the results are bit-identical. If the
+    measure ``damaged`` is true, the process cannot run another case. ``fixes`` are the ids of the tested fixes.
+    ``verify --quick`` runs only ``quick`` cases.
     """
 
     name: str
@@ -48,21 +48,23 @@ PIPELINED = (
     *(1, -3, -3.5, -2, -2.5, 1, -1, -1.5, 1, -1, -1.5, 1, -1, -1.5, 2, -1, 3, -1.5, 2, -3, -3.5, 3, -2, -2.5),
     *(2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5, -1, -1.5, -1, -1.5),
 )
-"""TE #2376: three chunks, eight microbatches."""
+"""The schedule in TE #2376: three chunks, eight microbatches."""
 
 OVERLAPPED = (
     *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
     *(4, -3, 3, -2, 4, -1, -2, -1, -4, -3, -4, -3, -2, -1, -2, -1),
 )
-"""Two model chunks of two layers, four microbatches, the first of two stages. Each layer is a chunk, as with
-``overlap_moe_expert_parallel_comm``."""
+"""The schedule of the first of two stages: two model chunks of two layers, four microbatches.
+
+Each layer is a chunk, as with ``overlap_moe_expert_parallel_comm``.
+"""
 UNEVEN_SENDS = (
     *(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -3, 3, -3, 1, -3, 1, -3, 2, -2, 2, -2, 3, -2, 3, -2),
     *(-1, -1, -1, -1, -3, -3, -2, -2, -1, -1),
 )
-"""Three model chunks, six microbatches in groups of four, on the first of two stages."""
+"""The schedule of the first of two stages: three model chunks, six microbatches in groups of four."""
 INTERLEAVED = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
-"""Two chunks, four microbatches, one of two stages."""
+"""The schedule of one of two stages: two chunks, four microbatches."""
 
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
 PARAM_GRADS, HOOKS, HOOK_ORDER = "param-grad-lifetime", "backward-dw-hooks", "wgrad-hook-order"
@@ -85,7 +87,7 @@ def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: An
 def _programs(
     name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
 ) -> Case:
-    """Create a case of several programs with ``shared`` options."""
+    """Create a case of several programs, each with its own options and the ``shared`` ones."""
     options = {"programs": programs, "events": _STEPS, **shared}
     return Case(name, tuple(fixes), "programs:compare_each", options, quick)
 
@@ -130,14 +132,14 @@ def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False,
 
 
 def _outputs(name: str, outputs: Iterable[str]) -> Case:
-    """Create a case of modules of the driver's `outputs`, with buffers shared by two microbatches in flight."""
+    """Create a case of modules in `driver.outputs`, with static buffers reused by two microbatches in flight."""
     programs = {output: {"modules": (f"{output} output",)} for output in outputs}
     options = {"order": (1, 1, -1, 1, -1, -1), "reuse": True, "takes_grads": True, "events": ("step",)}
     return _programs(name, ("weak-reference-layout",), programs, quick=True, **options)
 
 
 def _recomputed(name: str, recipe: str) -> Case:
-    """Create a case of a recomputing module without cached weights, alone and after a model with cached weights."""
+    """Create a case of a module that recomputes activations, alone and after a model with cached weights."""
     programs = {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}}
     return _programs(name, NOT_CACHED, programs, modules=("Recomputed",), recipe=recipe, weights="marked")
 
@@ -164,7 +166,7 @@ _THREE_IN_FLIGHT = (
 )
 _EVALUATED = ("step", "save", "evaluate_in_bf16", "step", "save", "evaluate_in_other", "step", "save")
 
-# One case after the other.
+# Cases follow each other without the line breaks of `ruff format`.
 # fmt: off
 _ALL = (
     _training("experts-fp8-delayed", (SKIP, WARMUP), module="grouped_linear", recipe="delayed", quick=True),

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _broken() -> dict[str, Any] | None:
-    """Return the result of every case if none can run, else None."""
+    """Return a common result for all cases if no case can run, else None."""
     try:
         import torch
         import transformer_engine.pytorch  # noqa: F401

@@ -29,7 +29,7 @@ def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[st
 
 
 def _highest(program: Program) -> int:
-    """Return the highest peak of a second run. The first run allocates workspaces that are never freed."""
+    """Run a program twice. Return the highest peak of the second run: the first allocates workspaces permanently."""
     peaks(program)
     return max(peaks(program))
 

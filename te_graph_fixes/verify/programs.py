@@ -23,8 +23,8 @@ REFUSED = r"callable \d|captured with|modified by an inplace operation"
 def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str, Any]:
     """Run a `Program` with these ``options``. Return the relative errors by kind, and the norm ratios of wgrads.
 
-    A program that ``breaks`` a replay precondition may raise the corresponding error. With a ``refusal``, the program
-    must raise an error that matches this regular expression.
+    A program that ``breaks`` a replay precondition may raise the corresponding error. If ``refusal`` is not empty, the
+    program must raise an error that matches this regular expression.
     """
     try:
         graphed, eager = _both(options)
@@ -36,7 +36,7 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
     for name, size in errors(graphed, eager).items():
         by_kind.setdefault(name.partition(": ")[2], []).append(size)
     norms = [_norm(graphed[name]) / _norm(eager[name]) for name in eager if name.endswith(" step: wgrads")]
-    damaged = any(by_kind.get("left behind", ()))  # in the process
+    damaged = any(by_kind.get("left behind", ()))  # state left behind in the process
     return {"errors": by_kind, "wgrad_norm": norms, "damaged": damaged}
 
 

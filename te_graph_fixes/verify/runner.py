@@ -28,7 +28,7 @@ LIMIT = 60.0
 """The time limit for a case in seconds, the start of its process included."""
 
 COULD_NOT_RUN = 3
-"""The exit status if some cases could not run, and all others are correct."""
+"""The exit status if this TransformerEngine could not run some cases and all others are correct."""
 
 WITHOUT, WITH = "without", "with"
 
@@ -37,9 +37,10 @@ WITHOUT, WITH = "without", "with"
 class Outcome:
     """The result of one case in one child.
 
-    ``outcome`` is ``measured``, ``failed``, ``skipped``, ``unmeasured`` or ``unable``. If it is ``measured``, ``error``
-    is the largest relative error, 0.0 for bit-identical. Otherwise ``detail`` has the reason. ``failed``: the case
-    raised an error, or its process died. ``unable``: this TransformerEngine lacks an import of the case.
+    ``outcome`` is ``measured``, ``failed``, ``skipped``, ``unmeasured`` or ``unable``. If the case was ``measured``,
+    ``error`` is the largest relative error, 0.0 for bit-identical results. Otherwise ``detail`` is the reason. A case
+    ``failed`` if it raised an error or its process died. The process was ``unable`` to run a case if this
+    TransformerEngine lacks a name that the case imports.
     """
 
     outcome: str
@@ -69,7 +70,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """One case without the fixes (None: not possible) and with them."""
+    """The outcomes of one case, without the fixes (None: it was not run without them) and with the fixes."""
 
     case: Case
     without: Outcome | None
@@ -77,7 +78,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """One of: correct, fixed, not affected, STILL WRONG, skipped, could not run, not measured."""
+        """The verdict: correct, fixed, not affected, STILL WRONG, skipped, could not run, or not measured."""
         if self.skipped:
             return f"skipped: {self.with_fixes.detail}"
         if self.unable:
@@ -103,7 +104,7 @@ class Row:
 
     @property
     def unable(self) -> bool:
-        """Whether this TE lacks an import of the case, with and without the fixes."""
+        """Whether this TE lacks a name that the case imports, with and without the fixes."""
         return self._both("unable")
 
     def _both(self, outcome: str) -> bool:
@@ -128,7 +129,7 @@ class Child:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
 
     def measure(self, case: Case, limit: float = LIMIT) -> Outcome:
-        """Run ``case``. Kill the child after ``limit`` seconds."""
+        """Run ``case`` in the process. Kill the process if there is no result after ``limit`` seconds."""
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command,
@@ -251,10 +252,10 @@ def no_gpu() -> str | None:
 
 
 def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, baked: bool = False) -> int:
-    """Run ``cases`` and print the table, or JSON. ``baked``: the fixes are in TE's files.
+    """Run ``cases``, and print the table or JSON. If ``baked`` is true, run them only with the fixes in TE's files.
 
     Return the exit status. It is 0 if, with the fixes, every case that this GPU can run is bit-identical to eager
-    training. It is `COULD_NOT_RUN` if this TE cannot run some cases and the rest are bit-identical, and 1 otherwise.
+    training. It is `COULD_NOT_RUN` if this TE cannot run some cases and the rest are bit-identical. Otherwise it is 1.
     """
     start = time.perf_counter()
     if baked:

@@ -1,4 +1,4 @@
-"""The remaining events of programs, and `train`, which runs a program."""
+"""Events for inference, checkpoints, new and failed captures, and misuse; and `train`, which runs a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from . import outputs, replays  # noqa: F401  # modules and events too
+from . import outputs, replays  # noqa: F401  # these imports register modules and events
 from .graphs import delayed
 from .modules import MODULES, Block, torch_linear
 from .setting import SIMULATED, TOKENS, autocast, program, random, seed_tracker, tracker
@@ -32,7 +32,7 @@ evaluate_in_other = event(lambda t: t.evaluation(program.other), "evaluate_in_ot
 def infer(t: Training) -> None:
     """Run the first layer without gradients, through its graph for inference.
 
-    If only steps were run since the last such event, use the cached weights of the last step.
+    If only steps have run since the last inference, use the cached weights of the last step.
     """
     before = " ".join(program.events[: int(t.event.split()[0])])
     first = program.weights != "cached" or not re.search(r"infer( step)+$", before)
@@ -68,7 +68,11 @@ def reseed_tracker(t: Training) -> None:
 
 @event
 def recapture(t: Training) -> None:
-    """Capture again, and run a step. A capture creates FP8 state, but eager training does so in its first forward."""
+    """Capture again, and run a step.
+
+    Without the step, only the training with graphs would have the FP8 state that a capture creates. Eager training
+    creates it in its first forward.
+    """
     if t.graphed:
         t.release()
         t.capture()
@@ -85,11 +89,11 @@ FAILURES = (
     *("warmup forward", "warmup backward", "capture forward", "capture backward", "capture wgrad"),
     *("spoiled forward", "spoiled backward", "no module", "other arguments"),
 )
-"""The places where a capture can fail. A ``spoiled`` capture reads a value, and its stream cannot capture again."""
+"""The places where a capture can fail. A ``spoiled`` capture becomes invalid, because it reads a value on the host."""
 
 
 class Failing(Block):
-    """Fails at the place ``failure``, in a capture with two iterations of warmup."""
+    """A block that fails at the place ``failure`` of a capture with two warmup iterations."""
 
     failure, count = "", 0
 
@@ -117,7 +121,7 @@ class NotAModule:
 
 
 def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
-    """Run a step of an extra layer, with two microbatches."""
+    """Run an eager step of an extra layer, with two microbatches."""
     t.mark_first(layer)
     for _ in range(2):
         if program.delay:  # TE's `backward_dw` replaces a gradient, but a backward without delay adds to it
@@ -137,7 +141,7 @@ def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
 
 @event
 def failed_capture(t: Training, *numbers: int) -> None:
-    """Capture another layer, failing at some of the `FAILURES`. Train the layer before and after."""
+    """Run captures of another layer that fail at some of the `FAILURES`. Train the layer before and after each."""
     for failure in [FAILURES[number] for number in numbers or (2, 8)]:
         layer, x = Failing(), random().requires_grad_()
         t.prepare(-1, layer)
@@ -167,7 +171,7 @@ def train_another(t: Training) -> None:
 
 
 def warned(t: Training, words: str, x: torch.Tensor) -> None:
-    """Require that two replays without gradients warn once."""
+    """Record a result for the comparison unless two replays without gradients warn exactly once."""
     if t.graphed:
         with warnings.catch_warnings(record=True) as messages, torch.no_grad():
             warnings.simplefilter("always")
@@ -182,7 +186,7 @@ outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", rando
 
 
 def refused(t: Training, misuse: Any) -> None:
-    """Require an error for arguments that differ from the graph's sample arguments."""
+    """Record a result for the comparison unless ``misuse``, a call with wrong arguments, raises an error."""
     (x,), marks = pytree.tree_map(torch.Tensor.detach, t.samples(0))
     if program.weights == "cached":
         marks["is_first_microbatch"] = True
@@ -200,7 +204,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 
 def misusing(name: str, misuse: Any) -> Any:
-    """Register an event for ``misuse``, which is called with a graph, its input and its keyword arguments."""
+    """Register an event that requires an error from ``misuse``: a call of a graph, given its correct arguments."""
     return event(lambda t: refused(t, misuse), name)
 
 

@@ -251,7 +251,7 @@ class Captured:
         self.calls = [[run for run, n in zip(runs, numbers, strict=True) if n == m] for m in range(len(self.layers))]
 
     def layers_of(self, entry: float) -> list[float]:
-        """Repeat an entry of the schedule for each layer of its chunk."""
+        """Return the entries for all layers of a chunk that replace the ``entry`` of the chunk."""
         chunk, part = abs(math.ceil(entry)) - 1, math.ceil(entry) - entry
         layers = [number + 1 for number in self.chunk(chunk)]
         return layers if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]  # type: ignore
@@ -296,7 +296,7 @@ def restore(module: Any, before: dict[str, Any]) -> None:
 
 
 def mark(module: Any) -> None:
-    """Mark the first microbatch of a module, as Megatron-Core's modules do."""
+    """Add a first-microbatch mark to a module. As in Megatron-Core, its forward passes the mark on and clears it."""
     forward = module.forward
 
     def marked(*args: Any, **kwargs: Any) -> Any:

@@ -35,14 +35,14 @@ swiglu_mlp = made("swiglu_mlp", te.LayerNormMLP, width=2, activation="swiglu")
 
 
 class Experts(te.GroupedLinear):
-    """Experts with the same number of tokens each."""
+    """Experts that all receive the same number of tokens."""
 
     def forward(self, x: torch.Tensor, **marks: bool) -> Any:
         return super().forward(x, [TOKENS // self.num_gemms] * self.num_gemms, **marks)
 
 
 class Special(te.Linear):
-    """A subclass of `te.Linear`. In Megatron-Core, the MoE layer is a subclass of the dense layer."""
+    """A subclass of `te.Linear`, as the MoE layer of Megatron-Core is a subclass of the dense layer."""
 
 
 grouped_linear = made("grouped_linear", Experts, 2)
@@ -72,7 +72,7 @@ torch_mlp = module(lambda: torch.nn.Sequential(torch_linear(), torch.nn.GELU(), 
 
 @module
 class Block(torch.nn.Module):
-    """Two projections."""
+    """A module of two projections."""
 
     def __init__(self, first: Callable[[], Any] = linear, second: Callable[[], Any] = linear) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(torch.nn.Module):
 
 @module
 class Wide(torch.nn.Sequential):
-    """Has biases with a multiple of 256 bytes, so one kernel copies their gradients."""
+    """Projections with biases of a multiple of 256 bytes, whose gradients are copied by one kernel."""
 
     def __init__(self) -> None:
         sizes = (hidden(), 128, 128, hidden())
@@ -96,7 +96,7 @@ special_inside = module(lambda: Block(subclassed), "SpecialInside")
 
 @module
 class ListBlock(torch.nn.Module):
-    """Projections in a `ModuleList`, not created in the order of their forwards."""
+    """Projections in a `ModuleList`, created in another order than they run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class ListBlock(torch.nn.Module):
 
 @module
 class CallsForward(Block):
-    """Calls the ``forward`` methods of its projections directly."""
+    """A block that calls the ``forward`` methods of its projections directly."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second.forward(torch.relu(self.first.forward(x)))
@@ -122,7 +122,7 @@ calls_operations = module(lambda: CallsForward(operation, operation), "CallsOper
 
 @module
 class WithNone(Block):
-    """Returns None as the second output."""
+    """A block with None as its second output."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
@@ -130,7 +130,7 @@ class WithNone(Block):
 
 @module
 class Signed(Block):
-    """Returns the signs of the output as a second output, which needs no gradient."""
+    """A block with the signs of its output as a second output, which needs no gradient."""
 
     def forward(self, x: torch.Tensor) -> Any:
         out = super().forward(x)
@@ -139,7 +139,7 @@ class Signed(Block):
 
 @module
 class SignsFirst(Signed):
-    """Returns the signs as the first output."""
+    """A block with the signs as its first output."""
 
     main_output = 1
 
@@ -149,7 +149,7 @@ class SignsFirst(Signed):
 
 @module
 class KeptInBf16(Block):
-    """Runs the first projection without FP8."""
+    """A block with the first projection in bf16."""
 
     def forward(self, x: torch.Tensor) -> Any:
         with te.autocast(enabled=False):
@@ -159,7 +159,7 @@ class KeptInBf16(Block):
 
 @module
 class OwnAutocast(Block):
-    """Runs the second projection in the program's second recipe."""
+    """A block with the second projection in an autocast of its own, in the program's second recipe."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
@@ -168,7 +168,7 @@ class OwnAutocast(Block):
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """Adds the gradients of a loss to those of an output, like Megatron-Core's load balancing loss."""
+    """An auxiliary loss added to the backward of an output, like Megatron-Core's load balancing loss."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class AuxiliaryLoss(torch.autograd.Function):
 
 @module
 class Routed(Block):
-    """Multiplies its output by the larger half of the scores, with an auxiliary loss on the scores."""
+    """A block with its output multiplied by the larger half of its scores, and an auxiliary loss on the scores."""
 
     def forward(self, x: torch.Tensor) -> Any:
         scores = self.first(x).float().softmax(-1)
@@ -192,7 +192,7 @@ class Routed(Block):
 
 @module
 class Recomputed(Block):
-    """Recomputes its activations in its backward."""
+    """A block that recomputes its activations in the backward."""
 
     def forward(self, x: torch.Tensor) -> Any:
         options = {"get_rng_state_tracker": the_tracker()}
@@ -201,7 +201,7 @@ class Recomputed(Block):
 
 @module
 class Named(Block):
-    """Takes a keyword argument."""
+    """A block with a keyword argument."""
 
     def forward(self, x: torch.Tensor, *, offset: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(x + offset)
@@ -212,7 +212,7 @@ class Named(Block):
 
 @module
 class Sum(Block):
-    """Takes two tensors."""
+    """A block with two input tensors."""
 
     def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
         return (x, offset), {}
@@ -223,7 +223,7 @@ class Sum(Block):
 
 @module
 class SumOfOne(Sum):
-    """Gets the same tensor twice."""
+    """A block with the same tensor as both inputs."""
 
     def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
         return (x, x), {}
@@ -231,7 +231,7 @@ class SumOfOne(Sum):
 
 @module
 class Structured(Block):
-    """Takes a dict."""
+    """A block with a dict as its input."""
 
     def forward(self, given: dict[str, torch.Tensor]) -> Any:
         return super().forward(given["x"] + given["offset"])
@@ -242,7 +242,7 @@ class Structured(Block):
 
 @module
 class Bare(torch.nn.Module):
-    """A module without parameters: a projection's parameters are its inputs, as in NeMo Automodel."""
+    """A module without parameters. It receives the parameters of a projection as inputs, as in NeMo Automodel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def dropped(x: torch.Tensor, training: bool = True) -> torch.Tensor:
 
 @module
 class Dropped(Block):
-    """Applies dropout between the projections, in the forward and in the backward."""
+    """A block with dropout between the projections, in the forward and in the backward."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = dropped(self.first(x), self.training)
@@ -275,7 +275,7 @@ class Dropped(Block):
 
 @module
 class Tied(torch.nn.Module):
-    """Multiplies by the first weight of the first layer."""
+    """A multiplication by the first weight of the first layer."""
 
     weight: torch.Tensor
 

@@ -31,7 +31,7 @@ def conjugate(y: torch.Tensor) -> torch.Tensor:
 
 
 class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection of the transposed input. It returns a view of the output, and its dgrad is transposed too."""
+    """A projection of the transposed input, with a view as its output. Its dgrad is transposed too."""
 
     def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)
@@ -42,7 +42,7 @@ class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
 
 
 class Typed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection with an output of any dtype. If the dtype supports no gradients, it is that of a second output."""
+    """A projection with an output of a given dtype. If this dtype supports no gradients, a second output has it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)

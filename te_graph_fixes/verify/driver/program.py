@@ -21,18 +21,18 @@ class Program:
     fp8_params: bool = False  # weights are in FP8
     fp8_attention: bool = False  # attention is in FP8 too, emulated by torch operations with its rounding
     built_without_grad: bool = False
-    weights: str = "plain"  # "marked": modules mark first microbatches; "cached": and graphs cache weights;
+    weights: str = "plain"  # "marked": modules mark first microbatches; "cached": graphs also cache weights;
     # "own": modules always use the FP8 weights of their first forward
     frozen: tuple[int, ...] = ()  # numbers of the layers that are not trained
     in_bf16: tuple[int, ...] = ()  # numbers of layers without FP8
     not_captured: tuple[int, ...] = ()  # numbers of layers without a graph
     together: bool = False  # one capture for all layers, instead of one for each
     order: tuple[float, ...] = ()  # TE's ``_order``; by default, one microbatch after the other
-    microbatches: int = 2  # per step, without an order
+    microbatches: int = 2  # per step, if there is no order
     layers_as_chunks: bool = False  # each layer is a chunk of the order
     reuse: bool = False  # graphs of an order share static buffers
     tuples: bool = False  # the sample arguments of an order are in a tuple, not in a list
-    delay: bool = False  # graphs delay wgrads; without wgrads in the order, until right after the dgrad
+    delay: bool = False  # graphs delay wgrads: to their entries in the order, else until right after the dgrad
     warmup: int = 3  # the number of warmup iterations
     warmup_hook: str = ""  # the hook between warmup and capture "zeroes" or "replaces" each ``main_grad``
     own_pool: bool = False  # each capture has its own memory pool
@@ -41,7 +41,7 @@ class Program:
     sets_flag: bool = False  # the caller sets TE's skip flag, as Megatron-Core does
     first: str = ""  # runs before the layers: an extra layer, or "distillation": the first layer without gradients;
     # "cached": a model whose graph caches weights
-    autocasts: str = "one"  # around all layers; "each": around each; "nested": the same, in one of ``other``; "none"
+    autocasts: str = "one"  # "one" for all layers; "each" for each; "nested": each inside one of ``other``; "none"
     residual: bool = False  # the input is added to the output
     input_grads: bool = True
     hooks: str = ""  # the action of parameter hooks; "of the node": they take the grads, as in Megatron-Core's DDP
@@ -63,7 +63,7 @@ class Program:
     same_input: bool = False  # every microbatch is copied into one tensor, the sample argument of the first layer
     module_hooks: bool = False  # layers have hooks, registered after the capture
     clean_start: bool = False  # before the first event, ``main_grad`` and recorded hook calls are cleared
-    takes_grads: bool = False  # the same, and each ``.grad`` is moved away before another is added to it
+    takes_grads: bool = False  # as ``clean_start``, and each ``.grad`` is moved away before another is added to it
     freezes_first: bool = False  # the first parameter of each layer is not trained
     hidden: int = 0  # the hidden size; 0: the default of the device
     retain: bool = False  # each backward can be replayed more than once

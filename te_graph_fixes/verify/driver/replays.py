@@ -55,7 +55,7 @@ def backward(t: Training, number: int = 0) -> None:
 
 @event
 def backward_and_keep(t: Training) -> None:
-    """Run a backward that can be repeated."""
+    """Run a backward that retains its graph, so that it can be repeated."""
     t.in_flight[0][1].backward(random(), retain_graph=True)
 
 
@@ -81,7 +81,7 @@ def wgrad(t: Training, graph: int = 0) -> None:
         t.wgrad(number, graph, eager=False)
 
 
-# Record the results of all microbatches again.
+# These events record earlier results again.
 read_outputs = event(lambda t: t.see("outputs", *(out for _, out in t.run_before)), "read_outputs")
 read_input_grads = event(lambda t: t.see("dgrads", *(x.grad for x, _ in t.run_before)), "read_input_grads")
 read_kept_grads = event(lambda t: t.see("kept", *t.kept), "read_kept_grads")
@@ -195,7 +195,7 @@ def replace_module(t: Training) -> None:
 
 @event
 def continue_with_a_copy(t: Training) -> None:
-    """Continue with a copy of the layers that has other weights, as averaged weights have."""
+    """Continue with a copy of the layers and change its weights, as programs with averaged weights do."""
     t.layers = copy.deepcopy(t.layers)
     t.calls = [[layer] * t.microbatches for layer in t.layers]
     t.find_parameters()

@@ -28,7 +28,7 @@ RECIPES = {
     "mxfp8": (recipes.MXFP8BlockScaling, "is_mxfp8_available"),
     "nvfp4": (recipes.NVFP4BlockScaling, "is_nvfp4_available"),
 }
-"""TE's class of each recipe, and TE's function that tests whether this GPU supports it. ``bf16`` has neither."""
+"""For each recipe, TE's class and TE's function for its support by this GPU. ``bf16`` has neither."""
 program: Any = SimpleNamespace(**vars(Program()))  # `use` selects it
 tracker = CudaRNGStatesTracker()
 
@@ -39,7 +39,7 @@ def use(chosen: Program) -> None:
 
 
 def process_group() -> Any:
-    """Return the process group, or None without ranks."""
+    """Return the process group, or None if the program has no ranks."""
     return dist.group.WORLD if program.ranks else None
 
 
@@ -77,7 +77,7 @@ def hidden() -> int:
 
 
 def random(scale: float = 1.0) -> torch.Tensor:
-    """Draw values for one microbatch."""
+    """Return random values for one microbatch."""
     return scale * torch.randn(TOKENS, hidden(), dtype=torch.bfloat16, device="cuda")
 
 
@@ -87,7 +87,7 @@ def sample() -> torch.Tensor:
 
 
 def the_tracker() -> Any:
-    """Return the function that returns the RNG tracker, or None without one."""
+    """Return a function that returns the RNG tracker, or None if the program has no tracker."""
     return (lambda: tracker) if program.tracker else None
 
 

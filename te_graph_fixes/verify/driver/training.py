@@ -32,7 +32,7 @@ def event(function: Event, name: str = "") -> Event:
 
 
 class Training(Captured):
-    """Steps and evaluations, eagerly or through the graphs, and the record of their results."""
+    """The steps and evaluations of a program, run eagerly or through graphs, and the record of their results."""
 
     saved: list[dict[str, torch.Tensor]]
     other: torch.Tensor
@@ -205,7 +205,7 @@ class Training(Captured):
             else:
                 parameter.grad = None
             if parameter in self.weights:
-                parameter.main_grad.zero_()  # not before a step, to detect values that a capture leaves behind
+                parameter.main_grad.zero_()  # after a step, not before it, to detect values that a capture left
         if program.optimizer in ("adam", "adam of master weights"):
             self.adam.param_groups[0]["lr"] = rate
             self.adam.step()
@@ -240,14 +240,14 @@ class Training(Captured):
         self.recipe = kept
         for layer in self.layers:
             layer.train()
-        for module, mark in marks.items():  # a step in progress has only one first microbatch
+        for module, mark in marks.items():  # in a step in progress, the evaluation must not add a first microbatch
             module.is_first_microbatch = mark
 
     def state(self) -> None:
         """Record the state that later steps and checkpoints use, and the state of the process."""
         self.see("parameters", *(parameter.dequantize() for parameter in self.parameters))
         if self.recipe != "bf16" and any(name.endswith("outputs") for name in self.seen):
-            for layer in self.layers:  # a capture creates their state, but eager training does in its first forward
+            for layer in self.layers:  # a capture creates FP8 state, eager training only in its first forward
                 self.see("FP8 state", *fp8_state(layer))
         self.see("RNG state", torch.cuda.get_rng_state())
         if program.tracker:
