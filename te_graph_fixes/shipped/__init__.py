@@ -11,5 +11,5 @@ _NAME = f"{PACKAGE}._te_"
 
 
 def new_module(name: str) -> dict[str, str]:
-    """Return the ``new_modules`` of a verdict with edits that import module ``name``. This package may be in a zip."""
+    """Return the full name and the text of support module ``name``, even if this package is in a zip file."""
     return {_NAME + name: cast(bytes, pkgutil.get_data(__name__, f"{name}.py")).decode()}

@@ -1,4 +1,4 @@
-"""The mark of a fused backward on a weight: its gradient is in ``main_grad``, and ``.grad`` is a dummy."""
+"""The mark that a backward sets on a weight with a fused wgrad: ``main_grad`` has the wgrad, ``.grad`` is a dummy."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 An eager forward registers the state (``fp8_meta``: scales and amax histories) of each module in buffers. The end of an
 autocast computes the next scales from these buffers. Under activation recompute, the forward also copies the state for
-the second forward. A replay runs no Python of the modules. So modules note their state in the capture, and
-`with_fp8_state` does the rest at each replay.
+the second forward. A replay runs no Python of the modules. Therefore, modules note their state during the capture, and
+`with_fp8_state` does this work at each replay.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MIXED_COPIES = (
 class UsedState:
     """The FP8 state of one graph.
 
-    ``in_capture`` is the state used in the autocast of the capture, with its recipe if this differs from the recipe of
-    the autocast, as in attention. ``of_modules`` is the state copied for a recomputation. Operations of `te.ops` copy
-    none.
+    ``in_capture`` lists the states used in the autocast of the capture. Each comes with its own recipe if this differs
+    from the recipe of the autocast, as in attention, else with None. ``of_modules`` lists the states that are copied
+    for a recomputation. Operations of `te.ops` copy no state.
 
     ``has_first_module``: the graph contains the first FP8 module of the autocast around it, and this module has a
     backward. Its backward updates the scales of all backwards.
@@ -141,7 +141,7 @@ class Capture:
             self._graphs[-1].updates_scales = True
 
     def end_forward(self) -> None:
-        """Note, in the autocast of the capture, whether its first FP8 module has run."""
+        """Note whether the first FP8 module has run in the autocast of the capture, before this autocast ends."""
         used = self._graphs[-1]
         used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
         used.has_first_module = not FP8GlobalStateManager.get_autocast_state()[-2]
@@ -193,17 +193,17 @@ def _capture_of_forward() -> Capture | None:
 
 
 def use_fp8_state(module: torch.nn.Module, inp: torch.Tensor) -> None:
-    """Note, in the forward of a module with the input ``inp``, its state of delayed scaling."""
+    """Note the delayed-scaling state of a module during its forward with the input ``inp``."""
     if capture := _capture_of_forward():
         needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *module.parameters()))
         capture.use([module.fp8_meta], needs_backward, of_module=True)
 
 
 def use_fp8_state_of_operations(fuser: Any) -> None:
-    """Note, in the forward of operations, their state of delayed scaling.
+    """Note the delayed-scaling states of operations during their forward.
 
-    TE registers the state of operations when it creates it, but not in a capture. Such operations register it in every
-    eager forward, as modules do.
+    TE registers the state of an operation when creating it, but not in a capture. Therefore, operations that have been
+    captured register their states in every eager forward, as modules do.
     """
     metas = [
         op._fp8_metas[mode] for op in fuser._basic_ops for mode in ("forward", "backward") if op.num_quantizers(mode)
@@ -224,7 +224,7 @@ def end_autocast(enabled: bool) -> None:
 
 
 def end_captured_forward() -> None:
-    """Note the end of a forward in the autocast of a capture."""
+    """Note the end of a captured forward, before the autocast of the capture ends."""
     if torch.cuda.is_current_stream_capturing() and (capture := _capture_of_forward()):
         capture.end_forward()
 
@@ -232,7 +232,8 @@ def end_captured_forward() -> None:
 def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
     """Return whether TE cannot save or restore a module's state in this capture.
 
-    TE can do this for delayed scaling only. To an operation it restores only states that it has ``saved``.
+    TE can do this only for delayed scaling. For an operation, ``saved`` are its saved states, and TE can restore only
+    these.
     """
     if not current_capture():
         return False
@@ -243,7 +244,7 @@ def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
 
 
 def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[..., Any]:
-    """Return the replay ``graphed`` with the work of eager forwards on its state, if it has any."""
+    """Return a function that replays with ``graphed`` and does the work of an eager forward on the graph's state."""
     if not (used.in_capture or used.of_modules or used.updates_scales):
         return graphed
 
@@ -303,6 +304,6 @@ def _copies_for_recomputations() -> list[deque[Any]]:
 
 
 def _put_back(before: list[deque[Any]]) -> None:
-    """Restore the copies from before a capture. Modules registered during the capture have none."""
+    """Restore the copies from before a capture. Modules registered during the capture get no copies."""
     copies = _copies_for_recomputations()
     copies[:] = [*before, *(deque() for _ in copies[len(before) :])]

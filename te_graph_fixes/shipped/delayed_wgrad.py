@@ -1,8 +1,8 @@
 """Assign the gradients of a captured `backward_dw` (delayed wgrad) to their parameters after each replay.
 
 A replayed graph runs no Python. So the capture records these gradients, and each replay copies them to the ``.grad`` of
-their parameters. The rules are those of TransformerEngine's eager `backward_dw`: a weight's ``.grad`` is replaced, a
-bias's ``.grad`` is set only if there is none. The graph itself adds gradients to ``main_grad``.
+their parameters. As in TransformerEngine's eager `backward_dw`, a weight's ``.grad`` is replaced, and a bias's
+``.grad`` is set only if it is None. The graph itself adds gradients to ``main_grad``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
 def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[DelayedGrad]:
     """Run the `backward_dw` of ``module`` in a warmup or capture, and return the assigned gradients.
 
-    ``returned`` are the parameters whose gradients the dgrad returns. Their ``.grad`` is not None, as in eager
-    training. Afterwards every ``.grad`` is restored. The module's wgrad hooks do not run, because replays run them.
+    ``returned`` are the parameters whose gradients the dgrad returns. During `backward_dw` their ``.grad`` is not None,
+    as in eager training. Afterwards every ``.grad`` is restored. The module's wgrad hooks do not run, because replays
+    run them.
     """
     parameters = [*module.parameters()]
     grads = [parameter.grad for parameter in parameters]
@@ -67,8 +68,8 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
 def without_memory(grads: Iterable[DelayedGrad]) -> list[DelayedGrad]:
     """Return the gradients of a captured wgrad graph without ownership of their memory.
 
-    They are read only right after the replay, so later captures may reuse their memory. Other modules of the same
-    capture may not, because they write their gradients before this read.
+    The gradients are read only right after the replay, so later captures may reuse their memory. The other modules in
+    the graph must not reuse it, because they write their own gradients before this read.
     """
     return [each._replace(grad=make_weak_ref(each.grad)) for each in grads]
 
@@ -101,5 +102,5 @@ def assign_grads(grads: Iterable[DelayedGrad]) -> None:
         if not is_bias or parameter.grad is None:
             parameter.grad = None  # frees its memory before the copy is allocated
             parameter.grad = grad.clone()
-        elif parameter.dim() > 1:  # TransformerEngine adds to one bias for all experts
+        elif parameter.dim() > 1:  # one bias for all experts, to which TransformerEngine adds
             parameter.grad.add_(grad)

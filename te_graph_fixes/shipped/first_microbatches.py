@@ -1,4 +1,4 @@
-"""Skip flags: they make a graph quantize its FP8 weights (0.0), or reuse the cached ones (1.0).
+"""Skip flags: tensors that make a graph quantize its FP8 weights (0.0) or reuse the cached weights (1.0).
 
 Megatron-Core marks modules. A marked module has the attribute ``is_first_microbatch``, set before a step. Its forward
 passes the mark to TransformerEngine (TE) and clears it. TE quantizes weights at the first microbatch and reuses them at
@@ -33,13 +33,13 @@ class FirstMicrobatches:
         self._needs_flags = True
 
     def restore_marks(self) -> None:
-        """Restore the marks from before the warmup. The warmup clears them."""
+        """Restore the marks, which the warmup has cleared."""
         for module, mark in self.marks.items():
             module.is_first_microbatch = mark
 
     @contextlib.contextmanager
     def during_warmup(self, state: Any) -> Iterator[None]:
-        """Find the modules with a mark passed to TE in the warmup."""
+        """Record the ``is_first_microbatch`` of every module in the warmup (`flag_of`)."""
         self._needs_flags = False
         with self._without_shared_flag(state, self):
             yield
@@ -72,7 +72,7 @@ class FirstMicrobatches:
             _thread.listener = None
 
     def flag_of(self, module: Any, is_first: bool | None) -> None:
-        """Note the ``is_first_microbatch`` of a module's call in the warmup."""
+        """Record the ``is_first_microbatch`` of one call of a module in the warmup."""
         self._needs_flags |= is_first is not None
         if is_first:
             self.told_first.add(module)
@@ -134,8 +134,8 @@ def note_fill(flag: torch.Tensor, value: bool) -> None:
 def needs_fill(flag: torch.Tensor | None, value: bool | None, is_first_module: bool) -> bool:
     """Return whether a graph with cached weights must fill the shared flag with ``value`` before its replay.
 
-    The first module of an autocast fills it, as without this fix. A later module fills it unless `note_fill` noted this
-    value and the flag has not been written since.
+    If the graph is the first module of an autocast, it fills the flag, as without this fix. A later module fills the
+    flag unless `note_fill` noted this value and the flag has not been written since.
     """
     if value is None:
         return False

@@ -1,6 +1,6 @@
-"""Own the FP8 weights of a graph, and update them before each replay of its forward.
+"""Owners of the FP8 weights of a graph, which update the weights before each replay of its forward.
 
-Eager modules compute a missing transpose, or look up the last workspace, before they use a weight. A replay runs no
+Before an eager module uses a weight, it computes a missing transpose, or looks up the last workspace. A replay runs no
 Python. The classes below do this work before a replay, on the tensors whose addresses are in the graph.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
-"""The parts of quantized tensors in all formats that only a dgrad reads."""
+"""The parts of quantized tensors, in all formats, that only a dgrad reads."""
 
 
 class PrimaryWeights:
@@ -25,7 +25,7 @@ class PrimaryWeights:
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
 
     def refresh(self) -> None:
-        """Update the graph's data to the current values of the parameters."""
+        """Update the columnwise data in the graph to the current values of the parameters."""
         for parameter, tensors in self._held:
             valid = not getattr(parameter, "_transpose_invalid", False)
             if valid and _has(parameter, tensors):

@@ -1,4 +1,4 @@
-"""TransformerEngine's dummies, returned by a backward in place of fused wgrads so that autograd runs hooks."""
+"""TransformerEngine's dummies. A backward returns them in place of fused wgrads, so that autograd runs hooks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def is_shared_dummy(grad: Tensor | None, tensor: Tensor) -> bool:
-    """Return whether ``grad`` of ``tensor`` is an unread dummy, shared by all weights of the same shape.
+    """Return whether ``grad``, the gradient of ``tensor``, is a shared dummy that no code reads.
 
-    The dummies of `get_dummy_wgrad` are outside the memory of every graph. Some code reads them if ``zero_out_wgrad``
-    is set.
+    `get_dummy_wgrad` returns the same dummy for all weights of a shape. It is outside graph memory. Some code reads it
+    if ``zero_out_wgrad`` is set on the weight.
     """
     from transformer_engine.pytorch.module.base import _dummy_wgrads
 

@@ -32,13 +32,19 @@ class Entry:
 
 
 class Buffers:
-    """Numbers for buffers with lifetimes, as few as possible for each signature. Buffers in use at one time differ."""
+    """An assignment of numbers to buffers. Buffers in use at the same time have different numbers.
+
+    There are as few numbers as possible for each signature.
+    """
 
     def __init__(self) -> None:
         self._last_reads: dict[Hashable, list[int]] = {}
 
     def take(self, signature: Hashable, start: int, last_read: int) -> int:
-        """Return a buffer free at ``start``, and mark it as used until ``last_read``. Starts never decrease."""
+        """Return a number that is free at ``start``, and reserve it until ``last_read``.
+
+        ``start`` must not decrease from call to call.
+        """
         last_reads = self._last_reads.setdefault(signature, [])
         for number, other in enumerate(last_reads):
             if other <= start:
@@ -51,8 +57,8 @@ class Buffers:
 class Plan:
     """The entries of a legal order, and their buffers.
 
-    `parse` returns the ``entries``. ``layers`` are the numbers of layers of the chunks. ``delayed`` are the chunks with
-    wgrad entries, counted from 0. Raise ValueError if the order has wgrads and a chunk has several layers.
+    ``entries`` are the result of `parse`. ``layers`` is the number of layers of each chunk. ``delayed`` are the chunks
+    with wgrad entries, counted from 0. Raise ValueError if the order has wgrads and a chunk has several layers.
     """
 
     def __init__(self, entries: Sequence[Entry], layers: Sequence[int]) -> None:
@@ -90,9 +96,10 @@ class Plan:
                 yield layer, True
 
     def grad_output(self, position: int, signature: Hashable) -> tuple[Hashable, int]:
-        """Return the key of the grad-output buffer of the dgrad at ``position``, among equal signatures.
+        """Return the key of the grad-output buffer of the dgrad at ``position``.
 
-        Call it once for each dgrad, in the sequence of the order.
+        Only dgrads with equal signatures share a buffer. Call this method once for each dgrad, in the sequence of the
+        order.
         """
         return signature, self._grad_outputs.take(signature, position, self.entries[position].last_read)
 
@@ -106,10 +113,10 @@ class Plan:
     ) -> tuple[list[Any], list[Any]]:
         """Return the static inputs of each forward (by `index`), for an order with wgrads.
 
-        Microbatches in flight at one time never share a tensor, even if the caller passed them the same one. Constants
-        are an exception (`_constants`). With ``reuse``, as few sets of inputs as possible are used, and lists are
-        changed in place, as TE does, so that unused samples are freed. ``flatten`` and ``unflatten`` are functions of
-        torch's pytree.
+        Microbatches in flight at the same time never share a tensor, even if the caller passed them the same tensor.
+        Constants are an exception (`find_constants`). With ``reuse``, as few sets of inputs as possible are used, and
+        lists are changed in place, as TE does, so that unused samples are freed. ``flatten`` and ``unflatten`` are
+        functions of torch's pytree.
         """
         args, kwargs = (
             given if reuse and isinstance(given, list) else list(given) for given in (sample_args, sample_kwargs)
@@ -279,7 +286,7 @@ def _is_below(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
 
 
 def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
-    """Return the position after ``dgrad`` and after the last forwards of the same step."""
+    """Return the first position after ``dgrad`` and after the forwards that follow it in the same step."""
     end = dgrad + 1
     last = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)
     for position, entry in enumerate(entries[end:], end):

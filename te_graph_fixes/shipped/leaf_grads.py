@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def leaf_inputs(inputs: Sequence[Tensor], number: int) -> list[int]:
-    """Return the indexes of leaves with a gradient among the first ``number`` inputs of a replay."""
+    """Return the indexes of leaves that need a gradient, among the first ``number`` inputs of a replay."""
     return [i for i in range(number) if getattr(inputs[i], "requires_grad", False) and inputs[i].is_leaf]
 
 
 def with_copied_grads(backward: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """Return the ``backward`` of a graph, with copies of the gradients of ``ctx.inputs_with_copied_grads``.
+    """Return a backward that returns copies of the gradients of ``ctx.inputs_with_copied_grads``.
 
-    ``inputs`` is the number of the graph's inputs. The backward returns their gradients last.
+    ``backward`` is the backward of a graph with this number of ``inputs``. It returns their gradients last.
     """
 
     def backward_with_copies(ctx: Any, *grads: Any) -> Any:

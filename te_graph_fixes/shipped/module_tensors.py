@@ -12,10 +12,10 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors of FP8 parameters, except their transposes: these may be recomputed."""
 FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
-"""Module attributes: the backward adds wgrads to the ``main_grad`` of weights."""
+"""The module attributes with which a backward adds wgrads to the ``main_grad`` of weights."""
 
 Slot = tuple[Any, Any, str]
-"""The dictionary or list with a tensor, its key there, and its name in errors."""
+"""The place of a tensor: the dictionary or list that contains it, its key there, and its name in errors."""
 
 
 class WarmupRecord:
@@ -26,8 +26,10 @@ class WarmupRecord:
         self.modules: dict[int, set[torch.nn.Module]] = {}
 
     def note(self, number: int, module: torch.nn.Module) -> None:
-        """Note that a callable ran ``module``, and the recipe if the module computes in FP8 in the capture's
-        autocast."""
+        """Note that a callable ran ``module``.
+
+        If the module computes in FP8 in the autocast of the capture, note the recipe too.
+        """
         self.modules.setdefault(number, set()).add(module)
         manager = FP8GlobalStateManager
         if manager.is_fp8_enabled() and manager.fp8_graph_capturing():
@@ -39,9 +41,9 @@ class WarmupRecord:
 
 
 class CallableTensors:
-    """The ``members`` of one callable, and the tensors ``read`` and accumulated (``written``) by its graphs.
+    """The ``members`` of one callable, and the tensors that its graphs read (``read``) or add to (``written``).
 
-    ``parameters`` are inputs of its graphs. ``ran`` are the modules run in its warmup.
+    ``parameters`` are inputs of the graphs. ``ran`` are the modules that ran in the warmup of the callable.
     """
 
     def __init__(self, function: Any, parameters: Iterable[torch.Tensor], ran: Iterable[torch.nn.Module]) -> None:
@@ -62,8 +64,8 @@ class CallableTensors:
 class Members:
     """The modules inside a callable, and the parameters that it ``reads``.
 
-    They must be the same objects as at the capture. A parameter may be added under a new name,
-    because no graph reads it.
+    They must be the same objects as at the capture. A parameter may be added under a new name, because no graph reads
+    it.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], reads: Collection[torch.Tensor]) -> None:
@@ -89,7 +91,7 @@ class Members:
 
 
 class Addresses:
-    """The addresses of tensors. The tensor object may change, such as a ``main_grad`` that is viewed again."""
+    """The addresses of tensors, which must not change. Another tensor object, such as a new view, is allowed."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         # A tensor that consists of other tensors, such as an FP8 weight, has no address.

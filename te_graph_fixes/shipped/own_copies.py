@@ -1,4 +1,4 @@
-"""Copy sample arguments that several inputs share, and modules without their graphs."""
+"""Copies of sample arguments that several inputs share, and copies of modules without their graphs."""
 
 from __future__ import annotations
 

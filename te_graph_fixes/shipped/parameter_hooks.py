@@ -1,4 +1,4 @@
-"""Disable the hooks of parameters in the backwards of warmup and capture. They are for gradients of training only."""
+"""Disable the hooks of parameters in the backwards of warmup and capture, whose gradients are meaningless."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 @contextmanager
 def hooks_disabled(function: Any) -> Iterator[None]:
-    """Disable all hooks of the parameters of ``function`` in the block, if it is a module.
+    """Disable all hooks on the parameters of ``function``, if it is a module, inside the ``with`` block.
 
-    These are hooks of a tensor's gradient, hooks after its accumulation, and hooks of the accumulating node (as in
+    These are hooks on a gradient, hooks after its accumulation, and hooks on the node that accumulates it (as in
     data-parallel wrappers). The handles of the hooks stay valid.
     """
     # In inference mode no backward is recorded.

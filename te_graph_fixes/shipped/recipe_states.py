@@ -1,4 +1,4 @@
-"""The scales and amax histories of a graph. The graph owns them, and returns them to its modules.
+"""The scales and amax histories of a graph. The graph owns them, and assigns them to its modules before replays.
 
 An evaluation without FP8 removes the recipe state of operations of ``te.ops``. An evaluation in another recipe removes
 the recipe state of modules too. The next forward creates a new state, but the graph still uses the state of its
@@ -29,9 +29,9 @@ class RecipeStates:
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
 
     def resume(self, known: Collection[Any], manager: Any) -> None:
-        """Do the work of a forward on the FP8 state, with the graph's tensors.
+        """Do the work of an eager forward on the FP8 state of the modules, with the graph's tensors.
 
-        ``manager`` is TE's `FP8GlobalStateManager`, ``known`` are the modules seen by TE's forward hooks. Raise
+        ``manager`` is TE's `FP8GlobalStateManager`. ``known`` are the modules seen by TE's forward hooks. Raise
         RuntimeError if their recipe, or the recipe of operations, differs from the recipe of the capture. Modules run
         by ``module.forward(x)``, and attention without FP8, are resumed only in the recipe of the capture.
         """
@@ -81,7 +81,7 @@ class _State:
         return not self._delayed or (state.scale is self._scale and state.amax_history is self._history)
 
     def take_over(self, buffers: Any) -> None:
-        """Copy the module's present values to the graph's state, and return this state to the module."""
+        """Copy the current values of the module to the graph's state, and make it the state of the module again."""
         meta = _meta(self._attributes, self._mode)
         state: Any = meta.get(STATES[self._mode])
         if _kind(state) != self._kind:

@@ -12,7 +12,7 @@ from ._te_warn_once import warn_once
 
 
 def _of(leaf: Any) -> tuple[Any, ...]:
-    """Return the properties of an argument, tensor or not, that are fixed in its graph."""
+    """Return the properties of an argument that a graph fixes: shape, ``requires_grad`` and dtype."""
     return getattr(leaf, "shape", None), getattr(leaf, "requires_grad", False), getattr(leaf, "dtype", None)
 
 

@@ -1,10 +1,11 @@
 """Replay preconditions: a replay raises an error if it would not compute the result of its module.
 
 Memory: no other graph has overwritten the data of this graph (`_te_replay_order`).
-Addresses: the modules, parameters and ``main_grad`` are at their addresses of the capture (`_te_module_tensors`).
+Addresses: modules, parameters and each ``main_grad`` are at the same addresses as in the capture
+(`_te_module_tensors`).
 
 Recomputation: a checkpoint may run a forward again, in a backward. Eager operations refer to outputs and gradients, and
-no code can find out which of them they will still read. Two rules follow:
+no code can determine which of these tensors the operations will still read. Two rules follow:
 
 1. Outputs that the recomputation may read must be intact. These are its inputs, and referenced outputs whose backward
    has not run (an eager operation in the checkpoint may read them).
@@ -15,8 +16,8 @@ no code can find out which of them they will still read. Two rules follow:
 
    Outputs of the same microbatch are computed again, with the same values.
 
-After the first forward in a checkpoint, gradients and the outputs of other forwards are returned as copies. So the
-rules concern only tensors that were returned earlier.
+After the first forward in a checkpoint, gradients and the outputs of other forwards are returned as copies. The rules
+therefore concern only tensors that were returned earlier.
 
 A forward replay is one of these:
 
@@ -83,8 +84,9 @@ def note_capture(cuda_graph: Any = None, pool: Any = None, **_: Any) -> None:
 class Preconditions:
     """The replay preconditions of one callable and microbatch.
 
-    ``functions`` are the callables of a capture, once for each microbatch, and ``number`` is the index of this one. Its
-    ``graphs`` are a forward, a dgrad and a wgrad. Their inputs are ``inputs`` user inputs, then the ``parameters``.
+    ``functions`` lists the callables of a capture, once for each microbatch. ``number`` is the index of this callable
+    and microbatch. ``graphs`` are its forward, dgrad and wgrad. The inputs of these graphs are user inputs, with the
+    number ``inputs``, followed by the ``parameters``.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Preconditions:
         self._wgrad = wgrad if wgrad_pool is self.pool else 0
         self._end = self._wgrad or self.pool.count + 1
         self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph
-        self._dgrad_time = 0  # the time of a dgrad without its wgrad
+        self._dgrad_time = 0  # the time of the last dgrad until its wgrad is replayed, else 0
         self._microbatch = sum(other is functions[number] for other in functions[:number])
         self.pool.captures += number == 0
         self.name = _name(functions, number, self._microbatch, self.pool.captures)
@@ -136,7 +138,7 @@ class Preconditions:
         self._release_positions()
 
     def before_forward(self, inputs: Iterable[Any]) -> None:
-        """Note the replay of the forward. Raise RuntimeError if the module would compute another result.
+        """Note the replay of the forward. Raise RuntimeError if its result would differ from the eager module.
 
         The table at the top of this module lists the kinds of forwards.
         """
@@ -280,7 +282,7 @@ class Preconditions:
 
 
 class _ReturnedTensors:
-    """The memory returned by a graph, as references without ownership: ``reset()`` must free it."""
+    """The memory of the tensors returned by a graph. The references do not own it, because ``reset()`` must free it."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         self._storages = [StorageWeakRef(value.untyped_storage()) for value in _tensors(tensors) if value.numel()]
@@ -322,7 +324,7 @@ def _has_checkpoint_hooks() -> bool:
 def _in_autograd_function() -> bool:
     """Return whether the forward of an autograd function runs, as in a checkpoint with reentrant autograd.
 
-    It turns off forward-mode gradients too. `torch.no_grad` does not.
+    Such a forward also turns off forward-mode gradients, unlike `torch.no_grad`.
     """
     return not _is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 

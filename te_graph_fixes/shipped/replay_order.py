@@ -1,4 +1,4 @@
-"""Check the sequence of replays in one memory pool: no graph may overwrite data that another one still reads.
+"""Check the sequence of replays in one memory pool: no graph may overwrite data that another graph still reads.
 
 A graph writes to the same memory at each replay. Suppose that graph X writes data for graph Y (a forward for its dgrad,
 a dgrad for its wgrad). Graphs captured between X and Y do not write to this data, because its memory was in use during

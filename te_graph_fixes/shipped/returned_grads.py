@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class ReturnedGrads:
-    """Return the static buffers ``grads`` of a replayed backward, as copies if ``copied`` is true for them.
+    """A function that returns the static buffers ``grads`` of a replayed backward, or copies if ``copied`` is true.
 
     One kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes into one block
-    of memory. Each copy is aligned there as in its own memory.
+    of memory. So each copy has the same alignment in this block as in memory of its own.
     """
 
     ALIGNMENT = 256

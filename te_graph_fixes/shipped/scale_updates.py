@@ -1,4 +1,4 @@
-"""Updates of FP8 scales that replays do, instead of the warmup and the capture."""
+"""Updates of FP8 scales that are omitted in warmup and capture, because the replays do them."""
 
 from __future__ import annotations
 
