@@ -1,4 +1,4 @@
-"""The catalogue: one file for each fix. `CATALOGUE` contains the ``FIX`` of every file."""
+"""The catalogue of fixes. Each fix has its own file, and `CATALOGUE` contains the ``FIX`` of every file."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ Upstream: none yet, TE 2.10 to main
 
 In an autocast, the first FP8 module with a backward updates the scales of all backwards when its own backward ends. TE
 finds this module by a flag. An eager module clears the flag only in grad mode, and only if an input or parameter needs
-a gradient. `Graphed.forward` always clears it. After a frozen layer or a teacher, the scales of the backward therefore
-stay 1. With the fix, a graph sets the flag again if none of its outputs needs a gradient, and does not clear it if it
-has no FP8 module. Whether the graph sets the skip flag of the weights still depends on the flag's value before that.
+a gradient. In contrast, `Graphed.forward` always clears it. After a frozen layer or a teacher, the scales of the
+backward therefore stay 1. With the fix, a graph without an FP8 module does not clear the flag. A graph without outputs
+that need a gradient restores the flag after the replay. Before that, the graph still decides by this flag whether to
+set the skip flag of the weights.
 """
 
 from ..fix import Fix

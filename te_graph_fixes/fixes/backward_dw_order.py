@@ -3,14 +3,14 @@
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) accepts wgrads in ``_order``.
 The rest is open.
 
-`_make_graphed_callables` numbers a wgrad by the dgrads before it instead of the wgrads: ``[1,-1.5,-1]`` raises
-``KeyError: -1``, and ``[1,1,-1,-1,-1.5,-1.5]`` "already owns a captured graph". It reuses the static inputs and the
-grad-output buffer of a microbatch after its dgrad, although its wgrad reads them later, so ``[1,-1,1,-1.5,-1,-1.5]``
-gives wrong numbers without an error.
+To find the microbatch of a wgrad, `_make_graphed_callables` counts the dgrads before it instead of the wgrads. The
+``_order`` ``[1,-1.5,-1]`` therefore raises ``KeyError: -1``, and ``[1,1,-1,-1,-1.5,-1.5]`` raises "already owns a
+captured graph". TE also reuses the static inputs and the grad-output buffer of a microbatch after its dgrad, although
+its wgrad reads them later. So ``[1,-1,1,-1.5,-1,-1.5]`` computes wrong numbers without an error.
 
-The fix plans the microbatch and the buffers of each capture from the schedule. Illegal schedules raise
-(docs/maintainers/schedules.md). Delayed wgrads missing in ``_order`` are captured right after their dgrad, as in
-TE 2.10.
+The fix plans the microbatch and the buffers of each capture from the schedule. Illegal schedules raise an error
+(docs/maintainers/schedules.md). Delayed wgrads that ``_order`` does not contain are captured right after their dgrads,
+as in TE 2.10.
 """
 
 from ..fix import Fix

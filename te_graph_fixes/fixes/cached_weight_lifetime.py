@@ -3,10 +3,10 @@
 Upstream: none yet, TE 2.10 to main
 
 Modules cache quantized weights in ``_fp8_workspaces``. A forward for training replaces a workspace without transposes,
-and a forward in another recipe drops all workspaces. The graph still reads the old workspaces, whose memory is free.
-The graph and its modules also do not see each other's updates. With the fix, the graph owns its workspaces. Before a
-replay it copies newer weights from its modules, or quantizes the modules' weights together with its own
-(`te_graph_fixes/shipped/fp8_weights.py`).
+and a forward in another recipe drops all workspaces. The graph still reads the old workspaces, although their memory is
+free. In addition, the graph and its modules do not see each other's updates. With the fix, the graph owns its
+workspaces. Before a replay it copies newer weights from its modules, or quantizes the modules' weights together with
+its own (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 
 from ..fix import Fix

@@ -2,8 +2,9 @@
 
 Upstream: none yet
 
-``recipe`` is set to None if FP8 is enabled for no module, and None means the default recipe. Its histories have 1024
-entries, whatever ``recipe.amax_history_len`` is. The recipe is now kept if ``calibrating`` is set.
+If FP8 is enabled for no module, `make_graphed_callables` sets ``recipe`` to None, which means the default recipe. The
+amax histories of the default recipe have 1024 entries, even if the caller's ``amax_history_len`` is different. With the
+fix, ``recipe`` does not change if ``calibrating`` is set.
 """
 
 from ..fix import Fix

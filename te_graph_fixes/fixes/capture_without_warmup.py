@@ -3,10 +3,10 @@
 Upstream: none yet, TE 2.10 to main
 
 Forward hooks in the warmup show TransformerEngine (TE) which of its modules a callable runs. The backward of the warmup
-shows which parameters get gradients. Without a warmup TE knows neither, and needs both for a backward graph. A capture
-for training now runs at least one warmup iteration. A capture for evaluation runs as many as its caller requests, and
-at least one if a module of delayed scaling has no scales yet. Otherwise the capture would create these scales in the
-graph's memory, and each replay would reset them.
+shows which parameters get gradients. A backward graph needs both, and without a warmup TE knows neither. With the fix,
+a capture for training runs at least one warmup iteration. A capture for evaluation runs as many iterations as its
+caller requests, but at least one if a module with delayed scaling has no scales yet. Otherwise the capture would create
+these scales in graph memory, and each replay would reset them.
 """
 
 from ..fix import Fix

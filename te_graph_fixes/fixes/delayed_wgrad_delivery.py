@@ -3,11 +3,11 @@
 Upstream: none yet
 
 With ``delay_wgrad_compute``, `backward_dw` assigns the gradients of biases, and of weights without a fused wgrad, to
-``.grad`` in Python. A replay does not repeat this. With the fix, the capture records these gradients. Each replay
-assigns copies of them before the hooks run, as an eager `backward_dw` does: a weight's ``.grad`` is replaced, a bias's
-set only if there is none (`te_graph_fixes/shipped/delayed_wgrad.py`). Warmup and capture leave ``.grad`` as it was. The
-fix also finds modules whose ``forward`` is called directly. In a capture, GroupedLinear no longer returns the unfilled
-buffers of its delayed wgrad. Eager training does not change.
+``.grad`` in Python. A replay does not repeat this. With the fix, the capture records these gradients, and each replay
+assigns copies of them before the hooks run (`te_graph_fixes/shipped/delayed_wgrad.py`). As in an eager `backward_dw`, a
+weight's ``.grad`` is replaced, and a bias's ``.grad`` is set only if it is None. Warmup and capture do not change
+``.grad``. The fix also finds modules whose ``forward`` is called directly. In a capture, GroupedLinear no longer
+returns the unfilled buffers of its delayed wgrad. Eager training does not change.
 """
 
 from ..fix import Fix

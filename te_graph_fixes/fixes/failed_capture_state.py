@@ -2,18 +2,18 @@
 
 Upstream: none yet
 
-After an exception in `make_graphed_callables`, these remain:
+An exception in `make_graphed_callables` leaves the process in this state:
 
 - garbage collection is off
 - sample inputs and parameters have no ``.grad``
 - eager FP8 modules take the path of graphs, with the recipe and the forward hooks of the capture
 - delayed wgrads are out of order
-- random states and FP8 scales are those of the warmup
+- random states and FP8 scales have the values of the warmup
 
 If a forbidden operation invalidates the capture, the error "operation failed due to a previous error during capture"
-hides the first one. The stream of the capture stays current, and random numbers raise "Offset increment outside graph
-capture encountered unexpectedly". ``finally`` and ``except`` clauses now restore all of this and raise the first
-exception.
+hides the first error. The stream of the capture stays current, and random numbers raise "Offset increment outside graph
+capture encountered unexpectedly". With the fix, ``finally`` and ``except`` clauses restore all of this state, and the
+first exception is raised.
 """
 
 from ..fix import Fix

@@ -2,23 +2,25 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Before a replay TE registers the FP8 state of the modules that its forward hooks saw in the warmup, with the recipe of
-the current autocast. This is wrong for modules that
+Before a replay, TE registers the FP8 state of the modules that its forward hooks saw in the warmup, with the recipe of
+the current autocast. This is wrong in five cases:
 
-1. run by ``sub.forward(x)``, and for a `te.ops.Linear` or another fused operation that is captured by itself;
-2. run in a ``te.autocast`` of their own; inside an outer one of another recipe they raise ``AttributeError``;
-3. are recomputed by ``te.checkpoint`` around the graph: the second forward uses newer scales than the first;
-4. compute FP8 attention in current scaling, parts of which TE computes in delayed scaling;
-5. are in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
+1. A module is run by ``sub.forward(x)``, or a `te.ops.Linear` or another fused operation is captured by itself.
+2. A module runs in a ``te.autocast`` of its own. If the outer autocast has another recipe, it raises
+   ``AttributeError``.
+3. A module is recomputed by ``te.checkpoint`` around the graph. The second forward uses newer scales than the first.
+4. A module computes FP8 attention in current scaling. TE computes parts of it in delayed scaling.
+5. A module is in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 
-With the fix, modules note in the capture the state that they use and the ends of their own autocasts. A replay does the
-work of an eager forward on this state (`te_graph_fixes/shipped/captured_fp8.py`). After the capture, these states get
-their values from before the warmup. TE restores only modules listed by ``modules()``, in the recipe of the capture. An
-operation without FP8 in the capture gets no state there, and TE no longer tries to restore one (``AssertionError``).
+With the fix, modules note during the capture the state that they use and the ends of their own autocasts. A replay does
+the work of an eager forward on this state (`te_graph_fixes/shipped/captured_fp8.py`). After the capture, these states
+get the values from before the warmup. TE itself restores only modules listed by ``modules()``, in the recipe of the
+capture. TE also tried to restore the state of operations without FP8 in the capture, which have none, and raised
+``AssertionError``. The fix omits this.
 
-A capture raises an error if eager training would update the scales of a module between two runs of this module, or if a
-checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager forwards outside captures
-do not change.
+A capture raises an error if eager training would update the scales of a module between two runs of this module. It also
+raises an error if a checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager
+forwards outside captures do not change.
 """
 
 from ..fix import Fix

@@ -10,7 +10,7 @@ runs no Python. Transposes are lost in two ways:
 2. The quantizers of modules built under ``torch.no_grad()`` produce no columnwise data. Each ``copy_`` by an optimizer
    then drops the transpose, and the next backward has to compute it.
 
-A graph now owns its transposes. Before a replay it recomputes invalid, missing and moved transposes
+With the fix, a graph owns its transposes. Before a replay, it recomputes transposes that are invalid, missing or moved
 (`te_graph_fixes/shipped/fp8_weights.py`).
 """
 

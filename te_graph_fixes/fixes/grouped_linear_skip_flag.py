@@ -6,9 +6,9 @@ https://github.com/NVIDIA/TransformerEngine/pull/3065 (TE 2.17)
 
 `GroupedLinear.forward` passes a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. With
 cached weights, a graph then never quantizes its weights again, or it quantizes them at every microbatch and overwrites
-its wgrad. With the fix, the slot has the same value as in `Linear`: a capture reads the skip flag, and with a flag
-``is_first_microbatch`` is False. Captures by `torch.cuda.graph` outside TE still read no flag here, as in TE up to
-2.16. The slot has another index in each version (16, 18 or 19), so the patch finds it by its name.
+its wgrad. With the fix, the slot has the same value as in `Linear`. In a capture this is the skip flag, and if there is
+a flag, ``is_first_microbatch`` is set to False. Captures by `torch.cuda.graph` outside TE still read no flag here, as
+in TE up to 2.16. The index of the slot depends on the version (16, 18 or 19), so the patch finds it by its name.
 """
 
 from ..fix import Fix
@@ -68,7 +68,7 @@ UPSTREAM = """
 
 BY_ACCESSOR = "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
 BY_STATE = "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor"
-"""The two ways to read the skip flag: up to TE 2.14 and in #3298 by the accessor, in TE 2.15 to main by the state."""
+"""The two ways to read the skip flag: the accessor up to TE 2.14 and in #3298, the state in TE 2.15 to main."""
 
 
 def flag_read(source: Source) -> str:

@@ -3,8 +3,8 @@
 Upstream: none yet, TE 2.10 to main
 
 `Graphed.backward` returns the graph's static buffers, and autograd uses the buffer of a leaf as its ``.grad``. So the
-``.grad`` of a leaf input becomes a multiple of the last microbatch's gradient. With the fix, leaves get copies.
-Autograd reads the gradients of other inputs immediately, so they are still returned without a copy.
+``.grad`` of a leaf input becomes a multiple of the last microbatch's gradient. With the fix, the gradients of leaves
+are returned as copies. Other gradients are still returned without a copy, because autograd reads them immediately.
 """
 
 from ..fix import Fix

@@ -2,8 +2,8 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2657 (TE 2.13)
 
-`_make_graphed_callables` treats every output as a tensor. The capture now omits outputs that are None, and a replay
-returns them at their places.
+`_make_graphed_callables` treats every output as a tensor. With the fix, the capture omits outputs that are None, and a
+replay returns None in their places.
 """
 
 from ..fix import Fix

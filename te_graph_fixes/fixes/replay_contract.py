@@ -2,10 +2,10 @@
 
 Upstream: none yet, TE 2.10 to main
 
-With the fix, each replay checks its preconditions: no graph has overwritten its data, its modules, parameters and
-``main_grad`` are at their addresses of the capture, and the same parameters are trained. It raises `RuntimeError` if
-its result would differ from eager training (docs/maintainers/replay-contract.md). Whether it raises depends only on the
-program.
+With the fix, each replay checks its preconditions. No other graph has overwritten its data. Its modules, parameters and
+``main_grad`` are at the same addresses as in the capture, and the same parameters are trained. A replay raises
+`RuntimeError` if its result would differ from eager training (docs/maintainers/replay-contract.md). Whether it raises
+an error depends only on the program.
 
 Some programs become correct instead. A tensor that is the sample argument of several inputs is copied for each input.
 Copies of a module have no graph, because a graph reads the parameters of the original. If a checkpoint may recompute a

@@ -67,7 +67,7 @@ EARLIER_EXPERTS = """
 @@ (or)
  non_tensor_args = (..., None, self.save_original_input, ...)
 """
-"""The other shape of the last hunk of `LAYERS`, of experts: up to 2.16 `grouped-linear-skip-flag` gives their flag."""
+"""An alternative to the last hunk of `LAYERS`. Up to TE 2.16, `grouped-linear-skip-flag` adds the flag of experts."""
 LAYERS = "".join(
     LAYER.replace("FILE", file).replace("CLASS", name)
     for file, name in (

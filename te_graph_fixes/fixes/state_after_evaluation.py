@@ -2,13 +2,13 @@
 
 Upstream: none yet, TE 2.10 to main
 
-Each eager forward of a module records whether it runs in FP8 and in which recipe, and drops the state of another
-recipe. A replay does neither, and uses the tensors of the capture. With the fix, the graph owns its recipe states, and
-does the work of a forward on them before each replay (`te_graph_fixes/shipped/recipe_states.py`). TE's hooks do not see
-modules run by ``sub.forward(x)``. The fix covers these modules if they run in the recipe of the capture.
+Each eager forward of a module records whether it runs in FP8 and in which recipe, and drops the state of any other
+recipe. A replay does neither, and uses the tensors of the capture. With the fix, the graph owns its recipe states.
+Before each replay, it does the work of an eager forward on them (`te_graph_fixes/shipped/recipe_states.py`). TE's hooks
+do not see modules run by ``sub.forward(x)``. The fix covers such modules if they run in the recipe of the capture.
 
 After a forward in another recipe, TE never updates the scales of a module's new state again. The fix does not change
-eager training, and a graph computes the same numbers.
+this in eager training, and a graph computes the same numbers as eager training.
 """
 
 from ..fix import Fix

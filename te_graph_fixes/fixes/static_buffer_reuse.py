@@ -4,10 +4,10 @@ Upstream: none yet, TE 2.10 to main
 
 TE reuses the static inputs of another layer if shape, dtype and layout agree. If these inputs need no gradient, the
 second layer returns no dgrad. If one tensor is both inputs of the first layer, the second layer's inputs overwrite each
-other. With the fix, the key contains all properties that a buffer has from its sample argument: type, device, strides,
-whether it needs a gradient, and which tensors of a sample are the same. Grad-output buffers are assigned to the outputs
-of this layer that need gradients, which may be at other positions than in the first layer. (Inputs of wgrads:
-`te_graph_fixes/shipped/graph_order.py`.)
+other. With the fix, buffers are reused only if all properties agree that a buffer has from its sample argument. These
+also include type, device, strides, whether it needs a gradient, and which tensors of a sample are the same. Reused
+grad-output buffers are assigned to the outputs of the second layer that need gradients, which may be at other positions
+than in the first layer. For schedules with wgrads, the fix `backward-dw-order` plans the inputs.
 
 Several samples may share a constant: a tensor without a gradient, such as a rotary table. If layers have different
 tables, TE copies one over the other. With the fix, a constant is the static input of each of its samples.

@@ -3,10 +3,11 @@
 Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 
 For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module, and afterwards restores
-the previous ``__call__``. A subclass captured after its base class inherits the replacement, and TE restores it with
-this replacement. This happens to Megatron-Core's `MoETransformerLayer` after `TransformerLayer`. Eager calls then run
-in the autocast of the capture, and modules that were not captured lose FP8. With the fix, a class with an inherited
-replacement does not change, because the replacement distinguishes modules, not classes.
+the previous ``__call__``. If a subclass comes after its base class, it inherits the replacement as its previous
+``__call__``, so TE leaves the replacement on the subclass. This happens to Megatron-Core's `MoETransformerLayer` after
+`TransformerLayer`. Eager calls then run in the autocast of the capture, and modules that were not captured lose FP8.
+With the fix, TE does not replace ``__call__`` on a class that inherits a replacement. This suffices, because the
+replacement distinguishes modules, not classes.
 """
 
 from ..fix import Fix

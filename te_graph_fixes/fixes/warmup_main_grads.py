@@ -2,10 +2,10 @@
 
 Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads.md).
 
-`make_graphed_callables` restores FP8 state and random states after warmup, but not ``main_grad``. With the fix, all
-parameters share the memory of the largest ``main_grad`` during warmup. Its content is restored afterwards, even if the
-warmup fails (`te_graph_fixes/shipped/main_grads.py`). ``pre_warmup_hook`` and ``post_warmup_hook`` see the real
-``main_grad``.
+After warmup, `make_graphed_callables` restores FP8 state and random states, but not ``main_grad``. With the fix, all
+parameters share the memory of the largest ``main_grad`` during warmup. The content of this memory is restored
+afterwards, even if the warmup fails (`te_graph_fixes/shipped/main_grads.py`). ``pre_warmup_hook`` and
+``post_warmup_hook`` see the real ``main_grad``.
 """
 
 from ..fix import Fix

@@ -2,10 +2,10 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 
-From TE 2.19 on the warmup runs the forwards and backwards of all callables in their order. It retains the outputs of
-each forward, with all tensors that autograd saved for them, until the end of the iteration, although their backward has
-run before. In an evaluation it retains them too, although there is no backward. With the fix, they are released after
-their backward, and immediately in an evaluation.
+From TE 2.19 on, the warmup runs the forwards and backwards of all callables in their order. It retains the outputs of
+each forward, with all tensors that autograd saved for them, until the end of the iteration. It does so even after their
+backward has run, and in an evaluation without a backward. With the fix, outputs are released after their backward, and
+immediately in an evaluation.
 """
 
 from ..fix import Fix
@@ -79,7 +79,7 @@ FIX = Fix(
     affected_versions=">=2.19,<2.20",
     patch=PATCH,
     corrected=[
-        (UPSTREAM, "warmup lets go of outputs once they have been used"),
-        (EARLIER, "warmup runs one callable after the other, and keeps no outputs"),
+        (UPSTREAM, "warmup releases outputs after their last use"),
+        (EARLIER, "warmup runs one callable after the other, and retains no outputs"),
     ],
 )

@@ -27,7 +27,7 @@ UPSTREAM = """
 @@ module/base.py TransformerEngineBaseModule (0 times)
  ANY_MODULE.is_first_microbatch = ANY
 """
-"""Graphs read a keyword of this name in three places, and no code sets the attribute."""
+"""TE's graph code reads a keyword of this name in three places, and no code of TE sets the attribute."""
 
 FIX = Fix(
     symptom="fused wgrad: only the last microbatch reaches main_grad (wgrad norm ratio 0.577 for three microbatches)",

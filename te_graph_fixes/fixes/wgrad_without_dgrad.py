@@ -2,12 +2,12 @@
 
 Upstream: none yet, TE 2.10 to main
 
-The autograd function of a graph receives the parameters with a gradient from the warmup's backward. Delayed wgrads are
-not among these gradients. If a first layer has no bias or norm, and its input needs no gradient, the function has no
-input that needs a gradient. Then its output needs none either, or, if other layers follow, its wgrad graph is replayed
-without its dgrad graph. With the fix, the function receives an empty tensor that needs a gradient, if the callable's
-outputs need one. A callable with a single parameter does not need this tensor: its parameter is always an input of the
-function.
+The autograd function of a graph receives the parameters that got a gradient in the backward of the warmup. Delayed
+wgrads are not among these gradients. If a first layer has no bias or norm, and its input needs no gradient, the
+function has no input that needs a gradient. Its output then needs no gradient either. If other layers follow, the wgrad
+graph of the first layer is replayed without its dgrad graph. With the fix, the function receives an empty tensor that
+needs a gradient if the callable's outputs need a gradient. A callable with a single parameter does not need this
+tensor, because its parameter is always an input of the function.
 """
 
 from ..fix import Fix
