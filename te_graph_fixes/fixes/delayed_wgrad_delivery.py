@@ -122,7 +122,7 @@ HOOKS_OF_OPERATIONS = """
 """
 
 FIX = Fix(
-    symptom="delayed wgrads: gradients of biases and unfused weights never reach .grad, are garbage, or raise an error",
+    symptom="delayed wgrads: gradients of biases and unfused weights never reach .grad, are wrong, or raise an error",
     group="pipelines and delayed wgrads",
     affects="Megatron --delay-wgrad-compute (delay_wgrad_compute) with biases, or with unfused wgrads",
     cost="a copy of each gradient that a wgrad graph computes for .grad, after its replay",

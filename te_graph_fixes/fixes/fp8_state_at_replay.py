@@ -108,7 +108,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="FP8 scales never change in modules run by .forward() or in their own autocast, or in te.ops.Linear alone",
+    symptom="FP8 scales stay fixed in modules run by .forward() or in their own autocast, or in a single te.ops.Linear",
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
     patch=PATCH,

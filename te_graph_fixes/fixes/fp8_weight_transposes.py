@@ -28,7 +28,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="FP8 parameters built under no_grad or updated by quantize_master_weights: relative dgrad error 1.0",
+    symptom="FP8 parameters built under no_grad or set by quantize_master_weights: wrong dgrads (relative error 1.0)",
     group="FP8 state",
     affects="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     cost="before a replay, one transpose for each weight without a valid one",

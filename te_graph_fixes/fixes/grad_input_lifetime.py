@@ -45,7 +45,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="pipelines with EP overlap: a late stage receives garbage, NaN or gradient norms of millions",
+    symptom="pipelines with EP overlap: a late stage receives wrong gradients, with norms of millions, or NaN",
     group="pipelines and delayed wgrads",
     affects="Megatron --overlap-moe-expert-parallel-comm with virtual pipeline stages of two or more layers",
     cost="memory for one more grad input in each model chunk",

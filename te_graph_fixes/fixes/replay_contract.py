@@ -84,7 +84,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="garbage after the number of microbatches has grown, or after weights were offloaded and loaded again",
+    symptom="wrong numbers after the number of microbatches has grown, or after weights were offloaded and reloaded",
     group="misuse",
     affects="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="each replay compares the modules, parameters and addresses of its callable",
