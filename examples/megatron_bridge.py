@@ -1,11 +1,12 @@
-"""Train the Nemotron-3-Nano recipe of Megatron-Bridge, made small: graphs off, TE's graphs, and te-graph-fixes.
+"""Train a small Nemotron-3-Nano recipe of Megatron-Bridge with graphs off, TE's graphs, and te-graph-fixes.
 
     python examples/megatron_bridge.py                # in a NeMo container, on two GPUs
     python examples/megatron_bridge.py --check        # two more runs, under `te-graph-fixes run --check`
 
 This is the program of the report TE #3051 with all of its options, but with a smaller model, mock data and fewer ranks.
-As in the report, "graphs off" delays the capture beyond the last step. It prints the loss and the gradient norm of each
-step and the norms of `main_grad` by kind of parameter, and draws a picture. Exit status: as for `megatron_lm.py`.
+As in the report, "graphs off" delays the capture beyond the last step. The program prints the loss and the gradient
+norm of each step and the norms of `main_grad` by kind of parameter, and draws a picture. The exit status is the same as
+for `megatron_lm.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_runs import WARMUP, Training, add_arguments, run_and_report
 
 AS_RANK = "--as-a-rank"
 NEVER = 1000
-"""Warmup steps, more than the training has."""
+"""A number of warmup steps that the training does not reach."""
 SMALL = {
     "hybrid_layer_pattern": "MEM*EMEM*E",
     "num_layers": 10,
@@ -99,7 +100,7 @@ def config(iterations: int, gpus: int, graphs: bool) -> Any:
         fp8_dot_product_attention=False,
         fp8_multi_head_attention=False,
     )
-    # small
+    # a small model
     for name, value in SMALL.items():
         setattr(model, name, value)
     model.seq_length = config.dataset.seq_length = SEQUENCE
@@ -116,7 +117,7 @@ def config(iterations: int, gpus: int, graphs: bool) -> Any:
     config.logger.log_interval, config.logger.tensorboard_dir = 1, None
     config.logger.log_timers_to_tensorboard = False
     config.dist.distributed_timeout_minutes = 3
-    # equal runs compute the same
+    # runs with the same settings compute the same numbers
     model.deterministic_mode, model.attention_backend = True, AttnBackend.unfused
     model.cross_entropy_loss_fusion = model.use_mamba_mem_eff_path = False
     return config

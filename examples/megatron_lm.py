@@ -1,5 +1,4 @@
-"""Train with Megatron-LM's own program: graphs off, TransformerEngine's (TE) graphs, and TE's graphs with
-te-graph-fixes.
+"""Train with Megatron-LM in three settings: graphs off, TransformerEngine's (TE's) graphs, and te-graph-fixes.
 
     python examples/megatron_lm.py ~/Megatron-LM                                  # FP8 experts on two GPUs
     python examples/megatron_lm.py ~/Megatron-LM --model hybrid                   # Mamba, attention and experts
@@ -8,11 +7,12 @@ te-graph-fixes.
     python examples/megatron_lm.py ~/Megatron-LM --model own -- FLAGS             # your own model
     python examples/megatron_lm.py --draw PNG TITLE=FOLDER ...                    # earlier runs in one picture
 
-It prints the loss and the gradient norm of each iteration side by side, the norms of `main_grad` by kind of parameter,
-the time of a step and the peak memory, and draws a picture (with matplotlib). All three train the same model on mock
-data in deterministic mode, so runs with the same results print the same digits. With --check, two more runs compare
-graphs with eager modules during the training. `hybrid` needs mamba-ssm. Exit status: 0, with te-graph-fixes every
-figure is the same as with graphs off; 1, a figure differs; 2, wrong usage, or the run without graphs failed.
+The example prints the loss and the gradient norm of each iteration side by side, the norms of `main_grad` by kind of
+parameter, the time of a step and the peak memory, and draws a picture (with matplotlib). All three runs train the same
+model on mock data in deterministic mode, so equal results are equal in every printed digit. With --check, two more runs
+compare graphs with eager modules during the training. `hybrid` needs mamba-ssm. The exit status is 0 if, with
+te-graph-fixes, every figure is the same as with graphs off. It is 1 if a figure differs, and 2 for wrong usage or if
+the run without graphs failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AS_RANK = "--as-a-rank"
 DRAW = "--draw"
 GPT = ("pretrain_gpt.py",)
 HYBRID = ("pretrain_hybrid.py", "pretrain_mamba.py")
-"""The program for hybrid models, in Megatron-LM 0.19 and before."""
+"""The names of the program for hybrid models in Megatron-LM 0.19 and in earlier releases."""
 
 COMMON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 --eval-iters 0 --eval-interval 1000
@@ -75,7 +75,7 @@ MAMBA_SPEC = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_sp
 
 @dataclass(frozen=True)
 class Model:
-    """Flags of a model, and those that capture it."""
+    """The flags of a model, and the flags that capture it."""
 
     flags: str
     graphs: str
@@ -117,8 +117,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a checkout of Megatron-LM, 0.16 or later")
     parser.add_argument("--model", choices=MODELS, default="experts")
     parser.add_argument("--recipe", choices=RECIPES, help="default: tensorwise; bf16 for overlap and own")
-    parser.add_argument("--graphs", help="flags of the runs with graphs; default: those of the model")
-    parser.add_argument("--microbatches", type=int, default=4, help="a step, for each GPU; default: %(default)s")
+    parser.add_argument("--graphs", help="flags of the runs with graphs; default: the model's flags")
+    parser.add_argument("--microbatches", type=int, default=4, help="per step and GPU; default: %(default)s")
     add_arguments(parser, "megatron-lm")
     parser.usage = "%(prog)s CHECKOUT [OPTIONS] [-- FLAGS of pretrain_gpt.py, for all runs]"
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
     options.flags = sys.argv[split + 1 :]
     options.checkout = options.checkout.expanduser().resolve()
     if options.iterations <= WARMUP + 1:
-        parser.error(f"--iterations {options.iterations}: graphs are captured after {WARMUP} steps, give {WARMUP + 2}")
+        parser.error(f"--iterations must be at least {WARMUP + 2}, because graphs are captured after {WARMUP} steps")
     require(parser, options.checkout, MODELS[options.model].programs)
     return options
 
@@ -134,10 +134,10 @@ def parse() -> argparse.Namespace:
 def require(parser: argparse.ArgumentParser, checkout: Path, programs: tuple[str, ...]) -> None:
     """End with a usage error if the checkout or a package is missing."""
     if not any((checkout / program).is_file() for program in programs):
-        parser.error(f"give a checkout of Megatron-LM: there is no {programs[-1]} in {checkout}")
+        parser.error(f"{checkout} contains no {programs[-1]}: CHECKOUT must be a checkout of Megatron-LM")
     for needed in ("te_graph_fixes", "transformer_engine", "torch"):
         if importlib.util.find_spec(needed) is None:
-            parser.error(f"install {needed.replace('_', '-')}: {sys.executable} does not have it")
+            parser.error(f"{sys.executable} cannot import {needed}: install {needed.replace('_', '-')}")
 
 
 def train(
@@ -201,7 +201,7 @@ def watch_steps(steps: set[int]) -> None:
 def draw_recorded(png: str, *sources: str) -> None:
     """Draw earlier runs: norms by kind of parameter for a hybrid model, else the gradient norm of each step.
 
-    Each source is TITLE=FOLDER, with the FOLDER that --out has named.
+    Each source is TITLE=FOLDER. FOLDER is the --out of an earlier run.
     """
     panels = []
     for source in sources:

@@ -121,7 +121,7 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
     made = config(recipe, graphs, **changed)
     layers = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
     gpt = GPTModel(made, layers, VOCABULARY, TOKENS, position_embedding_type="rope").cuda().bfloat16()
-    # Like Megatron's training loop: gradients that accumulate on the default stream cannot be captured.
+    # As in Megatron's training loop: the accumulation of gradients on the default stream cannot be captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

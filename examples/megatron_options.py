@@ -1,4 +1,4 @@
-"""Run a list of Megatron-LM's options, each with graphs off, TransformerEngine's (TE's) graphs, and te-graph-fixes.
+"""Train with many options of Megatron-LM: graphs off, TransformerEngine's (TE's) graphs, and te-graph-fixes.
 
     python examples/megatron_options.py ~/Megatron-LM                        # all options for two GPUs
     python examples/megatron_options.py ~/Megatron-LM --gpus 4               # those for four GPUs as well
@@ -7,9 +7,9 @@
     python examples/megatron_options.py --table JSON ... [--page PAGE]       # the results of earlier runs as Markdown
 
 Each option trains a small model on mock data in deterministic mode, in four runs: the three settings, and the fixes
-under `te-graph-fixes run --check`. `--at-once` runs share the GPUs. After an interrupt, the runs end and the results so
-far are printed. Losses and norms are compared with graphs off, digit by digit. Exit status: 0, with te-graph-fixes all
-figures are the same; 1, a figure differs; 2, wrong usage.
+under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. After an interrupt, the runs end, and the
+results of the finished runs are printed. The printed digits of losses and norms are compared with graphs off. The exit
+status is 0 if, with te-graph-fixes, all figures are the same, 1 if a figure differs, and 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ EVALUATE = "--eval-iters 2 --eval-interval 4"
 SAVE = f"--save {FOLDER} --save-interval 4"
 RESUME = f"{SAVE} --load {FOLDER}"
 TWICE = ("--exit-interval 4", "")
-"""Stages of a run that ends after its fourth step and is started again."""
+"""The additional flags of the two stages of a run that ends after its fourth step and is started again."""
 ROUTER = "moe_router moe_preprocess"
 LAYERS = GRAPHS.removesuffix(" --cuda-graph-scope")
 HISTORY = "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent"
@@ -79,14 +79,14 @@ LOCAL = "--cuda-graph-impl local"
 
 @dataclass(frozen=True)
 class Option:
-    """Flags of Megatron-LM, and the small model that they are added to."""
+    """An option: flags of Megatron-LM, and the flags of the small model that they are added to."""
 
     flags: str
-    """The flags that a reader looks for; the table shows them."""
+    """The flags of interest, shown in the table."""
     graphs: str = f"{GRAPHS} attn moe"
     recipe: str = "tensorwise"
     more: str = ""
-    """Flags that this option needs as well."""
+    """Further flags required by these."""
     model: str = f"{MOE} {PARALLEL} {PADDED}"
     programs: tuple[str, ...] = GPT
     stages: tuple[str, ...] = ("",)
@@ -94,7 +94,7 @@ class Option:
 
     @property
     def ranks(self) -> str:
-        """Return what to add to the flags if the option needs more than two GPUs."""
+        """The text added to the flags in tables if the option needs more than two GPUs."""
         return "" if self.gpus == Option.gpus else f", {self.gpus} ranks"
 
     def arguments(self, iterations: int) -> list[str]:
@@ -201,7 +201,7 @@ OPTIONS = {
     "local-tensorwise": dense("", graphs=LOCAL),
     "full-iteration": dense("--no-check-for-nan-in-loss-and-grad", graphs=f"{LOCAL} --cuda-graph-scope full_iteration"),
 }
-"""By what users set first."""
+"""The options by name, in groups: modules, parallelism, precision, architecture, and so on."""
 
 
 def main() -> int:
@@ -237,24 +237,24 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", metavar="CHECKOUT", type=Path, nargs="?", help="of Megatron-LM, 0.16 or later")
-    parser.add_argument("names", metavar="OPTION", nargs="*", help="default: all for --gpus")
+    parser.add_argument("names", metavar="OPTION", nargs="*", help="default: all that --gpus permits")
     parser.add_argument("--list", action="store_true", help="print the options, and stop")
     parser.add_argument("--table", metavar="JSON", type=Path, nargs="+", help="print options.json of earlier runs")
-    parser.add_argument("--page", type=Path, help="with --table: write it between the marks in this page")
-    parser.add_argument("--no-check", action="store_true", help="leave out the runs under --check")
-    parser.add_argument("--gpus", type=int, default=Option.gpus, help="of this machine; default: %(default)s")
+    parser.add_argument("--page", type=Path, help="with --table: also write the table into this Markdown page")
+    parser.add_argument("--no-check", action="store_true", help="omit the runs under --check")
+    parser.add_argument("--gpus", type=int, default=Option.gpus, help="the number of GPUs; default: %(default)s")
     parser.add_argument("--at-once", type=int, default=8, metavar="RUNS", help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("megatron-options"), help="folder; default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for a run; default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds per run; default: %(default)s")
     options = parser.parse_args()
     if options.list or options.table:
         return options
     if options.checkout is None:
-        parser.error("give a checkout of Megatron-LM")
+        parser.error("the argument CHECKOUT is required")
     options.checkout = options.checkout.expanduser().resolve()
     if unknown := set(options.names) - OPTIONS.keys():
-        parser.error(f"unknown options: {', '.join(sorted(unknown))}; --list prints those there are")
+        parser.error(f"unknown options: {', '.join(sorted(unknown))}; --list prints the known options")
     require(parser, options.checkout, GPT)
     return options
 

@@ -22,12 +22,12 @@ from typing import Any
 
 OFF, ORIGINAL, FIXED = SETTINGS = ("graphs off", "TE's graphs", "with te-graph-fixes")
 CHECKED = {"TE's graphs, checked": ORIGINAL, "with te-graph-fixes, checked": FIXED}
-"""Runs under `te-graph-fixes run --check`, and the same runs without it."""
+"""The settings under `te-graph-fixes run --check`, and the same settings without it."""
 WARMUP = 3
-"""Steps before the capture, Megatron's default."""
+"""The number of steps before the capture, by Megatron's default."""
 TIMED_OUT = 124
 FOLDER = "FOLDER"
-"""Stands for the folder of a run in the arguments of its program."""
+"""A placeholder for the folder of a run in the arguments of its program."""
 DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "NCCL_ALGO": "Ring",
@@ -101,7 +101,7 @@ class Training:
 
 @dataclass
 class Run:
-    """Everything that one run has printed."""
+    """The figures and messages in the log of one run."""
 
     figures: dict[str, list[str]] = field(default_factory=dict)
     """The text of each printed value, by quantity."""
@@ -202,7 +202,7 @@ def run_all(jobs: Iterable[tuple[Training, str]], at_once: int, timeout: float) 
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit status; end the run first if it still runs.
+    """End a run if it is still running, and return its exit status.
 
     The ranks are in process groups of their own. torchrun ends them within 30 seconds.
     """
@@ -242,13 +242,13 @@ def run_and_report(training: Training, options: argparse.Namespace) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser, folder: str) -> None:
     """Add the arguments that `run_and_report` reads, and those of a training."""
-    parser.add_argument("--check", action="store_true", help="run two more times, under `te-graph-fixes run --check`")
+    parser.add_argument("--check", action="store_true", help="add two runs under `te-graph-fixes run --check`")
     parser.add_argument("--gpus", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=14, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path(folder), help="folder of logs; default: %(default)s")
-    parser.add_argument("--title", default="", help="of the picture")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for a run; default: %(default)s")
-    parser.add_argument("--at-once", action="store_true", help="all at the same time; no times are printed")
+    parser.add_argument("--title", default="", help="title of the picture")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds per run; default: %(default)s")
+    parser.add_argument("--at-once", action="store_true", help="start all runs at the same time, and print no times")
 
 
 def load(path: Path) -> dict[str, Run]:

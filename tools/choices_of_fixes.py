@@ -1,15 +1,15 @@
-"""Test on the simulator which fixes ``require`` others: one without the other is worse than TransformerEngine (TE)
-alone.
+"""Test on the simulator whether a choice of fixes is ever worse than TransformerEngine (TE) without fixes.
 
     python -m tools.choices_of_fixes [CHOICE ...]
 
-A choice is ``without FIX`` (all but this fix, and those that require it), ``only FIX`` (this fix, and those that it
-requires) or ``upstream``. The default is all of them, for the fixes that the installed TE needs. Each case of `verify`
-runs with TE alone and with the choice. A line of JSON for each choice lists the cases with a wrong result, and the
-cases with a worse result than TE alone. The exit status is 1 if a result is worse. ``--cases`` selects cases, or the
-cases of fixes. ``--workers`` is the number of choices that run at a time.
+If a choice is worse, one of its fixes must ``require`` a fix that the choice lacks. A choice is ``without FIX`` (all
+fixes except this fix and the fixes that require it), ``only FIX`` (this fix and the fixes that it requires) or
+``upstream``. By default, all choices run, for the fixes that the installed TE needs. Each case of `verify` runs without
+fixes and with the choice. A line of JSON for each choice lists the cases with a wrong result, and the cases with a
+worse result than without fixes. The exit status is 1 if a result is worse. ``--cases`` selects cases, or the cases of
+fixes. ``--workers`` is the number of choices that run at a time.
 
-TE is imported once. Each choice runs in a fork of that process, and each case in a fork of the choice's.
+TE is imported once. Each choice runs in a fork of that process, and each case in a fork of the choice's process.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from te_graph_fixes.verify.runner import Outcome
 from tests.simulator import install
 
 LIMIT = 300
-"""Seconds that a case may take."""
+"""The time limit of a case in seconds."""
 GARBAGE = 15.0
-"""A larger error comes from uninitialized memory, and differs in each run."""
+"""A larger error comes from uninitialized memory, so it is different in each run."""
 OF_OTHERS = ("checkpoints-of-a-chunk",)
 """Cases in which, without `param-grad-lifetime`, other graphs have overwritten the gradients."""
 ALIKE = 1.01
-"""A choice is worse if its error is more than this factor times the error of TE alone."""
+"""A choice is worse if its error is more than this factor times the error without fixes."""
 
 
 def choices() -> list[str]:
@@ -53,7 +53,7 @@ def choices() -> list[str]:
 
 
 def variables(choice: str) -> dict[str, str]:
-    """Return the environment variables of a choice, or of ``off``: TE alone."""
+    """Return the environment variables that select a choice, or no fixes for ``off``."""
     word, _, fix_id = choice.partition(" ")
     return {SWITCH: "on", DISABLE: fix_id} if word == "without" else {SWITCH: fix_id or word}
 
@@ -85,11 +85,10 @@ def _in_a_fork(case: Case) -> Outcome:
 
 
 def worse(case: Case, found: Outcome, alone: Outcome) -> bool:
-    """Return whether an outcome is worse than with TE alone: an exception is worse than a correct number, and a wrong
-    number is worse than both.
+    """Return whether an outcome is worse than the outcome without fixes (``alone``).
 
-    For programs that must raise, and those of `OF_OTHERS`, any number is equally wrong, because they read memory of
-    other graphs.
+    An exception is worse than a correct number, and a wrong number is worse than both. All wrong numbers are equal for
+    programs that break a replay precondition and for `OF_OTHERS`, because these programs read memory of other graphs.
     """
     if found.error and alone.error:
         larger = found.error > ALIKE * alone.error and alone.error <= GARBAGE
@@ -102,7 +101,7 @@ def _rank(outcome: Outcome) -> int:
 
 
 def compared(choice: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> dict[str, Any]:
-    """Measure the cases with a choice, and compare them with TE alone."""
+    """Measure the cases with a choice, and compare the outcomes with those without fixes (``alone``)."""
     found = measured(choice, cases)
     bad = [case.name for case in cases if worse(case, found[case.name], alone[case.name])]
     return {
@@ -123,7 +122,7 @@ def main() -> None:
     os.environ.update({DISABLE: "", VERBOSE: "0"})
     install()
     importlib.import_module("te_graph_fixes.verify.programs")
-    gc.freeze()  # no fork looks through what is here
+    gc.freeze()  # garbage collection in the forks ignores the objects of this process
     chosen, any_worse = options.choices or choices(), False
     with multiprocessing.get_context("fork").Pool(options.workers, maxtasksperchild=1) as pool:
         each = pool.map(functools.partial(measured, "off"), ([case] for case in select(options.cases)), chunksize=1)

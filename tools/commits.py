@@ -3,7 +3,7 @@
     python -m tools.commits TE OLD [NEW] [--since 2025-09-15]
 
 TE is a git checkout of TransformerEngine. OLD and NEW (default: this one) are checkouts of this package, made with `git
-worktree add`. The commits are those that changed TE's Python. TE's working tree does not change, and nothing is
+worktree add`. Only commits that changed TE's Python code are used. TE's working tree does not change, and nothing is
 fetched. For every fix in both versions, the verdict and the patched text are compared. If they differ, the differences
 are printed, and the exit status is 1. A commit takes about two seconds.
 """

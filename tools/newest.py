@@ -4,8 +4,8 @@
     python -m tools.newest te                                  # a checkout, or a site-packages folder
     python -m tools.newest te --ref pull/3353/merge            # refs of a git repository, instead of its working tree
 
-Prints the verdicts on each TE. The exit status is 1 if a verdict is ``unrecognized``, or is not the expected verdict
-for the version. In this case see "Support a new TE" in CONTRIBUTING.md. To fetch a ref: `git fetch origin
+This prints the verdicts for each TE. The exit status is 1 if a verdict is ``unrecognized``, or is not the expected
+verdict for the version. In this case, see "Support a new TE" in CONTRIBUTING.md. To fetch a ref, run `git fetch origin
 pull/3353/merge:refs/pull/3353/merge`.
 """
 
@@ -29,7 +29,7 @@ from tools.commits import PARTS
 
 
 def unexpected(tree: Source) -> list[str]:
-    """Print the verdicts on ``tree``, and return the fixes with an unexpected one."""
+    """Print the verdicts for ``tree``, and return the fixes with an unexpected verdict."""
     print(f"\nTransformerEngine {tree.version} in {tree.location}\n")
     decision = decide(read(tree), Settings())
     found = []

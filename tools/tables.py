@@ -1,7 +1,7 @@
 """Write the generated parts of the pages, from the catalogue, TransformerEngine (TE) and pyproject.toml.
 
-``python -m tools.tables`` writes them, ``tests/project/test_readme.py`` compares them with the pages. A part stands
-between ``<!-- NAME -->`` and ``<!-- end -->``.
+``python -m tools.tables`` writes these parts, and ``tests/project/test_readme.py`` compares them with the pages. A part
+is between ``<!-- NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def _lines(files: list[str], sign: str) -> int:
 
 
 def model() -> str:
-    """Show the model of a fix."""
+    """Return the file of the fix that contributors use as a model, as Markdown."""
     path = "te_graph_fixes/fixes/calibration_recipe.py"
     return f"```python\n# {path}\n{(ROOT / path).read_text()}```"
 
 
 def address() -> str:
-    """State the address for reports."""
+    """Return the address for bug reports."""
     url = urls()["Issues"]
     nowhere = "whoever gave you the package: the project has no public address yet"
     return f"Reports go to {nowhere if '.invalid/' in url else url}."

@@ -31,7 +31,7 @@ BLACK = ("--quiet", "--line-length=100", "--preview", "--enable-unstable-feature
 
 
 def main(arguments: list[str]) -> None:
-    """Write the reports that ``arguments`` name, or all."""
+    """Write the reports for the fixes in ``arguments``, by default for all fixes."""
     checkout, folder, *names = arguments
     source = Source.at(Path(checkout))
     found = verdicts(source)
