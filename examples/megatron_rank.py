@@ -47,7 +47,7 @@ def stand_in_for_apex() -> None:
 
 
 def watch(model: list[Any], optimizer: Any, steps: Collection[int]) -> None:
-    """Print the norms of `main_grad` before the optimizer's updates with these numbers, counted from 1."""
+    """Print the norms of `main_grad` before the optimizer's updates in these ``steps``, counted from 1."""
     update: Callable[[], Any] = optimizer.step
     count = 0
 

@@ -153,7 +153,7 @@ class Run:
         return texts
 
     def times(self) -> list[float]:
-        """Return the milliseconds of the steps from the third replayed one on."""
+        """Return the milliseconds of each step, from the third replayed step on."""
         return [float(text) for text in self.figures.get("elapsed time per iteration (ms)", [])][WARMUP + 2 :]
 
     def means(self, step: str) -> dict[str, float]:
@@ -241,7 +241,7 @@ def run_and_report(training: Training, options: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser, folder: str) -> None:
-    """Add the arguments that `run_and_report` reads, and those of a training."""
+    """Add the arguments that `run_and_report` and a training read."""
     parser.add_argument("--check", action="store_true", help="add two runs under `te-graph-fixes run --check`")
     parser.add_argument("--gpus", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=14, help="default: %(default)s")

@@ -98,7 +98,7 @@ def _baked_verdicts(manifest: Manifest) -> dict[str, Verdict]:
 
 
 def expected(fix: Fix, version: str | None) -> str | None:
-    """Return the verdict that a version implies, ``applicable`` or ``not-needed``; None if it cannot be parsed."""
+    """Return the verdict that a version implies, ``applicable`` or ``not-needed``; None for an invalid version."""
     if (parsed := _parsed(version)) is None:
         return None
     return Status.APPLICABLE if fix.expected_in(parsed) else Status.NOT_NEEDED

@@ -46,7 +46,7 @@ class Package(subprocess.Popen[str]):
         super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def answers(self, folder: str) -> dict[str, Any]:
-        """Return the verdict on each fix, the digests of the texts, and the reason."""
+        """Return, for each fix, the verdict, the digests of the patched texts, and the reason."""
         assert self.stdin
         assert self.stdout
         print(folder, file=self.stdin, flush=True)

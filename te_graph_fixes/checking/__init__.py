@@ -69,7 +69,7 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 
 
 def require_comparable(settings: Settings) -> None:
-    """Raise ValueError if the fixes baked into TransformerEngine differ from the settings."""
+    """Raise ValueError if the fixes baked into TransformerEngine differ from the fixes that the settings select."""
     from ..decision import settings_conflict
     from ..manifest import installed_manifest
 

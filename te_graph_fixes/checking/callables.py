@@ -173,7 +173,7 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work``, a part of the check. If it raises an error, stop checking the callable, but not the job."""
+        """Call ``work``, a part of the check. After an error in it, the callable is no longer checked."""
         reference = self._reference
         if self._check.finished:
             return None

@@ -184,7 +184,7 @@ class Check:
 
     @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
-        """The fixes that this TransformerEngine needs and that are not applied."""
+        """The fixes that this TransformerEngine needs but that are not applied."""
         needed = [fix for fix, verdict in read_installed().verdicts.items() if verdict.status == Status.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
 

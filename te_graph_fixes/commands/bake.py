@@ -137,7 +137,7 @@ def roll_back(location: Path) -> bool:
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write the new texts to a folder. Copy permissions from the old file, or if there is none from TE's package."""
+    """Write the new texts to a folder, with the permissions of the old files (for new files, of ``__init__.py``)."""
     for path, (before, after) in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(after.encode())

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_value(option: str) -> str:
-    """Return the value of `CHECK` for a form of ``--check``. Raise ValueError for any other option."""
+    """Return the value of the variable `CHECK` for an option ``--check[=...]``; raises ValueError for other options."""
     name, _, value = option.partition("=")
     if option == "--print-env":
         raise ValueError("--print-env takes no other arguments: its output is for `eval`.")

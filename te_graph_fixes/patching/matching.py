@@ -176,7 +176,7 @@ def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
 
 @cache
 def _parts(wanted: Any) -> list[str]:
-    """Return the names of a pattern node's fields to be compared."""
+    """Return the names of the fields to compare in a node of a pattern."""
     ignored = [*_NO_SYNTAX]
     if isinstance(wanted, ast.Call):
         ignored.append("keywords")

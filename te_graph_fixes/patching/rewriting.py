@@ -95,7 +95,7 @@ class Side:
 
 
 class Replacement(NamedTuple):
-    """A replacement of the text between two spots, which are the edges of ``whole_lines`` or inside lines."""
+    """A replacement of the text between two spots. It covers whole lines if ``whole_lines`` is true."""
 
     start: Spot
     end: Spot
@@ -143,7 +143,7 @@ class _Comparison:
         self._old, self._new = old, new
 
     def replace(self, removed: list[Line], added: list[Line]) -> list[Replacement]:
-        """Replace the smallest part of one statement, or whole lines."""
+        """Return the replacements for removed and added lines: of parts of one statement, or else of whole lines."""
         olds, news = self._old.statements(removed), self._new.statements(added)
         if len(olds) == len(news) == 1 and not any("#" in line.text for line in added):
             old, new = _difference(olds[0], news[0])
@@ -274,7 +274,7 @@ def indented(module: ModuleSource, statement: Any, text: str) -> str:
 
 
 def _start_of_comments(module: ModuleSource, statement: Any) -> int:
-    """Return the start of the comments directly above a statement, or else of its first line."""
+    """Return the start of the comments directly above a statement; without comments, the start of its first line."""
     number = first_line(statement)
     while module.line(number - 1).strip().startswith("#"):
         number -= 1

@@ -118,7 +118,7 @@ class GraphFlags:
 
 
 def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:
-    """Return the flag for a module called with ``is_first`` in a forward of this thread; None if it needs none."""
+    """Return the flag for a module called with ``is_first`` in a forward of this thread; None if it needs no flag."""
     listener = getattr(_thread, "listener", None)
     if listener is None or not FP8GlobalStateManager.is_fp8_enabled():
         return None

@@ -71,7 +71,7 @@ class Plan:
         self._grad_outputs = Buffers()
 
     def index(self, position: int, layer: int) -> int:
-        """Return TE's index of the graphs and samples of one layer at ``position``: by chunk, microbatch, layer."""
+        """Return TE's index of a layer at ``position``. TE sorts graphs and samples by chunk, microbatch and layer."""
         entry = self.entries[position]
         layers_before = sum(self.layers[: entry.chunk])
         return layers_before * self.microbatches + entry.microbatch * self.layers[entry.chunk] + layer
@@ -164,7 +164,7 @@ def find_constants(samples: Iterable[Sequence[Any]]) -> set[int]:
 
 
 def parse(order: Iterable[Any]) -> list[Entry]:
-    """Return the entries of a legal order. Raise ValueError, with a message of one line, for any other order."""
+    """Return the entries of a legal order. For any other order, raise ValueError with a one-line message."""
     positions: dict[tuple[str, int], list[int]] = defaultdict(list)
     for position, value in enumerate(order):
         chunk, fraction = int(abs(value)), abs(value) % 1
@@ -269,7 +269,7 @@ def _model_chunks(plan: Plan) -> list[int]:
 
 
 def _steps(plan: Plan, model_chunks: Sequence[int]) -> list[list[int]]:
-    """Return the positions of the dgrads of each step: one model chunk and microbatch, from its last layer down."""
+    """Return, for each step (a model chunk and a microbatch), the positions of its dgrads, from its last layer down."""
     steps: list[list[int]] = []
     for position, entry in enumerate(plan.entries):
         if entry.kind == DGRAD and plan.layers[entry.chunk]:

@@ -334,7 +334,7 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _name(functions: Sequence[Any], number: int, microbatch: int, capture: int) -> str:
-    """Return the name of a callable and its microbatch in errors."""
+    """Return the name of a callable and its microbatch for error messages."""
     function = functions[number]
     callables = [*dict.fromkeys(map(id, functions))]
     layer = f", layer {function.layer_number}" if hasattr(function, "layer_number") else ""

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, get_all
 
 
 def graph_factory() -> Callable[[], Any]:
-    """Return a function that creates graphs for the current RNG tracker; plain graphs if no tracker has states."""
+    """Return a function that creates graphs for the current RNG tracker, or plain graphs if no tracker has states."""
     plain: Callable[[], Any] = torch.cuda.CUDAGraph
     states = get_all_rng_states()
     if not states or not graph_safe_rng_available():

@@ -9,7 +9,7 @@ from torch._C import _current_graph_task_id
 
 
 class ScaleUpdates:
-    """The ``kinds`` of updates, ``forward`` and ``backward``, in a warmup or capture on the current stream."""
+    """The ``kinds`` of updates (``forward``, ``backward``) that occurred in a warmup or capture on this stream."""
 
     def __init__(self) -> None:
         self.kinds: set[str] = set()
@@ -17,7 +17,7 @@ class ScaleUpdates:
         self._stream = torch.cuda.current_stream()
 
     def leave_to_replays(self, kind: str) -> bool:
-        """Note an update, and return True, unless the update belongs to another thread of the program."""
+        """Note an update of the capture, and return True. Return False for updates by other threads of the program."""
         is_of_capture = threading.get_ident() == self._thread or self._is_in_backward()
         if is_of_capture:
             self.kinds.add(kind)

@@ -204,7 +204,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 
 def misusing(name: str, misuse: Any) -> Any:
-    """Register an event that requires an error from ``misuse``: a call of a graph, given its correct arguments."""
+    """Register an event that requires an error from ``misuse(graph, input, keywords)``, given correct arguments."""
     return event(lambda t: refused(t, misuse), name)
 
 

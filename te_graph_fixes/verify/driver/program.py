@@ -11,7 +11,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """A training with graphs. The default is two steps of two microbatches, with one `te.Linear` in bf16."""
+    """A training program. By default, it has two steps of two microbatches, with one `te.Linear` in bf16."""
 
     modules: tuple[str, ...] = ("linear",)  # the layers in execution order; "again" repeats the layer before
     recipe: str = "bf16"
