@@ -28,12 +28,12 @@ PATCH = """
 +skip_fp8_weight_update = None
 +if is_graph_capturing() and FP8GlobalStateManager.fp8_graph_capturing():
 +    skip_fp8_weight_update = FLAG
-+    if skip_fp8_weight_update is None:
-+        from .._te_first_microbatches import flag_of_capture
++if skip_fp8_weight_update is None and is_first_microbatch is not None:
++    from .._te_first_microbatches import flag_of_capture
 +
-+        skip_fp8_weight_update = flag_of_capture(self, is_first_microbatch)
-+    if skip_fp8_weight_update is not None:
-+        is_first_microbatch = False
++    skip_fp8_weight_update = flag_of_capture(self, is_first_microbatch)
++if skip_fp8_weight_update is not None:
++    is_first_microbatch = False
 +
 """
 

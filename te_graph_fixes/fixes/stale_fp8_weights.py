@@ -56,12 +56,12 @@ LAYER = """
 @@ module/FILE.py CLASS.forward (at least once)
  if FP8GlobalStateManager.fp8_graph_capturing():
      skip_fp8_weight_update = ANY_FLAG
-+    if skip_fp8_weight_update is None:
-+        from .._te_first_microbatches import flag_of_capture
-+
-+        skip_fp8_weight_update = flag_of_capture(self, is_first_microbatch)
  else:
      skip_fp8_weight_update = None
++if skip_fp8_weight_update is None and is_first_microbatch is not None:
++    from .._te_first_microbatches import flag_of_capture
++
++    skip_fp8_weight_update = flag_of_capture(self, is_first_microbatch)
 """
 EARLIER_EXPERTS = """
 @@ (or)
