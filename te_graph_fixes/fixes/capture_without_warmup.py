@@ -5,20 +5,20 @@ Upstream: none yet, TE 2.10 to main
 Forward hooks in the warmup show TransformerEngine (TE) which of its modules a callable runs. The backward of the warmup
 shows which parameters get gradients. A backward graph needs both, and without a warmup TE knows neither. With the fix,
 a capture for training runs at least one warmup iteration. A capture for evaluation runs as many iterations as its
-caller requests, but at least one if a module with delayed scaling has no scales yet. Otherwise the capture would create
-these scales in graph memory, and each replay would reset them.
+caller requests, but at least one if a module or operation with delayed scaling has no scales yet. Otherwise the capture
+would create these scales in graph memory, and each replay would reset them.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py make_graphed_callables
-+if isinstance(recipe, DelayedScaling) and any(
-+    not m.fp8_meta_tensors_initialized and list(m.parameters(recurse=False))
-+    for module in modules
-+    for m in module.modules()
-+    if isinstance(m, TransformerEngineBaseModule)
-+):
++def lacks_scales(m):
++    if isinstance(m, TransformerEngineBaseModule):
++        return not m.fp8_meta_tensors_initialized and bool(list(m.parameters(recurse=False)))
++    return isinstance(m, BasicOperation) and m._fp8_metas is None and m.num_quantizers("forward") > 0
++
++if isinstance(recipe, DelayedScaling) and any(lacks_scales(m) for module in modules for m in module.modules()):
 +    # Scales that a capture creates would be reset by each replay.
 +    num_warmup_iters = max(num_warmup_iters, 1)
  saved_fp8_tensors = save_fp8_tensors(...)
