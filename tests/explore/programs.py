@@ -267,6 +267,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (p.offload and p.fp8_params)
     ),
     "nothing can be added to a view that TE gives": lambda p: not p.in_place or p.modules[-1] not in TE_LAYERS[1:4],
+    "TE's own backward_dw in FP8 reads the .grad of a bias, which is gone": lambda p: (
+        not (p.delay and p.bias and p.takes_grads and p.recipe != "bf16" and "eager_step" in p.events)
+    ),
     "what is trained again was frozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
     "a hook after warmup changes main_grads, which are none of a layer that becomes frozen": lambda p: (
         not p.warmup_hook or (p.fused and not {"freeze", "switch_recipe", "recapture"} & {*p.events})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,7 +129,7 @@ class Captured:
         if program.fused:
             for parameter in fused(layer):
                 parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
-                if program.warmup_hook and self.graphed:
+                if program.warmup_hook and self.graphed and number >= 0:  # not of a capture that fails
                     parameter.main_grad.fill_(7.0)
                 parameter.grad_added_to_main_grad = False
         if program.takes_grads:
@@ -193,17 +195,10 @@ class Captured:
     def fp8(self, number: int) -> bool:
         return self.recipe != "bf16" and number not in program.in_bf16 and not program.calibrating
 
-    def after_warmup(self) -> None:
-        """Zero or replace each ``main_grad`` between warmup and capture, as users do."""
-        for weight in self.weights:
-            if program.warmup_hook == "zeroes":
-                weight.main_grad.zero_()
-            else:
-                weight.main_grad = torch.zeros_like(weight.main_grad)
-
     def graph(self, modules: Any, samples: Any, **options: Any) -> Any:
         if program.warmup_hook:
-            options["post_warmup_hook"] = self.after_warmup
+            captured = modules if isinstance(modules, tuple) else (modules,)
+            options["post_warmup_hook"] = partial(change_main_grads, captured)
         return te.make_graphed_callables(
             modules,
             samples,
@@ -321,6 +316,15 @@ def delayed(layer: Any) -> list[Any]:
         for module in layer.modules()
         if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks") and [*module.parameters(recurse=False)]
     ]
+
+
+def change_main_grads(modules: Iterable[Any]) -> None:
+    """Zero or replace each ``main_grad`` of modules between their warmup and capture, as users do."""
+    for weight in (weight for module in modules for weight in fused(module)):
+        if program.warmup_hook == "zeroes":
+            weight.main_grad.zero_()
+        else:
+            weight.main_grad = torch.zeros_like(weight.main_grad)
 
 
 def fused(layer: Any) -> list[Any]:
