@@ -214,7 +214,7 @@ def figures_of_random_programs() -> list[str]:
             compared = int(equal) + int(raised) + int(wrong)
             checked, differ = checked + legal * compared, differ + legal * int(wrong)
             broken, silent = broken + (not legal) * compared, silent + (not legal) * int(wrong)
-    words = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven")
+    words = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight")
     causes = words[len(rows(page, "The differences", "seeds"))].lower()
     assert silent == 0
     assert f"{differ} of {checked:,} random programs that keep" in page
