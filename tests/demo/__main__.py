@@ -53,9 +53,9 @@ def main(arguments: list[str]) -> int:
         print("\nThis is not what the demo should show: please report it, with the lines above.")
         return 1
     print(
-        f"\nFrom step {wrong} on, TransformerEngine's graphs use the weights of their capture, without an error. Outputs "
-        f"have a relative error of up to {max(errors):.2f}. With te-graph-fixes every loss, output and gradient is "
-        "bit-identical to graphs off."
+        f"\nFrom step {wrong} on, TransformerEngine's graphs use the weights of their capture, without an error. "
+        f"Outputs have a relative error of up to {max(errors):.2f}. With te-graph-fixes every loss, output and "
+        "gradient is bit-identical to graphs off."
     )
     return 0
 
