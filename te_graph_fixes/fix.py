@@ -12,8 +12,8 @@ from packaging.version import Version
 
 from .patching.patch import edits
 from .patching.source import Edit, Source, UnrecognizedError
-from .shipped import new_module
 from .status import Status
+from .support import imported_modules
 
 GROUPS = (
     "gradients",
@@ -63,8 +63,8 @@ class Fix:
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
     that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the
     feature, a match of ``corrected`` that it contains the upstream fix. ``names`` maps words in all these texts to
-    functions, which return their replacements for a source. ``provides`` names the support modules in
-    `te_graph_fixes.shipped`.
+    functions, which return their replacements for a source. A fix adds the support modules (`te_graph_fixes.support`)
+    that its patch imports.
 
     ``id`` is the name of the fix's file, with hyphens. ``summary`` and the links in ``upstream`` come from the first
     two paragraphs of that file's docstring (`described_by`).
@@ -81,7 +81,6 @@ class Fix:
     absent: Sequence[tuple[str, str]] = ()
     corrected: Sequence[tuple[str, str]] = ()
     names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
-    provides: tuple[str, ...] = ()
     id: str = ""
     summary: str = ""
     upstream: tuple[str, ...] = ()
@@ -152,8 +151,7 @@ class Fix:
             return Verdict(Status.UNRECOGNIZED, str(error), details=details)
         if upstream_fixes:
             raise UnrecognizedError("looked for the bug or an upstream fix, found both")
-        new_modules = {name: text for module in self.provides for name, text in new_module(module).items()}
-        return Verdict(Status.APPLICABLE, self.summary, tuple(changes), new_modules)
+        return Verdict(Status.APPLICABLE, self.summary, tuple(changes), imported_modules(self.patch))
 
     def _edits(self, source: Source, text: str) -> list[Edit]:
         return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})

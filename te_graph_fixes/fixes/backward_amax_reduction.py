@@ -11,7 +11,7 @@ set the skip flag of the weights.
 """
 
 from ..fix import Fix
-from .shapes import global_state
+from ..shapes import global_state
 
 PATCH = """
 @@ graph.py _make_graphed_callables.hook_fn (at its start)

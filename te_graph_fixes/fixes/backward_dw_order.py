@@ -117,6 +117,5 @@ FIX = Fix(
     affects="Megatron --delay-wgrad-compute; programs that call backward_dw() or pass an _order with wgrads",
     requires=("capture-without-warmup",),
     patch=PATCH,
-    provides=("graph_order",),
     check_hints=("wgrad .grad", "wgrad main_grad"),
 )

@@ -6,7 +6,7 @@ Modules cache quantized weights in ``_fp8_workspaces``. A forward for training r
 and a forward in another recipe drops all workspaces. The graph still reads the old workspaces, although their memory is
 free. In addition, the graph and its modules do not see each other's updates. With the fix, the graph owns its
 workspaces. Before a replay it copies newer weights from its modules, or quantizes the modules' weights together with
-its own (`te_graph_fixes/shipped/fp8_weights.py`).
+its own (`te_graph_fixes/support/fp8_weights.py`).
 """
 
 from ..fix import Fix
@@ -31,5 +31,4 @@ FIX = Fix(
     affects="fp8_weight_caching (Megatron sets it) with a graph for inference, or an evaluation in another recipe",
     cost="memory for the FP8 weights that modules have replaced since the capture",
     patch=PATCH,
-    provides=("fp8_weights",),
 )

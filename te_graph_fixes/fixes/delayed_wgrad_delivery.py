@@ -4,10 +4,10 @@ Upstream: none yet
 
 With ``delay_wgrad_compute``, `backward_dw` assigns the gradients of biases, and of weights without a fused wgrad, to
 ``.grad`` in Python. A replay does not repeat this. With the fix, the capture records these gradients, and each replay
-assigns copies of them before the hooks run (`te_graph_fixes/shipped/delayed_wgrad.py`). As in an eager `backward_dw`, a
-weight's ``.grad`` is replaced, and a bias's ``.grad`` is set only if it is None. Warmup and capture do not change
-``.grad``. The fix also finds modules whose ``forward`` is called directly. In a capture, GroupedLinear no longer
-returns the unfilled buffers of its delayed wgrad. Eager training does not change.
+assigns copies of them before the hooks run. As in an eager `backward_dw`, a weight's ``.grad`` is replaced, and a
+bias's ``.grad`` is set only if it is None. Warmup and capture do not change ``.grad``. The fix also finds modules whose
+``forward`` is called directly. In a capture, GroupedLinear no longer returns the unfilled buffers of its delayed wgrad.
+Eager training does not change.
 """
 
 from ..fix import Fix
@@ -17,7 +17,7 @@ PATCH = """
 @@ graph.py _make_graphed_callables
  need_bwd_dw_graph = {}
 +
-+from ._te_delayed_wgrad import assign_grads, record_backward_dw, visit_waiting, without_memory
++from ._te_delayed_wgrad_delivery import assign_grads, record_backward_dw, visit_waiting, without_memory
 +
 +# The gradients computed by the wgrad graph of each callable, in graph memory.
 +static_delayed_grads = {}
@@ -58,7 +58,7 @@ PATCH = """
 +delayed_grads.clear()
 
 @@ graph.py _make_graphed_callables
-+from ._te_delayed_wgrad import delayed_biases
++from ._te_delayed_wgrad_delivery import delayed_biases
 +
 +# The dgrad may return grads of these parameters, although their module delays its wgrads.
 +static_delayed_biases = delayed_biases(callables)
@@ -127,7 +127,6 @@ FIX = Fix(
     affects="Megatron --delay-wgrad-compute (delay_wgrad_compute) with biases, or with unfused wgrads",
     cost="a copy of each gradient that a wgrad graph computes for .grad, after its replay",
     patch=PATCH + HOOKS_OF_OPERATIONS,
-    provides=("delayed_wgrad",),
     requires=("backward-dw-hooks", "param-grad-lifetime", "wgrad-without-dgrad"),
     check_hints=("wgrad .grad",),
 )

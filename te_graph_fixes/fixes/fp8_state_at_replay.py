@@ -13,10 +13,9 @@ the current autocast. This is wrong in five cases:
 5. A module is in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 
 With the fix, modules note during the capture the state that they use and the ends of their own autocasts. A replay does
-the work of an eager forward on this state (`te_graph_fixes/shipped/captured_fp8.py`). After the capture, these states
-get the values from before the warmup. TE itself restores only modules listed by ``modules()``, in the recipe of the
-capture. TE also tried to restore the state of operations without FP8 in the capture, which have none, and raised
-``AssertionError``. The fix omits this.
+the work of an eager forward on this state. After the capture, these states get the values from before the warmup. TE
+itself restores only modules listed by ``modules()``, in the recipe of the capture. TE also tried to restore the state
+of operations without FP8 in the capture, which have none, and raised ``AssertionError``. The fix omits this.
 
 A capture raises an error if eager training would update the scales of a module between two runs of this module. It also
 raises an error if a checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager
@@ -30,7 +29,7 @@ PATCH = """
  if not FP8GlobalStateManager.fp8_graph_capturing():
      FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
 +if hasattr(FP8GlobalStateManager, "fp8_capture"):
-+    from .._te_captured_fp8 import use_fp8_state
++    from .._te_fp8_state_at_replay import use_fp8_state
 +
 +    use_fp8_state(self, inp)
 
@@ -39,19 +38,19 @@ PATCH = """
      op.pre_fuser_forward(requires_grad=idx >= self.first_op_requiring_backward)
 +if hasattr(FP8GlobalStateManager, "fp8_capture") or hasattr(self, "was_captured"):
 +    if recipe is not None and recipe.delayed():
-+        from .._te_captured_fp8 import use_fp8_state_of_operations
++        from .._te_fp8_state_at_replay import use_fp8_state_of_operations
 +
 +        use_fp8_state_of_operations(self)
 
 @@ quantization.py FP8GlobalStateManager.autocast_exit
  ANY_DEPTH -= 1
 +if hasattr(cls, "fp8_capture") and not _graph:
-+    from ._te_captured_fp8 import end_autocast
++    from ._te_fp8_state_at_replay import end_autocast
 +
 +    end_autocast(enabled)
 
 @@ graph.py _make_graphed_callables
-+from ._te_captured_fp8 import current_capture, with_fp8_state
++from ._te_fp8_state_at_replay import current_capture, with_fp8_state
 +
 +fp8_capture = current_capture()
 +used_fp8_states = {}
@@ -72,7 +71,7 @@ PATCH = """
 +graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
 
 @@ graph.py make_graphed_callables.call_func (at its start)
-+from ._te_captured_fp8 import end_captured_forward
++from ._te_fp8_state_at_replay import end_captured_forward
 @@ graph.py make_graphed_callables.call_func
  outputs = old_call_funcs[block_cls](self, *args, **kwargs)
 +end_captured_forward()
@@ -83,13 +82,13 @@ PATCH = """
 +    outside_of_autocast.update((func_idx, m) for m in module.modules())
 
 @@ graph.py make_graphed_callables
-+from ._te_captured_fp8 import begin_capture
++from ._te_fp8_state_at_replay import begin_capture
 +
 +fp8_capture = begin_capture()
  saved_fp8_tensors = save_fp8_tensors(...)
 
 @@ graph.py save_fp8_tensors (at its start)
-+from ._te_captured_fp8 import has_other_state
++from ._te_fp8_state_at_replay import has_other_state
 @@ graph.py save_fp8_tensors
 -isinstance(m, TransformerEngineBaseModule)
 +isinstance(m, TransformerEngineBaseModule) and not has_other_state(m)
@@ -98,7 +97,7 @@ PATCH = """
 +isinstance(m, BasicOperation) and not has_other_state(m)
 
 @@ graph.py restore_fp8_tensors (at its start)
-+from ._te_captured_fp8 import has_other_state
++from ._te_fp8_state_at_replay import has_other_state
 @@ graph.py restore_fp8_tensors
 -isinstance(m, TransformerEngineBaseModule)
 +isinstance(m, TransformerEngineBaseModule) and not has_other_state(m)
@@ -112,7 +111,6 @@ FIX = Fix(
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
     patch=PATCH,
-    provides=("captured_fp8",),
     requires=("nested-autocast",),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

@@ -11,7 +11,7 @@ runs no Python. Transposes are lost in two ways:
    then drops the transpose, and the next backward has to compute it.
 
 With the fix, a graph owns its transposes. Before a replay, it recomputes transposes that are invalid, missing or moved
-(`te_graph_fixes/shipped/fp8_weights.py`).
+(`te_graph_fixes/support/fp8_weights.py`).
 """
 
 from ..fix import Fix
@@ -33,5 +33,4 @@ FIX = Fix(
     affects="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     cost="before a replay, one transpose for each weight without a valid one",
     patch=PATCH,
-    provides=("fp8_weights",),
 )

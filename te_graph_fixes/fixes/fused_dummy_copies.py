@@ -9,7 +9,7 @@ dummies in graph memory. `param-grad-lifetime` does the same for TE before 2.19.
 """
 
 from ..fix import Fix
-from .shapes import SHARED_DUMMIES
+from ..shapes import SHARED_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -35,5 +35,4 @@ FIX = Fix(
     affected_versions=">=2.19",
     patch=SHARED_DUMMIES + PATCH,
     absent=[(EARLIER, "TE before 2.19 copies no parameter grads")],
-    provides=("fused_wgrads",),
 )

@@ -5,14 +5,14 @@ Upstream: none yet, reported as https://github.com/NVIDIA/TransformerEngine/issu
 An eager backward with a fused wgrad returns an uninitialized dummy and marks the weight, so that data-parallel wrappers
 do not add the dummy to ``main_grad``. A replay runs no Python, so it does not set the mark. A wrapper that clears the
 mark at each step adds the dummy from its second step on. With the fix, the capture records the weights marked by each
-backward, and each replay marks them again (`te_graph_fixes/shipped/added_marks.py`).
+backward, and each replay marks them again.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_added_marks import record_marks
++from ._te_grad_added_mark import record_marks
 +
 +# For each backward graph, the indexes of the inputs that it marks: their wgrads are in main_grad.
 +inputs_to_mark = {}
@@ -37,6 +37,5 @@ FIX = Fix(
     group="gradients",
     affects="fused wgrads with Megatron-FSDP, or Megatron's DDP without its cuda_graph_impl='transformer_engine'",
     patch=PATCH,
-    provides=("added_marks",),
     check_hints=("backward mark",),
 )

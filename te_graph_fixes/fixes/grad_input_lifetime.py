@@ -50,6 +50,5 @@ FIX = Fix(
     affects="Megatron --overlap-moe-expert-parallel-comm with virtual pipeline stages of two or more layers",
     cost="memory for one more grad input in each model chunk",
     patch=PATCH,
-    provides=("graph_order",),
     check_hints=("sent overwritten",),
 )

@@ -11,7 +11,7 @@ from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_leaf_grads import leaf_inputs, with_copied_grads
++from ._te_leaf_grad_lifetime import leaf_inputs, with_copied_grads
 +
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
@@ -28,6 +28,5 @@ FIX = Fix(
     affects="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
     cost="a copy of each gradient of a leaf input; not measured",
     patch=PATCH,
-    provides=("leaf_grads",),
     check_hints=("use overwritten",),
 )

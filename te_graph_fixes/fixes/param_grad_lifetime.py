@@ -10,12 +10,12 @@ dummies instead of its own.
 """
 
 from ..fix import Fix
-from .shapes import SHARED_DUMMIES
+from ..shapes import SHARED_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
 +from ._te_fused_wgrads import is_shared_dummy
-+from ._te_returned_grads import ReturnedGrads
++from ._te_param_grad_lifetime import ReturnedGrads
 +
 +# Copy the gradients of parameters, except dummies for wgrads in main_grad.
 +is_copied = tuple(
@@ -76,6 +76,5 @@ FIX = Fix(
     "unfused wgrad",
     patch=SHARED_DUMMIES + PATCH,
     corrected=[(UPSTREAM, "parameter grads are returned as copies")],
-    provides=("fused_wgrads", "returned_grads"),
     check_hints=("use overwritten",),
 )

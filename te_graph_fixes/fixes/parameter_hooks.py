@@ -5,9 +5,8 @@ Upstream: none yet, TE 2.10 to main.
 Hooks run in warmup and capture, where gradients are uninitialized memory, and again after each replay, when the
 gradients arrive at the parameters. A hook that adds to a sum counts each gradient twice. A hook that sets ``.grad`` to
 None is never called at a replay, because the capture then finds no gradient of its parameter. With the fix, the
-backwards of warmup and capture run no hooks (`te_graph_fixes/shipped/parameter_hooks.py`). TE up to 2.11 calls
-`torch.autograd.grad`, which skips only the hooks of accumulation and does not support `te.checkpoint`.
-"""
+backwards of warmup and capture run no hooks. TE up to 2.11 calls `torch.autograd.grad`, which skips only the hooks of
+accumulation and does not support `te.checkpoint`."""
 
 from ..fix import Fix
 
@@ -63,5 +62,4 @@ FIX = Fix(
     group="gradients",
     affects="register_hook or register_post_accumulate_grad_hook on parameters of captured modules",
     patch=PATCH,
-    provides=("parameter_hooks",),
 )

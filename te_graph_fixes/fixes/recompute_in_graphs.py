@@ -14,7 +14,7 @@ in between. Captures by `torch.cuda.graph` or Megatron-Core, and other threads, 
 """
 
 from ..fix import Fix
-from .shapes import skip_flag_state
+from ..shapes import skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit
@@ -33,7 +33,7 @@ PATCH = """
 @@ graph.py _make_graphed_callables
 +flag_of_graphs = STATE.skip_fp8_weight_update_tensor
 +
-+from ._te_scale_updates import ScaleUpdates
++from ._te_recompute_in_graphs import ScaleUpdates
 +
 +@contextlib.contextmanager
 +def updates_left_to_replays(bwd_graph=None):
@@ -77,6 +77,5 @@ FIX = Fix(
     affects="DelayedScaling (Megatron --fp8-recipe delayed), te.checkpoint in captured modules (--recompute-modules)",
     patch=PATCH,
     names={"STATE": skip_flag_state},
-    provides=("scale_updates",),
     check_hints=("fp8 gradient",),
 )

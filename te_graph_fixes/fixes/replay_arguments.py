@@ -6,11 +6,10 @@ A replay flattens its arguments and copies them into the static inputs by positi
 passed as a keyword, or an argument is missing, the first *weight* is used as an input. If the keys of a dict are in
 another order, its tensors are mixed up. Inputs of another shape are broadcast. With the fix, a replay compares its
 arguments with the sample arguments: number, shapes, ``requires_grad``, and the structure of dicts and other containers.
-It raises `TypeError` or `ValueError` (`te_graph_fixes/shipped/replay_arguments.py`). A backward through a forward-only
-graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except under `torch.autocast`: an eager
-module computes other numbers from an fp32 input than from a bf16 input (relative error 0.002). Keywords that are not
-among the sample arguments are still ignored, because callers pass ``is_first_microbatch``.
-"""
+It raises `TypeError` or `ValueError`. A backward through a forward-only graph raises `RuntimeError`. Inputs of another
+dtype are cast, with one warning except under `torch.autocast`: an eager module computes other numbers from an fp32
+input than from a bf16 input (relative error 0.002). Keywords that are not among the sample arguments are still ignored,
+because callers pass ``is_first_microbatch``."""
 
 from ..fix import Fix
 
@@ -48,5 +47,4 @@ FIX = Fix(
     affects="programs that call a graph with arguments that differ from its sample arguments",
     cost="3 µs of CPU time for each call, 9 µs with a dict of tensors",
     patch=PATCH,
-    provides=("warn_once", "replay_arguments"),
 )

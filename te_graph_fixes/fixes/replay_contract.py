@@ -89,6 +89,5 @@ FIX = Fix(
     affects="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="each replay compares the modules, parameters and addresses of its callable",
     patch=PATCH,
-    provides=("own_copies", "module_tensors", "replay_order", "warn_once", "replay_contract"),
     requires=("leaf-grad-lifetime",),
 )

@@ -4,16 +4,15 @@ Upstream: none yet, TE 2.10 to main
 
 Graphs are registered with the generators of a tracker. After ``reset()`` and ``add()``, or after ``set_states()``, the
 tracker has other generators, but the graphs still use the old ones. With the fix, each graph refers to the tracker. If
-the tracker has other generators at a replay, their states are copied to the captured generators and back
-(`te_graph_fixes/shipped/rng_states.py`). The tracker cannot reuse generators in place: ``get_states()`` returns the
-generators themselves to its callers.
+the tracker has other generators at a replay, their states are copied to the captured generators and back. The tracker
+cannot reuse generators in place: ``get_states()`` returns the generators themselves to its callers.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_rng_states import graph_factory
++from ._te_rng_states_at_replay import graph_factory
 +
 +new_graph = graph_factory()
  fwd_graphs = [torch.cuda.CUDAGraph() for _ in ANY]
@@ -34,5 +33,4 @@ FIX = Fix(
     group="evaluation and checkpoints",
     affects="dropout with an RNG tracker (as in Megatron) that is reset after the capture, or set by a checkpoint",
     patch=PATCH,
-    provides=("rng_states",),
 )

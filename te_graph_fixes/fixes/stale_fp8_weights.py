@@ -8,7 +8,7 @@ There are three cases.
    (``cache_quantized_params=False``, as in Megatron-Core 0.14.0 if attention is not captured). The warmup clears the
    mark. Without a skip flag, a module called with False never quantizes its weights. With the fix, such a graph reads a
    flag for each marked module. The flags are filled from the marks before each replay
-   (`te_graph_fixes/shipped/first_microbatches.py`). A module called with False every time reuses the weights of an
+   (`te_graph_fixes/support/first_microbatches.py`). A module called with False every time reuses the weights of an
    earlier call, and so does its graph.
 2. A capture that does not cache weights follows a capture that does, and reads the skip flag of that capture.
 3. Another FP8 module runs before the graph in the same autocast. The graph then does not fill the skip flag, which
@@ -17,7 +17,7 @@ There are three cases.
 """
 
 from ..fix import Fix
-from .shapes import skip_flag_state
+from ..shapes import skip_flag_state
 
 GRAPH = """
 @@ graph.py _make_graphed_callables
@@ -86,7 +86,6 @@ FIX = Fix(
     affects="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in their autocast",
     patch=PATCH,
     names={"STATE": skip_flag_state},
-    provides=("first_microbatches",),
     requires=("grouped-linear-skip-flag",),
     check_hints=("fp8 output", "fp8 gradient"),
 )

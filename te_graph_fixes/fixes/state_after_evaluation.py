@@ -4,8 +4,8 @@ Upstream: none yet, TE 2.10 to main
 
 Each eager forward of a module records whether it runs in FP8 and in which recipe, and drops the state of any other
 recipe. A replay does neither, and uses the tensors of the capture. With the fix, the graph owns its recipe states.
-Before each replay, it does the work of an eager forward on them (`te_graph_fixes/shipped/recipe_states.py`). TE's hooks
-do not see modules run by ``sub.forward(x)``. The fix covers such modules if they run in the recipe of the capture.
+Before each replay, it does the work of an eager forward on them. TE's hooks do not see modules run by
+``sub.forward(x)``. The fix covers such modules if they run in the recipe of the capture.
 
 After a forward in another recipe, TE never updates the scales of a module's new state again. The fix does not change
 this in eager training, and a graph computes the same numbers as eager training.
@@ -15,7 +15,7 @@ from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_recipe_states import RecipeStates
++from ._te_state_after_evaluation import RecipeStates
 +
 +graphed.recipe_states = RecipeStates(func.modules())
  def make_graphed_forward(...):
@@ -35,5 +35,4 @@ FIX = Fix(
     affects="an evaluation in bf16 or another recipe between two training steps",
     requires=("fp8-state-at-replay",),
     patch=PATCH,
-    provides=("recipe_states",),
 )

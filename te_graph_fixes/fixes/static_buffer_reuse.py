@@ -62,5 +62,4 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     affects="_reuse_graph_input_output_buffers (Megatron sets it) with several kinds of layers, such as dense and MoE",
     patch=PATCH,
-    provides=("graph_order",),
 )

@@ -4,15 +4,13 @@ Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads
 
 After warmup, `make_graphed_callables` restores FP8 state and random states, but not ``main_grad``. With the fix, all
 parameters share the memory of the largest ``main_grad`` during warmup. The content of this memory is restored
-afterwards, even if the warmup fails (`te_graph_fixes/shipped/main_grads.py`). ``pre_warmup_hook`` and
-``post_warmup_hook`` see the real ``main_grad``.
-"""
+afterwards, even if the warmup fails. ``pre_warmup_hook`` and ``post_warmup_hook`` see the real ``main_grad``."""
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_main_grads import preserve_main_grads
++from ._te_warmup_main_grads import preserve_main_grads
 +
  visited_te_modules = ANY_EMPTY
 @@
@@ -58,5 +56,4 @@ FIX = Fix(
     affects="fused wgrads in training loops that zero main_grad only before the capture (Megatron zeroes it after)",
     cost="host memory for the largest main_grad during warmup, if it is not zero",
     patch=PATCH,
-    provides=("main_grads",),
 )

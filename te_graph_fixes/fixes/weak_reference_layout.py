@@ -6,15 +6,14 @@ https://github.com/NVIDIA/Megatron-LM/issues/7410 are about float64
 With ``_reuse_graph_input_output_buffers``, static outputs and grad inputs become weak references. TE builds each weak
 reference from an address, a shape and a dtype. The strides are lost silently. The capture fails for dtypes without a
 numpy equivalent in TE's table: float64, uint8 to uint64, complex numbers, some float8 dtypes, and int16 up to 2.17.
-With the fix, a weak reference covers the bytes of the tensor, viewed with its dtype and strides
-(`te_graph_fixes/shipped/weak_references.py`).
+With the fix, a weak reference covers the bytes of the tensor, viewed with its dtype and strides.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ utils.py make_weak_ref
-+from ._te_weak_references import num_bytes, view_like
++from ._te_weak_reference_layout import num_bytes, view_like
 +
  def convert_to_torch_tensor(...): ...
 @@
@@ -31,5 +30,4 @@ FIX = Fix(
     group="gradients",
     affects="_reuse_graph_input_output_buffers (Megatron sets it) with strided outputs or --moe-router-dtype fp64",
     patch=PATCH,
-    provides=("weak_references",),
 )

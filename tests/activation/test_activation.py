@@ -459,7 +459,7 @@ ADDS_A_MODULE = '''
     @@ graph.py capture (at its start)
     +from ._te_warn_once import warn_once
     """
-    FIX = Fix("symptom", PATCH, provides=("warn_once",))
+    FIX = Fix("symptom", PATCH)
 '''
 
 

@@ -117,7 +117,7 @@ def test_an_explanation_is_for_users() -> None:
         account, _, patch = text.partition("\nThe patch, with TE's own lines:\n\n")
         assert patch.startswith("@@ "), fix.id
         assert re.search(r"^[+-]", patch, re.MULTILINE), fix.id
-        assert not re.search(r"``|docs/|shipped/|^Symptom|^Upstream:", account, re.MULTILINE), fix.id
+        assert not re.search(r"``|docs/|support/|^Symptom|^Upstream:", account, re.MULTILINE), fix.id
 
 
 def test_status_as_json(cli: Cli, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ ORDER = [1, 1, -1, -1] if MINOR == 10 else [1, 1, -1, -1.5, -1, -1.5]
 """TE 2.10 takes whole numbers only, and captures each wgrad right after its dgrad."""
 SUPPORT_MODULE = """
 import transformer_engine.pytorch, torch
-from transformer_engine.pytorch._te_delayed_wgrad import DelayedGrad, assign_grads, record_backward_dw
+from transformer_engine.pytorch._te_delayed_wgrad_delivery import DelayedGrad, assign_grads, record_backward_dw
 
 def parameter(*shape):
     return torch.nn.Parameter(torch.zeros(*shape, device="cuda"))

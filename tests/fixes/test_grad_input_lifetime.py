@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.shipped.graph_order import grad_input_releases
+from te_graph_fixes.support.graph_order import grad_input_releases
 from tests.support.megatron_orders import interleaved, layer_wise
 
 

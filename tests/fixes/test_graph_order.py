@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.shipped.graph_order import DGRAD, FORWARD, WGRAD, Entry, Plan, parse
+from te_graph_fixes.support.graph_order import DGRAD, FORWARD, WGRAD, Entry, Plan, parse
 from tests.support.legal_orders import NAMED, changed_order, legal, random_order
 
 SLOW = settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -678,7 +678,7 @@ print(number, len({*texts}))
 
 @pytest.mark.parametrize("changed", ["", "changed"])
 def test_a_capture_keeps_its_contract_through_any_sequence_of_activations(changed: str) -> None:
-    """Captures of several activations too, if the shipped text is another; those while deactivated are TE's own."""
+    """This holds if the text of a support module changes, too. Captures while deactivated are TE's own."""
     number, texts = map(int, simulate("-c", ACTIVATIONS.replace("CHANGED", changed)).split())
     assert number == 9 + 6  # the first capture of each sequence, and the second, unless it was deactivated before
     assert (texts > 9) == bool(changed)

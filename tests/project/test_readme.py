@@ -361,7 +361,7 @@ def test_a_quoted_error_is_one_of_the_package(quote: str) -> None:
 def texts_of_errors() -> list[str]:
     """Return the strings in the support modules, with ``{}`` for the values in them."""
     found = []
-    for path in (ROOT / "te_graph_fixes" / "shipped").glob("*.py"):
+    for path in (ROOT / "te_graph_fixes" / "support").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 found.append(

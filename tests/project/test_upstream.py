@@ -102,6 +102,6 @@ def test_a_report_is_ready_to_send(tmp_path: Path) -> None:
         assert text.count("def test_make_graphed_callables_") == 1
         assert text.index("from transformer_engine.pytorch import") < text.index("from utils import")
     graph = (checkout / upstream.GRAPH_FILE).read_text()
-    assert re.search(r"^from \._te_main_grads import", graph, re.MULTILINE)
+    assert re.search(r"^from \._te_warmup_main_grads import", graph, re.MULTILINE)
     compile(graph, upstream.GRAPH_FILE, "exec")
     assert "te-graph-fixes" not in (folder / "warmup-main-grads" / "fix.patch").read_text()
