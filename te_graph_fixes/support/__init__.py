@@ -13,20 +13,15 @@ PREFIX = "_te_"
 
 
 def imported_modules(text: str) -> dict[str, str]:
-    """Return the full name and the text of each support module that ``text`` imports, directly or indirectly."""
+    """Return the full name and the text of each support module that ``text`` imports, directly or indirectly.
+
+    A module comes after the modules that it imports.
+    """
     modules: dict[str, str] = {}
-    pending = _imports(text)
-    while pending:
-        name = pending.pop()
-        if f"{PACKAGE}.{PREFIX}{name}" not in modules:
-            module = _read(name)
-            modules[f"{PACKAGE}.{PREFIX}{name}"] = module
-            pending += _imports(module)
-    return dict(sorted(modules.items()))
-
-
-def _imports(text: str) -> list[str]:
-    return re.findall(rf"from \.+{PREFIX}(\w+) import", text)
+    for name in re.findall(rf"from \.+{PREFIX}(\w+) import", text):
+        module = _read(name)
+        modules |= imported_modules(module) | {f"{PACKAGE}.{PREFIX}{name}": module}
+    return modules
 
 
 def _read(name: str) -> str:
