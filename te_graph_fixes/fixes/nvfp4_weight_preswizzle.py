@@ -6,16 +6,20 @@ https://github.com/NVIDIA/TransformerEngine/issues/3220. Seen in the source and 
 From capability 10.0 on, `_enable_weight_preswizzle` requests swizzled scales: scales in the order that a GEMM reads.
 TE's kernels write this order on capability 10.0 to 11.0. On other GPUs ``tex.quantize`` swizzles afterwards, even if
 the skip flag tells the graph to reuse the weight. It writes into new memory, which becomes part of the cached weight.
-So graph n swizzles the result of graph n-1, and a single graph writes to memory without an owner. With the fix, weights
-on these GPUs have plain scales, as before TE 2.18, and a GEMM swizzles a copy.
+So graph n swizzles the result of graph n-1, and a single graph writes to memory without an owner. With the fix, a
+module has plain scales from its first capture on, as before TE 2.18, and a GEMM swizzles a copy. A module that is never
+captured has swizzled scales, as without the fix.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule._enable_weight_preswizzle
--arch_supported = get_device_compute_capability() >= (10, 0)
-+arch_supported = (10, 0) <= get_device_compute_capability() <= (11, 0)
+ arch_supported = get_device_compute_capability() >= (10, 0)
++if get_device_compute_capability() > (11, 0):
++    from .._te_nvfp4_weight_preswizzle import has_plain_scales
++
++    arch_supported = not has_plain_scales(self)
  if quantizer.with_rht:
      return arch_supported and ANY and ANY
  return arch_supported and quantizer.with_2d_quantization and ANY and ANY and ANY and ANY
