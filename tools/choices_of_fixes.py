@@ -31,10 +31,10 @@ from te_graph_fixes.decision import verdicts
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, VERBOSE
 from te_graph_fixes.status import Status
-from te_graph_fixes.verify import child
-from te_graph_fixes.verify.cases import Case, select
-from te_graph_fixes.verify.runner import Outcome
 from tests.simulator import install
+from tests.verify import child
+from tests.verify.cases import Case, select
+from tests.verify.runner import Outcome
 
 LIMIT = 300
 """The time limit of a case in seconds."""
@@ -121,7 +121,7 @@ def main() -> None:
     te_graph_fixes.deactivate()
     os.environ.update({DISABLE: "", VERBOSE: "0"})
     install()
-    importlib.import_module("te_graph_fixes.verify.programs")
+    importlib.import_module("tests.verify.programs")
     gc.freeze()  # garbage collection in the forks ignores the objects of this process
     chosen, any_worse = options.choices or choices(), False
     with multiprocessing.get_context("fork").Pool(options.workers, maxtasksperchild=1) as pool:

@@ -1,4 +1,4 @@
-"""The command line, except ``te-graph-fixes run``. Only ``verify`` imports torch or TransformerEngine (TE).
+"""The command line, except ``te-graph-fixes run``. No command imports torch or TransformerEngine (TE).
 
 The docstring of a command is its help text.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..decision import Decision, decide, expected, read, settings_conflict
 from ..fixes import CATALOGUE
-from ..manifest import UNDO, ManifestError, digest, read_manifest
+from ..manifest import UNDO, ManifestError, digest
 from ..patching import PACKAGE, TE
 from ..patching.installation import InstallationError
 from ..patching.source import Source, TENotFoundError
@@ -30,12 +30,11 @@ from ..version import __version__
 from . import answers, bake
 from .bake import BakeError
 
-NOT_USABLE = 2  # wrong usage, no TE or no GPU
+NOT_USABLE = 2  # wrong usage, or no TE
 _EPILOG = """\
 use in this order:
   te-graph-fixes status                   list the bugs of your TE
   te-graph-fixes run torchrun train.py    start a job with the fixes in memory; nothing on disk changes
-  te-graph-fixes verify --quick           on a GPU: compare test programs with and without the fixes
   te-graph-fixes run --check CMD          compare the graphs of your own job with eager runs, in its first steps
   undo: start without `run`, or set TE_GRAPH_FIXES=off (a baked TE: bake --undo)
 for an image:
@@ -208,25 +207,6 @@ def _require_complete(decision: Decision) -> None:
         raise BakeError("\n".join(["Nothing was written, because these fixes cannot be applied:", *lines, advice]))
 
 
-def _verify(options: argparse.Namespace) -> int:
-    """Run test programs on a GPU, each without and with the fixes.
-
-    exit status: 0 every replay is bit-identical with the fixes; 1 a replay is not, or could not be measured;
-      2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all others pass
-    example: te-graph-fixes verify --quick
-    """
-    from ..verify.cases import select
-    from ..verify.runner import no_gpu, verify
-
-    _settings()
-    cases = select(options.wanted, options.quick)
-    is_baked = read_manifest(Source.installed()) is not None
-    if reason := no_gpu():
-        _note(f"`verify` needs a GPU: {reason}")
-        return NOT_USABLE
-    return verify(cases, options.json, options.limit, is_baked)
-
-
 def _issue(options: argparse.Namespace) -> int:
     """Print the content of a bug report about a TE whose source is unrecognized.
 
@@ -341,10 +321,6 @@ _modes = _add(_bake, _of_te).add_mutually_exclusive_group()
 _modes.add_argument("--check", action="store_true", help="change nothing, report whether every needed fix is baked")
 _modes.add_argument("--undo", action="store_true", help="restore TE's files byte for byte")
 _modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
-_of_cases = _add(_verify, _as_json)
-_of_cases.add_argument("wanted", nargs="*", metavar="FIX", help="fixes or cases to run (default: all)")
-_of_cases.add_argument("--quick", action="store_true", help="run only one or two cases for each fix")
-_of_cases.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time limit of a case (60)")
 _commands.add_parser("run", help="Start a program with the fixes in it and its children")  # `__main__` starts it
 _add(_issue, _of_te)
 _add(_list, _as_json)

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from te_graph_fixes.patching.source import Source, TENotFoundError
-from te_graph_fixes.verify.runner import no_gpu
+from tests.verify.runner import no_gpu
 
 ROOT = Path(__file__).parents[2]
 OURS, TE = "import te_graph_fixes", "import transformer_engine.pytorch"

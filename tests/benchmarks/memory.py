@@ -174,8 +174,8 @@ def build(
     import torch
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.driver.setting import make_recipe
     from tests.support.megatron_orders import interleaved
+    from tests.verify.driver.setting import make_recipe
 
     options: dict[str, Any] = {"fuse_wgrad_accumulation": True, "params_dtype": torch.bfloat16, "device": "cuda"}
 
@@ -235,8 +235,8 @@ def build(
 
 def verify(known: set[str], results: Any) -> int:
     """The peaks of the captures of each program, in bytes; 1 after one that fails."""
-    from te_graph_fixes.verify.driver.program import Skipped
-    from te_graph_fixes.verify.memory import peaks
+    from tests.verify.driver.program import Skipped
+    from tests.verify.memory import peaks
 
     for name, program in programs_of_verify().items():
         if name in known or program.ranks:
@@ -252,8 +252,8 @@ def verify(known: set[str], results: Any) -> int:
 
 
 def programs_of_verify() -> dict[str, Any]:
-    from te_graph_fixes.verify.cases import CASES, PIPELINED
-    from te_graph_fixes.verify.driver.program import Program
+    from tests.verify.cases import CASES, PIPELINED
+    from tests.verify.driver.program import Program
 
     found: dict[str, dict[str, Any]] = {}
     for case in CASES.values():

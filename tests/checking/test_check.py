@@ -17,8 +17,8 @@ from te_graph_fixes.checking import EXIT_MISMATCH, Options
 from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.verify.cases import CASES
 from tests.support.child import ROOT, on_simulator, python, simulate
+from tests.verify.cases import CASES
 
 PATIENCE = 60
 """Seconds that rank 0 waits for the others at its end."""

@@ -25,7 +25,7 @@ def main(shape: str, recipe: str) -> None:
     import transformer_engine.pytorch as te
 
     import te_graph_fixes  # noqa: F401
-    from te_graph_fixes.verify.driver.setting import make_recipe
+    from tests.verify.driver.setting import make_recipe
 
     options = {"params_dtype": torch.bfloat16, "device": "cuda"}
     plain = {"dtype": torch.bfloat16, "device": "cuda"}

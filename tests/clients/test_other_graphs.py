@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from te_graph_fixes.verify.driver.program import Program
 from tests.support import published
 from tests.support.child import simulate
+from tests.verify.driver.program import Program
 
 DELAYED: dict[str, Any] = {"recipe": "delayed", "fused": True, "keeps_grads": True, "weights": "marked"}
 PROGRAMS = {
@@ -82,9 +82,9 @@ def main(ways: list[str]) -> None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     import te_graph_fixes  # noqa: F401
-    from te_graph_fixes.verify.driver import setting
-    from te_graph_fixes.verify.driver.comparison import differences
-    from te_graph_fixes.verify.driver.training import Training
+    from tests.verify.driver import setting
+    from tests.verify.driver.comparison import differences
+    from tests.verify.driver.training import Training
 
     class Slot:
         """The memory of one microbatch."""

@@ -25,7 +25,7 @@ def baked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("setting", ["off", "on"])
 def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, setting: str) -> None:
-    done = on_simulator("-m", "te_graph_fixes.verify.child", *CASES, path=baked, imported=(), TE_GRAPH_FIXES=setting)
+    done = on_simulator("-m", "tests.verify.child", *CASES, path=baked, imported=(), TE_GRAPH_FIXES=setting)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {
         case: ("measured", 0.0, []) for case in CASES

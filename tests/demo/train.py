@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import te_graph_fixes  # noqa: F401
-from te_graph_fixes.verify.driver.modules import Experts, made
-from te_graph_fixes.verify.driver.program import Program
-from te_graph_fixes.verify.driver.setting import random, use
-from te_graph_fixes.verify.driver.training import Training
+from tests.verify.driver.modules import Experts, made
+from tests.verify.driver.program import Program
+from tests.verify.driver.setting import random, use
+from tests.verify.driver.training import Training
 
 eight_experts = made("eight_experts", Experts, 8)
 PROGRAM = Program(

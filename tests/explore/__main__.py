@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import te_graph_fixes
-from te_graph_fixes.verify.driver.program import Program
 from tests import simulator
+from tests.verify.driver.program import Program
 
 from .programs import FOUND, draw, draw_broken, shrink
 from .scripts import as_python, script
@@ -54,7 +54,7 @@ def run_task(task: str, program: Program, argument: Any) -> dict[str, Any]:
 
 def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
     """Run a program in this process, or in two ranks: its verdict. ``wanted`` is the digest of a graph elsewhere."""
-    from te_graph_fixes.verify.driver import setting
+    from tests.verify.driver import setting
 
     setting.use(program)
     if not program.ranks:
@@ -73,9 +73,9 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
 
 def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
     """The verdict of what this process runs."""
-    from te_graph_fixes.verify.driver.comparison import differences
-    from te_graph_fixes.verify.driver.events import train
-    from te_graph_fixes.verify.programs import REFUSED as CONTRACT
+    from tests.verify.driver.comparison import differences
+    from tests.verify.driver.events import train
+    from tests.verify.programs import REFUSED as CONTRACT
 
     from .digests import digest, said
 
@@ -222,7 +222,7 @@ def activate(switch: str, disable: str, without_edit: tuple[str, int] | None) ->
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
         te_graph_fixes.activate()
-    from te_graph_fixes.verify.driver import comparison  # noqa: F401
+    from tests.verify.driver import comparison  # noqa: F401
 
     from . import kinds  # noqa: F401
 

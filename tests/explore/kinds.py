@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
 
-from te_graph_fixes.verify.driver.events import recapture
-from te_graph_fixes.verify.driver.graphs import fused
-from te_graph_fixes.verify.driver.modules import Block, linear, module, operation, torch_linear
-from te_graph_fixes.verify.driver.setting import OPTIONS, autocast, hidden, process_group, program, random, the_tracker
-from te_graph_fixes.verify.driver.training import Training, event
+from tests.verify.driver.events import recapture
+from tests.verify.driver.graphs import fused
+from tests.verify.driver.modules import Block, linear, module, operation, torch_linear
+from tests.verify.driver.setting import OPTIONS, autocast, hidden, process_group, program, random, the_tracker
+from tests.verify.driver.training import Training, event
 
 
 def connect() -> None:

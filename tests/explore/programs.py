@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from te_graph_fixes.verify.driver.program import Program
+from tests.verify.driver.program import Program
 
 TE_LAYERS = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear", "subclassed")
 ATTENTION = ("attention", "transformer_layer")

@@ -16,12 +16,12 @@ import torch
 import transformer_engine.pytorch as te
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from te_graph_fixes.verify.driver import setting
-from te_graph_fixes.verify.driver.comparison import differences
-from te_graph_fixes.verify.driver.events import OF_GRAPHS, train
-from te_graph_fixes.verify.driver.program import Program
 from tests import simulator
 from tests.simulator import graph
+from tests.verify.driver import setting
+from tests.verify.driver.comparison import differences
+from tests.verify.driver.events import OF_GRAPHS, train
+from tests.verify.driver.program import Program
 
 from .digests import digest, said
 

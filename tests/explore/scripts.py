@@ -6,11 +6,11 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from te_graph_fixes.verify.driver.program import Program
+from tests.verify.driver.program import Program
 
 TEXT = '''"""{title}"""
 
-from te_graph_fixes.verify.driver.program import Program
+from tests.verify.driver.program import Program
 from tests.explore.scripts import run
 
 run({program})
@@ -33,9 +33,9 @@ def script(program: Program, title: str = "") -> str:
 def run(program: Program) -> None:
     """Print by how much graphs and eager training differ, and exit with 1 if they do; two ranks make themselves."""
     import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off shows TE as it is
-    from te_graph_fixes.verify.driver import setting
-    from te_graph_fixes.verify.driver.comparison import differences
-    from te_graph_fixes.verify.driver.events import train
+    from tests.verify.driver import setting
+    from tests.verify.driver.comparison import differences
+    from tests.verify.driver.events import train
 
     from .kinds import connect
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.verify.driver.program import Program
 from tests.explore.programs import FOUND, broken_rule, draw, draw_broken, shrink
 from tests.explore.scripts import script
 from tests.support.child import on_simulator, simulate
+from tests.verify.driver.program import Program
 
 TE = ("transformer_engine.pytorch",)
 SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))
@@ -125,8 +125,8 @@ def test_shrinking_leaves_what_fails() -> None:
 WITHOUT_COSTS = """
 from unittest import mock
 import te_graph_fixes
-from te_graph_fixes.verify.driver import events
-from te_graph_fixes.verify.driver.program import Program
+from tests.verify.driver import events
+from tests.verify.driver.program import Program
 from tests import simulator
 from tests.explore import regressions
 

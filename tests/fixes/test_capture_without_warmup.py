@@ -11,8 +11,8 @@ import json
 import torch
 import te_graph_fixes
 import transformer_engine.pytorch as te
-from te_graph_fixes.verify.driver.comparison import error
-from te_graph_fixes.verify.driver.setting import make_recipe
+from tests.verify.driver.comparison import error
+from tests.verify.driver.setting import make_recipe
 
 class Counted(torch.nn.Module):
     def __init__(self):

@@ -1,6 +1,6 @@
 """``grouped-linear-skip-flag``, ``warmup-reset`` and ``skip-flag-accessors`` on the simulator, against an H200.
 
-The cases are those of ``te-graph-fixes verify``: three steps of three microbatches through one graph, the wgrad fused
+The cases are those of ``python -m tests.verify``: three steps of three microbatches through one graph, the wgrad fused
 into ``main_grad``, an optimizer step between steps.
 """
 

@@ -10,9 +10,9 @@ import json
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.verify.cases import Case
 from tests.support import published
 from tests.support.child import outcome, simulate
+from tests.verify.cases import Case
 
 FIX = CATALOGUE["delayed-wgrad-delivery"]
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
@@ -100,7 +100,7 @@ def test_without_the_fix_autograd_nodes_of_the_warmup_are_left() -> None:
 TRAININGS = """
 import hashlib, itertools, json, os
 import te_graph_fixes, torch, transformer_engine.pytorch as te
-from te_graph_fixes.verify.driver.setting import make_recipe
+from tests.verify.driver.setting import make_recipe
 
 class Layer(torch.nn.Module):
     def __init__(self, layer, *splits):

@@ -18,8 +18,8 @@ MARKED_AFTERWARDS = """
 import torch
 import te_graph_fixes
 import transformer_engine.pytorch as te
-from te_graph_fixes.verify.driver.comparison import error
-from te_graph_fixes.verify.driver.setting import make_recipe
+from tests.verify.driver.comparison import error
+from tests.verify.driver.setting import make_recipe
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -71,8 +71,8 @@ import json
 import torch
 import te_graph_fixes
 import transformer_engine.pytorch as te
-from te_graph_fixes.verify.driver.comparison import error
-from te_graph_fixes.verify.driver.setting import make_recipe
+from tests.verify.driver.comparison import error
+from tests.verify.driver.setting import make_recipe
 
 GPU = {"params_dtype": torch.bfloat16, "device": "cuda"}
 KINDS = {
@@ -155,7 +155,7 @@ import torch
 import te_graph_fixes
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
-from te_graph_fixes.verify.driver.setting import make_recipe
+from tests.verify.driver.setting import make_recipe
 
 recipe = make_recipe("current")
 layers = tuple(te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda") for _ in range(6))
@@ -200,8 +200,8 @@ import threading
 import torch
 import te_graph_fixes
 import transformer_engine.pytorch as te
-from te_graph_fixes.verify.driver.comparison import error
-from te_graph_fixes.verify.driver.setting import make_recipe
+from tests.verify.driver.comparison import error
+from tests.verify.driver.setting import make_recipe
 
 recipe = make_recipe("current")
 other = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")

@@ -11,9 +11,9 @@ REQUIRED = {"fp8-state-at-replay", "nested-autocast"}
 OWNERS = """
 import gc, weakref, te_graph_fixes, torch
 import transformer_engine.pytorch as te
-from te_graph_fixes.verify.driver.events import Training
-from te_graph_fixes.verify.driver.program import Program
-from te_graph_fixes.verify.driver.setting import use
+from tests.verify.driver.events import Training
+from tests.verify.driver.program import Program
+from tests.verify.driver.setting import use
 
 options = {"inference": "first", "not_captured": (0,), "events": ("infer",)}
 use(Program(recipe="delayed", other="current", weights="cached", **options))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, Case
 from tests.support import published
 from tests.support.child import measured
 from tests.support.legal_orders import NAMED, random_orders
+from tests.verify.cases import BLACKWELL_RECIPES, CASES, Case
 
 STEPS = ("step",) * 3
 SHARED = CASES["inference-and-training"].options

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case
 from tests.support import published
 from tests.support.child import measured
+from tests.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case
 
 NEEDED = sorted(published.te("installed").needed)
 

@@ -1,6 +1,6 @@
 """``replay-contract`` and ``leaf-grad-lifetime``: what breaks what a capture has fixed is right, or it raises.
 
-On the simulator; the programs are those of ``te-graph-fixes verify``.
+On the simulator; the programs are those of ``python -m tests.verify``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.verify.cases import CASES
 from tests.support.child import on_simulator, simulate
+from tests.verify.cases import CASES
 
 CONTRACT = [name for name, case in CASES.items() if {"replay-contract", "leaf-grad-lifetime"} & {*case.fixes}]
 REFUSED = {
@@ -58,7 +58,7 @@ UNAFFECTED = {
 @functools.cache
 def run(disable: str) -> dict[str, Any]:
     """What the cases measure in a child process on the simulator."""
-    done = on_simulator("-m", "te_graph_fixes.verify.child", *CONTRACT, TE_GRAPH_FIXES_DISABLE=disable)
+    done = on_simulator("-m", "tests.verify.child", *CONTRACT, TE_GRAPH_FIXES_DISABLE=disable)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line["case"]: line for line in lines}
 
@@ -597,8 +597,8 @@ def test_a_place_behind_another_is_replayed_as_the_rule_says() -> None:
 
 TRAINED = """
 import te_graph_fixes
-from te_graph_fixes.verify.cases import CASES
-from te_graph_fixes.verify.driver import events, program, setting
+from tests.verify.cases import CASES
+from tests.verify.driver import events, program, setting
 
 {}
 options = {{name: value for name, value in CASES["data-of-a-parameter"].options.items() if name != "breaks"}}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.status import Status
-from te_graph_fixes.verify.cases import EXPERTS, PRESWIZZLE
 from tests.support import published
 from tests.support.child import on_simulator
+from tests.verify.cases import EXPERTS, PRESWIZZLE
 
 _, VERDICTS = published.examined("installed")
 GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}

@@ -20,10 +20,10 @@ from te_graph_fixes.fix import OLDEST
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.settings import VARIABLES
 from te_graph_fixes.status import Status
-from te_graph_fixes.verify.cases import CASES
 from te_graph_fixes.version import NEXT
 from tests.support.child import ROOT, python
 from tests.support.published import VERSIONS, needed, source
+from tests.verify.cases import CASES
 from tools.tables import CONTAINERS, PAGES, urls, with_parts
 
 README = (ROOT / "README.md").read_text()
@@ -44,10 +44,8 @@ ELSEWHERE = {
     'python -m tools.choices_of_fixes "only calibration-recipe"': (
         "tests/fixes/test_choices_of_fixes_on_the_simulator.py"
     ),
-    "TE_GRAPH_FIXES=off python -m tests.simulator -m te_graph_fixes.verify.child calibration": (
-        "tests/verify/test_verify.py"
-    ),
-    "TE_GRAPH_FIXES_DISABLE=calibration-recipe python -m tests.simulator -m te_graph_fixes.verify.child calibration": (
+    "TE_GRAPH_FIXES=off python -m tests.simulator -m tests.verify.child calibration": ("tests/verify/test_verify.py"),
+    "TE_GRAPH_FIXES_DISABLE=calibration-recipe python -m tests.simulator -m tests.verify.child calibration": (
         "tests/verify/test_verify.py"
     ),
     "git clone --depth 1 https://github.com/NVIDIA/TransformerEngine te": ".github/workflows/ci.yml",

@@ -48,13 +48,13 @@ def test_check_of_blocks_on_another_gpu(name: str, gpu: str) -> None:
 
 @pytest.mark.parametrize(("fixes", "wanted"), [("off", math.inf), ("on", 0.0)])
 def test_graphs_that_use_freed_memory_get_what_others_write_there(fixes: str, wanted: float) -> None:
-    done = on_simulator("-m", "te_graph_fixes.verify.child", "cached-after-other-recipe", TE_GRAPH_FIXES=fixes)
+    done = on_simulator("-m", "tests.verify.child", "cached-after-other-recipe", TE_GRAPH_FIXES=fixes)
     assert json.loads(done.stdout)["error"] == wanted, done.stderr
 
 
 def verify(gpu: str, *arguments: str) -> dict[str, Any]:
-    """What ``te-graph-fixes verify --json`` prints, whose exit status must be 0."""
-    command = ("-m", "te_graph_fixes", "verify", "--json", *arguments)
+    """What ``python -m tests.verify --json`` prints, whose exit status must be 0."""
+    command = ("-m", "tests.verify", "--json", *arguments)
     done = python(*command, path=EVERYWHERE, timeout=3600, TE_SIMULATOR_GPU=gpu)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -33,10 +33,10 @@ if sys.argv[1:2] == ["--without"]:
     del sys.argv[1:3]
 
 from te_graph_fixes.checking import callables
-from te_graph_fixes.verify.cases import CASES
-from te_graph_fixes.verify.driver import events, setting
-from te_graph_fixes.verify.driver.comparison import error
-from te_graph_fixes.verify.driver.program import Program
+from tests.verify.cases import CASES
+from tests.verify.driver import events, setting
+from tests.verify.driver.comparison import error
+from tests.verify.driver.program import Program
 
 COMPUTED = ("outputs", "dgrads", "wgrads", "parameters", "FP8 state", "RNG state")
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}

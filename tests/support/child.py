@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from te_graph_fixes.verify.cases import Case
-from te_graph_fixes.verify.runner import Outcome
+from tests.verify.cases import Case
+from tests.verify.runner import Outcome
 
 ROOT = Path(__file__).parents[2]
 TE = ("te_graph_fixes", "transformer_engine.pytorch")
 """What most programs import; with the fixes it takes longer than they do."""
-CHILD = "te_graph_fixes.verify.child"
-OF_CASES = "te_graph_fixes.verify.programs"
+CHILD = "tests.verify.child"
+OF_CASES = "tests.verify.programs"
 """What most cases of `verify` import."""
 Cli = Callable[..., tuple[int, str, str]]
 """Runs a command of the package: its exit status, output and errors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 
-from te_graph_fixes.verify.cases import PIPELINED
+from tests.verify.cases import PIPELINED
 
 # Megatron-Core 0.16.1, get_overlap_moe_expert_parallel_comm_order: first of 2 stages, 2 model chunks of 1 and 2 layers,
 # 4 microbatches. TransformerEngine hands a set of inputs on too early.

@@ -63,9 +63,9 @@ def combinations(part: str = "1/1", recipes: Sequence[str] = ()) -> list[tuple[s
 
 def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
     """The largest errors of two steps, or what was raised."""
-    from te_graph_fixes.verify import programs
-    from te_graph_fixes.verify.driver import modules
-    from te_graph_fixes.verify.driver.program import Skipped
+    from tests.verify import programs
+    from tests.verify.driver import modules
+    from tests.verify.driver.program import Skipped
 
     modules.MODULES.update(MAKERS)
     plain = {"weights": "plain"} if module.startswith("ops.") else {}  # they quantize their weights in every forward
@@ -82,8 +82,8 @@ def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
 
 def layer(dropout: float = 0.0) -> Any:
     """A layer with two sequences, whose attention is TE's own of plain torch operations."""
-    from te_graph_fixes.verify.driver.setting import hidden
     from tests.explore.kinds import Layer, options_of_attention
+    from tests.verify.driver.setting import hidden
 
     size, options = hidden(), {**options_of_attention(), "attention_dropout": dropout}
     return Layer(size, 2 * size, 2, hidden_dropout=dropout, **options)
@@ -94,8 +94,8 @@ def recomputed() -> Any:
     import torch
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify import programs
-    from te_graph_fixes.verify.driver.modules import layernorm_mlp
+    from tests.verify import programs
+    from tests.verify.driver.modules import layernorm_mlp
 
     class Recomputing(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         def __init__(self) -> None:
@@ -113,7 +113,7 @@ def uneven() -> Any:
     """Three experts, the last of which gets no tokens."""
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS, TOKENS
+    from tests.verify.driver.setting import HIDDEN, OPTIONS, TOKENS
 
     class Uneven(te.GroupedLinear):  # type: ignore[misc]
         def forward(self, x: Any, **marks: bool) -> Any:
@@ -126,7 +126,7 @@ def padded() -> Any:
     """Two experts with numbers of tokens that no recipe takes, padded and unpadded by TE's modules."""
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS, TOKENS
+    from tests.verify.driver.setting import HIDDEN, OPTIONS, TOKENS
 
     splits = [TOKENS // 2 - 7, TOKENS // 2 + 7]
 
@@ -146,7 +146,7 @@ def operation() -> Any:
     """A projection of te.ops."""
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.driver.setting import HIDDEN
+    from tests.verify.driver.setting import HIDDEN
 
     return te.ops.Sequential(te.ops.Linear(HIDDEN, HIDDEN, **_of_operation()))
 
@@ -155,8 +155,8 @@ def grouped_operation() -> Any:
     """Two experts of te.ops, without a bias, whose grad a Triton kernel sums up."""
     import transformer_engine.pytorch as te
 
-    from te_graph_fixes.verify.driver.program import Skipped
-    from te_graph_fixes.verify.driver.setting import HIDDEN
+    from tests.verify.driver.program import Skipped
+    from tests.verify.driver.setting import HIDDEN
 
     made = getattr(te.ops, "GroupedLinear", None)
     if made is None:
@@ -175,8 +175,8 @@ def grouped_on_gpu() -> Any:
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.module import grouped_linear
 
-    from te_graph_fixes.verify.driver.program import Skipped
-    from te_graph_fixes.verify.driver.setting import HIDDEN, OPTIONS
+    from tests.verify.driver.program import Skipped
+    from tests.verify.driver.setting import HIDDEN, OPTIONS
 
     if not hasattr(grouped_linear._GroupedLinear, "_make_grouped_tensor"):
         raise Skipped("GroupedLinear has no kernels of grouped tensors before TransformerEngine 2.17")
@@ -197,7 +197,7 @@ def grouped_on_gpu() -> Any:
 def _splits(on_gpu: bool) -> Any:
     import torch
 
-    from te_graph_fixes.verify.driver.setting import TOKENS
+    from tests.verify.driver.setting import TOKENS
 
     if on_gpu:
         return torch.tensor([TOKENS // 4, TOKENS * 3 // 4], device="cuda")
@@ -205,7 +205,7 @@ def _splits(on_gpu: bool) -> Any:
 
 
 def _of_operation() -> dict[str, Any]:
-    from te_graph_fixes.verify.driver.setting import OPTIONS
+    from tests.verify.driver.setting import OPTIONS
 
     names = {"params_dtype": "dtype", "fuse_wgrad_accumulation": "accumulate_into_main_grad"}
     return {names.get(name, name): value for name, value in OPTIONS.items() if name != "delay_wgrad_compute"}
@@ -234,10 +234,10 @@ def main(*arguments: str) -> None:
     """What the module's docstring says."""
     import transformer_engine.pytorch  # noqa: F401
 
-    from te_graph_fixes.verify.driver import setting
+    from tests.verify.driver import setting
 
     setting.HIDDEN = setting.TOKENS = 128  # a smaller weight has one layout of NVFP4's scales
-    import te_graph_fixes.verify.programs  # noqa: F401
+    import tests.verify.programs  # noqa: F401
 
     for case in combinations(*arguments[:1], recipes=arguments[1:]):
         sys.stdout.flush()

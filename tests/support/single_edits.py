@@ -334,8 +334,8 @@ def main(fix_id: str, number: int) -> None:
     import torch
     import transformer_engine.pytorch  # noqa: F401
 
-    from te_graph_fixes.verify.cases import select
-    from te_graph_fixes.verify.child import _measure
+    from tests.verify.cases import select
+    from tests.verify.child import _measure
 
     figures = {"reserved": 0, "allocated": 0}
     replay = torch.cuda.CUDAGraph.replay

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.verify.cases import Case
 from tests.support import published
 from tests.support.child import measured, simulate
 from tests.support.megatron_orders import interleaved
+from tests.verify.cases import Case
 
 LIMIT = 1.01
 EXPERTS: dict[str, Any] = {"modules": ("grouped_linear",) * 2, "hidden": 256, "fused": True, "weights": "cached"}

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.commands import cli
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.verify import runner
-from te_graph_fixes.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
-from te_graph_fixes.verify.runner import Child, Outcome, Row
 from tests.support import published
 from tests.support.child import measured as measured_in_child
 from tests.support.child import on_simulator, outcome, python
+from tests.verify import runner
+from tests.verify.__main__ import main
+from tests.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
+from tests.verify.runner import Child, Outcome, Row
 
 ROOT = Path(__file__).parents[2]
 BESIDE = (
@@ -145,7 +145,7 @@ def test_a_child_that_dies_is_a_failure_with_its_last_words() -> None:
 def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[str, object]]:
     """The lines of a child on the simulator, in which ``prelude`` is run first."""
     program = f"{prelude}\nimport runpy, sys\nsys.argv = ['child', *{list(arguments)!r}]\n"
-    program += "runpy.run_module('te_graph_fixes.verify.child', run_name='__main__')"
+    program += "runpy.run_module('tests.verify.child', run_name='__main__')"
     done = on_simulator("-c", program, imported=(), **environment)
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -203,7 +203,7 @@ def test_the_child_stops_where_a_refusal_leaves_te_in_a_capture(also: str) -> No
 @pytest.mark.parametrize("where", ["Case.measure", "torch.cuda.get_device_name"])
 def test_running_out_of_memory_is_not_a_measurement(where: str) -> None:
     prelude = (
-        "import torch\nfrom te_graph_fixes.verify.cases import Case\n"
+        "import torch\nfrom tests.verify.cases import Case\n"
         "def fail(*_): raise torch.AcceleratorError('CUDA error: out of memory')\n"
         f"{where} = fail"
     )
@@ -217,7 +217,7 @@ def test_te_that_does_not_import_is_said_for_each_case(tmp_path: Path) -> None:
     (package / "pytorch").mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "pytorch" / "__init__.py").write_text("raise ImportError('libtransformer_engine.so: not found')")
-    command = "-m", "te_graph_fixes.verify.child", "linear-bf16", "plain-grad"
+    command = "-m", "tests.verify.child", "linear-bf16", "plain-grad"
     done = python(*command, path=tmp_path, TE_GRAPH_FIXES="off")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["case"] for line in lines] == ["linear-bf16", "plain-grad"]
@@ -234,7 +234,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, without: Outcome, with_fixes: Outc
 
 def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measured(monkeypatch, CRASH, RIGHT)
-    assert cli.main(["verify", "wgrad-before-dgrad"]) == 0
+    assert main(["wgrad-before-dgrad"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].split("  ")[0] == "FIX"
     assert out.splitlines()[1].split() == [
@@ -246,7 +246,7 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "fixed",
     ]
     measured(monkeypatch, WRONG, HANG)
-    assert cli.main(["verify", "linear-bf16", "plain-grad"]) == 1
+    assert main(["linear-bf16", "plain-grad"]) == 1
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 4
     assert "te-graph-fixes: linear-bf16: not measured with the fixes: no result in 60 s" in captured.err.splitlines()
@@ -254,9 +254,9 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_skipped_cases_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measured(monkeypatch, SKIP, SKIP)
-    assert cli.main(["verify", "linear-bf16", "linear-mxfp8"]) == 0
+    assert main(["linear-bf16", "linear-mxfp8"]) == 0
     assert "skipped (no FP8): linear-bf16, linear-mxfp8" in capsys.readouterr().out.splitlines()
-    assert cli.main(["verify", "--json", "linear-mxfp8"]) == 0
+    assert main(["--json", "linear-mxfp8"]) == 0
     assert json.loads(capsys.readouterr().out)["skipped"] == {"no FP8": ["linear-mxfp8"]}
 
 
@@ -269,7 +269,7 @@ def test_cases_that_could_not_run_have_their_own_status(
 
     measured(monkeypatch, RIGHT, RIGHT)
     monkeypatch.setattr(runner, "measure", rows)
-    assert cli.main(["verify", "linear-bf16", "plain-grad"]) == status
+    assert main(["linear-bf16", "plain-grad"]) == status
     captured = capsys.readouterr()
     assert "could not run: ImportError: no such recipe" in captured.out
     assert "te-graph-fixes: linear-bf16: could not run: ImportError: no such recipe" in captured.err.splitlines()
@@ -277,7 +277,7 @@ def test_cases_that_could_not_run_have_their_own_status(
 
 def test_json_holds_no_infinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measured(monkeypatch, Outcome("measured", float("inf"), measures={"errors": {"wgrads": [float("nan")]}}), RIGHT)
-    assert cli.main(["verify", "--json", "linear-bf16"]) == 0
+    assert main(["--json", "linear-bf16"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["ok"] is True
     assert found["cases"][0]["without"]["error"] == "inf"
@@ -286,12 +286,12 @@ def test_json_holds_no_infinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_no_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(runner, "no_gpu", lambda: "there is no NVIDIA driver (libcuda.so.1)")
-    assert cli.main(["verify"]) == 2
+    assert main([]) == 2
     assert capsys.readouterr().err == "te-graph-fixes: `verify` needs a GPU: there is no NVIDIA driver (libcuda.so.1)\n"
 
 
 def test_the_parent_imports_neither_torch_nor_te() -> None:
-    code = "import sys; from te_graph_fixes.commands.cli import main; main(['verify'])\n"
+    code = "import sys; from tests.verify.__main__ import main; main([])\n"
     code += "print({'torch', 'transformer_engine'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""``python -m te_graph_fixes.verify.child [CASE ...]``: run cases in this process, and print a JSON line for each.
+"""``python -m tests.verify.child [CASE ...]``: run cases in this process, and print a JSON line for each.
 
 A CASE is the name of a registered case, or a `Case` as JSON. Without arguments, cases come from standard input, one per
 line. Each line of output is an `Outcome`, whose ``error`` is the largest error of the case. A crash in a capture also

@@ -18,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..report import print_stderr
-from ..settings import SWITCH, Settings
-from ..version import __version__
+from te_graph_fixes.report import print_stderr
+from te_graph_fixes.settings import SWITCH, Settings
+from te_graph_fixes.version import __version__
+
 from .cases import Case
 
 CHILD = (sys.executable, "-m", f"{__package__}.child")

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..fixes import CATALOGUE
-from ..settings import did_you_mean
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.settings import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -433,7 +433,9 @@ def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
     if unknown:
         hint = did_you_mean(unknown, [*CATALOGUE, *CASES])
         words = ", ".join(map(repr, unknown))
-        raise ValueError(f"unknown fix or case {words}. {hint}Run `te-graph-fixes list`, or `verify` without names.")
+        raise ValueError(
+            f"unknown fix or case {words}. {hint}Run `te-graph-fixes list`, or `python -m tests.verify` without names."
+        )
     chosen = [case for case in CASES.values() if not names or {case.name, *case.fixes} & {*names}]
     cases = [case for case in chosen if case.quick or not quick]
     if not cases:
