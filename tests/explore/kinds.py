@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import os
 import tempfile
+import types
 from typing import Any
 
 import torch
@@ -14,9 +16,18 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 
 from tests.verify.driver.events import recapture
-from tests.verify.driver.graphs import fused
+from tests.verify.driver.graphs import arguments, fused
 from tests.verify.driver.modules import Block, linear, module, operation, torch_linear
-from tests.verify.driver.setting import OPTIONS, autocast, hidden, process_group, program, random, the_tracker
+from tests.verify.driver.setting import (
+    OPTIONS,
+    RATE,
+    autocast,
+    hidden,
+    process_group,
+    program,
+    random,
+    the_tracker,
+)
 from tests.verify.driver.training import Training, event
 
 
@@ -93,6 +104,94 @@ class Counting(Block):
 
 
 @module
+class Teacher(Block):
+    """Computes without gradients, although its input needs one."""
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)
+
+
+@module
+class Offset(Block):
+    """Returns a bias, which eager code adds, as with ``return_bias``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.full((hidden(),), 0.5, dtype=torch.bfloat16, device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.bias
+
+    def finish(self, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(out + bias) * bias
+
+
+@module
+class Buffered(Block):
+    """Returns a buffer, which eager code multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((hidden(),), 1.5, dtype=torch.bfloat16, device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.scale
+
+    def finish(self, out: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return out * scale
+
+
+@module
+class Detached(Block):
+    """Returns a detached state, which eager code uses."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        state = self.first(x)
+        return self.second(state), state.detach()
+
+    def finish(self, out: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        assert not state.requires_grad
+        return out * torch.tanh(state)
+
+
+@module
+class TwoPrecisions(torch.nn.Module):
+    """A projection that runs in the program's recipe first and in bf16 last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        with te.autocast(enabled=False):
+            return self.first(torch.relu(x))
+
+
+@module
+def patched() -> Any:
+    """A block with another forward on the instance, as set by adapter libraries."""
+    block = Block()
+    block.forward = types.MethodType(lambda self, x: self.first(x) + self.second(x), block)
+    return block
+
+
+@module
+class Masked(Block):
+    """A block with a mask that is broadcast at replays."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x * mask)
+
+    def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+        return (x, (offset[:, :1] > 0).to(x.dtype)), {}
+
+    def sample_arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
+        return (x, offset), {}
+
+
+@module
 class Adapted(Block):
     """Frozen projections with an adapter beside the first."""
 
@@ -155,6 +254,32 @@ def evaluate_average(t: Training) -> None:
     t.evaluation()
     for each, weight in zip(t.parameters, kept, strict=True):
         each.copy_(weight)
+
+
+@event
+def step_of_losses(t: Training) -> None:
+    """Run a step with three losses, each with a backward of its own. All but the last retain the graph."""
+    t.begin()
+    x = random().requires_grad_()
+    out = t.forward(x, range(len(t.layers)), 0)
+    for last in (False, False, True):
+        x.grad = None
+        out.backward(torch.randn_like(out), retain_graph=not last)
+        t.see("dgrads", x.grad)
+    t.update(RATE)
+
+
+@event
+def evaluate_copy(t: Training) -> None:
+    """Evaluate a copy of the model."""
+    x = random()
+    with torch.no_grad(), autocast(t.recipe):
+        for layer in map(copy.deepcopy, t.layers):
+            layer.eval()
+            given, options = arguments(layer, x, x / 2)
+            out = layer(*given, **options)
+            x = layer.finish(*out) if hasattr(layer, "finish") else out
+    t.see("outputs", x)
 
 
 @event

@@ -26,7 +26,9 @@ OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
 OF_RANKS = ("Parallel",)
 RARE_MODULES = ("Adapted", "Routed", "normed", "Wide", "Counting")
-MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS, *RARE_MODULES)
+ORDINARY_MODULES = ("Teacher", "Offset", "Buffered", "Detached", "TwoPrecisions", "patched", "Masked")
+"""Modules of ordinary programs that TE alone runs right."""
+MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS, *RARE_MODULES, *ORDINARY_MODULES)
 EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
     *("infer", "save", "load", "recapture", "switch_recipe", "freeze", "reset_fp8", "raise_in_autocast"),
@@ -34,6 +36,7 @@ EVENTS = (
     "misuse_backward",
 )
 RARE_EVENTS = ("evaluate_average", "evaluate_in_inference_mode", "interrupted_step", "unfreeze")
+ORDINARY_EVENTS = ("step_of_losses", "evaluate_copy")
 RECIPES = {
     "hopper": ("delayed", "current", "block"),
     "blackwell": ("delayed", "current", "mxfp8", "nvfp4"),
@@ -286,6 +289,40 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a count of forwards is right if a capture has no warmup": lambda p: (
         "Counting" not in p.modules or (not p.warmup and not p.checkpoints)
     ),
+    "a layer without gradients comes before a layer with gradients": lambda p: (
+        "Teacher" not in p.modules
+        or (
+            p.modules[-1] != "Teacher"
+            and not (p.order or p.delay or p.hooks or p.first or p.checkpoints or p.residual or p.in_place)
+            and not {"freeze", "unfreeze"} & {*p.events}
+        )
+    ),
+    "what eager code does with outputs is in no evaluation of a tuple": lambda p: (
+        not {"Offset", "Buffered", "Detached"} & {*p.modules} or not (p.inference or p.inside or p.checkpoints)
+    ),
+    "each loss has a backward, which replays the graphs of one microbatch": lambda p: (
+        "step_of_losses" not in p.events
+        or (
+            p.retain
+            and not (p.order or p.delay or p.checkpoints or p.inference or p.first or p.own_pool)
+            and not (p.calibrating or p.residual or p.in_place or p.hooks or p.weights == "own")
+            and not {"Recomputed", "Dropped", "dropout", "Tied", "Routed"} & {*p.modules}
+        )
+    ),
+    "a copy has the forward of its original": lambda p: (
+        "evaluate_copy" not in p.events
+        or (
+            p.weights == "plain"
+            and not (p.fp8_params or p.module_hooks or p.ranks or p.inside or p.tracker or p.hooks)
+            and not {*OPERATIONS, *DRAWING, "normed", "dropout", "WithNone", "Signed", "SignsFirst"} & {*p.modules}
+        )
+    ),
+    "a mask has another shape at a replay": lambda p: (
+        "Masked" not in p.modules or not (p.inside or p.tuples or p.checkpoints or p.inference or p.same_input)
+    ),
+    "a training loop sets the marks of all microbatches": lambda p: (
+        p.weights != "set" or (p.recipe != "bf16" and not (p.checkpoints or p.inference or p.first or p.calibrating))
+    ),
     "a misuse is of a graph": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
@@ -422,6 +459,13 @@ RARE: tuple[tuple[str, ...], ...] = (
     *(("fused", "warmup_hook zeroes"), ("fused", "warmup_hook replaces"), ("warmup 0", "Counting")),
     *(("Recomputed", "recipe current", "weights marked", "first cached"),),
 )
+ORDINARY: tuple[tuple[str, ...], ...] = (
+    *((each,) for each in ORDINARY_MODULES),
+    *(("Offset", "order"), ("Buffered", "order"), ("TwoPrecisions", "recipe delayed"), ("Masked", "order")),
+    *(("patched", "evaluate_copy"), ("evaluate_copy",), ("retain", "step_of_losses")),
+    *(("retain", "together", "step_of_losses"), ("weights set", "fused"), ("weights set", "fused", "order")),
+)
+"""Of one in four programs, and drawn last."""
 RARE_FIELDS = (
     "inside",
     "strided",
@@ -490,15 +534,30 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
     shared = r.choice(({}, {"hooks": "reduces"}, ddp, {"modules": (*OF_RANKS, *program.modules[1:])}))
     if ranks and r.random() < 0.05 and not broken_rule(changed := replace(program, ranks=True, **shared)):
         program = changed
-    for name, _, value in (each.partition(" ") for each in (r.choice(RARE) if r.random() < 1 / 7 else ())):
-        change = {name: int(value) if value.isdigit() else value or True}
-        if name in MODULES:
-            change = {"modules": (name, *program.modules[1:])}
-        elif name in (*EVENTS, *RARE_EVENTS):
-            change = {"events": (*program.events, name, "step")}
-        if not broken_rule(changed := replace(program, **change)):
-            program = changed
+    rare = r.choice(RARE) if r.random() < 1 / 7 else ()
+    for name, _, value in (each.partition(" ") for each in rare):
+        program = with_change(r, program, name, value) or program
+    ordinary = r.choice(ORDINARY) if r.random() < 1 / 4 else ()
+    for name, _, value in (each.partition(" ") for each in ordinary):
+        plainer = Program(modules=program.modules, recipe=program.recipe, retain=program.retain, fused=program.fused)
+        changed = with_change(r, program, name, value) or with_change(r, plainer, name, value)
+        program = changed or program
     return program
+
+
+def with_change(r: random.Random, program: Program, name: str, value: str) -> Program | None:
+    """Return a program with a module, an event or a field in addition, or None if that breaks a rule."""
+    change: dict[str, Any] = {name: int(value) if value.isdigit() else value or True}
+    if name == "Teacher":
+        change = {"modules": (name, *program.modules)}
+    elif name in MODULES:
+        change = {"modules": (name, *program.modules[1:])}
+    elif name == "order":
+        change = {"order": draw_order(r, 1, r.choice((1, 2, 3)), wgrads=False)}
+    elif name in (*EVENTS, *RARE_EVENTS, *ORDINARY_EVENTS):
+        change = {"events": (*program.events, name, "step")}
+    changed = replace(program, **change)
+    return None if broken_rule(changed) else changed
 
 
 def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -> tuple[float, ...]:

@@ -70,6 +70,7 @@ ELSEWHERE = {
     "python -m tools.tables": "tests/project/test_readme.py",
     "TE_GRAPH_FIXES=off te-graph-fixes run --check torchrun ...": "tests/checking/test_check.py",
     "python -m tests.explore --seed 0 --programs 500 --scripts found": LONG,
+    "python -m tests.explore --programs 500 --regressions": LONG,
     "python -m tests.explore --switch off --no-shrink": LONG,
     "python -m tests.explore --disable nested-autocast --scripts found": LONG,
     "python -m tests.explore --broken --programs 500 --jobs 16": LONG,

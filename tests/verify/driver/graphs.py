@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -198,7 +198,7 @@ class Captured:
     def graph(self, modules: Any, samples: Any, **options: Any) -> Any:
         if program.warmup_hook:
             captured = modules if isinstance(modules, tuple) else (modules,)
-            options["post_warmup_hook"] = partial(change_main_grads, captured)
+            options["post_warmup_hook"] = functools.partial(change_main_grads, captured)
         return te.make_graphed_callables(
             modules,
             samples,
@@ -221,7 +221,8 @@ class Captured:
         leaf = self.input if program.one_sample or (program.same_input and not number) else sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
-        return arguments(self.layers[number], leaf, sample())
+        layer = self.layers[number]
+        return getattr(layer, "sample_arguments", functools.partial(arguments, layer))(leaf, sample())
 
     def capture_order(self) -> None:
         """Capture graphs of every chunk and microbatch."""
@@ -291,12 +292,16 @@ def restore(module: Any, before: dict[str, Any]) -> None:
 
 
 def mark(module: Any) -> None:
-    """Add a first-microbatch mark to a module. As in Megatron-Core, its forward passes the mark on and clears it."""
+    """Add a first-microbatch mark to a module. As in Megatron-Core, its forward passes the mark on and clears it.
+
+    If the training loop sets the marks, the forward does not clear them.
+    """
     forward = module.forward
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **{**kwargs, "is_first_microbatch": module.is_first_microbatch})
-        module.is_first_microbatch = False
+        if program.weights != "set":
+            module.is_first_microbatch = False
         return out
 
     module.is_first_microbatch = True

@@ -59,11 +59,15 @@ class Training(Captured):
             call = self.reducing[number]
         if program.weights == "cached" and graphed and number not in program.not_captured:
             options["is_first_microbatch"] = microbatch == 0
+        for module in self.marked(self.layers[number]) if program.weights == "set" else ():
+            module.is_first_microbatch = microbatch == 0
         in_bf16 = number in program.in_bf16
         if program.checkpoints and not in_bf16:
             call = checkpointed(program.checkpoints[number], call)
         with te.autocast(enabled=False) if in_bf16 else contextlib.nullcontext():
             out = call(*given, **options)
+        if hasattr(self.layers[number], "finish"):
+            out = self.layers[number].finish(*out)
         if not isinstance(out, tuple):
             return out
         main, *others = sorted(out, key=lambda x: x is not out[getattr(self.layers[number], "main_output", 0)])
