@@ -1,0 +1,13 @@
+"""Programs from reports of users that are no bugs of graphs (docs/symptoms.md): correct with the fixes, or an error."""
+
+from __future__ import annotations
+
+import json
+
+from tests.support.child import simulate
+
+
+def test_programs_from_reports() -> None:
+    found = json.loads(simulate("-m", "tests.support.reported_programs", TE_GRAPH_FIXES="on").splitlines()[-1])
+    assert "was added, replaced, moved or resized" in found.pop("freed")
+    assert found == dict.fromkeys(found, "equal")
