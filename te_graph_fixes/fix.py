@@ -55,10 +55,10 @@ class Fix:
     """A record in the catalogue. Each module of `te_graph_fixes.fixes` defines one fix.
 
     ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that
-    trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any
-    (docs/results/single-fixes.md). ``affected_versions`` are the versions expected to have the bug, for example
-    ``>=2.10,<2.17``; one bound may be absent. ``requires`` names other fixes. This fix must not be applied unless each
-    of them is applied or not needed. ``check_hints`` are words in a check's mismatch that indicate this bug.
+    trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any. ``affected_versions`` are
+    the versions expected to have the bug, for example ``>=2.10,<2.17``; one bound may be absent. ``requires`` names
+    other fixes. This fix must not be applied unless each of them is applied or not needed. ``check_hints`` are
+    words in a check's mismatch that indicate this bug.
 
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
     that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the

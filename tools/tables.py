@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from te_graph_fixes.fix import GROUPS, Fix
+from te_graph_fixes.fix import Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.manifest import NAME as MANIFEST
 from tests.support.child import ROOT, python
@@ -16,7 +16,14 @@ from tests.support.published import needed, source
 
 PAGES = tuple(
     ROOT / name
-    for name in ("README.md", "SECURITY.md", "docs/fixes.md", "docs/how.md", "docs/maintainers/adding-a-fix.md")
+    for name in (
+        "README.md",
+        "SECURITY.md",
+        "docs/symptoms.md",
+        "docs/images.md",
+        "docs/how.md",
+        "docs/maintainers/adding-a-fix.md",
+    )
 )
 SHOWN = "2.14.0"
 """The version of TE whose change docs/how.md counts; NeMo 26.04 contains it."""
@@ -33,20 +40,19 @@ CONTAINERS = (
 """Containers, the version of their TE, and the source of that information."""
 
 
-def fixes() -> str:
-    """List the catalogue by group, a line for each fix."""
-    lines = ["| fix | TE versions | symptom without it | upstream |", "|---|---|---|---|"]
-    for group in GROUPS:
-        lines.append(f"| **{group}** | | | |")
-        members = sorted(fix.id for fix in CATALOGUE.values() if fix.group == group)
-        lines += [_row(CATALOGUE[fix_id]) for fix_id in members]
-    return "\n".join(lines)
+def upstream() -> str:
+    """List the fixes whose bug TE has fixed itself, and those whose bug has a public report."""
+    fixed = [f"`{fix.id}` in {fix.merged} ({_links(fix)})" for fix in CATALOGUE.values() if fix.merged]
+    reported = [f"`{fix.id}` ({_links(fix)})" for fix in CATALOGUE.values() if fix.upstream and not fix.merged]
+    others = len(CATALOGUE) - len(fixed) - len(reported)
+    return (
+        f"TE has fixed {len(fixed)} of these {len(CATALOGUE)} bugs itself: {', '.join(fixed)}.\n\n"
+        f"{len(reported)} more have public reports: {', '.join(reported)}. The other {others} have none."
+    )
 
 
-def _row(fix: Fix) -> str:
-    links = ", ".join(f"[{_name(link)}]({link})" for link in fix.upstream)
-    state = f"fixed in {fix.merged}: " if fix.merged else "open, see " if links else "open"
-    return f"| `{fix.id}` | {fix.versions} | {fix.symptom} | {state}{links} |"
+def _links(fix: Fix) -> str:
+    return ", ".join(f"[{_name(link)}]({link})" for link in fix.upstream)
 
 
 def containers() -> str:
@@ -103,7 +109,7 @@ def urls() -> dict[str, str]:
     return dict(re.findall(r'^(\w+) = "(.*)"$', section, re.MULTILINE))
 
 
-PARTS = {"fixes": fixes, "containers": containers, "size": size, "model": model, "address": address}
+PARTS = {"upstream": upstream, "containers": containers, "size": size, "model": model, "address": address}
 
 
 def with_parts(page: str) -> str:

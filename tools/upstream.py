@@ -24,7 +24,7 @@ from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
 
 ROOT = Path(__file__).parents[1]
-REPORTS = ROOT / "docs" / "maintainers" / "upstream"
+REPORTS = ROOT / "upstream"
 TEST_FILE = "tests/pytorch/test_cuda_graphs.py"
 GRAPH_FILE = "transformer_engine/pytorch/graph.py"
 BLACK = ("--quiet", "--line-length=100", "--preview", "--enable-unstable-feature=string_processing")

@@ -1,6 +1,6 @@
 """``warmup-main-grads``: warmup adds its random wgrads to ``main_grad``.
 
-Upstream: none yet, TE 2.10 to main (docs/maintainers/upstream/warmup-main-grads.md).
+Upstream: none yet, TE 2.10 to main (upstream/warmup-main-grads.md).
 
 After warmup, `make_graphed_callables` restores FP8 state and random states, but not ``main_grad``. With the fix, all
 parameters share the memory of the largest ``main_grad`` during warmup. The content of this memory is restored

@@ -11,7 +11,7 @@ from tests.support.published import VERSIONS, source
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 5
-FOLDERS = ("te_graph_fixes", "tests", "tools", "docs", "examples")
+FOLDERS = ("te_graph_fixes", "tests", "tools", "docs", "examples", "upstream")
 
 
 def lines(text: str) -> list[str]:

@@ -28,7 +28,7 @@ from tools.tables import CONTAINERS, PAGES, urls, with_parts
 
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGED = [ROOT, ROOT / "examples", ROOT / "tests" / "simulator", ROOT / "skills" / "te-graph-fixes"]
+PAGED = [ROOT, ROOT / "examples", ROOT / "tests" / "simulator", ROOT / "skills" / "te-graph-fixes", ROOT / "upstream"]
 COMMANDED = [*(page for folder in PAGED for page in sorted(folder.glob("*.md"))), *DOCS]
 LINKED = [page for page in COMMANDED if page != ROOT / "CHANGELOG.md"]
 
@@ -144,7 +144,7 @@ def test_readme_answers_the_first_questions() -> None:
         "$ te-graph-fixes status",
         "$ TE_GRAPH_FIXES=off te-graph-fixes run --check ",
         "$ te-graph-fixes run ",
-        "the check with the fixes **off**",
+        "A check with the fixes **off**",
         "all equal",
         "bake --undo",
         "export PYTHONPATH=/path/to/te-graph-fixes${PYTHONPATH:+:$PYTHONPATH}",
@@ -187,7 +187,7 @@ def doc(name: str) -> str:
 
 
 def figures_of_real_runs() -> list[str]:
-    page, title = doc("results/real-runs.md"), "The model of the first report"
+    page, title = doc("results/megatron.md"), "The model of the first report"
     run, parameters = rows(page, title, "recipe, scope")[0], rows(page, title, "parameters")
     assert run[0].startswith("2.12.0,")
     assert run[4].startswith("0 of ")
@@ -204,7 +204,7 @@ def figures_of_misuse() -> list[str]:
 
 
 def figures_of_random_programs() -> list[str]:
-    page = doc("results/explorer.md")
+    page = doc("maintainers/explorer.md")
     checked, differ, broken, silent, legal = 0, 0, 0, 0, True
     for te, on, _, _, equal, raised, _, wrong in rows(page, "The last campaign", "commit"):
         if te.startswith("**"):
@@ -219,17 +219,17 @@ def figures_of_random_programs() -> list[str]:
     assert f"{differ} of {checked:,} random programs that keep" in page
     assert f"None of {broken:,} that break them is silently wrong" in page.replace("\n", " ")
     return [
-        f"[{differ} of {checked:,} random programs](docs/results/explorer.md)",
+        f"[{differ} of {checked:,} random programs](docs/results/README.md#random-programs)",
         f"for {causes} reasons",
-        f"Of {broken:,} random programs with misuse, none",
+        f"We ran {broken:,} random programs that break the rules",
     ]
 
 
 def figures_of_megatron_core() -> list[str]:
-    table = rows(doc("results/megatron-moe.md"), "Other models", "refused by Megatron")
+    table = rows(doc("results/megatron.md"), "Other models", "refused by Megatron")
     trained, equal = (sum(int(row[column]) for row in table) for column in (3, 4))
     assert trained == equal
-    return [f"[{trained} trainings](docs/results/megatron-moe.md)"]
+    return [f"[{trained} trainings](docs/results/megatron.md#models-of-megatron-core)"]
 
 
 def figures_of_cost() -> list[str]:
@@ -244,26 +244,25 @@ def figures_of_cost() -> list[str]:
     first = max(float(cell) for cell in summary["the first capture of dense layers in a process"])
     return [
         f"[{min(slower):.0f} to {max(slower):.0f} times as long](docs/results/cost.md)",
-        f"[{step[0]:.2f} times as long](docs/results/cost.md) on TE 2.12.0",
-        f"{step[1]:.2f} times as long on TE 2.20.2",
-        f"the factor is {min(by_size):.2f} to {max(by_size):.2f}",
+        f"[about {100 * (step[0] - 1):.0f} % slower](docs/results/cost.md) on TE 2.12.0",
+        f"{100 * (1 - step[1]):.0f} % faster on TE 2.20.2",
+        f"-{100 * (1 - min(by_size)):.0f} % to +{100 * (max(by_size) - 1):.0f} % by size",
         f"can peak up to {100 * (first - 1):.0f} % higher",
     ]
 
 
 def figures_of_containers() -> list[str]:
-    counts = [row[2] for row in rows(doc("fixes.md"), "Containers", "container") if row[2]]
+    counts = [row[2] for row in rows(doc("images.md"), "Containers", "container") if row[2]]
     fixes = [int(count.split()[0]) for count in counts]
     names = [name for name, version, _ in CONTAINERS if name.startswith("NeMo") and version]
     first, last = names[0].split()[1], names[-1].split()[-1]
-    return [
-        f"{first} to {last} need [{min(fixes)} to {max(fixes)} of the {len(CATALOGUE)} fixes](docs/fixes.md#containers)"
-    ]
+    count = f"{min(fixes)} to {max(fixes)} of the {len(CATALOGUE)} fixes"
+    return [f"{first} to {last} need [{count}](docs/images.md#containers)"]
 
 
 def figures_of_versions() -> list[str]:
     pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
-    page = doc("results/megatron-moe.md")
+    page = doc("results/megatron.md")
     tables = [
         *rows(page, "Other models", "refused by Megatron"),
         *rows(page, "Later releases of Megatron-Core", "bf16"),
@@ -273,7 +272,7 @@ def figures_of_versions() -> list[str]:
     return [
         f"| TE | {OLDEST} to {newest};",
         f"| Python, torch | {pythons[0]} to {pythons[-1]} ",
-        f"[measured](docs/results/megatron-moe.md) with 0.{megatron[0]} to 0.{megatron[-1]}",
+        f"[measured](docs/results/megatron.md) with 0.{megatron[0]} to 0.{megatron[-1]}",
     ]
 
 

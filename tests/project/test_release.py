@@ -148,7 +148,11 @@ def test_the_sdist_can_be_tested(dist: Path) -> None:
     with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "tox.ini"}
-    assert {*wanted, "mkdocs.yml", *tracked("te_graph_fixes", "tests", "tools", "docs", "examples", "skills")} <= names
+    assert {
+        *wanted,
+        "mkdocs.yml",
+        *tracked("te_graph_fixes", "tests", "tools", "docs", "examples", "skills", "upstream"),
+    } <= names
 
 
 def test_the_page_renders(dist: Path) -> None:

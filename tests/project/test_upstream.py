@@ -15,7 +15,7 @@ from tests.support.published import TE as TriedTE
 from tests.support.published import VERSIONS, copy_of, source
 from tools import upstream
 
-REPORTS = ROOT / "docs" / "maintainers" / "upstream"
+REPORTS = ROOT / "upstream"
 TESTS = sorted(path.stem for path in REPORTS.glob("*.py"))
 BLACKWELL_RTX = {"nvfp4-weight-preswizzle"}
 SHOWN_FROM = {"stale-fp8-weights": 14}
