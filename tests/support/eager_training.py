@@ -1,0 +1,225 @@
+"""Eager training with every module that the fixes edit: what torch and TransformerEngine's (TE) extension are asked.
+
+``python -m tests.simulator -m tests.support.eager_training FUNCTIONS [PART]`` prints a line of JSON for each program:
+digests of its operations and of its results. The last line names those of the ``FUNCTIONS`` (a JSON list of pairs of
+module and name) that ran. PART is as in `tests.support.recipe_matrix`; ``FULL_LOG=1`` prints operations, not digests.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformer_engine_torch as extension
+from torch.utils._python_dispatch import TorchDispatchMode
+
+H = 128
+"""Both sizes of an input. A smaller NVFP4 weight has one layout of its scales."""
+PLAIN = {"dtype": torch.bfloat16, "device": "cuda"}
+log: list[str] = []
+
+
+def described(value: Any) -> str:
+    """Return shape and dtype of a tensor, the values of containers and numbers, else the name of a type."""
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__}{tuple(value.shape)}{value.dtype}"
+    if isinstance(value, (list, tuple)):
+        return f"({','.join(map(described, value))})"
+    if isinstance(value, dict):
+        return f"({','.join(f'{name}={described(each)}' for name, each in value.items())})"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+class Operations(TorchDispatchMode):
+    """Adds the operations of torch to the log."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        log.append(f"{function} {described(args)} {described(kwargs or {})}")
+        return function(*args, **kwargs or {})
+
+
+def logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        log.append(f"tex.{name} {described(args)} {described(kwargs)}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+for name, function in list(vars(extension).items()):
+    if callable(function) and not isinstance(function, type):
+        setattr(extension, name, logged(name, function))
+
+import transformer_engine.pytorch as te  # noqa: E402
+from transformer_engine.common import recipe as recipes  # noqa: E402
+from transformer_engine.pytorch.module.grouped_linear import _GroupedLinear  # noqa: E402
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
+
+from te_graph_fixes.patching.installation import loaded_function  # noqa: E402
+
+RECIPES = {
+    "bf16": lambda: None,
+    "delayed": lambda: recipes.DelayedScaling(amax_history_len=3),
+    "current": recipes.Float8CurrentScaling,
+    "block": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
+OF_GPU = {
+    "hopper": ("bf16", "delayed", "current", "block"),
+    "blackwell": ("delayed", "current", "block", "mxfp8", "nvfp4"),
+    "blackwell-rtx": ("delayed", "current", "nvfp4"),
+}
+MARKS: dict[str, tuple[bool | None, ...]] = {
+    "none": (None, None),
+    "marks": (True, False),
+    "false": (True, False, False),
+}
+
+
+ON_GPU = {"use_grouped_tensor": True} if "use_grouped_tensor" in inspect.signature(te.GroupedLinear).parameters else {}
+"""The option for experts whose splits are on the GPU. Up to TE 2.19 it is a variable of the environment."""
+
+
+class Model(torch.nn.Module):
+    """The four modules, and an operation except in block scaling. The splits of the experts may be on the GPU."""
+
+    def __init__(self, recipe: str, fused: bool, delay: bool, on_gpu: bool) -> None:
+        super().__init__()
+        options = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused, "delay_wgrad_compute": delay}
+        self.delay = delay
+        self.dense = torch.nn.ModuleList(
+            [te.Linear(H, H, **options), te.LayerNormLinear(H, H, **options), te.LayerNormMLP(H, H, **options)]
+        )
+        self.splits: Any = [H // 4, H * 3 // 4]
+        if on_gpu:
+            options |= {"bias": False, **ON_GPU}
+            self.splits = torch.tensor(self.splits, device="cuda")
+        self.experts = te.GroupedLinear(2, H, H, **options)
+        operation = te.ops.Linear(H, H, dtype=torch.bfloat16, accumulate_into_main_grad=fused)
+        self.operation = torch.nn.Identity() if recipe == "block" else te.ops.Sequential(operation)  # from TE 2.18 on
+        for parameter in self.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor, first: bool | None, recompute: bool) -> torch.Tensor:
+        marks = {"is_first_microbatch": first}
+        for module in self.dense:
+            x = te.checkpoint(module, x, **marks) if recompute else module(x, **marks)
+        return self.operation(self.experts(x, self.splits, **marks))
+
+    def backward_dw(self) -> None:
+        for module in (*self.dense, self.experts):
+            module.backward_dw()
+
+
+def state(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield gradients, FP8 states and cached weights."""
+    for name, parameter in module.named_parameters():
+        yield from ((name, parameter), (f"{name}.grad", parameter.grad), (f"{name}.main_grad", parameter.main_grad))
+        yield f"{name} added", getattr(parameter, "grad_added_to_main_grad", None)
+    for name, part in module.named_modules():
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            found = getattr(part, "fp8_meta", {}).get(direction)
+            yield f"{name}.scale", getattr(found, "scale", None)
+            yield f"{name}.amax_history", getattr(found, "amax_history", None)
+        for weight, cached in getattr(part, "_fp8_workspaces", {}).items():
+            for field, value in sorted(vars(cached).items()):
+                yield f"{name}.{weight}.{field}", value if isinstance(value, torch.Tensor) else described(value)
+
+
+def values(name: str, value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{name} {value}"
+    content = value.detach().contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else repr(value)
+    return f"{name} {hashlib.sha1(content if isinstance(content, bytes) else content.encode()).hexdigest()}"
+
+
+def train(recipe: str, fused: bool, delay: bool, marks: str, on_gpu: bool) -> list[str]:
+    """Run three steps, the second with recomputation, and evaluations between them. Return names and digests."""
+    results: list[str] = []
+    os.environ["NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"] = str(int(on_gpu))
+    torch.manual_seed(1)
+    FP8GlobalStateManager.reset()
+    model = Model(recipe, fused, delay, on_gpu)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def evaluate(name: str, first: bool | None) -> None:
+        with torch.no_grad(), te.autocast(enabled=name != "bf16", recipe=RECIPES[name]()):
+            results.append(values("evaluation", model(torch.randn(H, H, **PLAIN), first, False)))
+
+    def step(recompute: bool) -> None:
+        for first in MARKS[marks]:
+            x = torch.randn(H, H, **PLAIN, requires_grad=True)
+            with te.autocast(enabled=recipe != "bf16", recipe=RECIPES[recipe]()):
+                out = model(x, first, recompute)
+            out.float().pow(2).mean().backward()
+            if delay:
+                model.backward_dw()
+            results.extend([values("output", out), values("dgrad", x.grad)])
+        results.extend(values(name, value) for name, value in state(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(recompute=False)
+    evaluate(recipe, None if marks == "none" else False)
+    step(recompute=not delay)
+    evaluate("bf16", None)
+    step(recompute=False)
+    return results
+
+
+def accessors() -> None:
+    """Call the accessors of the skip flag, which TE 2.15 and 2.16 lack."""
+    if hasattr(FP8GlobalStateManager, "set_skip_fp8_weight_update_tensor"):
+        FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)
+        flag = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()
+        assert flag is not None
+        assert flag.item() == 1.0
+        FP8GlobalStateManager.reset()
+
+
+def digest(lines: list[str]) -> Any:
+    return lines if os.environ.get("FULL_LOG") else [len(lines), hashlib.sha1("\n".join(lines).encode()).hexdigest()]
+
+
+def main(functions: str, part: str = "1/1") -> None:
+    wanted = {}
+    for module, name in json.loads(functions):
+        function = loaded_function(module, name, ())
+        wanted[getattr(function, "__func__", function).__code__] = f"{module}.{name}"
+    ran = set()
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in wanted:
+            ran.add(wanted[frame.f_code])
+
+    gpu = os.environ.get("TE_SIMULATOR_GPU", "hopper")
+    options = (True, False), (False, True), MARKS
+    programs = [*itertools.product(OF_GPU[gpu], *options, (False,))]
+    if gpu == "blackwell" and hasattr(_GroupedLinear, "_make_grouped_tensor"):
+        programs += itertools.product(("mxfp8",), *options, (True,))
+    first, interval = map(int, part.split("/"))
+    for program in programs[first - 1 :: interval]:
+        log.clear()
+        sys.setprofile(profile if wanted else None)
+        with Operations():
+            results = train(*program)
+        sys.setprofile(None)
+        print(json.dumps([program, digest(log), digest(results)]), flush=True)
+    sys.setprofile(profile)
+    accessors()
+    sys.setprofile(None)
+    print(json.dumps(sorted(ran)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
