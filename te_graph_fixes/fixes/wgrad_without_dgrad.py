@@ -6,15 +6,17 @@ The autograd function of a graph receives the parameters that got a gradient in 
 wgrads are not among these gradients. If a first layer has no bias or norm, and its input needs no gradient, the
 function has no input that needs a gradient. Its output then needs no gradient either. If other layers follow, the wgrad
 graph of the first layer is replayed without its dgrad graph. With the fix, the function receives an empty tensor that
-needs a gradient if the callable's outputs need a gradient. A callable with a single parameter does not need this
-tensor, because its parameter is always an input of the function.
+needs a gradient if the outputs need a gradient. A callable with delayed wgrads receives it even if its sample
+arguments need a gradient, because the inputs of a replay may need none. A callable with a single parameter does not
+need this tensor, because its parameter is always an input of the function.
 """
 
 from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+if not module_params_with_grad and not num_required_grad_sample_args:
++delays_wgrad = any(getattr(m, "need_backward_dw", bool)() for m in getattr(func, "modules", tuple)())
++if not module_params_with_grad and (delays_wgrad or not num_required_grad_sample_args):
 +    if any(getattr(output, "requires_grad", False) for output in outputs):
 +        module_params_with_grad.append(torch.empty(0, device="cuda", requires_grad=True))
  if len(module_params_with_grad) != len(per_callable_module_params[func_idx]):
