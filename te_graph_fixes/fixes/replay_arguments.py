@@ -4,12 +4,16 @@ Upstream: none yet, TE 2.10 to main
 
 A replay flattens its arguments and copies them into the static inputs by position. If a positional sample argument is
 passed as a keyword, or an argument is missing, the first *weight* is used as an input. If the keys of a dict are in
-another order, its tensors are mixed up. Inputs of another shape are broadcast. With the fix, a replay compares its
-arguments with the sample arguments: number, shapes, ``requires_grad``, and the structure of dicts and other containers.
-It raises `TypeError` or `ValueError`. A backward through a forward-only graph raises `RuntimeError`. Inputs of another
-dtype are cast, with one warning except under `torch.autocast`: an eager module computes other numbers from an fp32
-input than from a bf16 input (relative error 0.002). Keywords that are not among the sample arguments are still ignored,
-because callers pass ``is_first_microbatch``."""
+another order, its tensors are mixed up. Inputs of another shape are broadcast. A number, a string or an object keeps
+the value of the capture. A keyword that is not among the sample arguments is ignored, although it may be a tensor or
+hold tensors (Megatron's ``packed_seq_params``). An output that its module detaches gets a gradient.
+
+With the fix, a replay compares its arguments with the sample arguments: number, shapes, ``requires_grad``, values that
+are no tensors, and the order of tensors in containers. It raises `TypeError` or `ValueError`. A backward through a
+forward-only graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except under
+`torch.autocast`: an eager module computes other numbers from an fp32 input than from a bf16 input (relative error
+0.002). An ignored keyword that holds a tensor raises `ValueError`. Plain ones are still ignored, because callers pass
+``is_first_microbatch``. An output needs a gradient only if it needed one in the capture."""
 
 from ..fix import Fix
 
@@ -20,9 +24,15 @@ PATCH = """
  visited_te_modules = ANY_EMPTY
 @@
 +fwd_graphs[i].sample_arguments = SampleArguments(
-+    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
++    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training,
++    per_callable_static_outputs[i], per_callable_static_grad_outputs[i],
 +)
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
+
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function
+ class Graphed(torch.autograd.Function):
+     ...
++Graphed.forward = staticmethod(fwd_graph.sample_arguments.without_grads(Graphed.forward, len(static_input_surface)))
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 -flatten_user_args, _ = _tree_flatten(user_args)
@@ -31,11 +41,13 @@ PATCH = """
 -flatten_user_kwargs, _ = _tree_flatten([user_kwargs[key] for key in kwargs_keys])
 +flatten_user_kwargs, kwargs_spec = _tree_flatten([user_kwargs[key] for key in kwargs_keys])
 @@
-+fwd_graph.sample_arguments.check((*flatten_user_args, *flatten_user_kwargs), args_spec, kwargs_spec)
++fwd_graph.sample_arguments.check(
++    (*flatten_user_args, *flatten_user_kwargs), (args_spec, kwargs_spec), user_kwargs
++)
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.backward (at its start)
-+if all(grad is None for grad in static_grad_outputs):
++if not is_training or all(grad is None for grad in static_grad_outputs):
 +    raise RuntimeError(
 +        "This graph was captured for a forward alone: under torch.no_grad(), or with outputs that need no gradient"
 +    )

@@ -2,48 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ._te_warn_once import warn_once
 
+_PLAIN = (bool, int, float, str, bytes, type, type(None), torch.nn.Module, torch.nn.Parameter)
+"""Types of keyword arguments that hold no tensors, or only tensors that the graph reads anyway."""
+
 
 def _of(leaf: Any) -> tuple[Any, ...]:
-    """Return the properties of an argument that a graph fixes: shape, ``requires_grad`` and dtype."""
-    return getattr(leaf, "shape", None), getattr(leaf, "requires_grad", False), getattr(leaf, "dtype", None)
+    """Return the properties of a tensor that a graph fixes: shape, ``requires_grad`` and dtype.
+
+    All three are empty for any other argument.
+    """
+    return (leaf.shape, leaf.requires_grad, leaf.dtype) if isinstance(leaf, torch.Tensor) else (None, False, None)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the attributes and slots of an object, or {} if it has none."""
+    slots = [getattr(cls, "__slots__", ()) for cls in type(value).__mro__]
+    names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
+    return {name: getattr(value, name, None) for name in names} | getattr(value, "__dict__", {})
+
+
+def _holds_tensors(value: Any, is_field: bool = False) -> bool:
+    """Return whether a value is a tensor, or a container or an object that holds one."""
+    if isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set, frozenset, deque)):
+        return not is_field and any(_holds_tensors(field, True) for field in _fields(value).values())
+    return any(_holds_tensors(item, is_field) for item in value)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return whether two values are known to be equal. Tensors are equal only if they are the same object."""
+    if value is other:
+        return True
+    try:
+        result = value == other
+        return bool(result.all() if hasattr(result, "all") else result) and not isinstance(value, torch.Tensor)
+    except Exception:  # such as an array of another shape
+        return False
+
+
+class _Value:
+    """A sample argument that is no tensor, with the attributes that it had in the capture."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._fields = {} if isinstance(value, _PLAIN) else _fields(value)
+
+    def is_value_of(self, other: Any) -> bool:
+        if other is self.value or (self._fields and type(other) is type(self.value)):
+            fields = _fields(other) if self._fields else {}
+            return fields.keys() == self._fields.keys() and all(
+                _is_equal(fields[name], self._fields[name]) for name in fields
+            )
+        return _is_equal(other, self.value)
+
+
+def _structure(value: Any) -> Any:
+    """Return the nesting of arguments whose tensors were replaced by None.
+
+    Containers have equal structures if a callable finds the same tensors at the same indexes and keys.
+    """
+    if isinstance(value, dict):
+        return [(key, _structure(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return [*map(_structure, value)]
+    return None if value is None else object()
 
 
 class SampleArguments:
-    """The sample arguments of one graph: positional arguments, then the ``keywords``, in this order."""
+    """The sample arguments of one graph: positional arguments, then the ``keywords``, in this order.
+
+    ``outputs`` and ``grad_outputs`` are the static outputs of the graph and their gradients. The gradients are None
+    if no backward was captured.
+    """
 
     def __init__(
-        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keywords: list[str], is_training: bool
+        self,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        keywords: list[str],
+        is_training: bool,
+        outputs: Sequence[Any],
+        grad_outputs: Sequence[Any] | None,
     ) -> None:
         layer = getattr(function, "layer_number", None)
         self._graph = f"The graph of {type(function).__name__}{f', layer {layer},' if layer is not None else ''}"
         self._keywords, self._is_training = keywords, is_training
         positional, args_spec = tree_flatten(tuple(args))
         named, kwargs_spec = tree_flatten([kwargs[key] for key in keywords])
-        plain = all(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
-        self._specs = None if plain else (args_spec, kwargs_spec)
-        self._samples = [*map(_of, (*positional, *named))]
+        self._specs = (args_spec, kwargs_spec)
+        leaves = [*positional, *named]
+        self._samples = [*map(_of, leaves)]
+        self._values = {index: _Value(leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+        self._names = [f"positional argument {index}" for index in range(len(positional))]
+        self._names += [f"keyword argument {key!r}" for key in keywords for _ in tree_flatten(kwargs[key])[0]]
+        # A capture under no_grad does not show which outputs need a gradient in grad mode.
+        is_known = torch.is_grad_enabled()
+        needs_grad = [getattr(output, "requires_grad", False) for output in outputs]
+        if grad_outputs is not None:
+            needs_grad = [grad is not None for grad in grad_outputs]
+        self._without_grad = [index for index, needs in enumerate(needs_grad) if is_known and not needs]
 
-    def check(self, leaves: Sequence[Any], *specs: Any) -> None:
-        """Raise `TypeError` or `ValueError` if the ``leaves`` of a replay's arguments differ from the sample arguments.
+    def check(self, leaves: Sequence[Any], specs: tuple[Any, Any], keywords: Mapping[str, Any]) -> None:
+        """Raise `TypeError` or `ValueError` if the arguments of a replay differ from the sample arguments.
 
+        ``leaves`` are these arguments without their containers. ``keywords`` are all keyword arguments of the call.
         The replay casts tensors of another dtype, with one warning for each combination (none in `torch.autocast`).
         """
         given = [*map(_of, leaves)]
         if given != self._samples:
             self._compare(given)
-        if self._specs is not None and self._specs != specs:
-            raise ValueError(
-                f"{self._graph} was captured for arguments with the structure {self._specs}, and got {specs}. "
-                "Pass arguments like the sample arguments, with dict keys in the same order, or capture again."
-            )
+        for index, sample in self._values.items():
+            if not sample.is_value_of(leaves[index]):
+                raise ValueError(
+                    f"{self._graph} was captured with {sample.value!r} as {self._names[index]}, and got "
+                    f"{leaves[index]!r}. A graph repeats the computation of its capture. Pass an equal value, or "
+                    "capture again."
+                )
+        if specs != self._specs:
+            self._compare_structures(specs)
+        if len(keywords) > len(self._keywords):
+            for key in keywords.keys() - set(self._keywords):
+                self._require_plain(key, keywords[key])
 
     def _compare(self, given: list[tuple[Any, ...]]) -> None:
         shapes, sample_shapes = ([shape for shape, _, _ in leaves] for leaves in (given, self._samples))
@@ -70,3 +164,39 @@ class SampleArguments:
                 f"{self._graph} was captured for inputs of {sample_dtypes}, and got {dtypes}. It casts them, but "
                 "eager training may not. Capture it with sample arguments of these dtypes, or cast the inputs first."
             )
+
+    def _compare_structures(self, specs: tuple[Any, Any]) -> None:
+        structures = [
+            [_structure(tree_unflatten([None] * spec.num_leaves, spec)) for spec in pair]
+            for pair in (specs, self._specs)
+        ]
+        if structures[0] != structures[1]:
+            raise ValueError(
+                f"{self._graph} was captured for arguments with the structure {self._specs}, and got {specs}. "
+                "Pass arguments like the sample arguments, with dict keys in the same order, or capture again."
+            )
+
+    def _require_plain(self, key: str, value: Any) -> None:
+        if _holds_tensors(value):
+            raise ValueError(
+                f"{self._graph} got the keyword argument {key!r}, which is or holds a tensor but is not in "
+                "sample_kwargs. A replay would ignore it, and use the values of the capture. Add each of its tensors "
+                "to sample_kwargs as an argument of its own, or do not pass it."
+            )
+
+    def without_grads(self, forward: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+        """Return ``forward``, whose outputs then need a gradient only if they needed one in the capture.
+
+        The last arguments of ``forward`` are the ``inputs``: the user's, then parameters.
+        """
+        if not self._without_grad:
+            return forward
+
+        def forward_without_grads(ctx: Any, *args: Any) -> Any:
+            outputs = forward(ctx, *args)
+            pairs = zip(args[-inputs:], self._samples, strict=False)
+            if not any(_of(value)[1] and not needs_grad for value, (_, needs_grad, _) in pairs):
+                ctx.mark_non_differentiable(*[outputs[index] for index in self._without_grad])
+            return outputs
+
+        return forward_without_grads

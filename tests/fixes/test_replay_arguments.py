@@ -1,0 +1,258 @@
+"""Replays with arguments that differ from the sample arguments: eager numbers or an error, on the simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.child import simulate
+
+START = """
+import torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+def random(*shape, grad=True):
+    return torch.randn(*(shape or (16, 32)), dtype=torch.bfloat16, device="cuda", requires_grad=grad)
+
+def linear(**options):
+    return te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda", **options)
+
+class Module(torch.nn.Module):
+    def __init__(self, forward, **options):
+        super().__init__()
+        self.linear, self.function = linear(**options), forward
+
+    def forward(self, *args, **kwargs):
+        return self.function(self.linear, *args, **kwargs)
+
+def train(forward, sample, arguments, graphed, learn=True, **options):
+    # Three steps of a trained layer behind a module. Returns outputs, their requires_grad, and gradients.
+    torch.manual_seed(1)
+    module, last = Module(forward), linear()
+    module.train(learn)
+    run = te.make_graphed_callables(module, sample(), allow_unused_input=True, **options) if graphed else module
+    torch.manual_seed(2)
+    found = []
+    for step in range(3):
+        args = arguments()
+        outputs = run(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        found += [torch.tensor(o.requires_grad) for o in outputs] + [o.detach().clone() for o in outputs]
+        last(sum(o.to(torch.bfloat16) for o in outputs) + args[0]).float().pow(2).mean().backward()
+        for tensor in (*args, *module.parameters(), *last.parameters()):
+            found.append(torch.zeros(1) if tensor.grad is None else tensor.grad.clone())
+            tensor.grad = None
+    return found
+
+def compare(*args, **options):
+    eager, graphed = train(*args, False, **options), train(*args, True, **options)
+    assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager)
+
+def refused(call, text):
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+"""
+
+WITHOUT_GRADS = """
+def teacher(linear, x):
+    with torch.no_grad():
+        return linear(x)
+
+def router(linear, x):
+    return linear(x).float().softmax(-1) > 0.03
+
+def state(linear, x):
+    out = linear(x)
+    return torch.tanh(out), out.detach()
+
+def chosen(linear, x):
+    out = linear(x)
+    return out * 2, out.argmax(-1, keepdim=True), out.detach() + 1
+
+for forward in (teacher, router, state, chosen):
+    compare(forward, lambda: (random(),), lambda: (random(),))
+for forward in (teacher, router):
+    compare(forward, lambda: (random(),), lambda: (random(),), learn=False)
+    compare(forward, lambda: (random(grad=False),), lambda: (random(grad=False),))
+
+# In evaluation, a graph has no backward. Its outputs may need a gradient, but the gradient is refused.
+module = Module(lambda linear, x: linear(x)).eval()
+te.make_graphed_callables(module, (random(),))
+try:
+    module(random()).sum().backward()
+except RuntimeError as error:
+    assert "captured for a forward alone" in str(error)
+else:
+    raise AssertionError
+
+# A capture under no_grad does not show which outputs need a gradient.
+module = Module(lambda linear, x: linear(x))
+with torch.no_grad():
+    te.make_graphed_callables(module, (random(),), allow_unused_input=True)
+try:
+    module(random()).sum().backward()
+except RuntimeError as error:
+    assert "captured for a forward alone" in str(error)
+else:
+    raise AssertionError
+"""
+
+OWN_OUTPUT = """
+def layer(linear, x, carried):
+    out = linear(x) + carried
+    return torch.tanh(out), out.detach()
+
+def train(graphed):
+    torch.manual_seed(1)
+    module = run = Module(layer)
+    if graphed:
+        run = te.make_graphed_callables(module, (random(), random(grad=False)))
+    torch.manual_seed(2)
+    found, carried = [], torch.zeros(16, 32, dtype=torch.bfloat16, device="cuda")
+    for step in range(4):
+        x = random()
+        out, carried = run(x, carried)
+        out.float().pow(2).mean().backward()
+        found += [out.detach().clone(), carried.clone(), x.grad]
+    return found + [parameter.grad for parameter in module.parameters()]
+
+assert all(map(torch.equal, train(False), train(True)))
+"""
+
+VALUES = """
+import dataclasses, enum
+import numpy
+
+class Kind(enum.Enum):
+    SINGLE, DOUBLE = 1, 2
+
+@dataclasses.dataclass
+class Settings:
+    factor: int
+
+class Scale:
+    def __init__(self, value):
+        self.value = value
+
+def scaled(linear, x, by=None):
+    by = getattr(by, "factor", getattr(by, "value", by))
+    by = int(by.sum()) if isinstance(by, numpy.ndarray) else by
+    return linear(x) * (1 if by is None or by is False else 2 if by is True or isinstance(by, str) else by)
+
+def evaluate(captured, given):
+    with torch.no_grad():
+        module, x = Module(scaled).eval(), random()
+        wanted = module(x, by=given)
+        te.make_graphed_callables(module, (random(),), sample_kwargs={"by": captured})
+        assert torch.equal(module(x, by=given), wanted)
+
+one, two = torch.ones(2, 1, device="cuda", dtype=torch.bfloat16).cumsum(0)
+for captured, given in (
+    (False, True), (1, 2), (None, 2), (2, None), (None, "double"), (Kind.SINGLE, Kind.DOUBLE),
+    (Settings(1), Settings(2)), (numpy.ones(2), numpy.ones(3)), (Scale(one), Scale(two)),
+):
+    refused(lambda: evaluate(captured, given), "as keyword argument 'by', and got")
+held = Scale(one)
+for captured, given in (
+    (True, True), (2, 2), (None, None), (Kind.DOUBLE, Kind.DOUBLE), (Settings(2), Settings(2)),
+    (held, held), (held, Scale(one)), (1.0, 1), ("double", "double"), (numpy.ones(2), numpy.ones(2)),
+):
+    evaluate(captured, given)
+"""
+
+IGNORED = """
+import collections, dataclasses, enum
+
+class Packed:
+    def __init__(self, lengths):
+        self.lengths, self.longest = lengths, 5
+
+class Slots:
+    __slots__ = ("lengths",)
+
+@dataclasses.dataclass
+class Settings:
+    lengths: object
+
+Kind = enum.Enum("Kind", "A")
+Pair = collections.namedtuple("Pair", "a b")
+module = te.make_graphed_callables(Module(lambda linear, x, **ignored: linear(x)), (random(),))
+lengths = torch.ones(3, device="cuda")
+slots = Slots()
+slots.lengths = lengths
+for value in (
+    lengths, [lengths], (1, (lengths,)), {"a": lengths}, Pair(1, lengths), Packed(lengths), Packed([lengths]),
+    Settings(lengths), [Packed(lengths)], slots,
+):
+    refused(lambda: module(random(), other=value), "the keyword argument 'other', which is or holds a tensor")
+for value in (None, True, 3, "a", Kind.A, Packed(3), Settings({}), module, module.linear.weight, [], torch.bfloat16):
+    module(random(), is_first_microbatch=True, other=value)
+"""
+
+STRUCTURES = """
+import collections
+Pair = collections.namedtuple("Pair", "a b")
+
+def total(linear, x, pair):
+    a, b = pair.values() if isinstance(pair, dict) else pair
+    return linear(x) + 2 * a + b
+
+x, a, b = (random() for _ in range(3))
+for sample in ((random(), random()), [random(), random()]):
+    module = Module(total)
+    wanted = module(x, (a, b))
+    te.make_graphed_callables(module, (random(),), sample_kwargs={"pair": sample})
+    for pair in ((a, b), [a, b], Pair(a, b), collections.deque((a, b))):
+        assert torch.equal(module(x, pair=pair), wanted)
+    for pair in ({"a": a, "b": b}, ((a, b),), (a, (b,))):
+        refused(lambda: module(x, pair=pair), "was captured for arguments with the structure")
+module = Module(total)
+wanted = module(x, (a, b))
+te.make_graphed_callables(module, (random(),), sample_kwargs={"pair": {"a": random(), "b": random()}})
+assert torch.equal(module(x, pair=collections.OrderedDict(a=a, b=b)), wanted)
+for pair in ({"b": b, "a": a}, (a, b), {"a": a, "c": b}):
+    refused(lambda: module(x, pair=pair), "was captured for arguments with the structure")
+"""
+
+DELAYED = """
+def train(graphed, count, sample_needs_grad, needs_grad):
+    torch.manual_seed(1)
+    layers = [linear(bias=False, delay_wgrad_compute=True) for _ in range(count)]
+    module = run = torch.nn.Sequential(*layers)
+    if graphed:
+        run, = te.make_graphed_callables((module,), ((random(grad=sample_needs_grad),),))
+    torch.manual_seed(2)
+    found = []
+    for grad in needs_grad:
+        x = random(grad=grad)
+        out = run(x)
+        out.backward(random(grad=False))
+        for backward_dw in [run.backward_dw] if graphed else [layer.backward_dw for layer in layers]:
+            backward_dw()
+        found += [out.detach().clone()] + ([x.grad] if grad else [])
+        for layer in layers:
+            found.append(layer.weight.grad.clone())
+            layer.weight.grad = None
+    return found
+
+for arguments in ((1, True, (True, False)), (2, True, (True, False, True)), (2, False, (False, False))):
+    eager, graphed = train(False, *arguments), train(True, *arguments)
+    assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager)
+"""
+
+PROGRAMS = {
+    "outputs without gradients": WITHOUT_GRADS,
+    "its own output": OWN_OUTPUT,
+    "plain values": VALUES,
+    "ignored keywords": IGNORED,
+    "other containers": STRUCTURES,
+    "delayed wgrads of an input without a gradient": DELAYED,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_replay_is_an_eager_call_or_an_error(name: str) -> None:
+    simulate("-c", START + PROGRAMS[name])
