@@ -1,14 +1,16 @@
 """Which part of the tests runs, and with which TransformerEngine (TE).
 
-``--part text`` needs neither torch nor TE, ``--part te`` both; without the option everything runs, less the part ``te``
-where torch is missing. ``--te VERSION``, which may be given several times, has tests with ``tried_te`` use that
-published TE instead of the installed one. ``--dist loadgroup`` leaves all tests of a version to one process, so that
-each process reads other sources.
+``--part te`` runs the modules with ``pytestmark = pytest.mark.te``, which need torch and TE. ``--part text`` runs all
+others. The modules are read, not imported. Without the option everything runs, but only the part ``text`` if torch is
+missing. ``--te VERSION``, which may be given several times, has tests with ``tried_te`` use that published TE instead
+of the installed one. ``--dist loadgroup`` leaves all tests of a version to one process, so that each process reads
+other sources.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -16,32 +18,6 @@ import pytest
 from te_graph_fixes.commands.cli import main
 from tests.support import published
 from tests.support.child import Cli
-
-TEXT = {
-    "test_activation.py",
-    "test_bake.py",
-    "test_catalogue.py",
-    "test_choices_of_fixes.py",
-    "test_cli.py",
-    "test_commits.py",
-    "test_drift.py",
-    "test_install.py",
-    "test_installation.py",
-    "test_foreign_text.py",
-    "test_grad_input_lifetime.py",
-    "test_graph_order.py",
-    "test_harmful_edits.py",
-    "test_harmless_edits.py",
-    "test_megatron_lm_example.py",
-    "test_messages.py",
-    "test_other_patchers.py",
-    "test_patch.py",
-    "test_readme.py",
-    "test_release.py",
-    "test_run.py",
-    "test_settings.py",
-    "test_source.py",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,8 +61,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    wanted = _part(config)
-    if wanted == "all":
+    part = _part(config)
+    if part == "all" or not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
-    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if is_test and (collection_path.name in TEXT) != (wanted == "text") else None
+    needs_te = re.search(r"^pytestmark = (\[\s*)?pytest\.mark\.te\b", collection_path.read_text(), re.MULTILINE)
+    return True if bool(needs_te) != (part == "te") else None

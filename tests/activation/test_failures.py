@@ -21,6 +21,8 @@ import pytest
 from te_graph_fixes.patching.source import Source
 from tests.support.child import on_simulator, python
 
+pytestmark = pytest.mark.te
+
 ROOT = Path(__file__).parents[2]
 # What a child runs first: TE on a machine without a GPU, and functions to report by.
 SETUP = """

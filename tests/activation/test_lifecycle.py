@@ -12,6 +12,8 @@ from te_graph_fixes.status import Status
 from tests.support import published
 from tests.support.child import python, simulate
 
+pytestmark = pytest.mark.te
+
 VERDICTS = {fix: verdict.status for fix, verdict in published.examined("installed")[1].items()}
 NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == Status.APPLICABLE)
 

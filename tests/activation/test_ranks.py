@@ -17,6 +17,8 @@ import pytest
 import te_graph_fixes
 from te_graph_fixes.patching.source import Source
 
+pytestmark = pytest.mark.te
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gather_reports.py"
 RUN = [sys.executable, "-m", "te_graph_fixes", "run"]

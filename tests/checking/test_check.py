@@ -20,6 +20,8 @@ from te_graph_fixes.patching.source import Source
 from tests.support.child import ROOT, on_simulator, python, simulate
 from tests.verify.cases import CASES
 
+pytestmark = pytest.mark.te
+
 PATIENCE = 60
 """Seconds that rank 0 waits for the others at its end."""
 PROGRAM = "tests/support/check_training.py"

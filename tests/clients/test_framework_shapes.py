@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.child import simulate
 
+pytestmark = pytest.mark.te
+
 TOKENS, HIDDEN, STREAMS, STEPS, PAGES = 32, 64, 4, 3, 4
 ORDER = (1, 1, -1, 1, -1, -1)
 

@@ -11,6 +11,7 @@ from tests.clients.test_megatron_pipeline import free_port
 from tests.support.child import ROOT, simulate
 
 pytestmark = [
+    pytest.mark.te,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
 ]

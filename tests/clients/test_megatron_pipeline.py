@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
+    pytest.mark.te,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
 ]

@@ -14,6 +14,7 @@ import pytest
 from tests.clients.test_megatron_pipeline import free_port
 
 pytestmark = [
+    pytest.mark.te,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
 ]

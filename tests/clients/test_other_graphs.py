@@ -10,9 +10,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.support import published
 from tests.support.child import simulate
 from tests.verify.driver.program import Program
+
+pytestmark = pytest.mark.te
 
 DELAYED: dict[str, Any] = {"recipe": "delayed", "fused": True, "keeps_grads": True, "weights": "marked"}
 PROGRAMS = {

@@ -13,6 +13,8 @@ from te_graph_fixes.patching.installation import Installation
 from te_graph_fixes.patching.source import Edit, Source
 from te_graph_fixes.status import Status
 
+pytestmark = pytest.mark.te
+
 CODE = "standin_of_torch.code"
 
 

@@ -14,6 +14,8 @@ from tests.fixes.test_core_fixes import CASES
 from tests.support.child import on_simulator, simulate
 from tests.support.published import COVERED, copy_of, source
 
+pytestmark = pytest.mark.te
+
 
 @pytest.fixture(scope="module", params=["installed", *(pytest.param(each, marks=pytest.mark.slow) for each in COVERED)])
 def baked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

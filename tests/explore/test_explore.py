@@ -15,6 +15,8 @@ from tests.explore.scripts import script
 from tests.support.child import on_simulator, simulate
 from tests.verify.driver.program import Program
 
+pytestmark = pytest.mark.te
+
 TE = ("transformer_engine.pytorch",)
 SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))
 

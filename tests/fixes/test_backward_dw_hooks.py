@@ -13,6 +13,8 @@ import pytest
 from tests.support import published
 from tests.support.child import simulate
 
+pytestmark = pytest.mark.te
+
 FIX = "backward-dw-hooks"
 NEEDED = FIX in published.te("installed").needed
 

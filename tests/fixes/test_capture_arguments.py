@@ -7,6 +7,8 @@ import pytest
 from te_graph_fixes.patching.source import Source
 from tests.support.child import on_simulator, simulate
 
+pytestmark = pytest.mark.te
+
 GRAPH = Source.installed().module("transformer_engine.pytorch.graph").text
 
 PROGRAM = """

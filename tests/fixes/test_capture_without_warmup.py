@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.support.child import simulate
+
+pytestmark = pytest.mark.te
 
 EVALUATION = """
 import json

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.child import on_simulator, python
 
+pytestmark = pytest.mark.te
+
 WORSE = {
     "without stale-fp8-weights": ("weights-not-cached", "experts-not-cached"),
     "without fp8-state-at-replay": ("forward-method-after-others",),

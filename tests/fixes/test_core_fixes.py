@@ -13,6 +13,8 @@ import pytest
 from tests.support.child import measured, simulate
 from tests.support.published import TE
 
+pytestmark = pytest.mark.te
+
 SKIP_FLAG, WARMUP, ACCESSORS = "grouped-linear-skip-flag", "warmup-reset", "skip-flag-accessors"
 APPLIED = {SKIP_FLAG, WARMUP, ACCESSORS, "stale-fp8-weights", "param-grad-lifetime"}
 """Those three, and what `warmup-reset` requires."""

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.child import on_simulator, simulate
 
+pytestmark = pytest.mark.te
+
 SETUP = """
 import threading, torch
 import transformer_engine.pytorch as te

@@ -14,6 +14,8 @@ from tests.support import published
 from tests.support.child import outcome, simulate
 from tests.verify.cases import Case
 
+pytestmark = pytest.mark.te
+
 FIX = CATALOGUE["delayed-wgrad-delivery"]
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
 MINOR = published.te("installed").minor

@@ -14,6 +14,8 @@ from te_graph_fixes.status import Status
 from tests.support.child import simulate
 from tests.support.published import VERSIONS, copy_of, source
 
+pytestmark = pytest.mark.te
+
 MARKED_AFTERWARDS = """
 import torch
 import te_graph_fixes

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support import published
 from tests.support.child import simulate
+
+pytestmark = pytest.mark.te
 
 FIXES = {"cached-weight-lifetime", "state-after-evaluation"}
 REQUIRED = {"fp8-state-at-replay", "nested-autocast"}

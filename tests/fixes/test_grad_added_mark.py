@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.support.child import simulate
+
+pytestmark = pytest.mark.te
 
 PROGRAM = """
 import json, te_graph_fixes, torch, transformer_engine.pytorch as te

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.child import simulate
 
+pytestmark = pytest.mark.te
+
 PROGRAM = """
 import torch, te_graph_fixes
 

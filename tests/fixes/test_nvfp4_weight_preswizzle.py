@@ -7,6 +7,8 @@ import pytest
 from tests.support.child import simulate
 from tests.support.published import TE
 
+pytestmark = pytest.mark.te
+
 PROGRAM = """
 import te_graph_fixes, torch
 import transformer_engine.pytorch as te

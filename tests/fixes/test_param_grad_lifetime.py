@@ -13,6 +13,8 @@ import pytest
 from tests.support import published
 from tests.support.child import simulate
 
+pytestmark = pytest.mark.te
+
 FIX = "param-grad-lifetime"
 NEEDED = FIX in published.te("installed").needed
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}

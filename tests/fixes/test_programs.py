@@ -12,6 +12,8 @@ from tests.support.child import measured
 from tests.support.legal_orders import NAMED, random_orders
 from tests.verify.cases import BLACKWELL_RECIPES, CASES, Case
 
+pytestmark = pytest.mark.te
+
 STEPS = ("step",) * 3
 SHARED = CASES["inference-and-training"].options
 EVALUATED = ("step", "save", "evaluate_in_bf16", "step", "save", "evaluate_in_other", "step", "save")

@@ -11,6 +11,8 @@ from tests.support import published
 from tests.support.child import measured
 from tests.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case
 
+pytestmark = pytest.mark.te
+
 NEEDED = sorted(published.te("installed").needed)
 
 

@@ -13,6 +13,8 @@ from tests.support.child import simulate
 from tests.support.published import TE
 from tests.support.recipe_matrix import GPU_SPLITS, RECIPES, combinations
 
+pytestmark = pytest.mark.te
+
 NO_MXFP8 = "not supported on 12.0+ architectures"
 REFUSED = {
     ("hopper", "mxfp8"): "compute capability 10.0 or higher required",

@@ -14,6 +14,8 @@ import pytest
 from tests.support.child import on_simulator, simulate
 from tests.verify.cases import CASES
 
+pytestmark = pytest.mark.te
+
 CONTRACT = [name for name, case in CASES.items() if {"replay-contract", "leaf-grad-lifetime"} & {*case.fixes}]
 REFUSED = {
     "more-microbatches": "the backward of callable 0 (LayerNormMLP) of microbatch 0 cannot be replayed: the forward of "

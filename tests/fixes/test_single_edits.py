@@ -16,6 +16,8 @@ from tests.support import published
 from tests.support.child import on_simulator
 from tests.verify.cases import EXPERTS, PRESWIZZLE
 
+pytestmark = pytest.mark.te
+
 _, VERDICTS = published.examined("installed")
 GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
 """What is simulated where Hopper does not run all that a fix edits."""

@@ -14,9 +14,10 @@ from tests.support.child import simulate
 
 GRAPH = Source.installed().module("transformer_engine.pytorch.graph").text
 
-pytestmark = pytest.mark.skipif(
-    "skip_backward_post_hook" not in GRAPH, reason="this TE copies no grads, and promises nothing"
-)
+pytestmark = [
+    pytest.mark.te,
+    pytest.mark.skipif("skip_backward_post_hook" not in GRAPH, reason="this TE copies no grads, and promises nothing"),
+]
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.child import simulate
 
+pytestmark = pytest.mark.te
+
 FIX = "static-buffer-reuse"
 
 

@@ -15,6 +15,8 @@ from te_graph_fixes.settings import Settings
 from tests.support.child import measured
 from tests.support.published import examined, source
 
+pytestmark = pytest.mark.te
+
 
 def one_stream(text: str) -> str:
     """graph.py with one stream for warmup and all captures, by the description of ROCm's TransformerEngine #644."""

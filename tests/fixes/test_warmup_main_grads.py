@@ -9,7 +9,10 @@ import pytest
 from tests.support import published
 from tests.support.child import simulate
 
-pytestmark = pytest.mark.skipif(published.te("installed").minor < 14, reason="TE before 2.14 has no warmup hooks")
+pytestmark = [
+    pytest.mark.te,
+    pytest.mark.skipif(published.te("installed").minor < 14, reason="TE before 2.14 has no warmup hooks"),
+]
 
 PROGRAM = """
 import json, te_graph_fixes, torch, transformer_engine.pytorch as te

@@ -9,6 +9,8 @@ from te_graph_fixes.patching.source import ModuleSource, Source
 from te_graph_fixes.status import Status
 from tests.support.child import simulate
 
+pytestmark = pytest.mark.te
+
 FIX = "weak-reference-layout"
 UTILS = "transformer_engine.pytorch.utils"
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.child import ROOT
 
+pytestmark = pytest.mark.te
+
 pytest.importorskip("mkdocs")
 
 

@@ -15,6 +15,8 @@ from tests.support.published import TE as TriedTE
 from tests.support.published import VERSIONS, copy_of, source
 from tools import upstream
 
+pytestmark = pytest.mark.te
+
 REPORTS = ROOT / "upstream"
 TESTS = sorted(path.stem for path in REPORTS.glob("*.py"))
 BLACKWELL_RTX = {"nvfp4-weight-preswizzle"}

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.child import on_simulator, python, simulate
 
+pytestmark = pytest.mark.te
+
 ROOT = Path(__file__).parents[2]
 EVERYWHERE = ROOT / "tests" / "simulator" / "everywhere"
 PARTS = ("graphs", "extension", "blocks")

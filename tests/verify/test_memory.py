@@ -13,6 +13,8 @@ from tests.support.child import measured, simulate
 from tests.support.megatron_orders import interleaved
 from tests.verify.cases import Case
 
+pytestmark = pytest.mark.te
+
 LIMIT = 1.01
 EXPERTS: dict[str, Any] = {"modules": ("grouped_linear",) * 2, "hidden": 256, "fused": True, "weights": "cached"}
 PROGRAMS: dict[str, dict[str, Any]] = {

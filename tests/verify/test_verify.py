@@ -20,6 +20,8 @@ from tests.verify.__main__ import main
 from tests.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
 from tests.verify.runner import Child, Outcome, Row
 
+pytestmark = pytest.mark.te
+
 ROOT = Path(__file__).parents[2]
 BESIDE = (
     *("recompute-in-an-autocast", "recompute-after-another", "operation-alone", "last-send-before-cooldown"),
