@@ -12,6 +12,8 @@ from te_graph_fixes.patching.installation import compile_patches
 from tests.support import published
 from tests.support.child import simulate
 
+pytestmark = pytest.mark.te
+
 QUICK = {"hopper": "2/15", "blackwell": "1/14", "blackwell-rtx": "3/16"}
 """The programs on each GPU (`tests.support.eager_training`)."""
 

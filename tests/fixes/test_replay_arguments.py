@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.child import simulate
 
+pytestmark = pytest.mark.te
+
 START = """
 import torch, te_graph_fixes
 import transformer_engine.pytorch as te

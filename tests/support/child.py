@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -75,6 +76,7 @@ def on_simulator(
     ``-c PROGRAM`` runs the text of a program. What is ``imported`` has been before, once for all programs in the same
     environment; without it a program is the first to import TE, and to be told what was applied.
     """
+    assert importlib.util.find_spec("torch"), "a module that needs torch and TE declares `pytestmark = pytest.mark.te`"
     with tempfile.TemporaryDirectory() as folder:
         output = [Path(folder, name) for name in ("stdout", "stderr")]
         request = {
