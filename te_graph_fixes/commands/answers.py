@@ -143,7 +143,7 @@ def explain(fix: Fix) -> Iterator[str]:
     module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
     _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")  # without the title and the links
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
-    yield f"{fix.id} ({fix.group}): {fix.summary}\n"
+    yield f"{fix.id} ({fix.group})\n\n{fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
     yield f"\n{account}\n\nThe patch, with TE's own lines:\n{fix.patch.rstrip()}"
 

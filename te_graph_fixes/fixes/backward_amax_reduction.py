@@ -1,4 +1,4 @@
-"""``backward-amax-reduction``: a graph without a backward prevents the backward's amax reduction of other modules.
+"""Bug: a graph without a backward prevents the backward's amax reduction of other modules.
 
 Upstream: none yet, TE 2.10 to main
 

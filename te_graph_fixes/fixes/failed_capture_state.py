@@ -1,4 +1,4 @@
-"""``failed-capture-state``: a failed capture leaves the process in a damaged state and hides its error.
+"""Bug: a failed capture leaves the process in a damaged state and hides its error.
 
 Upstream: none yet
 

@@ -1,4 +1,4 @@
-"""``fp8-state-at-replay``: replays omit the work of eager forwards on the scales of delayed scaling.
+"""Bug: replays omit the work of eager forwards on the scales of delayed scaling.
 
 Upstream: none yet, TE 2.10 to main
 

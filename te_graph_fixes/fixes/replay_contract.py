@@ -1,4 +1,4 @@
-"""``replay-contract``: programs that violate the assumptions of a capture compute wrong numbers silently.
+"""Bug: programs that violate the assumptions of a capture compute wrong numbers silently.
 
 Upstream: none yet, TE 2.10 to main
 

@@ -1,4 +1,4 @@
-"""``state-after-evaluation``: an evaluation in bf16 or another recipe removes a graph's FP8 state from its modules.
+"""Bug: an evaluation in bf16 or another recipe removes a graph's FP8 state from its modules.
 
 Upstream: none yet, TE 2.10 to main
 
