@@ -41,7 +41,7 @@ class Manifest:
 
     @classmethod
     def read(cls, file: Path) -> Manifest:
-        """Read a manifest. Ignore keys added by a newer version."""
+        """Return the manifest in a text. Keys that a newer version added are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in json.loads(file.read_bytes()).items() if key in known})
 

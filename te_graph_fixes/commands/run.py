@@ -44,7 +44,7 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replace this process with the program in ``arguments``. Return an exit status if this fails."""
+    """Replace this process with the program in ``arguments``. Return an exit status if no program is started."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
