@@ -1,27 +1,37 @@
 """The entry point of ``te-graph-fixes`` and ``python -m te_graph_fixes``."""
 
+import contextlib
 import os
 import signal
 import sys
 
-from .commands import NOT_USABLE
-
 
 def main() -> int:
     """Run one command and return its exit status, even if its output cannot be written."""
+    with contextlib.suppress(FileNotFoundError):
+        _forget_current_folder()
     try:
         status = _start()
-        sys.stdout.flush()
+        if sys.stdout:  # None if it is closed
+            sys.stdout.flush()
         return status
     except ImportError as error:
         print(f"te-graph-fixes: {error}", file=sys.stderr)
-        return NOT_USABLE
+        return 2
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         print(f"te-graph-fixes: {error}", file=sys.stderr)
         return 1
+
+
+def _forget_current_folder() -> None:
+    """Search no module in the current folder, which ``python -m`` searches first, unless PYTHONPATH names it."""
+    folder = os.getcwd()
+    named = os.environ.get("PYTHONPATH")
+    if sys.path[0] in ("", folder) and not (named and folder in map(os.path.realpath, named.split(os.pathsep))):
+        del sys.path[0]
 
 
 def _start() -> int:

@@ -245,11 +245,13 @@ class _Activation:
 
 
 def _conflict(settings: Settings) -> str:
-    """Return how the settings differ from the fixes baked into the installed TE, as a sentence, or "" if they agree."""
+    """Describe how a bake differs from this package's version or from the settings; "" if they agree."""
     from .decision import settings_conflict
     from .manifest import installed_manifest
 
-    return settings_conflict(settings, installed_manifest())
+    manifest = installed_manifest()
+    outdated = manifest.outdated if manifest and not settings.off else ""
+    return outdated or settings_conflict(settings, manifest)
 
 
 def _wait_for_other_threads() -> None:
@@ -275,7 +277,7 @@ def _wait_for_other_threads() -> None:
 
 
 def loaded(name: str) -> bool:
-    """Return whether a module is in `sys.modules` and its import has ended."""
+    """Return whether a module has been imported completely."""
     module = sys.modules.get(name)
     return module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False) is not True
 
@@ -288,7 +290,7 @@ def _captured_graphs() -> int:
 
 
 def _copies_of_graphs() -> tuple[str, ...]:
-    """Return the names of the imported modules that define `_COPIED`, except TE's own; () if there are none."""
+    """Return the imported modules that define `_COPIED`, except TE's own."""
     copies = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
-from .manifest import UNDO, Manifest, ManifestError, read_manifest
+from .manifest import BAKE, UNDO, Manifest, ManifestError, read_manifest
 from .patching.installation import Installation
 from .patching.source import Source, TENotFoundError
 from .report import named
@@ -59,7 +59,7 @@ def verdicts(source: Source) -> dict[str, Verdict]:
 
 
 def read_installed() -> Reading:
-    """Return the verdicts for the installed TE. If there is no TE, every verdict is ``unrecognized``."""
+    """Read the installed TE. Without a TE, every fix is unrecognized."""
     try:
         return read(Source.installed())
     except TENotFoundError as error:
@@ -92,8 +92,7 @@ def _baked_verdicts(manifest: Manifest) -> dict[str, Verdict]:
         Status.NOT_NEEDED: (Status.NOT_NEEDED, f"the upstream fix was there {when}"),
         Status.NOT_APPLICABLE: (Status.NOT_APPLICABLE, f"the feature was not there {when}"),
     }
-    advice = f"Run `{UNDO}`, then `te-graph-fixes bake`"
-    unknown = Status.UNRECOGNIZED, f"{manifest.by} baked this TransformerEngine without this fix. {advice}"
+    unknown = Status.UNRECOGNIZED, f"{manifest.by} baked this TransformerEngine without this fix. Run `{BAKE}`"
     return {fix_id: Verdict(*known.get(manifest.fixes.get(fix_id, ""), unknown)) for fix_id in CATALOGUE}
 
 
@@ -211,7 +210,7 @@ def _decided(verdict: Verdict, is_selected: bool, requires: Iterable[str], decid
 
 
 def with_required(fix_ids: Iterable[str]) -> set[str]:
-    """Return the ids of these fixes and of all fixes that they require, directly or through another fix."""
+    """Return these fixes, and all fixes that they require directly or indirectly."""
     required, pending = set[str](), list(fix_ids)
     while pending:
         fix_id = pending.pop()
@@ -221,7 +220,7 @@ def with_required(fix_ids: Iterable[str]) -> set[str]:
 
 
 def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
-    """Return how the settings differ from the baked fixes, as a sentence, or "" if they agree.
+    """Describe how the settings differ from the baked fixes; "" if they agree.
 
     The default settings, which neither select nor disable fixes, agree with every bake.
     """

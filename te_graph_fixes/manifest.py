@@ -9,20 +9,36 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from .patching import TE
 from .patching.source import Source, TENotFoundError
 from .status import Status
+from .version import __version__
 
 NAME = "te-graph-fixes.json"
-BAKE_FOLDER, OPEN = ".te-graph-fixes", ".te-graph-fixes/open"
-"""The folder of a bake inside TE's folder, and the place of the manifest while modules are being exchanged."""
-UNDO = "te-graph-fixes bake --undo"
+BAKE, UNDO = "te-graph-fixes bake", "te-graph-fixes bake --undo"
+BEFORE, AFTER, CHANGED = "before", "after", "changed"
+"""The states of a module: as it was before the bake, as the bake wrote it, or neither."""
 
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def file_digest(path: str | Path) -> str | None:
+    """Return the digest of a file, following links; None if there is nothing, and "" if it is not a file."""
+    if os.path.isfile(path):
+        return digest(Path(path).read_bytes())
+    return "" if os.path.lexists(path) else None
+
+
+class ManifestError(Exception):
+    """A manifest is invalid, or the files of a baked TE do not match it."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +56,29 @@ class Manifest:
     files: dict[str, tuple[str | None, str]]
 
     @classmethod
-    def read(cls, file: Path) -> Manifest:
-        """Return the manifest in a text. Keys that a newer version added are ignored."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{key: value for key, value in json.loads(file.read_bytes()).items() if key in known})
+    def read(cls, location: Path) -> Manifest | None:
+        """Read the manifest of the TE in a folder; None if there is none. Ignore keys added by a newer version.
+
+        Raise `ManifestError` if the manifest is invalid, for example if it names a file outside TE.
+        """
+        file = location / NAME
+        if not os.path.lexists(file):
+            return None
+        try:
+            data = json.loads(file.read_bytes() if file.is_file() else b"")
+            manifest = cls(**{field.name: data[field.name] for field in fields(cls)})
+            texts = [manifest.version, manifest.te_version or "", *manifest.fixes.values()]
+            is_valid = all(isinstance(text, str) for text in texts) and any(b for b, _ in manifest.files.values())
+            for path, (before, after) in manifest.files.items():
+                is_valid &= bool(re.fullmatch(rf"{TE}(/\w+)+\.py", path, re.ASCII)) and before != after
+                is_valid &= all(re.fullmatch("[0-9a-f]{64}", each) for each in (before or after, after))
+            if is_valid:
+                return manifest
+            problem = "it is not a list of baked modules"
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        advice = "Revert the change of this file, or delete it and reinstall TransformerEngine"
+        raise ManifestError(f"{file} is not a valid manifest ({problem}). {advice}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -60,46 +95,57 @@ class Manifest:
     def by(self) -> str:
         return f"te-graph-fixes {self.version}"
 
+    @property
+    def outdated(self) -> str:
+        """A message with the remedy if another version of this package baked the fixes, else ""."""
+        if self.version == __version__:
+            return ""
+        return f"{self.by} baked this TransformerEngine, but this is te-graph-fixes {__version__}. Run:\n  {BAKE}"
 
-class ManifestError(Exception):
-    """The files of a baked TE no longer match its manifest."""
+    def states(self, root: Path) -> dict[str, str]:
+        """Return the state of each module: `BEFORE`, `AFTER` or `CHANGED`. ``root`` is the folder that contains TE."""
+        states = {}
+        for path, (before, after) in self.files.items():
+            current = file_digest(root / path)
+            states[path] = AFTER if current == after else BEFORE if current == before else CHANGED
+        return states
 
+    def is_overwritten(self, te_version: str | None, states: Mapping[str, str]) -> bool:
+        """Return whether another version of TE was installed over the bake, so that no edited module remains."""
+        edited = {states[path] for path, (before, _) in self.files.items() if before}
+        return te_version != self.te_version and AFTER not in edited
 
-class ReinstalledError(ManifestError):
-    """TE was reinstalled after the bake. Only the modules that the bake added remain."""
+    def problem(self, te_version: str | None, states: Mapping[str, str]) -> str:
+        """Describe why the bake is not intact, with the remedy; "" if it is intact."""
+        if self.is_overwritten(te_version, states):
+            return (
+                f"TransformerEngine was reinstalled after {self.by} baked it, and old files remain. Replace them with "
+                f"`{BAKE}`, or delete them with `{UNDO}`"
+            )
+        if changed := [path for path, state in states.items() if state == CHANGED]:
+            return (
+                f"modules changed after {self.by} baked them: {', '.join(changed)}. Revert the change, or discard it "
+                f"with `{UNDO} --force`"
+            )
+        if BEFORE in states.values():
+            return (
+                f"a bake or its undo was interrupted, or is running: {list(states.values()).count(AFTER)} of "
+                f"{len(states)} modules are baked. If none is running, run `{BAKE}` or `{UNDO}`"
+            )
+        return ""
 
 
 def read_manifest(source: Source) -> Manifest | None:
-    """Read the manifest of a TE; None if nothing is baked into it.
-
-    Raise `ManifestError` if a listed module does not match its digest.
-    """
+    """Read the manifest of a TE; None if there is none. Raise `ManifestError` unless the bake is intact."""
     location = Path(source.location)
-    if (location / OPEN).exists():
-        raise ManifestError(f"a bake or its undo is running, or was interrupted. If none is running, run `{UNDO}`")
-    if not (location / NAME).exists():
-        return None
     try:
-        manifest = Manifest.read(location / NAME)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ManifestError(f"{location / NAME} cannot be read ({error}). Revert the change of this file") from error
-    root = location.parent
-    current = {path: digest((root / path).read_bytes()) for path in manifest.files if (root / path).exists()}
-    changed = [path for path, (_, after) in manifest.files.items() if current.get(path) != after]
-    if not changed:
-        return manifest
-    edited = {path: before for path, (before, _) in manifest.files.items() if before}
-    is_original = all(current.get(path) in (before, None) for path, before in edited.items())
-    is_another_version = manifest.te_version != source.version and edited.keys() <= set(changed)
-    if is_original or is_another_version:
-        raise ReinstalledError(
-            f"TransformerEngine was reinstalled after {manifest.by} baked it, and old files remain. "
-            f"Delete them with `{UNDO}`"
-        )
-    raise ManifestError(
-        f"modules changed after {manifest.by} baked them: {', '.join(changed)}. Revert the change; if "
-        f"TransformerEngine was reinstalled, delete {NAME}, {BAKE_FOLDER} and pytorch/_te_*.py in {location} instead"
-    )
+        manifest = Manifest.read(location)
+        problem = manifest.problem(source.version, manifest.states(location.parent)) if manifest else ""
+    except OSError as error:
+        raise ManifestError(f"{error.filename} cannot be read: {error.strerror}") from error
+    if problem:
+        raise ManifestError(problem)
+    return manifest
 
 
 def installed_manifest() -> Manifest | None:

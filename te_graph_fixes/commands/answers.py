@@ -19,16 +19,16 @@ from .. import fixes
 from ..decision import Decision, expected, settings_conflict, with_required
 from ..fix import GROUPS, Fix
 from ..fixes import CATALOGUE
-from ..manifest import UNDO
+from ..manifest import BAKE, UNDO
 from ..report import te_name
 from ..settings import DISABLE
 from ..status import BAKED
 from ..version import __version__
-from .bake import baked_files, is_outdated
+from .bake import baked_files
 
 
 def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
-    """Return, for each outcome in words, the ids of its fixes. Outcomes without a fix are absent."""
+    """Group the fixes for bugs that a TE has, had or may have, by outcome."""
     reading = decision.reading
     lists = {
         "may be there, but cannot be fixed": list(decision.cannot_apply),
@@ -83,7 +83,7 @@ def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
 
 
 def _side_effects(decision: Decision) -> Iterator[str]:
-    """Yield a line for each fix that is applied or disabled only because of another fix; nothing if there is none."""
+    """Yield a line for each fix that is applied or disabled only because of other fixes."""
     lines = [f"also applied: {fix_id}, required by {by}" for fix_id, by in decision.added.items()]
     lines += [f"also disabled: {fix_id}, which requires {required}" for fix_id, required in decision.dropped.items()]
     if lines:
@@ -92,9 +92,8 @@ def _side_effects(decision: Decision) -> Iterator[str]:
 
 
 def _next_steps(decision: Decision, where: str) -> Iterator[str]:
-    if is_outdated(decision.reading.manifest):
-        yield "\nAnother version of te-graph-fixes baked this TransformerEngine. Replace its fixes:"
-        yield f"  {UNDO}{where}\n  te-graph-fixes bake{where}"
+    if is_outdated(decision):
+        yield f"\nAnother version of te-graph-fixes baked this TransformerEngine. Replace its fixes:\n  {BAKE}{where}"
     elif decision.cannot_apply:
         yield f"\nFor details about the bugs that cannot be fixed:\n  te-graph-fixes issue{where}"
     if decision.to_apply and not where:
@@ -104,6 +103,12 @@ def _next_steps(decision: Decision, where: str) -> Iterator[str]:
         yield "  te-graph-fixes run CMD"
         yield "For an image, write the fixes into TransformerEngine's files:"
         yield "  te-graph-fixes bake"
+
+
+def is_outdated(decision: Decision) -> bool:
+    """Return whether another version of this package baked the fixes."""
+    manifest = decision.reading.manifest
+    return manifest is not None and manifest.outdated != ""
 
 
 def record(decision: Decision) -> dict[str, Any]:
@@ -121,7 +126,7 @@ def record(decision: Decision) -> dict[str, Any]:
         "te_graph_fixes_version": __version__,
         "te_version": decision.source.version,
         "source": decision.source.location,
-        "outdated": is_outdated(decision.reading.manifest),
+        "outdated": is_outdated(decision),
         "fixes": fixes,
     }
 
@@ -143,7 +148,7 @@ def explain(fix: Fix) -> Iterator[str]:
     module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
     _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")  # without the title and the links
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
-    yield f"{fix.id} ({fix.group})\n\n{fix.summary}\n"
+    yield f"{fix.id} ({fix.group}): {fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
     yield f"\n{account}\n\nThe patch, with TE's own lines:\n{fix.patch.rstrip()}"
 

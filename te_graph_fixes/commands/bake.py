@@ -1,40 +1,41 @@
 """Write the fixes into files of TransformerEngine (TE): in place for ``bake``, in a folder for ``bake --overlay``.
 
-A bake first writes a copy of each changed module and the new text to `BAKE_FOLDER` inside TE's folder. Then it moves
-the new files into place. The copies remain for ``bake --undo``, which moves them back. Two files show the progress:
+A bake in place first writes these files, and only then renames the new texts over the modules:
 
-    neither                 no module of TE has changed
-    .te-graph-fixes/open    modules are being moved, by a bake or its undo. Importing TE raises an error
-    te-graph-fixes.json     the bake is done
+    te-graph-fixes.json                 the manifest, with digests of each module before and after the bake
+    graph.py.te-graph-fixes-original    beside each changed module, a copy of it
+    graph.py.te-graph-fixes-new         beside the place of each changed or added module, its new text
 
-If a command was killed, the next command rolls its work back. Moving the files into place needs no disk space, because
-files are only renamed and deleted. Folders are not renamed, because this fails for folders in the lower layers of a
-container.
+The renames begin with the added modules, which the others import, and end with graph.py. After each of them, TE can be
+imported and computes the same without graphs. ``bake --undo`` restores the modules in the reverse order, and so does a
+bake after an error or a signal. After a ``kill -9``, the next ``bake`` or ``bake --undo`` does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
+import platform
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..decision import Decision
-from ..manifest import BAKE_FOLDER, NAME, OPEN, Manifest, ReinstalledError, digest, read_manifest
-from ..patching import TE
+from ..manifest import AFTER, CHANGED, NAME, UNDO, Manifest, ManifestError, digest, file_digest
+from ..patching import PACKAGE, TE
 from ..patching.installation import patched
 from ..patching.source import Source
 from ..status import Status
 from ..version import __version__
 
-BEFORE, AFTER, GUARD = "before", "after", "guard"
-_GUARD_TEXT = """\
-raise RuntimeError(
-    "TransformerEngine is being baked, or a bake was interrupted. Wait for it, or run `te-graph-fixes bake` again."
-)
-"""
+ORIGINAL, NEW = ".te-graph-fixes-original", ".te-graph-fixes-new"
+_GRAPH = f"{PACKAGE.replace('.', '/')}/graph.py"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class BakeError(Exception):
@@ -44,8 +45,8 @@ class BakeError(Exception):
 def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     """Return, for every module that the fixes change or add, its text before and after the bake ("" before: added).
 
-    The keys are paths relative to the folder that contains TE. They are sorted, with the manifest at the end. Each text
-    has the line breaks of its file.
+    The keys are paths relative to the folder that contains TE, in the order in which a bake renames the files. The
+    manifest is at the end. Each text has the line breaks of its file.
     """
     source, files = decision.source, {}
     for name, texts in patched(source, decision.to_apply).items():
@@ -54,11 +55,9 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
         files[module_path(source, name)] = before, after
     if not files:
         return {}
-    files = dict(sorted(files.items()))
-    digests = {
-        path: (digest(before.encode()) if before else None, digest(after.encode()))
-        for path, (before, after) in files.items()
-    }
+    files = {path: files[path] for path in sorted(files, key=lambda path: (files[path][0] > "", path == _GRAPH, path))}
+    root = Path(source.location).parent
+    digests = {path: (file_digest(root / path), digest(after.encode())) for path, (_, after) in files.items()}
     statuses = {fix_id: str(verdict.status) for fix_id, verdict in decision.reading.verdicts.items()}
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
     statuses |= dict.fromkeys(decision.disabled, str(Status.DISABLED))
@@ -72,91 +71,154 @@ def module_path(source: Source, module: str) -> str:
     return os.path.relpath(file.path, os.path.dirname(source.location)) if file else f"{module.replace('.', '/')}.py"
 
 
-def is_outdated(manifest: Manifest | None) -> bool:
-    """Return whether another version of this package baked the fixes."""
-    return manifest is not None and manifest.version != __version__
-
-
 @contextlib.contextmanager
-def locked(location: Path) -> Iterator[bool]:
-    """Lock the TE in a folder for this process. Yield whether an interrupted bake or undo had to be rolled back."""
-    folder = os.open(location, os.O_RDONLY)
+def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Lock the TE in a folder for this process. Wait up to a minute for another process, and name it with ``note``."""
+    folder, end, holder = os.open(location, os.O_RDONLY), time.monotonic() + 60, ""
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield roll_back(location)
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if not holder:
+                holder = _lock_holder(folder)
+                note(f"Waiting for {holder}, which has locked {location}.")
+            if time.monotonic() > end:
+                raise BakeError(f"Nothing was changed, because {holder} still has {location} locked. Try again later.")
+            time.sleep(0.1)
+        yield
     finally:
         os.close(folder)
 
 
+def _lock_holder(folder: int) -> str:
+    """Name the process that has locked an open folder, if this process may know."""
+    lock = re.compile(rf"^lock:.* FLOCK .*:{os.fstat(folder).st_ino} ", re.MULTILINE)
+    for info in glob.iglob("/proc/[0-9]*/fdinfo/*"):
+        with contextlib.suppress(OSError):
+            if lock.search(Path(info).read_text()):
+                return f"process {info.split('/')[2]} on {platform.node()}"
+    return "another process"
+
+
 def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write fixed modules and their manifest into the TE in a folder. After an error, the TE is unchanged."""
-    root, kept = location.parent, location / BAKE_FOLDER
-    guard = {GUARD: ("", _GUARD_TEXT)}  # one copy for the bake, another for the undo
-    try:
-        write_files(kept / BEFORE, root, guard)
-        write_files(kept / AFTER, root, {**files, **guard})
-        for path in (path for path, (before, _) in files.items() if before):
-            (kept / BEFORE / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / path, kept / BEFORE / path, follow_symlinks=False)
-        os.rename(kept / AFTER / TE / NAME, location / OPEN)
-        _exchange(location, AFTER)
-        os.rename(location / OPEN, location / NAME)
-    finally:
-        roll_back(location)
+    """Write fixed modules and their manifest into the TE in a folder. After an error or a signal, TE is unchanged."""
+    root, (*modules, manifest) = location.parent, files
+    _require_inside(location, modules)
+    with _signals_held():
+        try:
+            write_files(root, root, {manifest: files[manifest]}, NEW)
+            os.replace(f"{root / manifest}{NEW}", root / manifest)
+            for file in (root / path for path in modules if files[path][0]):
+                Path(f"{file}{ORIGINAL}").unlink(missing_ok=True)
+                shutil.copy2(file, f"{file}{ORIGINAL}", follow_symlinks=False)
+                _copy_owner(file, f"{file}{ORIGINAL}")
+            write_files(root, root, {path: files[path] for path in modules}, NEW)
+            for path in modules:
+                _delete_bytecode(root / path)
+                os.replace(f"{root / path}{NEW}", root / path)
+                if not signal.sigpending().isdisjoint(_SIGNALS):
+                    raise BakeError("Nothing was changed, because a signal interrupted the bake.")
+        except BaseException:
+            roll_back(location)
+            raise
 
 
-def undo(source: Source) -> str:
-    """Restore every changed module byte for byte, unless TE was reinstalled, and delete the added modules.
+def roll_back(location: Path) -> None:
+    """Restore TE from a bake of this process; do nothing if there is none."""
+    if manifest := Manifest.read(location):
+        states = manifest.states(location.parent)
+        _restore(location, manifest, [path for path, state in states.items() if state == AFTER])
+    Path(f"{location / NAME}{NEW}").unlink(missing_ok=True)
 
-    Return a message for the user. Raise `BakeError` if there is no bake, `ManifestError` if a file was edited later.
+
+def undo(source: Source, force: bool = False) -> str:
+    """Restore every changed module byte for byte, and delete the added modules. Return a message for the user.
+
+    If another TE was installed over the bake, its modules stay. ``force`` discards other changes since the bake.
+    Without it, they raise `ManifestError`. Raise `BakeError` if there is no bake, or an original is missing.
     """
     location = Path(source.location)
-    try:
-        manifest = read_manifest(source)
-        if manifest is None or not (location / BAKE_FOLDER).exists():
-            advice = "To revert a patch, use `patch -p1 -R`; to remove an overlay, its mounts."
-            raise BakeError(f"Nothing to undo: {location} has not been baked. {advice}")
-        done = f"Undid the bake of {manifest.by}: {len(manifest.files)} modules restored or deleted in {location}"
-    except ReinstalledError:
-        shutil.rmtree(location / BAKE_FOLDER, ignore_errors=True)  # copies of the TE before the reinstall
-        (location / BAKE_FOLDER).mkdir()
-        done = f"Deleted the remains of an earlier bake in {location}"
-    os.rename(location / NAME, location / OPEN)
-    roll_back(location)  # an undo treats a finished bake as an interrupted one
-    return done
+    manifest = Manifest.read(location)
+    if manifest is None:
+        roll_back(location)
+        raise BakeError(f"Nothing to undo: {location} has not been baked.")
+    states = manifest.states(location.parent)
+    discarded = {AFTER, CHANGED} if force else {AFTER}
+    if CHANGED in states.values() and not force and not manifest.is_overwritten(source.version, states):
+        raise ManifestError(manifest.problem(source.version, states))
+    modules = [path for path, state in states.items() if state in discarded]
+    originals = {path: f"{location.parent / path}{ORIGINAL}" for path in modules if manifest.files[path][0]}
+    if lost := [path for path, original in originals.items() if file_digest(original) != manifest.files[path][0]]:
+        raise BakeError(
+            f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
+            f"`patch -p1 -R`; to remove an overlay, its mounts. After a bake, reinstall TransformerEngine."
+        )
+    _restore(location, manifest, modules)
+    return f"Undid the bake of {manifest.by}: {len(modules)} modules restored or deleted in {location}"
 
 
-def roll_back(location: Path) -> bool:
-    """Roll back an unfinished bake, or finish an unfinished undo. Return whether there was either."""
-    if not (location / BAKE_FOLDER).exists() or (location / NAME).exists():
-        return False
-    if (location / OPEN).exists():
-        _exchange(location, BEFORE)
-    shutil.rmtree(location / BAKE_FOLDER)
-    return True
+def _restore(location: Path, manifest: Manifest, modules: Iterable[str]) -> None:
+    """Restore or delete these modules. Then delete everything else that the bake wrote, and the manifest at the end."""
+    root = location.parent
+    _require_inside(location, manifest.files)
+    with _signals_held():
+        try:
+            for path, (before, _) in reversed(manifest.files.items()):
+                file, original = root / path, Path(f"{root / path}{ORIGINAL}")
+                if path in modules:
+                    _delete_bytecode(file)
+                    os.replace(original, file) if before else file.unlink()
+                original.unlink(missing_ok=True)
+                Path(f"{file}{NEW}").unlink(missing_ok=True)
+            (location / NAME).unlink()
+        except OSError as error:
+            raise BakeError(
+                f"Cannot restore {file_of(error)}: {error.strerror}. TransformerEngine can be imported, but the fixes "
+                f"are in some of its modules. Correct the cause, and run:\n  {UNDO}"
+            ) from error
 
 
-def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]]) -> None:
+def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:
     """Write the new texts to a folder, with the permissions of the old files (for new files, of ``__init__.py``)."""
     for path, (before, after) in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(after.encode())
-        shutil.copymode(root / (path if before else f"{TE}/__init__.py"), folder / path)
+        file, model = Path(f"{folder / path}{suffix}"), root / (path if before else f"{TE}/__init__.py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)  # never write through a link
+        file.write_bytes(after.encode())
+        shutil.copymode(model, file)
+        _copy_owner(model, file)
 
 
-def _exchange(location: Path, side: str) -> None:
-    """Move the files of one side (``before`` or ``after``) into place, unless they are there already.
+def _copy_owner(model: Path, file: str | Path) -> None:
+    with contextlib.suppress(PermissionError):  # only root may do this
+        os.chown(file, model.stat().st_uid, model.stat().st_gid, follow_symlinks=False)
 
-    During the move, a guard replaces the first module. Every import of TE reaches the guard, which raises an error.
-    """
-    root, new = location.parent, location / BAKE_FOLDER / side
-    files = Manifest.read(location / OPEN).files
-    gate = next(path for path, (before, _) in files.items() if before)
-    others = [path for path in files if path != gate]
-    for name, path in [(GUARD, gate), *((path, path) for path in others), (gate, gate)]:
-        if os.path.lexists(new / name):
-            for compiled in (root / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
-                compiled.unlink()  # Python may use the bytecode without comparing it with the text
-            os.replace(new / name, root / path)
-        elif side == BEFORE and files[path][0] is None:
-            (root / path).unlink(missing_ok=True)
+
+def _delete_bytecode(file: Path) -> None:
+    """Delete the bytecode of a module, because Python may use it without comparing it with the text."""
+    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def _require_inside(location: Path, paths: Iterable[str]) -> None:
+    """Raise `BakeError` if the folder or the bytecode of a module is outside TE, because of a link."""
+    for folder in {(location.parent / path).parent for path in paths}:
+        for written in (folder.resolve(), (folder / "__pycache__").resolve()):
+            if not written.is_relative_to(location.resolve()):
+                raise BakeError(f"Nothing was changed, because {folder} leads outside TransformerEngine, to {written}.")
+
+
+def file_of(error: OSError) -> str:
+    """Return the file that an operation could not change."""
+    return error.filename2 or error.filename or "the files"
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Deliver signals only after the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,17 +20,18 @@ from pathlib import Path
 
 from ..decision import Decision, decide, expected, read, settings_conflict
 from ..fixes import CATALOGUE
-from ..manifest import UNDO, ManifestError, digest
+from ..manifest import UNDO, Manifest, ManifestError, digest
 from ..patching import PACKAGE, TE
 from ..patching.installation import InstallationError
 from ..patching.source import Source, TENotFoundError
-from ..report import by_reason, print_stderr, te_name
+from ..report import by_reason, te_name
 from ..settings import DISABLE, Settings, fix_ids, unknown_variables
 from ..status import CANNOT_APPLY, Status
 from ..version import __version__
-from . import NOT_USABLE, answers, bake
+from . import answers, bake
 from .bake import BakeError
 
+NOT_USABLE = 2  # wrong usage, or no TE
 _EPILOG = """\
 use in this order:
   te-graph-fixes status                   list the bugs of your TE
@@ -59,7 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _note(message: object) -> None:
-    print_stderr(f"te-graph-fixes: {message}")
+    _print("stderr", f"te-graph-fixes: {message}")
+
+
+def _print(stream: str, text: str) -> None:
+    """Print to ``stdout`` or ``stderr``. Ignore a full or closed output: the exit status contains the result."""
+    try:
+        if getattr(sys, stream):
+            print(text, file=getattr(sys, stream), flush=True)
+    except OSError:
+        setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - Python flushes the stream again when it exits
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -74,7 +85,7 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps(answers.record(decision), indent=2))
     else:
         print(*answers.status(decision, options.all, _where(options)), sep="\n")
-    return int(bool(decision.cannot_apply or bake.is_outdated(decision.reading.manifest)))
+    return int(bool(decision.cannot_apply or answers.is_outdated(decision)))
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -112,77 +123,86 @@ def _diff(options: argparse.Namespace) -> int:
 def _bake(options: argparse.Namespace) -> int:
     """Write the fixes into TE's files, all or none. For image builds.
 
-    exit status: 0 every needed fix is baked or disabled; 1 nothing was changed (--check: a needed fix is missing);
-      2 no TE
+    exit status: 0 every needed fix is baked or disabled; 1 nothing was changed, unless the message states otherwise
+      (--check: a needed fix is missing); 2 no TE; 130 interrupted
     example: te-graph-fixes bake
     """
+    if options.force and not options.undo:
+        raise ValueError("--force works only with --undo.")
     if options.check:
         return _check_bake(_decision(options), _where(options))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.overlay:
-            return _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
-        source = _source(options)
-        with bake.locked(Path(source.location)) as interrupted:
-            if interrupted:
-                _note("Rolled back an interrupted bake.")
-            if not options.undo:
-                return _bake_in_place(source, _where(options))
-            if not interrupted:
-                print(bake.undo(source))
+            _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
             return 0
+        source = _source(options)
+        with bake.locked(Path(source.location), _note):
+            done = bake.undo(source, options.force) if options.undo else _bake_in_place(source, _where(options))
     except OSError as error:
         advice = "Check TE with `te-graph-fixes status`, or write elsewhere with `te-graph-fixes bake --overlay DIR`."
-        raise BakeError(f"Cannot write {error.filename or 'the files'}: {error.strerror}. {advice}") from error
+        raise BakeError(f"Cannot write {bake.file_of(error)}: {error.strerror}. {advice}") from error
+    except KeyboardInterrupt:
+        _note("Interrupted. To see which fixes are baked, run `te-graph-fixes status`.")
+        return 128 + signal.SIGINT
+    _print("stdout", done)
+    return 0
 
 
 def _check_bake(decision: Decision, where: str) -> int:
-    print(answers.summary_line(decision))
-    is_missing = bool(decision.to_apply or decision.cannot_apply or bake.is_outdated(decision.reading.manifest))
-    if is_missing:
-        print(f"Not all needed fixes are baked. Run:\n  te-graph-fixes bake{where}")
+    is_missing = bool(decision.to_apply or decision.cannot_apply or answers.is_outdated(decision))
+    advice = f"\nNot all needed fixes are baked. Run:\n  te-graph-fixes bake{where}" if is_missing else ""
+    _print("stdout", answers.summary_line(decision) + advice)
     return int(is_missing)
 
 
-def _bake_in_place(source: Source, where: str) -> int:
-    """Bake the fixes into TE. Undo the bake if TE could be imported before it, but not after it."""
-    settings = _settings()
-    decision = decide(read(source), settings)
-    manifest = decision.reading.manifest
-    if manifest and bake.is_outdated(manifest):
-        raise BakeError(f"{manifest.by} baked this TransformerEngine. Undo it first:\n  {UNDO}{where}")
-    if conflict := settings_conflict(settings, manifest):
+def _bake_in_place(source: Source, where: str) -> str:
+    """Bake the fixes into TE, after undoing a bake that is outdated or not intact. Return a message for the user.
+
+    Undo the bake if TE could be imported before it, but not after it.
+    """
+    settings, location = _settings(), Path(source.location)
+    reading = read(source)
+    if Manifest.read(location) and (reading.manifest is None or reading.manifest.outdated):
+        _note(bake.undo(source))
+        reading = read(Source(source.location, source.version))
+    decision = decide(reading, settings)
+    if conflict := settings_conflict(settings, reading.manifest):
         raise BakeError(conflict)
     _require_complete(decision)
     if not decision.to_apply:
         summary = answers.summary_line(decision)
         if decision.disabled:
             raise BakeError(f"{summary} Nothing to bake: unset {settings.disabled_by}.")
-        print(summary)
-        return 0
-    location, files = Path(source.location), bake.baked_files(decision)
-    bake.write_in_place(location, files)
-    if not where and (problem := _import_problem()):
-        bake.undo(source)
-        if not _import_problem():
-            raise BakeError(f"The bake was undone, because TransformerEngine could not be imported with it: {problem}")
+        return summary
+    files = bake.baked_files(decision)
+    try:
         bake.write_in_place(location, files)
-        _note(f"The bake was not tested: TransformerEngine cannot be imported here, even without the fixes: {problem}")
+        if not where and (problem := _import_problem()):
+            bake.roll_back(location)
+            if not _import_problem():
+                raise BakeError(f"Nothing was changed, because TransformerEngine cannot be imported baked: {problem}")
+            bake.write_in_place(location, files)
+            _note(f"The bake was not tested: TransformerEngine cannot be imported here, even without fixes: {problem}")
+    except BaseException:
+        bake.roll_back(location)
+        raise
     disabled = f", {len(decision.disabled)} disabled by {settings.disabled_by}" if decision.disabled else ""
     te, modules = te_name(source.version), len(files) - 1
-    print(f"Baked {len(decision.to_apply)} fixes into {te} ({modules} modules in {location}{disabled}). Undo:")
-    print(f"  {UNDO}{where}")
-    return 0
+    baked = f"Baked {len(decision.to_apply)} fixes into {te} ({modules} modules in {location}{disabled})"
+    return f"{baked}. Undo:\n  {UNDO}{where}"
 
 
 def _import_problem() -> str:
     """Import the installed TE, with every edited module, in a new process. Return the error; "" if there is none."""
-    command = [sys.executable, "-c", f"import {PACKAGE}"]
+    program = f"import sys; sys.path[:] = filter(None, sys.path); import {PACKAGE}"  # not from the current folder
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last_line = done.stderr.strip().rpartition("\n")[2]
     return last_line or f"it ended with status {done.returncode}" if done.returncode else ""
 
 
-def _overlay(decision: Decision, folder: Path) -> int:
+def _overlay(decision: Decision, folder: Path) -> None:
     _require_complete(decision)
     if not decision.to_apply:
         raise BakeError("No overlay was written, because there is nothing to fix.")
@@ -192,7 +212,6 @@ def _overlay(decision: Decision, folder: Path) -> int:
     bake.write_files(folder, root, files)
     print(*(f"{folder}/{path} {root}/{path}" for path in files), sep="\n")
     _note(f"Overlay with {len(decision.to_apply)} fixes written. Mount each file, read-only, at the second path.")
-    return 0
 
 
 def _require_complete(decision: Decision) -> None:
@@ -316,7 +335,9 @@ _add(_status, _of_te, _as_json).add_argument(
 )
 _add(_explain).add_argument("fix", metavar="FIX")
 _add(_diff, _of_te).add_argument("fixes", nargs="*", metavar="FIX", help="the fixes to print (default: all that apply)")
-_modes = _add(_bake, _of_te).add_mutually_exclusive_group()
+_of_bake = _add(_bake, _of_te)
+_of_bake.add_argument("--force", action="store_true", help="with --undo: discard changes made after the bake")
+_modes = _of_bake.add_mutually_exclusive_group()
 _modes.add_argument("--check", action="store_true", help="change nothing, report whether every needed fix is baked")
 _modes.add_argument("--undo", action="store_true", help="restore TE's files byte for byte")
 _modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")

@@ -1,4 +1,4 @@
-"""Bug: the FP8 weights that a graph caches are freed or outdated while the graph reads them.
+"""``cached-weight-lifetime``: the FP8 weights that a graph caches are freed or outdated while the graph reads them.
 
 Upstream: none yet, TE 2.10 to main
 

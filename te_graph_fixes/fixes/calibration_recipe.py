@@ -1,4 +1,4 @@
-"""Bug: a capture that only calibrates uses the default recipe instead of the caller's.
+"""``calibration-recipe``: a capture that only calibrates uses the default recipe instead of the caller's.
 
 Upstream: none yet
 

@@ -1,4 +1,4 @@
-"""Bug: warmup adds its random wgrads to ``main_grad``.
+"""``warmup-main-grads``: warmup adds its random wgrads to ``main_grad``.
 
 Upstream: none yet, TE 2.10 to main (upstream/warmup-main-grads.md).
 

@@ -1,4 +1,4 @@
-"""Bug: no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads.
+"""``wgrad-without-dgrad``: no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads.
 
 Upstream: none yet, TE 2.10 to main
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import compileall
+import contextlib
+import errno
 import hashlib
 import itertools
 import json
 import os
+import platform
 import py_compile
 import re
 import shutil
@@ -16,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +32,12 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
 from te_graph_fixes.status import Status
-from tests.support.child import ROOT, Cli
+from tests.support.child import ROOT, Cli, python
 from tests.support.published import COVERED, RENAMED, altered, copy_of, needed, source
 
 GRAPH = "transformer_engine/pytorch/graph.py"
 MANIFEST = f"transformer_engine/{manifest.NAME}"
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may do this")
 
 
 def copy(folder: Path, version: str = "2.12.0") -> Path:
@@ -137,7 +142,7 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
     assert quantization.readlink() == real
 
 
-WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.chmod", "os.chown", "shutil.rmtree"}
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.chown"}
 
 
 def in_child(work: Callable[[], object], kill_at: int = 0) -> int:
@@ -147,15 +152,12 @@ def in_child(work: Callable[[], object], kill_at: int = 0) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     status = 1
     try:
-        count = 0
+        writes = itertools.count(1)
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal count
             opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-            if opened or event in WRITES:
-                count += 1
-                if count == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if (opened or event in WRITES) and next(writes) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
         work()
@@ -165,13 +167,8 @@ def in_child(work: Callable[[], object], kill_at: int = 0) -> int:
 
 
 def small(folder: Path) -> Decision:
-    """One fix, which changes one module and adds one, for a TE without the modules that it leaves as they are."""
-    tree = copy(folder)
-    decision = decide(read(Source.at(tree)), Settings(frozenset({"rng-states-at-replay"})))
-    for path in tree.rglob("*.py"):
-        if path != tree / GRAPH and path.name != "__init__.py":
-            path.unlink()
-    return decision
+    """One fix, which changes one module and adds one."""
+    return decide(read(Source.at(copy(folder))), Settings(frozenset({"rng-states-at-replay"})))
 
 
 def whole(folder: Path) -> Decision:
@@ -189,47 +186,113 @@ def code(tree: Path, names: Iterable[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [small, pytest.param(whole, marks=pytest.mark.slow)])
 def test_killed_at_any_write(make: Callable[[Path], Decision], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TE is left as it was, or corrected, or closed; the command that follows, and is not killed, does its work."""
+    """The first modules are baked, the others as before; the command that follows, and is not killed, does its work."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    tree, decided = tmp_path, make(tmp_path)
-    location, closed = tree / "transformer_engine", compile(bake._GUARD_TEXT, "", "exec", dont_inherit=True)
+    decided, location = make(tmp_path), tmp_path / "transformer_engine"
     files = bake.baked_files(decided)
-    names = [path for path in files if path.endswith(".py")]
-    gate = next(path for path, (before, _) in files.items() if before)
-    before, original = content(tree), code(tree, names)
-
-    def bake_it() -> None:
-        bake.roll_back(location)
-        if not (location / bake.BAKE_FOLDER).exists():
-            bake.write_in_place(location, files)
+    *names, _ = files
+    before, original = content(tmp_path), code(tmp_path, names)
 
     def undo_it() -> None:
-        bake.roll_back(location)
-        if (location / bake.BAKE_FOLDER).exists():
+        with contextlib.suppress(bake.BakeError):  # nothing to undo
             bake.undo(decided.source)
 
-    def require_whole(when: str) -> None:
-        found = code(tree, names)
-        assert found[gate] == closed or found in (original, baked), f"half done {when}"
+    def bake_it() -> None:
+        undo_it()
+        bake.write_in_place(location, files)
 
     bake_it()
-    baked = code(tree, names)
+    baked, interrupted = code(tmp_path, names), 0
+    prefixes = [{**original, **{name: baked[name] for name in names[:end]}} for end in range(len(names) + 1)]
     for work, undone in ((undo_it, bake_it), (bake_it, undo_it)):
         for number in itertools.count(1):
             undone()
             ended = in_child(work, number)
-            require_whole(f"at write {number}")
+            assert code(tmp_path, names) in prefixes
             if ended == 0:
                 break
             assert ended == -signal.SIGKILL
+            reason = read(Source.at(tmp_path)).verdicts["rng-states-at-replay"].reason
+            if "a bake or its undo was interrupted" in reason:
+                interrupted += 1
+            else:
+                assert code(tmp_path, names) == (baked if "baked by" in reason else original)
             in_child(bake_it, number % 13 + 1)
-            require_whole(f"after write {number}")
+            assert code(tmp_path, names) in prefixes
             following, wanted = ((bake_it, baked), (undo_it, original))[number % 2]
             following()
-            assert code(tree, names) == wanted, number
-        assert number > 10
+            assert code(tmp_path, names) == wanted, number
+    assert interrupted > 10
     undo_it()
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_within_the_renames(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bake puts the originals back, and an undo goes on to its end."""
+    decided, replace = small(tmp_path), os.replace
+    files, before = bake.baked_files(decided), content(tmp_path)
+
+    def signal_at(name: str) -> None:
+        def and_signal(new: str, old: Path) -> None:
+            replace(new, old)
+            if old.name == name:
+                os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(os, "replace", and_signal)
+
+    for name in (manifest.NAME, "_te_rng_states_at_replay.py", "graph.py"):
+        signal_at(name)
+        assert in_child(lambda: bake.write_in_place(tmp_path / "transformer_engine", files)) != 0
+        assert content(tmp_path) == before
+    signal_at("")
+    bake.write_in_place(tmp_path / "transformer_engine", files)
+    signal_at("graph.py")
+    assert in_child(lambda: bake.undo(decided.source)) != 0
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [errno.EBUSY, errno.EPERM, errno.ENOSPC])
+def test_a_file_that_cannot_be_replaced(error: int, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were mounted, immutable, or on a full disk: it is named, and TE is as it was."""
+    tree, replace = copy(tmp_path), os.replace
+    before = content(tree)
+    closed = ""
+
+    def refuse(new: str, old: Path) -> None:
+        if old.name == closed:
+            raise OSError(error, os.strerror(error), new, None, old)
+        replace(new, old)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    for closed in (manifest.NAME, "_te_graph_order.py", "base.py", "graph.py"):
+        status, out, err = cli("bake", "--source", tree)
+        assert (status, out, f"{closed}: {os.strerror(error)}. " in err) == (1, "", True)
+        assert content(tree) == before
+    closed = ""
+    assert cli("bake", "--source", tree)[0] == 0
+    closed = "base.py"
+    status, _, err = cli("bake", "--undo", "--source", tree)
+    assert (status, "base.py: " in err, "the fixes are in some of its modules" in err) == (1, True, True)
+    assert "is running: " in cli("status", "--source", tree)[1]
+    closed = ""
+    assert cli("bake", "--undo", "--source", tree)[0] == 0
     assert content(tree) == before
+
+
+@needs_root
+@pytest.mark.parametrize("lock", ["chattr +i {}", "mount --bind {} {}"])
+def test_a_file_that_is_immutable_or_mounted(lock: str, tmp_path: Path, cli: Cli) -> None:
+    tree = copy(tmp_path)
+    before, base = content(tree), tree / "transformer_engine/pytorch/module/base.py"
+    if subprocess.run(lock.replace("{}", str(base)), shell=True, capture_output=True, check=False).returncode:
+        pytest.skip(f"`{lock}` is not permitted here")
+    try:
+        status, _, err = cli("bake", "--source", tree)
+        assert (status, f"Cannot write {base}: " in err) == (1, True)
+        assert content(tree) == before
+    finally:
+        subprocess.run(["chattr", "-i", base] if "+i" in lock else ["umount", base], check=True)
 
 
 FULL_DISK = """
@@ -331,16 +394,16 @@ def test_a_source_that_is_not_recognized_fails_the_build(tmp_path: Path, cli: Cl
 
 def release(patch: pytest.MonkeyPatch, version: str, *unknown: str) -> None:
     """Replace the package by another release: its version, without fixes that it lacks."""
-    patch.setattr(bake, "__version__", version)
+    for module in (bake, manifest):
+        patch.setattr(module, "__version__", version)
     known = {fix_id: fix for fix_id, fix in CATALOGUE.items() if fix_id not in unknown}
     patch.setattr(decision, "CATALOGUE", known)
 
 
 @pytest.mark.parametrize(
-    ("version", "unknown"),
-    [("0.0.9", ["wgrad-hook-order"]), ("0.1.0.dev0+g111111111", []), ("0.2.0", [])],
+    ("version", "unknown"), [("0.0.9", ["wgrad-hook-order"]), ("0.1.0.dev0+g111111111", []), ("0.2.0", [])]
 )
-def test_a_bake_of_another_version_has_to_be_undone(
+def test_a_bake_of_another_version_is_replaced(
     version: str, unknown: list[str], tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = copy(tmp_path)
@@ -349,32 +412,22 @@ def test_a_bake_of_another_version_has_to_be_undone(
         release(other, version, *unknown)
         assert cli("bake", "--source", tree)[0] == 0
         assert cli("bake", "--check", "--source", tree)[0] == 0
-    baked = content(tree)
     status, out, _ = cli("status", "--source", tree)
     count, total = len(needed("2.12.0")) - len(unknown), len(needed("2.12.0"))
     outcome = f"; all {count} are baked" if not unknown else f": 1 may be there, but cannot be fixed, {count} baked"
     said = f"{total} of the {len(CATALOGUE)} known bugs{outcome} by te-graph-fixes {version}."
     assert out.splitlines()[0] == f"TransformerEngine 2.12.0 had {said}"
-    assert out.endswith(f"\n  te-graph-fixes bake --undo --source {tree}\n  te-graph-fixes bake --source {tree}\n")
+    assert out.endswith(f"Replace its fixes:\n  te-graph-fixes bake --source {tree}\n")
     assert status == cli("bake", "--check", "--source", tree)[0] == 1
     assert json.loads(cli("status", "--json", "--source", tree)[1])["outdated"]
-    said = f"te-graph-fixes {version} baked this TransformerEngine. Undo it first:\n"
-    error = f"te-graph-fixes: {said}  te-graph-fixes bake --undo --source {tree}\n"
-    assert cli("bake", "--source", tree) == (1, "", error)
-    assert content(tree) == baked
+    for number in (10, 40, 90, 140):
+        assert in_child(lambda: main(["bake", "--source", str(tree)]), number) == -signal.SIGKILL
+        assert cli("bake", "--check", "--source", tree)[0] == 1
+    status, _, err = cli("bake", "--source", tree)
+    assert (status, "Undid the bake of te-graph-fixes " in err) == (0, True)
+    assert cli("bake", "--check", "--source", tree)[0] == 0
     assert cli("bake", "--undo", "--source", tree)[0] == 0
     assert content(tree) == before
-
-
-def test_a_fix_that_an_older_bake_does_not_know_can_be_left_out(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = copy(tmp_path)
-    with monkeypatch.context() as older:
-        release(older, "0.0.9", "wgrad-hook-order")
-        assert cli("bake", "--source", tree)[0] == 0
-    monkeypatch.setenv(DISABLE, "wgrad-hook-order")
-    assert f": 1 disabled by {DISABLE}, " in cli("status", "--source", tree)[1]
 
 
 def test_fixes_that_a_bake_disabled_are_known(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,8 +517,8 @@ def test_a_bake_of_the_package_in_a_zip_is_the_same(baked: Path, tmp_path: Path)
     program = f"""
 import sys
 sys.path[:0] = {paths!r}
-from te_graph_fixes.commands import bake, cli
-bake.__version__ = {__version__!r}  # a zip does not know the commit
+from te_graph_fixes.commands import cli
+cli.bake.__version__ = cli.bake.Manifest.read.__globals__["__version__"] = {__version__!r}  # of the commit
 sys.exit(cli.main())
 """
     command = [sys.executable, "-I", "-c", program, "bake", "--check", "--source", baked]
@@ -497,16 +550,137 @@ def test_a_later_edit_is_said(kind: str, tree: Path, cli: Cli) -> None:
         (tree / name).unlink()
     found = read(Source.at(tree)).verdicts
     assert {verdict.status for verdict in found.values()} == {Status.UNRECOGNIZED}
-    before = content(tree)
+    before, graph = content(tree), (tree / GRAPH).read_bytes()
     status, out, _ = cli("status", "--source", tree)
     assert (status, len(out.splitlines())) == (1, 2)
-    advice = "Revert the change of this file" if name == MANIFEST else "Revert the change; if TransformerEngine"
-    assert advice in out
-    assert name in out
+    if name == ADDED:
+        assert "interrupted, or is running: " in out
+        return
+    assert (
+        "Revert the change of this file" if name == MANIFEST else "with `te-graph-fixes bake --undo --force`"
+    ) in out
     for command in ("bake", "bake --check", "bake --undo"):
         status, out, err = cli(*command.split(), "--source", tree)
         assert (status, name in out + err) == (1, True)
     assert content(tree) == before
+    if name == GRAPH:
+        assert cli("bake", "--undo", "--force", "--source", tree)[0] == 0
+        assert (tree / GRAPH).read_bytes() == (source("2.12.0") / GRAPH).read_bytes() != graph
+    assert cli("bake", "--force", "--source", tree)[0] == 2
+
+
+INVALID = (
+    *("", "null", "[" * 99999, "{}", '{"files": {}}'),
+    *(
+        {"files": {}},
+        {"files": None},
+        {"fixes": None},
+        {"fixes": {"warmup-reset": {}}},
+        {"version": 1},
+        {"te_version": 1},
+    ),
+    *({"files": {GRAPH: each}} for each in (None, [], ["0", "1"], ["0" * 64, "0" * 64], [None, "0" * 64], [1, 2])),
+    *({"files": {path: ["0" * 64, "1" * 64]}} for path in ("graph.py", "/etc/passwd", "transformer_engine/../x.py")),
+    *({"files": {path: ["0" * 64, "1" * 64]}} for path in ("transformer_engine/\ud800.py", f"{GRAPH}\n", "")),
+)
+
+
+@pytest.mark.parametrize("wrong", INVALID)
+def test_an_invalid_manifest(wrong: str | dict[str, Any], tree: Path, cli: Cli) -> None:
+    data = json.loads((tree / MANIFEST).read_text())
+    (tree / MANIFEST).write_text(wrong if isinstance(wrong, str) else json.dumps({**data, **wrong}))
+    before = content(tree)
+    for command in ("bake", "bake --check", "bake --undo", "bake --undo --force", "status"):
+        status, out, err = cli(*command.split(), "--source", tree)
+        assert (status, "is not a valid manifest" in out + err) == (1, True)
+    assert content(tree) == before
+
+
+def test_an_original_that_was_changed(tree: Path, cli: Cli) -> None:
+    path = tree / f"{GRAPH}{bake.ORIGINAL}"
+    path.write_text(path.read_text() + "# edited\n")
+    before = content(tree)
+    status, _, err = cli("bake", "--undo", "--source", tree)
+    assert (status, f"the originals of {GRAPH} are missing or changed" in err) == (1, True)
+    assert content(tree) == before
+
+
+@pytest.mark.parametrize("folder", ["", "pytorch/module", "pytorch/__pycache__"])
+def test_links_that_lead_outside(folder: str, tmp_path: Path, cli: Cli) -> None:
+    """No file is written there. A link from the place of TE to TE is allowed."""
+    tree, outside = copy(tmp_path / "tree"), tmp_path / "outside"
+    (tmp_path / "file").write_text("")
+    (tree / f"{GRAPH}{bake.NEW}").symlink_to(tmp_path / "file")
+    (tree / f"{GRAPH}{bake.ORIGINAL}").symlink_to(tmp_path / "file")
+    linked = tree / "transformer_engine" / folder
+    shutil.copytree(linked, outside, symlinks=True)
+    shutil.rmtree(linked)
+    linked.symlink_to(outside)
+    before = content(outside)
+    status, _, err = cli("bake", "--source", tree)
+    assert (status, "leads outside TransformerEngine" in err) == ((1, True) if folder else (0, False))
+    assert (content(outside) == before) == (status == 1)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_modes_and_owners_are_those_of_the_files_beside(tmp_path: Path) -> None:
+    tree, owner = copy(tmp_path), 1234 if os.getuid() == 0 else os.getuid()
+    for path in tree.rglob("*"):
+        os.chown(path, owner, os.getgid())
+
+    def bake_with_umask() -> None:
+        os.umask(0o077)
+        assert main(["bake", "--source", str(tree)]) == 0
+
+    assert in_child(bake_with_umask) == 0
+    files = [path.stat() for path in tree.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert {(stat.st_mode & 0o777, stat.st_uid) for stat in files} == {(0o644, owner)}
+
+
+def test_a_te_in_the_current_folder_is_ignored(tmp_path: Path) -> None:
+    tree, here = copy(tmp_path / "tree"), tmp_path / "here"
+    (here / "transformer_engine" / "pytorch").mkdir(parents=True)
+    for name in ("", "pytorch"):
+        (here / "transformer_engine" / name / "__init__.py").write_text("open('executed', 'w')\n")
+    for module in ("-mte_graph_fixes", "-cfrom te_graph_fixes.__main__ import main; main()"):
+        assert f"{tree}/transformer_engine" in python(module, "status", cwd=here, path=tree).stdout
+        assert python(module, "bake", cwd=here, path=tree).returncode == 0
+        assert not (here / "executed").exists()
+    assert f"\nin {here}/transformer_engine" in python("-m", "te_graph_fixes", "status", cwd=here, path=here).stdout
+    assert f"\nin {here}/transformer_engine" in python("-m", "te_graph_fixes", "status", cwd=here, path=".").stdout
+
+
+def test_a_lock_of_another_process(tree: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for, and named; after a minute, the command ends."""
+    location, clock = tree / "transformer_engine", itertools.count(0, 5)
+    monkeypatch.setattr(bake, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    program = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", program, location]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        other.stdout.readline()
+        status, _, err = cli("bake", "--undo", "--source", tree)
+        other.kill()
+    holder = f"process {other.pid} on {platform.node()}"
+    assert (status, err.splitlines()) == (
+        1,
+        [
+            f"te-graph-fixes: Waiting for {holder}, which has locked {location}.",
+            f"te-graph-fixes: Nothing was changed, because {holder} still has {location} locked. Try again later.",
+        ],
+    )
+
+
+@pytest.mark.parametrize("output", [">/dev/full", ">/dev/full 2>&1", ">&- 2>&-", "| false"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_is_full_or_closed(output: str, unbuffered: str, tmp_path: Path) -> None:
+    tree = copy(tmp_path)
+    command = f"{sys.executable} -m te_graph_fixes bake --source {tree}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)}
+    for option, wanted in (("", 0), ("--check", 0), ("--undo", 0), ("--undo", 1)):
+        shell = ["bash", "-c", f"({command} {option}; echo $? >{tree}/status) {output}"]
+        subprocess.run(shell, env=environment, check=False, capture_output=True)
+        assert (tree / "status").read_text() == f"{wanted}\n"
 
 
 def test_an_edit_and_another_version_are_not_a_new_installation(tmp_path: Path, cli: Cli) -> None:
@@ -519,7 +693,7 @@ def test_an_edit_and_another_version_are_not_a_new_installation(tmp_path: Path, 
     change(metadata, "Version: 2.12.0", "Version: 2.12.0+local")
     (tree / GRAPH).write_text(text + "# edited\n")
     status, _, err = cli("bake", "--undo", "--source", tree)
-    assert (status, "Revert the change; if" in err) == (1, True)
+    assert (status, "Revert the change, or" in err) == (1, True)
     (tree / GRAPH).write_text(text)
     change(metadata, "+local", "")
     assert cli("bake", "--undo", "--source", tree)[0] == 0
@@ -537,19 +711,20 @@ def test_a_module_that_was_not_changed_stays_as_it_is_now(tree: Path, cli: Cli) 
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.12.0"])
-def test_a_te_that_was_installed_over_a_bake(version: str, tree: Path, tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("command", ["bake", "bake --undo"])
+def test_a_te_that_was_installed_over_a_bake(version: str, command: str, tree: Path, tmp_path: Path, cli: Cli) -> None:
+    """Of the same version, it is like an interrupted bake."""
     reinstall(tree, version)
     new = modules(copy_of(source(version), tmp_path / "new"))
     status, out, _ = cli("status", "--source", tree)
     assert status == cli("bake", "--check", "--source", tree)[0] == 1
-    assert f"TransformerEngine was reinstalled after te-graph-fixes {__version__} baked it, and old files remain" in out
-    status, _, err = cli("bake", "--source", tree)
-    assert (status, "Delete them with `te-graph-fixes bake --undo`" in err) == (1, True)
-    out = cli("bake", "--undo", "--source", tree)[1]
-    assert out == f"Deleted the remains of an earlier bake in {tree}/transformer_engine\n"
-    assert modules(tree) == new
-    assert cli("bake", "--source", tree)[0] == cli("bake", "--check", "--source", tree)[0] == 0
-    assert cli("bake", "--undo", "--source", tree)[0] == 0
+    said = "was interrupted, or is running" if version == "2.12.0" else f"{__version__} baked it, and old files remain"
+    assert said in out
+    status, out, err = cli(*command.split(), "--source", tree)
+    assert (status, f"Undid the bake of te-graph-fixes {__version__}: " in out + err) == (0, True)
+    assert cli("bake", "--check", "--source", tree)[0] == int(command != "bake")
+    if command == "bake":
+        assert cli("bake", "--undo", "--source", tree)[0] == 0
     assert modules(tree) == new
 
 
@@ -559,26 +734,6 @@ def reinstall(tree: Path, version: str) -> None:
         if path.is_file():
             (tree / path.relative_to(tree.parent / "record")).unlink(missing_ok=True)
     copy_of(source(version), tree)
-
-
-def test_an_interrupted_bake_is_said(tmp_path: Path, cli: Cli) -> None:
-    tree, files = tmp_path, bake.baked_files(small(tmp_path))
-    before = content(tree)
-    for number in itertools.count(1):
-        in_child(lambda: bake.write_in_place(tree / "transformer_engine", files), number)
-        if (tree / GRAPH).read_text() == bake._GUARD_TEXT:
-            break
-        bake.roll_back(tree / "transformer_engine")
-    assert (
-        "was interrupted"
-        in subprocess.run([sys.executable, tree / GRAPH], capture_output=True, text=True, check=False).stderr
-    )
-    status, out, _ = cli("status", "--source", tree)
-    problem = "a bake or its undo is running, or was interrupted. If none is running, run `te-graph-fixes bake --undo`"
-    assert (status, problem in out) == (1, True)
-    said = "te-graph-fixes: Rolled back an interrupted bake.\n"
-    assert cli("bake", "--undo", "--source", tree)[::2] == (0, said)
-    assert content(tree) == before
 
 
 def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
@@ -620,5 +775,5 @@ def test_a_bake_with_which_te_cannot_be_imported_is_undone(
     before = content(tree)
     status, out, err = cli("bake")
     assert (status, out) == (1, "")
-    assert "TransformerEngine could not be imported with it: AssertionError: corrected" in err
+    assert "TransformerEngine cannot be imported baked: AssertionError: corrected" in err
     assert content(tree) == before

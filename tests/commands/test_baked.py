@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from te_graph_fixes.commands.bake import baked_files
 from te_graph_fixes.commands.cli import main
+from te_graph_fixes.decision import decide, read
 from te_graph_fixes.patching.source import Source
+from te_graph_fixes.settings import Settings
 from tests.fixes.test_core_fixes import CASES
 from tests.support.child import on_simulator, simulate
 from tests.support.published import COVERED, copy_of, source
@@ -102,6 +105,30 @@ def test_strict_mode_and_the_check_refuse_other_settings(baked: Path) -> None:
     assert (done.returncode, len(re.findall(f"ValueError: {UNDO}", done.stderr))) == (1, 1)
 
 
+@pytest.mark.parametrize("state", ["interrupted", "by another version"])
+def test_strict_mode_refuses_a_bake_that_is_not_whole_or_of_another_version(state: str, tmp_path: Path) -> None:
+    tree = copy_of(Path(Source.installed().location).parent, tmp_path)
+    graph, manifest = tree / "transformer_engine/pytorch/graph.py", tree / "transformer_engine/te-graph-fixes.json"
+    original = graph.read_text()
+    assert main(["bake", "--source", str(tree)]) == 0
+    if state == "interrupted":
+        graph.write_text(original)
+        said = "a bake or its undo was interrupted, or is running: .* run `te-graph-fixes bake` or"
+    else:
+        data = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({**data, "version": "0.0.9"}))
+        said = (
+            "te-graph-fixes 0.0.9 baked this TransformerEngine, but this is te-graph-fixes .*\n  te-graph-fixes bake\n"
+        )
+    program = "import te_graph_fixes, transformer_engine.pytorch; print(te_graph_fixes.report())"
+    done = on_simulator("-c", program, path=tree, imported=(), TE_GRAPH_FIXES_STRICT="1")
+    assert (done.returncode, len(re.findall(said, done.stderr))) == (1, 1), done.stderr
+    done = on_simulator("-c", program, path=tree, imported=())
+    assert (done.returncode, len(re.findall(said, done.stderr))) == (0, 1), done.stderr
+    assert ("unrecognized" in done.stdout) == (state == "interrupted")
+    assert on_simulator("-c", program, path=tree, imported=(), TE_GRAPH_FIXES="off").returncode == 0
+
+
 ACTIVE = """
 import te_graph_fixes
 
@@ -130,3 +157,44 @@ def test_the_check_asks_the_settings_that_are_active(baked: Path) -> None:
 def test_a_check_on_it_finds_nothing(baked: Path) -> None:
     lines = simulate("tests/support/check_training.py", CASES[0], CASES[1], path=baked).splitlines()
     assert [(found["same"], found["found"]) for found in map(json.loads, lines)] == [(True, [])] * 2
+
+
+EAGER = """
+import hashlib, torch, transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+torch.manual_seed(0)
+layers = [te.LayerNormLinear(32, 32), te.LayerNormMLP(32, 64), te.Linear(32, 32), te.GroupedLinear(2, 32, 32)]
+model = torch.nn.ModuleList([*layers, te.ops.Sequential(te.ops.Linear(32, 32))]).cuda()
+optimizer, digest = torch.optim.SGD(model.parameters(), 0.1), hashlib.sha256()
+for recipe in (None, DelayedScaling(), Float8CurrentScaling()):
+    for number in range(4):
+        out = x = torch.randn(32, 32, device="cuda", requires_grad=True)
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            for layer in layers:
+                splits = [[16, 16]] if layer is layers[3] else []
+                out = layer(out, *splits, is_first_microbatch=number % 2 == 0)
+            out = model[4](out)
+        out.square().mean().backward()
+        digest.update(out.detach().cpu().numpy().tobytes() + x.grad.cpu().numpy().tobytes())
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+digest.update(b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()))
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("version", ["installed", *(pytest.param(each, marks=pytest.mark.slow) for each in COVERED)])
+def test_after_each_rename_of_a_bake_eager_training_is_as_before(version: str, tmp_path: Path) -> None:
+    root = Path(Source.installed().location).parent if version == "installed" else source(version)
+    files = baked_files(decide(read(Source.at(copy_of(root, tmp_path))), Settings()))
+    before = simulate("-c", EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")
+    edited = False
+    for path, (original, text) in files.items():
+        if original and not edited:  # all added modules are there
+            assert simulate("-c", EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off") == before
+        edited = edited or original != ""
+        (tmp_path / path).write_text(text)
+        if edited:
+            assert simulate("-c", EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off") == before, path
