@@ -57,7 +57,7 @@ def _links(fix: Fix) -> str:
 
 def containers() -> str:
     """List the containers with the number of fixes that PyPI's release of their TE needs."""
-    lines = ["| container | its TE | needed fixes | source |", "|---|---|---|---|"]
+    lines = ["| container | TE | needed fixes | source of the version |", "|---|---|---|---|"]
     for name, version, known_from in CONTAINERS:
         release = version.partition("+")
         count = f"{len(needed(release[0]))} of {len(CATALOGUE)}" if release[1] else ""

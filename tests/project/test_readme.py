@@ -199,7 +199,7 @@ def figures_of_real_runs() -> list[str]:
 
 
 def figures_of_misuse() -> list[str]:
-    kinds = len(rows(doc("limits.md"), "What is still silent", "the program"))
+    kinds = len(rows(doc("limits.md"), "What is still silent", "action of the program"))
     return [f"[{kinds} kinds of misuse](docs/limits.md#what-is-still-silent)"]
 
 
@@ -226,7 +226,7 @@ def figures_of_random_programs() -> list[str]:
 
 
 def figures_of_megatron_core() -> list[str]:
-    table = rows(doc("results/megatron.md"), "Other models", "refused by Megatron")
+    table = rows(doc("results/megatron.md"), "Other models", "trainings refused by Megatron")
     trained, equal = (sum(int(row[column]) for row in table) for column in (3, 4))
     assert trained == equal
     return [f"[{trained} trainings](docs/results/megatron.md#models-of-megatron-core)"]
@@ -239,7 +239,7 @@ def figures_of_cost() -> list[str]:
     by_size = [float(row[6].split()[0]) for row in steps]
     peaks = [[int(peak) for peak in row[7].split(", ")] for row in steps]
     assert all(fixed <= graphs for _, graphs, fixed in peaks)
-    summary = {row[0]: row[1:] for row in rows(page, "What the fixes cost", "question")}
+    summary = {row[0]: row[1:] for row in rows(page, "What the fixes cost", "quantity")}
     step = [float(cell.split()[0]) for cell in summary["a training step, compared with TE's graphs (all sizes)"]]
     first = max(float(cell) for cell in summary["the first capture of dense layers in a process"])
     return [
@@ -264,8 +264,8 @@ def figures_of_versions() -> list[str]:
     pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     page = doc("results/megatron.md")
     tables = [
-        *rows(page, "Other models", "refused by Megatron"),
-        *rows(page, "Later releases of Megatron-Core", "bf16"),
+        *rows(page, "Other models", "trainings refused by Megatron"),
+        *rows(page, "Later releases of Megatron-Core", "models in bf16"),
     ]
     megatron = sorted({version for row in tables for version in re.findall(r"\b0\.(\d+)\.\d+", " ".join(row))})
     newest = ".".join(VERSIONS[-1].split(".")[:2])
