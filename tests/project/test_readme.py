@@ -199,8 +199,8 @@ def figures_of_real_runs() -> list[str]:
 
 
 def figures_of_misuse() -> list[str]:
-    kinds = len(rows(doc("limits.md"), "What is still silent", "action of the program"))
-    return [f"[{kinds} kinds of misuse](docs/limits.md#what-is-still-silent)"]
+    kinds = len(rows(doc("limits.md"), "Wrong without an error", "action of the program"))
+    return [f"[{kinds} mistakes](docs/limits.md#wrong-without-an-error)"]
 
 
 def figures_of_random_programs() -> list[str]:
@@ -217,7 +217,7 @@ def figures_of_random_programs() -> list[str]:
     causes = words[len(rows(page, "The differences", "seeds"))].lower()
     assert silent == 0
     assert f"{differ} of {checked:,} random programs that keep" in page
-    assert f"None of {broken:,} that break them is silently wrong" in page.replace("\n", " ")
+    assert f"None of {broken:,} that break them is wrong without an error" in page.replace("\n", " ")
     return [
         f"[{differ} of {checked:,} random programs](docs/results/README.md#random-programs)",
         f"for {causes} reasons",
@@ -345,7 +345,7 @@ def united(versions: list[str]) -> str:
 
 def quoted_errors() -> list[str]:
     first = [row[0] for row in rows(doc("limits.md"), "What raises an error", "error text")]
-    warned = doc("limits.md").partition("Three misuses cause a warning")[2].partition("\n\n")[0]
+    warned = doc("limits.md").partition("Three of these mistakes cause one warning")[2].partition("\n\n")[0]
     return [quote for cell in [*first, warned] for quote in re.findall(r"`([^`]{12,})`", cell)]
 
 
