@@ -37,3 +37,47 @@ SHARED_DUMMIES = """
 
 Its own dummies are in graph memory.
 """
+
+REPLAY_STEPS = """
+@@ graph.py _make_graphed_callables
++from ._te_replay import Replays
++
++replays = Replays(fwd_graphs, bwd_graphs, bwd_dw_graphs)
+ visited_te_modules = ANY_EMPTY
+
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function (at its start)
++replay = replays.of(fwd_graph)
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function
+ class Graphed(torch.autograd.Function):
+     ...
++replay.surround(Graphed)
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
+-flatten_user_args, _ = _tree_flatten(user_args)
++flatten_user_args, args_spec = _tree_flatten(user_args)
+@@
+-flatten_user_kwargs, _ = _tree_flatten(ANY)
++flatten_user_kwargs, kwargs_spec = _tree_flatten(ANY)
+@@
++call = replay.check(
++    skip_fp8_weight_update,
++    (*flatten_user_args, *flatten_user_kwargs),
++    (args_spec, kwargs_spec),
++    user_kwargs,
++)
+ func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
+@@
+-Graphed.apply(skip_fp8_weight_update, ...)
++Graphed.apply(call, ...)
+@@
+ out = Graphed.apply(...)
++out = replay.deliver(call, out)
+
+@@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
++replay = replays[graph_idx]
+@@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
+-ANY_GRAPH.replay()
++replay.wgrad(ANY_GRAPH.replay)
+@@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset (at its start)
++replay.reset()
+"""
+"""Calls of the steps that fixes add to a replay (`te_graph_fixes/support/replay.py`)."""

@@ -10,19 +10,14 @@ its own (`te_graph_fixes/support/fp8_weights.py`).
 """
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)
  graph_callables[ANY_INDEX] = func
 +from ._te_fp8_weights import CachedWeights
 +
-+fwd_graph.cached_weights = CachedWeights(func)
-
-@@ graph.py _make_graphed_callables.Graphed.forward
- for i in range(len_user_args):
-     if ANY_OTHER:
-         static_input_surface[i].copy_(inputs[i])
-+fwd_graph.cached_weights.refresh(skip_fp8_weight_update)
++replays.of(fwd_graph).add("forward prepare", "cached weights", CachedWeights(func).refresh)
 """
 
 FIX = Fix(
@@ -31,4 +26,5 @@ FIX = Fix(
     affects="fp8_weight_caching (Megatron sets it) with a graph for inference, or an evaluation in another recipe",
     cost="memory for the FP8 weights that modules have replaced since the capture",
     patch=PATCH,
+    base=REPLAY_STEPS,
 )

@@ -11,16 +11,13 @@ Eager training does not change.
 """
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
-# `replay()` replaces itself, so that `backward-dw-hooks` inserts its lines after the gradients are assigned.
 PATCH = """
 @@ graph.py _make_graphed_callables
  need_bwd_dw_graph = {}
 +
-+from ._te_delayed_wgrad_delivery import assign_grads, record_backward_dw, visit_waiting, without_memory
-+
-+# The gradients computed by the wgrad graph of each callable, in graph memory.
-+static_delayed_grads = {}
++from ._te_delayed_wgrad_delivery import delivery, record_backward_dw, visit_waiting
 @@
 +visit_waiting(visited_te_modules, func_idx, func)
  for module in visited_te_modules.get(func_idx, set()):
@@ -29,33 +26,19 @@ PATCH = """
 -        module.backward_dw()
 +        record_backward_dw(module, per_callable_module_params[func_idx])
 @@ (2 times)
++delayed_grads = []
  with ..., _graph_context_wrapper(bwd_dw_graph, ...):
      for module in visited_te_modules[ANY_INDEX]:
          if hasattr(module, "need_backward_dw") and module.need_backward_dw():
 -            module.backward_dw()
-+            static_delayed_grads.setdefault(ANY_INDEX, []).extend(
-+                record_backward_dw(module, per_callable_module_params[ANY_INDEX])
-+            )
++            delayed_grads += record_backward_dw(module, per_callable_module_params[ANY_INDEX])
 @@ (2 times)
  with ..., _graph_context_wrapper(bwd_dw_graph, ...):
      for module in visited_te_modules[ANY_INDEX]:
          ...
-+static_delayed_grads[ANY_INDEX] = without_memory(static_delayed_grads.get(ANY_INDEX, []))
++replays[ANY_INDEX].add("wgrad deliver", "gradients", delivery(delayed_grads))
 @@ (3 times)
  module.backward_dw()
-
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
-+delayed_grads = static_delayed_grads.get(graph_idx, [])
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
--ANY_GRAPH.replay()
-+ANY_GRAPH.replay()
-+assign_grads(delayed_grads)
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset
- bwd_dw_graphs[graph_idx].reset()
-+delayed_grads.clear()
-@@ (or)
- helpers.release_static_state()
-+delayed_grads.clear()
 
 @@ graph.py _make_graphed_callables
 +from ._te_delayed_wgrad_delivery import delayed_biases
@@ -127,6 +110,7 @@ FIX = Fix(
     affects="Megatron --delay-wgrad-compute (delay_wgrad_compute) with biases, or with unfused wgrads",
     cost="a copy of each gradient that a wgrad graph computes for .grad, after its replay",
     patch=PATCH + HOOKS_OF_OPERATIONS,
+    base=REPLAY_STEPS,
     requires=("backward-dw-hooks", "param-grad-lifetime", "wgrad-without-dgrad"),
     check_hints=("wgrad .grad",),
 )

@@ -15,16 +15,15 @@ With the fix, a graph owns its transposes. Before a replay, it recomputes transp
 """
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)
  graph_callables[ANY_INDEX] = func
 +from ._te_fp8_weights import PrimaryWeights
 +
-+fwd_graph.primary_weights = PrimaryWeights(func if is_training else None)
-
-@@ graph.py _make_graphed_callables.Graphed.forward (at its start)
-+fwd_graph.primary_weights.refresh()
++transposes = PrimaryWeights(func if is_training else None)
++replays.of(fwd_graph).add("forward prepare", "transposes", transposes.refresh)
 """
 
 FIX = Fix(
@@ -33,4 +32,5 @@ FIX = Fix(
     affects="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     cost="before a replay, one transpose for each weight without a valid one",
     patch=PATCH,
+    base=REPLAY_STEPS,
 )

@@ -9,27 +9,17 @@ backward, and each replay marks them again.
 """
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables
 +from ._te_grad_added_mark import record_marks
 +
-+# For each backward graph, the indexes of the inputs that it marks: their wgrads are in main_grad.
-+inputs_to_mark = {}
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with ..., record_marks(inputs_to_mark, bwd_graph, static_input_surface), _graph_context_wrapper(bwd_graph, ...):
++with ..., record_marks(replays.of(bwd_graph), static_input_surface), _graph_context_wrapper(bwd_graph, ...):
      ...
-
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function
-+marked_inputs = inputs_to_mark.get(bwd_graph, ())
-+
- class Graphed(torch.autograd.Function):
-     ...
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
-+for i in marked_inputs:
-+    static_input_surface[i].grad_added_to_main_grad = True
 """
 
 FIX = Fix(
@@ -37,5 +27,6 @@ FIX = Fix(
     group="gradients",
     affects="fused wgrads with Megatron-FSDP, or Megatron's DDP without its cuda_graph_impl='transformer_engine'",
     patch=PATCH,
+    base=REPLAY_STEPS,
     check_hints=("backward mark",),
 )

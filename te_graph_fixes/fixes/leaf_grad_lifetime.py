@@ -8,18 +8,16 @@ are returned as copies. Other gradients are still returned without a copy, becau
 """
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
 PATCH = """
-@@ graph.py _make_graphed_callables
-+from ._te_leaf_grad_lifetime import leaf_inputs, with_copied_grads
-+
- visited_te_modules = ANY_EMPTY
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+ctx.inputs_with_copied_grads = leaf_inputs(inputs, len_user_args)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
++from ._te_leaf_grad_lifetime import copies_of_grads, note_leaves
++
++replay.add("forward prepare", "leaves", note_leaves)
++replay.add("backward deliver", "copies", copies_of_grads(len(static_grad_inputs)))
  class Graphed(torch.autograd.Function):
      ...
-+Graphed.backward = staticmethod(with_copied_grads(Graphed.backward, len(static_grad_inputs)))
 """
 
 FIX = Fix(
@@ -28,5 +26,6 @@ FIX = Fix(
     affects="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
     cost="a copy of each gradient of a leaf input; not measured",
     patch=PATCH,
+    base=REPLAY_STEPS,
     check_hints=("use overwritten",),
 )

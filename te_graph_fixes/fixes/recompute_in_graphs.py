@@ -14,7 +14,7 @@ in between. Captures by `torch.cuda.graph` or Megatron-Core, and other threads, 
 """
 
 from ..fix import Fix
-from ..shapes import skip_flag_state
+from ..shapes import REPLAY_STEPS, skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit
@@ -33,17 +33,7 @@ PATCH = """
 @@ graph.py _make_graphed_callables
 +flag_of_graphs = STATE.skip_fp8_weight_update_tensor
 +
-+from ._te_recompute_in_graphs import ScaleUpdates
-+
-+@contextlib.contextmanager
-+def updates_left_to_replays(bwd_graph=None):
-+    updates = FP8GlobalStateManager.updates_of_capture = ScaleUpdates()
-+    try:
-+        yield
-+    finally:
-+        del FP8GlobalStateManager.updates_of_capture
-+    if bwd_graph is not None:
-+        bwd_graph.updates = updates.kinds
++from ._te_recompute_in_graphs import updates_left_to_replays
 +
  visited_te_modules = ANY_EMPTY
 @@
@@ -52,23 +42,8 @@ PATCH = """
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with ..., _graph_context_wrapper(bwd_graph, ...), updates_left_to_replays(bwd_graph):
++with ..., _graph_context_wrapper(bwd_graph, ...), updates_left_to_replays(replays.of(bwd_graph), flag_of_graphs):
      ...
-
-@@ graph.py _make_graphed_callables.Graphed.forward (at its start)
-+ctx.skips_update = skip_fp8_weight_update
-
-@@ graph.py _make_graphed_callables.Graphed.backward (at its start)
-+updates = getattr(bwd_graph, "updates", ())
-+if updates and isinstance(ctx.skips_update, bool):
-+    # Another graph may have changed the flag since the forward.
-+    flag_of_graphs.fill_(ctx.skips_update)
-@@ graph.py _make_graphed_callables.Graphed.backward
-+if "forward" in updates:
-+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
--if ctx.is_first_module:
-+if ctx.is_first_module or "backward" in updates:
-     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 """
 
 FIX = Fix(
@@ -76,6 +51,7 @@ FIX = Fix(
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed), te.checkpoint in captured modules (--recompute-modules)",
     patch=PATCH,
+    base=REPLAY_STEPS,
     names={"STATE": skip_flag_state},
     check_hints=("fp8 gradient",),
 )

@@ -16,6 +16,7 @@ forward-only graph raises `RuntimeError`. Inputs of another dtype are cast, with
 ``is_first_microbatch``. An output needs a gradient only if it needed one in the capture."""
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables
@@ -23,34 +24,20 @@ PATCH = """
 +
  visited_te_modules = ANY_EMPTY
 @@
-+fwd_graphs[i].sample_arguments = SampleArguments(
++sample_arguments = SampleArguments(
 +    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training,
 +    per_callable_static_outputs[i], per_callable_static_grad_outputs[i],
 +)
++sample_arguments.add_to(replays[i])
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
++from ._te_replay_arguments import refuse_backward
++
++if not is_training or all(grad is None for grad in static_grad_outputs):
++    replay.add("backward check", "captured", refuse_backward)
  class Graphed(torch.autograd.Function):
      ...
-+Graphed.forward = staticmethod(fwd_graph.sample_arguments.without_grads(Graphed.forward, len(static_input_surface)))
-
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
--flatten_user_args, _ = _tree_flatten(user_args)
-+flatten_user_args, args_spec = _tree_flatten(user_args)
-@@
--flatten_user_kwargs, _ = _tree_flatten([user_kwargs[key] for key in kwargs_keys])
-+flatten_user_kwargs, kwargs_spec = _tree_flatten([user_kwargs[key] for key in kwargs_keys])
-@@
-+fwd_graph.sample_arguments.check(
-+    (*flatten_user_args, *flatten_user_kwargs), (args_spec, kwargs_spec), user_kwargs
-+)
- func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
-
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function.backward (at its start)
-+if not is_training or all(grad is None for grad in static_grad_outputs):
-+    raise RuntimeError(
-+        "This graph was captured for a forward alone: under torch.no_grad(), or with outputs that need no gradient"
-+    )
 """
 
 FIX = Fix(
@@ -59,4 +46,5 @@ FIX = Fix(
     affects="programs that call a graph with arguments that differ from its sample arguments",
     cost="3 µs of CPU time for each call, 9 µs with a dict of tensors",
     patch=PATCH,
+    base=REPLAY_STEPS,
 )

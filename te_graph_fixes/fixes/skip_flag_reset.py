@@ -9,7 +9,7 @@ weights find no flag.
 """
 
 from ..fix import Fix
-from ..shapes import skip_flag_state
+from ..shapes import REPLAY_STEPS, skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.reset
@@ -19,15 +19,19 @@ PATCH = """
 
 @@ graph.py _make_graphed_callables
 +static_skip_flag = STATE.skip_fp8_weight_update_tensor
- visited_te_modules = ANY_EMPTY
-
-@@ graph.py _make_graphed_callables.Graphed.forward (at its start)
-+if skip_fp8_weight_update is not None:
++
++def use_own_skip_flag(call):
 +    # After a reset() there is another flag or none, but the graph reads its own flag.
-+    if STATE.skip_fp8_weight_update_tensor is None:
-+        STATE.skip_fp8_weight_update_tensor = static_skip_flag
-+    elif STATE.skip_fp8_weight_update_tensor is not static_skip_flag:
-+        static_skip_flag.fill_(skip_fp8_weight_update)
++    if call.skip_update is not None:
++        if STATE.skip_fp8_weight_update_tensor is None:
++            STATE.skip_fp8_weight_update_tensor = static_skip_flag
++        elif STATE.skip_fp8_weight_update_tensor is not static_skip_flag:
++            static_skip_flag.fill_(call.skip_update)
++
+ visited_te_modules = ANY_EMPTY
+@@
++replays[i].add("forward prepare", "skip flag", use_own_skip_flag)
+ ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 """
 
 FIX = Fix(
@@ -35,6 +39,7 @@ FIX = Fix(
     group="FP8 state",
     affects="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching (Megatron sets it)",
     patch=PATCH,
+    base=REPLAY_STEPS,
     names={"STATE": skip_flag_state},
     requires=("stale-fp8-weights",),
 )

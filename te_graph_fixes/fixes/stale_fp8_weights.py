@@ -17,39 +17,34 @@ There are three cases.
 """
 
 from ..fix import Fix
-from ..shapes import skip_flag_state
+from ..shapes import REPLAY_STEPS, skip_flag_state
 
 GRAPH = """
 @@ graph.py _make_graphed_callables
 +from ._te_first_microbatches import FirstMicrobatches, needs_fill, note_fill
 +
-+first_microbatches = FirstMicrobatches(callables, cache_quantized_params)
++microbatches = FirstMicrobatches(callables, cache_quantized_params)
  visited_te_modules = ANY_EMPTY
 @@
 -with ..., torch.cuda.stream(ANY):
-+with first_microbatches.during_warmup(STATE), ..., torch.cuda.stream(ANY):
++with microbatches.during_warmup(STATE), ..., torch.cuda.stream(ANY):
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(fwd_graph, ...):
-+with first_microbatches.during_forward(STATE, fwd_graph, func), ..., _graph_context_wrapper(fwd_graph, ...):
++with microbatches.during_forward(STATE, replays.of(fwd_graph), func), ..., _graph_context_wrapper(fwd_graph, ...):
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with first_microbatches.during_backward(STATE), ..., _graph_context_wrapper(bwd_graph, ...):
++with microbatches.during_backward(STATE), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 @@
-+first_microbatches.restore_marks()
++microbatches.restore_marks()
  ret = []
 @@ graph.py _make_graphed_callables.Graphed.forward
 -if ctx.is_first_module and skip_fp8_weight_update is not None:
 +if needs_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update, ctx.is_first_module):
      ANY_FILL
 +    note_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update)
-@@
-+if fwd_graph.skip_flags is not None:
-+    skip_fp8_weight_update = fwd_graph.skip_flags.fill()
- for i in range(len_user_args):
-     ...
 """
 
 LAYER = """
@@ -85,6 +80,7 @@ FIX = Fix(
     group="FP8 state",
     affects="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in their autocast",
     patch=PATCH,
+    base=REPLAY_STEPS,
     names={"STATE": skip_flag_state},
     requires=("grouped-linear-skip-flag",),
     check_hints=("fp8 output", "fp8 gradient"),

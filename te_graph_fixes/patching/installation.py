@@ -56,23 +56,32 @@ def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
     for name, edits in _edits_by_module(changes).items():
         module = source.module(name)
         for (edit, owner), (following, other) in pairwise(edits):
-            if following.start < edit.end:
+            if following.start < edit.end and not (edit.is_shared and edit == following):
                 where = f"{module.path}:{module.line_number(following.start)}"
                 what = f"edits of {owner} overlap" if owner == other else f"{owner} and {other} edit the same text"
                 raise InstallationError(f"{what} at {where}")
         after, end = "", 0
-        for edit, _ in edits:
+        for edit in _made_once(edits):
             after += module.text[end : edit.start] + edit.text
             end = edit.end
         texts[name] = module.text, after + module.text[end:]
     return texts
 
 
+def _made_once(edits: list[tuple[Edit, str]]) -> Iterator[Edit]:
+    """Yield the sorted edits, without the repetitions of shared edits."""
+    before = None
+    for edit, _ in edits:
+        if not (edit.is_shared and edit == before):
+            yield edit
+        before = edit
+
+
 def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
     """Group the edits by module, sorted by position, each with the name of its change."""
     edits = [(edit, name) for name, change in sorted(changes.items()) for edit in change.edits]
     by_module = defaultdict[str, list[tuple[Edit, str]]](list)
-    for edit, name in sorted(edits, key=lambda pair: pair[0][:3]):
+    for edit, name in sorted(edits, key=lambda pair: (*pair[0][:3], not pair[0].is_shared)):
         by_module[edit.module].append((edit, name))
     return by_module
 

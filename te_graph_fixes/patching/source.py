@@ -47,12 +47,16 @@ def unrecognized(wanted: str, where: object, found: str = "none") -> Unrecognize
 
 
 class Edit(NamedTuple):
-    """A replacement of the characters ``start`` to ``end`` in the source of ``module`` with ``text``."""
+    """A replacement of the characters ``start`` to ``end`` in the source of ``module`` with ``text``.
+
+    Equal edits that are ``shared`` by several changes are made once, before all other edits at their place.
+    """
 
     module: str
     start: int
     end: int
     text: str
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ their parameters. As in TransformerEngine's eager `backward_dw`, a weight's ``.g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,13 +66,13 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
             parameter.grad = grad
 
 
-def without_memory(grads: Iterable[DelayedGrad]) -> list[DelayedGrad]:
-    """Return the gradients of a captured wgrad graph without ownership of their memory.
+def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
+    """Return a function that assigns the gradients of a captured wgrad graph after each replay.
 
-    The gradients are read only right after the replay, so later captures may reuse their memory. The other modules in
-    the graph must not reuse it, because they write their own gradients before this read.
+    It does not own their memory, because they are read only right after the replay, so later captures may reuse it. The
+    other modules in the graph must not reuse it, because they write their own gradients before this read.
     """
-    return [each._replace(grad=make_weak_ref(each.grad)) for each in grads]
+    return partial(assign_grads, [each._replace(grad=make_weak_ref(each.grad)) for each in grads])
 
 
 def _stand_in(parameter: Parameter) -> Tensor:

@@ -45,11 +45,13 @@ class FirstMicrobatches:
             yield
 
     @contextlib.contextmanager
-    def during_forward(self, state: Any, graph: Any, function: Any) -> Iterator[None]:
-        """Make the ``graph`` of ``function`` read its own flags, stored in its attribute ``skip_flags``."""
-        owners = [module for module in _modules(function) if module in self.marks] if self._needs_flags else []
-        graph.skip_flags = GraphFlags(owners, self) if self._needs_flags and not self._caches_weights else None
-        with self._without_shared_flag(state, graph.skip_flags):
+    def during_forward(self, state: Any, replay: Any, function: Any) -> Iterator[None]:
+        """Make the graph of ``function`` read its own flags, which each ``replay`` fills."""
+        flags = None
+        if self._needs_flags and not self._caches_weights:
+            flags = GraphFlags([module for module in _modules(function) if module in self.marks], self)
+            replay.add("forward prepare", "flags of modules", flags.fill)
+        with self._without_shared_flag(state, flags):
             yield
 
     @contextlib.contextmanager
@@ -101,11 +103,8 @@ class GraphFlags:
         self._reuses[owner] = False
         return self._flags[owner]
 
-    def fill(self) -> bool | None:
-        """Fill the flags for the next replay and clear the marks.
-
-        Return whether the replay reuses all weights; None if it reads no flag.
-        """
+    def fill(self, call: Any) -> None:
+        """Fill the flags for the next replay and clear the marks. Note whether the replay reuses all weights."""
         for owner, reused in self._reuses.items():
             if owner is None:
                 continue
@@ -114,7 +113,7 @@ class GraphFlags:
             if reuses != reused:
                 self._flags[owner].fill_(reuses)
                 self._reuses[owner] = reuses
-        return all(self._reuses.values()) if self._reuses else None
+        call.reuses_weights = all(self._reuses.values()) if self._reuses else None
 
 
 def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ class PrimaryWeights:
         quantized = [(parameter, _tensors(parameter, COLUMNWISE)) for parameter in parameters]
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
 
-    def refresh(self) -> None:
+    def refresh(self, _call: Any) -> None:
         """Update the columnwise data in the graph to the current values of the parameters."""
         for parameter, tensors in self._held:
             valid = not getattr(parameter, "_transpose_invalid", False)
@@ -50,13 +50,9 @@ class CachedWeights:
             for name, weight in getattr(owner, "_fp8_workspaces", {}).items()
         ]
 
-    def refresh(self, skip_update: bool | None) -> None:
-        """Make the graph and its modules share their cached weights, as eager calls do.
-
-        ``skip_update``: True if the graph reuses the cached weights, False if it quantizes them again, None if it
-        caches none.
-        """
-        if skip_update is None:
+    def refresh(self, call: Any) -> None:
+        """Make the graph and its modules share their cached weights, as eager calls do."""
+        if (reuses := call.reuses_weights) is None:
             return
         for owner, name, weight, tensors in self._held:
             cached = owner._fp8_workspaces.get(name)
@@ -67,9 +63,9 @@ class CachedWeights:
                 for key, tensor in tensors.items():
                     setattr(weight, key, tensor)
                 owner._fp8_workspaces[name] = weight
-                if skip_update:
+                if reuses:
                     weight.quantize_(_values(owner, name))
-            elif skip_update:
+            elif reuses:
                 for key, tensor in tensors.items():
                     tensor.copy_(getattr(cached, key))
             else:

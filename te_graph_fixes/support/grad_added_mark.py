@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 
 @contextmanager
-def record_marks(marked: dict[Any, list[int]], graph: Any, inputs: Sequence[Any]) -> Iterator[None]:
-    """Record in ``marked[graph]`` the indexes of the ``inputs`` marked by a captured backward.
+def record_marks(replay: Any, inputs: Sequence[Any]) -> Iterator[None]:
+    """Make each replay of a captured backward mark the ``inputs`` that the backward marks in the capture.
 
     Inputs that are already marked are unmarked during the backward, and marked again afterwards.
     """
-    marked_before = [tensor for tensor in inputs if getattr(tensor, "grad_added_to_main_grad", False)]
+    marked_before = _marked(inputs)
     for tensor in marked_before:
         tensor.grad_added_to_main_grad = False
     try:
         yield
+        replay.add("backward deliver", "marks", partial(_mark, _marked(inputs)))
     finally:
-        indexes = marked.setdefault(graph, [])
-        indexes.extend(i for i, tensor in enumerate(inputs) if getattr(tensor, "grad_added_to_main_grad", False))
         for tensor in marked_before:
             tensor.grad_added_to_main_grad = True
+
+
+def _marked(inputs: Sequence[Any]) -> list[Any]:
+    return [tensor for tensor in inputs if getattr(tensor, "grad_added_to_main_grad", False)]
+
+
+def _mark(tensors: Sequence[Any], _ctx: Any, gradients: Any) -> Any:
+    for tensor in tensors:
+        tensor.grad_added_to_main_grad = True
+    return gradients

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+
+def note_leaves(call: Any) -> None:
+    """Note in ``call.copied_inputs`` the indexes of the inputs that are leaves and need a gradient."""
+    leaves = (i for i, x in enumerate(call.inputs) if getattr(x, "requires_grad", False) and x.is_leaf)
+    call.copied_inputs = [*leaves]
 
 
-def leaf_inputs(inputs: Sequence[Tensor], number: int) -> list[int]:
-    """Return the indexes of leaves that need a gradient, among the first ``number`` inputs of a replay."""
-    return [i for i in range(number) if getattr(inputs[i], "requires_grad", False) and inputs[i].is_leaf]
+def copies_of_grads(inputs: int) -> Callable[..., Any]:
+    """Return a step that copies the gradients of ``ctx.call.copied_inputs``.
 
-
-def with_copied_grads(backward: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """Return a backward that returns copies of the gradients of ``ctx.inputs_with_copied_grads``.
-
-    ``backward`` is the backward of a graph with this number of ``inputs``. It returns their gradients last.
+    The backward returns the gradients of this number of ``inputs`` last.
     """
 
-    def backward_with_copies(ctx: Any, *grads: Any) -> Any:
-        returned = list(backward(ctx, *grads))
+    def copy(ctx: Any, gradients: Any) -> Any:
+        if not ctx.call.copied_inputs:
+            return gradients
+        returned = list(gradients)
         first = len(returned) - inputs
-        for index in ctx.inputs_with_copied_grads:
+        for index in ctx.call.copied_inputs:
             if (grad := returned[first + index]) is not None:
                 returned[first + index] = grad.clone()
         return tuple(returned)
 
-    return backward_with_copies
+    return copy

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 
 class ScaleUpdates:
@@ -26,3 +30,47 @@ class ScaleUpdates:
     def _is_in_backward(self) -> bool:
         """Return whether this thread of autograd runs a backward of the capture, on the capture's stream."""
         return _current_graph_task_id() != -1 and bool(torch.cuda.current_stream() == self._stream)
+
+
+@contextlib.contextmanager
+def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[None]:
+    """Omit the updates of scales in a warmup or in the capture of a backward. Its replays do them.
+
+    The backward also reads the skip ``flag`` of cached weights.
+    """
+    updates = FP8GlobalStateManager.updates_of_capture = ScaleUpdates()
+    try:
+        yield
+    finally:
+        del FP8GlobalStateManager.updates_of_capture
+    if replay is not None and updates.kinds:
+        steps = _Steps(updates.kinds, flag)
+        replay.add("backward prepare", "skip flag", steps.fill_flag)
+        replay.add("backward prepare", "updates of scales", steps.take_update)
+        replay.add("backward deliver", "updates of scales", steps.update)
+
+
+class _Steps:
+    """The steps of a backward with a recomputation."""
+
+    def __init__(self, kinds: set[str], flag: Any) -> None:
+        self._kinds, self._flag = kinds, flag
+
+    def fill_flag(self, ctx: Any) -> None:
+        """Fill the skip flag for the recomputation, because another graph may have changed it since the forward."""
+        if isinstance(ctx.call.skip_update, bool):
+            self._flag.fill_(ctx.call.skip_update)
+
+    def take_update(self, ctx: Any) -> None:
+        """Take the update of the backward's scales from TE, because the update of the forward's scales comes first."""
+        ctx.call.updates_backward = ctx.is_first_module or "backward" in self._kinds
+        ctx.is_first_module = False
+
+    def update(self, ctx: Any, gradients: Any) -> Any:
+        """Update the scales as in eager training: the recomputation's autocast ends before the backward."""
+        if "forward" in self._kinds:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+        if ctx.call.updates_backward:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        ctx.is_first_module = ctx.call.updates_backward
+        return gradients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,13 @@ def _structure(value: Any) -> Any:
     return None if value is None else object()
 
 
+def refuse_backward(_ctx: Any) -> None:
+    """Refuse the backward of a graph without one."""
+    raise RuntimeError(
+        "This graph was captured for a forward alone: under torch.no_grad(), or with outputs that need no gradient"
+    )
+
+
 class SampleArguments:
     """The sample arguments of one graph: positional arguments, then the ``keywords``, in this order.
 
@@ -117,27 +124,32 @@ class SampleArguments:
             needs_grad = [grad is not None for grad in grad_outputs]
         self._without_grad = [index for index, needs in enumerate(needs_grad) if is_known and not needs]
 
-    def check(self, leaves: Sequence[Any], specs: tuple[Any, Any], keywords: Mapping[str, Any]) -> None:
+    def add_to(self, replay: Any) -> None:
+        """Add the steps to the replays of the graph."""
+        replay.add("forward check", "arguments", self.check)
+        if self._without_grad:
+            replay.add("forward record", "outputs without gradients", self.mark_outputs)
+
+    def check(self, call: Any) -> None:
         """Raise `TypeError` or `ValueError` if the arguments of a replay differ from the sample arguments.
 
-        ``leaves`` are these arguments without their containers. ``keywords`` are all keyword arguments of the call.
         The replay casts tensors of another dtype, with one warning for each combination (none in `torch.autocast`).
         """
-        given = [*map(_of, leaves)]
+        given = [*map(_of, call.inputs)]
         if given != self._samples:
             self._compare(given)
         for index, sample in self._values.items():
-            if not sample.is_value_of(leaves[index]):
+            if not sample.is_value_of(call.inputs[index]):
                 raise ValueError(
                     f"{self._graph} was captured with {sample.value!r} as {self._names[index]}, and got "
-                    f"{leaves[index]!r}. A graph repeats the computation of its capture. Pass an equal value, or "
+                    f"{call.inputs[index]!r}. A graph repeats the computation of its capture. Pass an equal value, or "
                     "capture again."
                 )
-        if specs != self._specs:
-            self._compare_structures(specs)
-        if len(keywords) > len(self._keywords):
-            for key in keywords.keys() - set(self._keywords):
-                self._require_plain(key, keywords[key])
+        if call.specs != self._specs:
+            self._compare_structures(call.specs)
+        if len(call.keywords) > len(self._keywords):
+            for key in call.keywords.keys() - set(self._keywords):
+                self._require_plain(key, call.keywords[key])
 
     def _compare(self, given: list[tuple[Any, ...]]) -> None:
         shapes, sample_shapes = ([shape for shape, _, _ in leaves] for leaves in (given, self._samples))
@@ -184,19 +196,8 @@ class SampleArguments:
                 "to sample_kwargs as an argument of its own, or do not pass it."
             )
 
-    def without_grads(self, forward: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-        """Return ``forward``, whose outputs then need a gradient only if they needed one in the capture.
-
-        The last arguments of ``forward`` are the ``inputs``: the user's, then parameters.
-        """
-        if not self._without_grad:
-            return forward
-
-        def forward_without_grads(ctx: Any, *args: Any) -> Any:
-            outputs = forward(ctx, *args)
-            pairs = zip(args[-inputs:], self._samples, strict=False)
-            if not any(_of(value)[1] and not needs_grad for value, (_, needs_grad, _) in pairs):
-                ctx.mark_non_differentiable(*[outputs[index] for index in self._without_grad])
-            return outputs
-
-        return forward_without_grads
+    def mark_outputs(self, ctx: Any, outputs: Sequence[Any]) -> None:
+        """Tell autograd which outputs need no gradient: those that needed none in the capture."""
+        pairs = zip(ctx.call.inputs, self._samples, strict=False)
+        if not any(_of(value)[1] and not needs_grad for value, (_, needs_grad, _) in pairs):
+            ctx.mark_non_differentiable(*[outputs[index] for index in self._without_grad])

@@ -263,7 +263,7 @@ class Preconditions:
             )
         self._recomputed.clear()
         if pool.may_recompute:
-            ctx.inputs_with_copied_grads = self._inputs
+            ctx.call.copied_inputs = self._inputs
         pool.note_replay(self.backward)
         self._dgrad_time = pool.now
 

@@ -20,12 +20,17 @@ def graph_factory() -> Callable[[], Any]:
     trackers = (tracker for tracker in gc.get_objects() if issubclass(type(tracker), CudaRNGStatesTracker))
     tracked = _Tracked(next((tracker for tracker in trackers if tracker.states_ is states), None))
 
-    def make() -> _Graph:
-        graph = _Graph()
-        graph.tracked = tracked
-        return graph
+    class Graph(torch.cuda.CUDAGraph):  # type: ignore[misc,unused-ignore]
+        def replay(self) -> None:
+            """Replay, and advance the tracker's generators by the numbers drawn in the graph."""
+            replaced = tracked.replaced()
+            for captured, current in replaced:
+                captured.set_state(current.get_state())
+            super().replay()
+            for captured, current in replaced:
+                current.set_state(captured.get_state())
 
-    return make
+    return Graph
 
 
 class _Tracked:
@@ -50,16 +55,3 @@ class _Tracked:
         now = self._states()
         pairs = [(captured, now.get(name, captured)) for name, captured in self._captured.items()]
         return [(captured, current) for captured, current in pairs if captured is not current]
-
-
-class _Graph(torch.cuda.CUDAGraph):  # type: ignore[misc,unused-ignore]
-    tracked: _Tracked
-
-    def replay(self) -> None:
-        """Replay, and advance the tracker's generators by the numbers drawn in the graph."""
-        replaced = self.tracked.replaced()
-        for captured, current in replaced:
-            captured.set_state(current.get_state())
-        super().replay()
-        for captured, current in replaced:
-            current.set_state(captured.get_state())

@@ -1,0 +1,148 @@
+"""The steps of a replay, and their order.
+
+A *callable* is a graphed module or function for one microbatch. Its `Replay` lists the steps that fixes have added.
+TE's replay functions run these steps in phases:
+
+================  ==================================================================  ==============================
+phase             when                                                                arguments of a step
+================  ==================================================================  ==============================
+forward check     after TE's own checks of the arguments                              call
+forward prepare   at the start of `Graphed.forward`, without grad mode                call
+                  then TE copies the inputs and replays the forward
+forward record    at the end of `Graphed.forward`, before autograd records it         ctx, outputs
+forward deliver   after `Graphed.apply`                                               call, outputs -> outputs
+backward check    at the start of `Graphed.backward`                                  ctx (``ctx.call``: the call)
+backward prepare  next                                                                ctx
+                  then TE copies the gradients of the outputs and replays the dgrad
+backward deliver  after that                                                          ctx, gradients -> gradients
+wgrad check       at the start of `backward_dw`                                       none
+                  then TE replays the wgrad
+wgrad deliver     after that, before TE runs the hooks of gradients                   none
+reset             at the start of `reset`                                             none
+================  ==================================================================  ==============================
+
+Only a check may refuse a replay. It raises an error, and changes nothing: a refused replay leaves all state as it was.
+Within a phase, the steps run in the order of `ORDER`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "forward check": ("arguments",),
+    "forward prepare": ("leaves", "transposes", "skip flag", "flags of modules", "cached weights"),
+    "forward record": ("outputs without gradients",),
+    "forward deliver": (),
+    "backward check": ("captured",),
+    "backward prepare": ("skip flag", "updates of scales"),
+    "backward deliver": ("updates of scales", "marks", "copies"),
+    "wgrad check": (),
+    "wgrad deliver": ("gradients",),
+    "reset": (),
+}
+"""The steps of each phase. A disabled fix adds none."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One replay of a forward. Its backward finds it in ``ctx.call``.
+
+    ``inputs`` are the leaves of the user's arguments, ``specs`` are their structures, and ``keywords`` are all keyword
+    arguments. They are dropped after the forward. ``skip_update`` is TE's argument: True if a graph that caches FP8
+    weights reuses them, and None if it caches none. ``reuses_weights`` is the same, also for graphs with flags of their
+    own. ``copied_inputs`` are the indexes of inputs whose gradients are returned as copies. ``updates_backward``: the
+    backward updates the scales of all backwards.
+    """
+
+    skip_update: bool | None
+    inputs: Sequence[Any]
+    specs: tuple[Any, Any]
+    keywords: Mapping[str, Any]
+    reuses_weights: bool | None = None
+    copied_inputs: Sequence[int] = ()
+    updates_backward: bool = False
+
+
+class Replay:
+    """The steps of one callable."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, list[tuple[int, Callable[..., Any]]]] = {phase: [] for phase in ORDER}
+
+    def add(self, phase: str, name: str, step: Callable[..., Any]) -> None:
+        """Add the step called ``name`` in `ORDER`."""
+        insort(self._steps[phase], (ORDER[phase].index(name), step), key=itemgetter(0))
+
+    def _run(self, phase: str, *arguments: Any) -> None:
+        for _, step in self._steps[phase]:
+            step(*arguments)
+
+    def _deliver(self, phase: str, context: Any, tensors: Any) -> Any:
+        for _, step in self._steps[phase]:
+            tensors = step(context, tensors)
+        return tensors
+
+    def check(self, *arguments: Any) -> Call:
+        """Return the call of a forward, with the arguments of `Call`, unless a check refuses it."""
+        call = Call(*arguments)
+        call.reuses_weights = call.skip_update
+        self._run("forward check", call)
+        return call
+
+    def deliver(self, call: Call, outputs: Any) -> Any:
+        """Return the outputs of a replayed forward."""
+        return self._deliver("forward deliver", call, outputs)
+
+    def surround(self, function: Any) -> None:
+        """Put the steps around the forward and backward of TE's autograd function, whose first argument is the call."""
+        te_forward, te_backward = function.forward, function.backward
+
+        def forward(ctx: Any, call: Call, *arguments: Any) -> Any:
+            ctx.call = call
+            self._run("forward prepare", call)
+            outputs = te_forward(ctx, call.skip_update, *arguments)
+            self._run("forward record", ctx, outputs)
+            call.inputs, call.keywords = (), {}
+            return outputs
+
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            self._run("backward check", ctx)
+            self._run("backward prepare", ctx)
+            return self._deliver("backward deliver", ctx, te_backward(ctx, *gradients))
+
+        function.forward, function.backward = staticmethod(forward), staticmethod(backward)
+
+    def wgrad(self, replay: Callable[[], None]) -> None:
+        """Replay the wgrad."""
+        self._run("wgrad check")
+        replay()
+        self._run("wgrad deliver")
+
+    def reset(self) -> None:
+        """Run the steps of a reset, and drop all steps with their data. Later replays are refused."""
+        self._run("reset")
+        self._steps = {phase: [(0, _refuse_after_reset)] if phase.endswith("check") else [] for phase in ORDER}
+
+
+def _refuse_after_reset(*_: Any) -> None:
+    raise RuntimeError("This graphed callable was reset, so it cannot be replayed. Capture it again.")
+
+
+class Replays:
+    """The `Replay` of each callable in one capture, by its number, or by one of its graphs."""
+
+    def __init__(self, *graphs: Sequence[Any]) -> None:
+        self._graphs = graphs
+        self._replays = [Replay() for _ in graphs[0]]
+
+    def __getitem__(self, number: int) -> Replay:
+        return self._replays[number]
+
+    def of(self, graph: Any) -> Replay:
+        """Return the replay of a callable, by its forward, dgrad or wgrad graph."""
+        return next(self[kind.index(graph)] for kind in self._graphs if graph in kind)
