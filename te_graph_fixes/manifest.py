@@ -31,9 +31,10 @@ def digest(data: bytes) -> str:
 
 
 def file_digest(path: str | Path) -> str | None:
-    """Return the digest of a file, following links; None if there is nothing, and "" if it is not a file."""
-    if os.path.isfile(path):
-        return digest(Path(path).read_bytes())
+    """Return the digest of a file, following links; None if there is nothing, and "" if it cannot be read."""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):
+            return digest(Path(path).read_bytes())
     return "" if os.path.lexists(path) else None
 
 
@@ -115,37 +116,26 @@ class Manifest:
         edited = {states[path] for path, (before, _) in self.files.items() if before}
         return te_version != self.te_version and AFTER not in edited
 
-    def problem(self, te_version: str | None, states: Mapping[str, str]) -> str:
-        """Describe why the bake is not intact, with the remedy; "" if it is intact."""
-        if self.is_overwritten(te_version, states):
-            return (
-                f"TransformerEngine was reinstalled after {self.by} baked it, and old files remain. Replace them with "
-                f"`{BAKE}`, or delete them with `{UNDO}`"
-            )
-        if changed := [path for path, state in states.items() if state == CHANGED]:
-            return (
-                f"modules changed after {self.by} baked them: {', '.join(changed)}. Revert the change, or discard it "
-                f"with `{UNDO} --force`"
-            )
-        if BEFORE in states.values():
-            return (
-                f"a bake or its undo was interrupted, or is running: {list(states.values()).count(AFTER)} of "
-                f"{len(states)} modules are baked. If none is running, run `{BAKE}` or `{UNDO}`"
-            )
-        return ""
-
 
 def read_manifest(source: Source) -> Manifest | None:
     """Read the manifest of a TE; None if there is none. Raise `ManifestError` unless the bake is intact."""
     location = Path(source.location)
-    try:
-        manifest = Manifest.read(location)
-        problem = manifest.problem(source.version, manifest.states(location.parent)) if manifest else ""
-    except OSError as error:
-        raise ManifestError(f"{error.filename} cannot be read: {error.strerror}") from error
-    if problem:
-        raise ManifestError(problem)
-    return manifest
+    manifest = Manifest.read(location)
+    states = manifest.states(location.parent) if manifest else {}
+    if manifest is None or set(states.values()) == {AFTER}:
+        return manifest
+    changed = [path for path, state in states.items() if state == CHANGED]
+    if manifest.is_overwritten(source.version, states):
+        problem = f"TransformerEngine was reinstalled after {manifest.by} baked it, and old files remain"
+        advice = f"Replace them with `{BAKE}`, or delete them with `{UNDO}`"
+    elif changed:
+        problem = f"modules changed after {manifest.by} baked them: {', '.join(changed)}"
+        advice = f"Revert the change, or discard it with `{UNDO} --force`"
+    else:
+        done = list(states.values()).count(AFTER)
+        problem = f"a bake or its undo was interrupted, or is running: {done} of {len(states)} modules are baked"
+        advice = f"If none is running, run `{BAKE}` or `{UNDO}`"
+    raise ManifestError(f"{problem}. {advice}")
 
 
 def installed_manifest() -> Manifest | None:

@@ -22,11 +22,11 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..decision import Decision
-from ..manifest import AFTER, CHANGED, NAME, UNDO, Manifest, ManifestError, digest, file_digest
+from ..manifest import AFTER, CHANGED, NAME, UNDO, Manifest, digest, file_digest, read_manifest
 from ..patching import PACKAGE, TE
 from ..patching.installation import patched
 from ..patching.source import Source
@@ -57,7 +57,10 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
         return {}
     files = {path: files[path] for path in sorted(files, key=lambda path: (files[path][0] > "", path == _GRAPH, path))}
     root = Path(source.location).parent
-    digests = {path: (file_digest(root / path), digest(after.encode())) for path, (_, after) in files.items()}
+    digests = {
+        path: ((file_digest(root / path) or digest(before.encode())) if before else None, digest(after.encode()))
+        for path, (before, after) in files.items()
+    }
     statuses = {fix_id: str(verdict.status) for fix_id, verdict in decision.reading.verdicts.items()}
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
     statuses |= dict.fromkeys(decision.disabled, str(Status.DISABLED))
@@ -101,10 +104,10 @@ def _lock_holder(folder: int) -> str:
     return "another process"
 
 
-def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write fixed modules and their manifest into the TE in a folder. After an error or a signal, TE is unchanged."""
-    root, (*modules, manifest) = location.parent, files
-    _require_inside(location, modules)
+def write_in_place(source: Source, files: Mapping[str, tuple[str, str]]) -> None:
+    """Write fixed modules and their manifest into the files of TE. After an error or a signal, TE is unchanged."""
+    root, (*modules, manifest) = Path(source.location).parent, files
+    _require_inside(source, modules)
     with _signals_held():
         try:
             write_files(root, root, {manifest: files[manifest]}, NEW)
@@ -120,63 +123,52 @@ def write_in_place(location: Path, files: Mapping[str, tuple[str, str]]) -> None
                 if not signal.sigpending().isdisjoint(_SIGNALS):
                     raise BakeError("Nothing was changed, because a signal interrupted the bake.")
         except BaseException:
-            roll_back(location)
+            undo(source)
             raise
 
 
-def roll_back(location: Path) -> None:
-    """Restore TE from a bake of this process; do nothing if there is none."""
-    if manifest := Manifest.read(location):
-        states = manifest.states(location.parent)
-        _restore(location, manifest, [path for path, state in states.items() if state == AFTER])
-    Path(f"{location / NAME}{NEW}").unlink(missing_ok=True)
-
-
 def undo(source: Source, force: bool = False) -> str:
-    """Restore every changed module byte for byte, and delete the added modules. Return a message for the user.
+    """Restore every changed module byte for byte, and delete the added modules.
 
-    If another TE was installed over the bake, its modules stay. ``force`` discards other changes since the bake.
-    Without it, they raise `ManifestError`. Raise `BakeError` if there is no bake, or an original is missing.
+    Return a message for the user; "" if there is no manifest. If another TE was installed over the bake, its modules
+    stay. Raise `ManifestError` if modules have changed since the bake, unless ``force`` discards these changes.
     """
     location = Path(source.location)
-    manifest = Manifest.read(location)
-    if manifest is None:
-        roll_back(location)
-        raise BakeError(f"Nothing to undo: {location} has not been baked.")
+    Path(f"{location / NAME}{NEW}").unlink(missing_ok=True)
+    if (manifest := Manifest.read(location)) is None:
+        return ""
     states = manifest.states(location.parent)
-    discarded = {AFTER, CHANGED} if force else {AFTER}
     if CHANGED in states.values() and not force and not manifest.is_overwritten(source.version, states):
-        raise ManifestError(manifest.problem(source.version, states))
-    modules = [path for path, state in states.items() if state in discarded]
-    originals = {path: f"{location.parent / path}{ORIGINAL}" for path in modules if manifest.files[path][0]}
-    if lost := [path for path, original in originals.items() if file_digest(original) != manifest.files[path][0]]:
+        read_manifest(source)  # raises the error
+    to_restore = [path for path, state in states.items() if state == AFTER or (state == CHANGED and force)]
+    originals = {path: file_digest(f"{location.parent / path}{ORIGINAL}") for path in to_restore}
+    if lost := [path for path, found in originals.items() if manifest.files[path][0] not in (found, None)]:
         raise BakeError(
             f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
             f"`patch -p1 -R`; to remove an overlay, its mounts. After a bake, reinstall TransformerEngine."
         )
-    _restore(location, manifest, modules)
-    return f"Undid the bake of {manifest.by}: {len(modules)} modules restored or deleted in {location}"
-
-
-def _restore(location: Path, manifest: Manifest, modules: Iterable[str]) -> None:
-    """Restore or delete these modules. Then delete everything else that the bake wrote, and the manifest at the end."""
-    root = location.parent
-    _require_inside(location, manifest.files)
+    _require_inside(source, manifest.files)
     with _signals_held():
-        try:
-            for path, (before, _) in reversed(manifest.files.items()):
-                file, original = root / path, Path(f"{root / path}{ORIGINAL}")
-                if path in modules:
-                    _delete_bytecode(file)
-                    os.replace(original, file) if before else file.unlink()
-                original.unlink(missing_ok=True)
-                Path(f"{file}{NEW}").unlink(missing_ok=True)
-            (location / NAME).unlink()
-        except OSError as error:
-            raise BakeError(
-                f"Cannot restore {file_of(error)}: {error.strerror}. TransformerEngine can be imported, but the fixes "
-                f"are in some of its modules. Correct the cause, and run:\n  {UNDO}"
-            ) from error
+        _restore(location, manifest, to_restore)
+    return f"Undid the bake of {manifest.by}: {len(to_restore)} modules restored or deleted in {location}"
+
+
+def _restore(location: Path, manifest: Manifest, modules: Collection[str]) -> None:
+    """Restore or delete these modules. Then delete everything else that the bake wrote, and the manifest at the end."""
+    try:
+        for path, (before, _) in reversed(manifest.files.items()):
+            file, original = location.parent / path, Path(f"{location.parent / path}{ORIGINAL}")
+            if path in modules:
+                _delete_bytecode(file)
+                os.replace(original, file) if before else file.unlink()
+            original.unlink(missing_ok=True)
+            Path(f"{file}{NEW}").unlink(missing_ok=True)
+        (location / NAME).unlink()
+    except OSError as error:
+        raise BakeError(
+            f"Cannot restore {error.filename2 or error.filename}: {error.strerror}. TransformerEngine can be imported, "
+            f"but the fixes are in some of its modules. Correct the cause, and run:\n  {UNDO}"
+        ) from error
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:
@@ -201,17 +193,13 @@ def _delete_bytecode(file: Path) -> None:
         compiled.unlink()
 
 
-def _require_inside(location: Path, paths: Iterable[str]) -> None:
+def _require_inside(source: Source, paths: Iterable[str]) -> None:
     """Raise `BakeError` if the folder or the bytecode of a module is outside TE, because of a link."""
+    location = Path(source.location)
     for folder in {(location.parent / path).parent for path in paths}:
         for written in (folder.resolve(), (folder / "__pycache__").resolve()):
             if not written.is_relative_to(location.resolve()):
                 raise BakeError(f"Nothing was changed, because {folder} leads outside TransformerEngine, to {written}.")
-
-
-def file_of(error: OSError) -> str:
-    """Return the file that an operation could not change."""
-    return error.filename2 or error.filename or "the files"
 
 
 @contextlib.contextmanager

@@ -139,9 +139,13 @@ def _bake(options: argparse.Namespace) -> int:
         source = _source(options)
         with bake.locked(Path(source.location), _note):
             done = bake.undo(source, options.force) if options.undo else _bake_in_place(source, _where(options))
+        if not done:
+            raise BakeError(f"Nothing to undo: {source.location} has not been baked.")
     except OSError as error:
         advice = "Check TE with `te-graph-fixes status`, or write elsewhere with `te-graph-fixes bake --overlay DIR`."
-        raise BakeError(f"Cannot write {bake.file_of(error)}: {error.strerror}. {advice}") from error
+        raise BakeError(
+            f"Cannot write {error.filename2 or error.filename or 'the files'}: {error.strerror}. {advice}"
+        ) from error
     except KeyboardInterrupt:
         _note("Interrupted. To see which fixes are baked, run `te-graph-fixes status`.")
         return 128 + signal.SIGINT
@@ -177,15 +181,15 @@ def _bake_in_place(source: Source, where: str) -> str:
         return summary
     files = bake.baked_files(decision)
     try:
-        bake.write_in_place(location, files)
+        bake.write_in_place(source, files)
         if not where and (problem := _import_problem()):
-            bake.roll_back(location)
+            bake.undo(source)
             if not _import_problem():
                 raise BakeError(f"Nothing was changed, because TransformerEngine cannot be imported baked: {problem}")
-            bake.write_in_place(location, files)
+            bake.write_in_place(source, files)
             _note(f"The bake was not tested: TransformerEngine cannot be imported here, even without fixes: {problem}")
     except BaseException:
-        bake.roll_back(location)
+        bake.undo(source)
         raise
     disabled = f", {len(decision.disabled)} disabled by {settings.disabled_by}" if decision.disabled else ""
     te, modules = te_name(source.version), len(files) - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import compileall
-import contextlib
 import errno
 import hashlib
 import itertools
@@ -37,7 +36,6 @@ from tests.support.published import COVERED, RENAMED, altered, copy_of, needed, 
 
 GRAPH = "transformer_engine/pytorch/graph.py"
 MANIFEST = f"transformer_engine/{manifest.NAME}"
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may do this")
 
 
 def copy(folder: Path, version: str = "2.12.0") -> Path:
@@ -167,87 +165,75 @@ def in_child(work: Callable[[], object], kill_at: int = 0) -> int:
 
 
 def small(folder: Path) -> Decision:
-    """One fix, which changes one module and adds one."""
-    return decide(read(Source.at(copy(folder))), Settings(frozenset({"rng-states-at-replay"})))
+    """One fix, which changes one module and adds one. Python takes the bytecode of TE without a look at its text."""
+    compileall.compile_dir(copy(folder), quiet=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    return decide(read(Source.at(folder)), Settings(frozenset({"rng-states-at-replay"})))
 
 
-def whole(folder: Path) -> Decision:
-    """All fixes, for a TE whose bytecode Python takes without a look at the text."""
-    tree = copy_of(source("2.12.0"), folder)
-    compileall.compile_dir(tree, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-    return decide(read(Source.at(tree)), Settings())
-
-
-def code(tree: Path, names: Iterable[str]) -> dict[str, Any]:
+def code(tree: Path, names: Iterable[str]) -> list[Any]:
     """What Python would execute of each module, by its bytecode or its text; None where there is no such module."""
-    loaders = {name: SourceFileLoader("module", str(tree / name)) for name in names}
-    return {name: (tree / name).exists() and loader.get_code("module") for name, loader in loaders.items()}
+    return [SourceFileLoader("m", str(tree / name)).get_code("m") if (tree / name).exists() else None for name in names]
 
 
-@pytest.mark.parametrize("make", [small, pytest.param(whole, marks=pytest.mark.slow)])
-def test_killed_at_any_write(make: Callable[[Path], Decision], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first modules are baked, the others as before; the command that follows, and is not killed, does its work."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    decided, location = make(tmp_path), tmp_path / "transformer_engine"
-    files = bake.baked_files(decided)
-    *names, _ = files
+    decided = small(tmp_path)
+    *names, _ = files = bake.baked_files(decided)
     before, original = content(tmp_path), code(tmp_path, names)
 
     def undo_it() -> None:
-        with contextlib.suppress(bake.BakeError):  # nothing to undo
-            bake.undo(decided.source)
+        bake.undo(decided.source)
 
     def bake_it() -> None:
         undo_it()
-        bake.write_in_place(location, files)
+        bake.write_in_place(decided.source, files)
 
     bake_it()
-    baked, interrupted = code(tmp_path, names), 0
-    prefixes = [{**original, **{name: baked[name] for name in names[:end]}} for end in range(len(names) + 1)]
+    baked, reasons = code(tmp_path, names), set()
+    prefixes = [original, [baked[0], original[1]], baked]
     for work, undone in ((undo_it, bake_it), (bake_it, undo_it)):
         for number in itertools.count(1):
             undone()
-            ended = in_child(work, number)
-            assert code(tmp_path, names) in prefixes
-            if ended == 0:
+            if in_child(work, number) == 0:
                 break
-            assert ended == -signal.SIGKILL
             reason = read(Source.at(tmp_path)).verdicts["rng-states-at-replay"].reason
-            if "a bake or its undo was interrupted" in reason:
-                interrupted += 1
-            else:
-                assert code(tmp_path, names) == (baked if "baked by" in reason else original)
+            reasons.add(reason)
+            is_whole = "was interrupted, or is running" not in reason
+            assert code(tmp_path, names) in ([baked if "baked by" in reason else original] if is_whole else prefixes)
             in_child(bake_it, number % 13 + 1)
             assert code(tmp_path, names) in prefixes
             following, wanted = ((bake_it, baked), (undo_it, original))[number % 2]
             following()
             assert code(tmp_path, names) == wanted, number
-    assert interrupted > 10
+    assert {match[0] for match in (re.search("[01] of 2 modules", reason) for reason in reasons) if match} == {
+        "0 of 2 modules",
+        "1 of 2 modules",
+    }
     undo_it()
     assert content(tmp_path) == before
+
+
+REPLACE = os.replace
+
+
+def at_rename(patch: pytest.MonkeyPatch, name: str, action: Callable[[str, Path], object]) -> None:
+    """Call ``action`` before a file is renamed to ``name``."""
+    patch.setattr(os, "replace", lambda new, old: (old.name == name and action(new, old), REPLACE(new, old)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_within_the_renames(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bake puts the originals back, and an undo goes on to its end."""
-    decided, replace = small(tmp_path), os.replace
+    decided = small(tmp_path)
     files, before = bake.baked_files(decided), content(tmp_path)
-
-    def signal_at(name: str) -> None:
-        def and_signal(new: str, old: Path) -> None:
-            replace(new, old)
-            if old.name == name:
-                os.kill(os.getpid(), number)
-
-        monkeypatch.setattr(os, "replace", and_signal)
-
     for name in (manifest.NAME, "_te_rng_states_at_replay.py", "graph.py"):
-        signal_at(name)
-        assert in_child(lambda: bake.write_in_place(tmp_path / "transformer_engine", files)) != 0
+        at_rename(monkeypatch, name, lambda *_: os.kill(os.getpid(), number))
+        assert in_child(lambda: bake.write_in_place(decided.source, files)) != 0
         assert content(tmp_path) == before
-    signal_at("")
-    bake.write_in_place(tmp_path / "transformer_engine", files)
-    signal_at("graph.py")
+    monkeypatch.setattr(os, "replace", REPLACE)
+    bake.write_in_place(decided.source, files)
+    at_rename(monkeypatch, "graph.py", lambda *_: os.kill(os.getpid(), number))
     assert in_child(lambda: bake.undo(decided.source)) != 0
     assert content(tmp_path) == before
 
@@ -255,44 +241,38 @@ def test_a_signal_within_the_renames(number: signal.Signals, tmp_path: Path, mon
 @pytest.mark.parametrize("error", [errno.EBUSY, errno.EPERM, errno.ENOSPC])
 def test_a_file_that_cannot_be_replaced(error: int, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were mounted, immutable, or on a full disk: it is named, and TE is as it was."""
-    tree, replace = copy(tmp_path), os.replace
-    before = content(tree)
-    closed = ""
 
     def refuse(new: str, old: Path) -> None:
-        if old.name == closed:
-            raise OSError(error, os.strerror(error), new, None, old)
-        replace(new, old)
+        raise OSError(error, os.strerror(error), new, None, old)
 
-    monkeypatch.setattr(os, "replace", refuse)
-    for closed in (manifest.NAME, "_te_graph_order.py", "base.py", "graph.py"):
+    tree, before = copy(tmp_path), content(tmp_path)
+    for name in (manifest.NAME, "_te_graph_order.py", "base.py", "graph.py"):
+        at_rename(monkeypatch, name, refuse)
         status, out, err = cli("bake", "--source", tree)
-        assert (status, out, f"{closed}: {os.strerror(error)}. " in err) == (1, "", True)
+        assert (status, out, f"/{name}: {os.strerror(error)}. " in err) == (1, "", True)
         assert content(tree) == before
-    closed = ""
+    monkeypatch.setattr(os, "replace", REPLACE)
     assert cli("bake", "--source", tree)[0] == 0
-    closed = "base.py"
+    at_rename(monkeypatch, "base.py", refuse)
     status, _, err = cli("bake", "--undo", "--source", tree)
     assert (status, "base.py: " in err, "the fixes are in some of its modules" in err) == (1, True, True)
     assert "is running: " in cli("status", "--source", tree)[1]
-    closed = ""
+    monkeypatch.setattr(os, "replace", REPLACE)
     assert cli("bake", "--undo", "--source", tree)[0] == 0
     assert content(tree) == before
 
 
-@needs_root
-@pytest.mark.parametrize("lock", ["chattr +i {}", "mount --bind {} {}"])
-def test_a_file_that_is_immutable_or_mounted(lock: str, tmp_path: Path, cli: Cli) -> None:
-    tree = copy(tmp_path)
-    before, base = content(tree), tree / "transformer_engine/pytorch/module/base.py"
-    if subprocess.run(lock.replace("{}", str(base)), shell=True, capture_output=True, check=False).returncode:
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may do this")
+@pytest.mark.parametrize(("lock", "unlock"), [("chattr +i", "chattr -i"), ("mount --bind {}", "umount")])
+def test_a_file_that_is_immutable_or_mounted(lock: str, unlock: str, tmp_path: Path, cli: Cli) -> None:
+    tree, before = copy(tmp_path), content(tmp_path)
+    base = tree / "transformer_engine/pytorch/module/base.py"
+    if subprocess.run([*lock.format(base).split(), base], capture_output=True, check=False).returncode:
         pytest.skip(f"`{lock}` is not permitted here")
-    try:
-        status, _, err = cli("bake", "--source", tree)
-        assert (status, f"Cannot write {base}: " in err) == (1, True)
-        assert content(tree) == before
-    finally:
-        subprocess.run(["chattr", "-i", base] if "+i" in lock else ["umount", base], check=True)
+    status, _, err = cli("bake", "--source", tree)
+    changed = content(tree) != before
+    subprocess.run([*unlock.split(), base], check=True)
+    assert (status, f"Cannot write {base}: " in err, changed) == (1, True, False)
 
 
 FULL_DISK = """
@@ -321,49 +301,24 @@ print(set(statuses), len(statuses))
 """
 
 
-LAYERS = """
-import os, shutil, sys
-from pathlib import Path
-from te_graph_fixes.commands.cli import main
-from tests.commands.test_bake import content, copy_of
-
-disk = Path(sys.argv[1])
-assert os.system(f"mount -t tmpfs none {disk}") == 0
-lower, upper, work, tree = (disk / name for name in ("lower", "upper", "work", "tree"))
-for folder in (upper, work, tree):
-    folder.mkdir()
-before = content(copy_of(Path(sys.argv[2]), lower))
-assert main(["bake", "--source", str(lower)]) == 0
-layers = f"lowerdir={lower},upperdir={upper},workdir={work},userxattr"
-assert os.system(f"mount -t overlay -o {layers} none {tree}") == 0
-for commands in (["--undo"], [], ["--undo"]):
-    assert main(["bake", *commands, "--source", str(tree)]) == 0
-assert content(tree) == before
-"""
-
-
-@pytest.mark.parametrize(("program", "said"), [(FULL_DISK, "{0, 1} "), (LAYERS, "")])
-def test_a_full_disk_and_the_layers_of_a_container(program: str, said: str, tmp_path: Path) -> None:
-    """A bake with ever more space left, from none on: nothing is changed, until all is. The undo needs no space.
-
-    A bake in the layer of a base image is undone in a layer above it.
-    """
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", program]
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A bake with ever more space left, from none on: nothing is changed, until all is. The undo needs no space."""
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL_DISK]
     done = subprocess.run([*command, tmp_path, source("2.12.0")], cwd=ROOT, capture_output=True, text=True, check=False)
     if "unshare: unshare failed" in done.stderr:
         pytest.skip("this machine lets nobody mount")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith(said)
+    assert (done.returncode, done.stdout.splitlines()[-1][:6]) == (0, "{0, 1}"), done.stdout + done.stderr
 
 
 def test_a_site_packages_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tree = copy(tmp_path)
-    for path in (*tree.rglob("*"), tree):
+    paths = (*tree.rglob("*"), tree)
+    for path in paths:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    before = content(tree)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.getuid() and folder != tree:
+    for folder in tmp_path.parents:
+        if folder.stat().st_uid == os.getuid():
             folder.chmod(folder.stat().st_mode | 0o055)
+    before = content(tree)
 
     def as_somebody_else() -> None:
         if os.getuid() == 0:
@@ -371,12 +326,10 @@ def test_a_site_packages_that_cannot_be_written(tmp_path: Path, capfd: pytest.Ca
         os._exit(main(["bake", "--source", str(tree)]))
 
     assert in_child(as_somebody_else) == 1
-    err = capfd.readouterr().err
-    assert err.startswith("te-graph-fixes: Cannot write ")
-    assert ": Permission denied. " in err
-    assert "or write elsewhere with `te-graph-fixes bake --overlay DIR`." in err
+    said = r"te-graph-fixes: Cannot write .*: Permission denied\. .* with `te-graph-fixes bake --overlay DIR`\.\n"
+    assert re.fullmatch(said, capfd.readouterr().err)
     assert content(tree) == before
-    for path in (tree, *tree.rglob("*")):
+    for path in paths:
         path.chmod(0o755)
 
 
@@ -768,7 +721,7 @@ def test_a_bake_with_which_te_cannot_be_imported_is_undone(
     (tree / "transformer_engine" / "pytorch" / "__init__.py").write_text("import transformer_engine.nowhere\n")
     status, out, err = cli("bake")
     assert status == 0
-    assert "cannot be imported here, even without the fixes: ModuleNotFoundError: No module named" in err
+    assert "cannot be imported here, even without fixes: ModuleNotFoundError: No module named" in err
     assert cli("bake", "--undo")[0] == 0
     refuses = f"import pathlib\nassert not pathlib.Path({str(tree / MANIFEST)!r}).exists(), 'corrected'\n"
     (tree / "transformer_engine" / "pytorch" / "__init__.py").write_text(refuses)
