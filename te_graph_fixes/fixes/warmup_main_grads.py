@@ -3,8 +3,9 @@
 Upstream: none yet, TE 2.10 to main (upstream/warmup-main-grads.md).
 
 After warmup, `make_graphed_callables` restores FP8 state and random states, but not ``main_grad``. With the fix, all
-parameters share the memory of the largest ``main_grad`` during warmup. The content of this memory is restored
-afterwards, even if the warmup fails. ``pre_warmup_hook`` and ``post_warmup_hook`` see the real ``main_grad``."""
+parameters share the memory of the largest ``main_grad`` of their dtype during warmup. The content of this memory is
+restored afterwards, even if the warmup fails. ``pre_warmup_hook`` and ``post_warmup_hook`` see the real
+``main_grad``."""
 
 from ..fix import Fix
 
@@ -54,6 +55,6 @@ FIX = Fix(
     symptom="a capture adds random values to main_grad, so the next step's fused wgrads are wrong, or NaN",
     group="gradients",
     affects="fused wgrads in training loops that zero main_grad only before the capture (Megatron zeroes it after)",
-    cost="host memory for the largest main_grad during warmup, if it is not zero",
+    cost="host memory for the largest main_grad of each dtype during warmup, if it is not zero",
     patch=PATCH,
 )

@@ -9,10 +9,7 @@ import pytest
 from tests.support import published
 from tests.support.child import simulate
 
-pytestmark = [
-    pytest.mark.te,
-    pytest.mark.skipif(published.te("installed").minor < 14, reason="TE before 2.14 has no warmup hooks"),
-]
+pytestmark = pytest.mark.te
 
 PROGRAM = """
 import json, te_graph_fixes, torch, transformer_engine.pytorch as te
@@ -62,6 +59,74 @@ LEFT = {"nothing": 7, "fill": 3, "delete and make": 2}
 """The value of ``main_grad`` after a capture; 0 after the other actions."""
 
 
+LAYOUTS = """
+import te_graph_fixes, torch, transformer_engine.pytorch as te
+
+def linear(features=32):
+    options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+    return te.Linear(32, features, fuse_wgrad_accumulation=True, **options)
+
+def mixed(first, second, layers):
+    flat = torch.zeros(1 + 2 * 1024, dtype=torch.bfloat16, device="cuda")
+    first.weight.main_grad, second.weight.main_grad = flat[1:].view(64, 32), torch.zeros(32, 32, device="cuda")
+    return [flat]
+
+def shared(first, second, layers):
+    buffer = torch.zeros(64, 32, device="cuda")
+    first.weight.main_grad, second.weight.main_grad = buffer, buffer[:32]
+    return [buffer]
+
+def unused(make):
+    # A fused wgrad needs a contiguous main_grad, but a parameter without one may have any.
+    def layout(first, second, layers):
+        first.weight.main_grad = torch.zeros(64, 32, device="cuda")
+        second.weight.main_grad = torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda")
+        layers.unused = torch.nn.Parameter(torch.zeros(1, device="cuda"))
+        layers.unused.main_grad = make()
+        return [layers.unused.main_grad]
+    return layout
+
+broadcast = unused(lambda: torch.ones((), device="cuda").expand(64, 64))
+columns = unused(lambda: torch.ones(64, 128, device="cuda")[:, ::2])
+empty = unused(lambda: torch.ones(0, dtype=torch.float16, device="cuda"))
+
+def property_of_class(first, second, layers):
+    class Weight(torch.nn.Parameter):
+        main_grad = property(lambda self: self.kept[-1], lambda self, value: self.kept.append(value))
+
+    buffer = torch.zeros(64, 32, device="cuda")
+    first.weight = Weight(first.weight.data)
+    first.weight.kept = [buffer]
+    second.weight.main_grad = torch.zeros(32, 32, device="cuda")
+    return [buffer]
+
+def run(layout, graph):
+    torch.manual_seed(1)
+    first, second = linear(64), linear()
+    layers = torch.nn.Sequential(first, torch.nn.Unflatten(1, (2, 32)), torch.nn.Flatten(0, 1), second)
+    tensors = [*layout(first, second, layers), first.weight.main_grad, second.weight.main_grad]
+    for value, tensor in enumerate(tensors[-2:], 1):
+        tensor.fill_(value)
+    x = torch.randn(32, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    step = te.make_graphed_callables(layers, (x.detach().clone().requires_grad_(),), **OPTIONS) if graph else layers
+    assert all(a is b for a, b in zip(tensors[-2:], (first.weight.main_grad, second.weight.main_grad)))
+    before = [tensor.clone() for tensor in tensors]
+    step(x).sum().backward()
+    return [*before, *tensors, x.grad]
+
+OPTIONS = {"allow_unused_input": True}
+for layout in (mixed, shared, broadcast, columns, empty, property_of_class):
+    equal = [bool((a == b).all()) for a, b in zip(run(layout, False), run(layout, True), strict=True)]
+    print(equal.count(False))
+"""
+
+
+def test_main_grads_of_any_layout_are_restored() -> None:
+    found = simulate("-c", LAYOUTS, TE_GRAPH_FIXES="on").splitlines()[-6:]
+    assert found == ["0"] * 6
+
+
+@pytest.mark.skipif(published.te("installed").minor < 14, reason="TE before 2.14 has no warmup hooks")
 def test_main_grad_is_as_the_hooks_leave_it() -> None:
     found = json.loads(simulate("-c", PROGRAM, TE_GRAPH_FIXES="on").splitlines()[-1])
     assert len(found) in (14, 21)
