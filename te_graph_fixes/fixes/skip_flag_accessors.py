@@ -30,7 +30,8 @@ PATCH = """
 +    \"\"\"Set, in place, the flag that makes graphs keep the quantized weights (True) or renew them (False).\"\"\"
 +    state = cls.quantization_state
 +    if state.skip_fp8_weight_update_tensor is None:
-+        state.skip_fp8_weight_update_tensor = torch.empty(1, dtype=torch.float32, device="cuda")
++        with torch.inference_mode(False):
++            state.skip_fp8_weight_update_tensor = torch.empty(1, dtype=torch.float32, device="cuda")
 +    state.skip_fp8_weight_update_tensor.fill_(skip)
 +
 +@classmethod

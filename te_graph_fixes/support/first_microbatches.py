@@ -85,7 +85,9 @@ class GraphFlags:
 
     def __init__(self, owners: list[Any], found: FirstMicrobatches) -> None:
         self._found = found
-        self._flags = dict(zip([*owners, None], torch.zeros(len(owners) + 1, device="cuda").split(1), strict=True))
+        with torch.inference_mode(False):
+            flags = torch.zeros(len(owners) + 1, device="cuda").split(1)
+        self._flags = dict(zip([*owners, None], flags, strict=True))
         self._reuses: dict[Any, bool] = {}
 
     def flag_of(self, module: Any, is_first: bool | None) -> torch.Tensor | None:

@@ -367,6 +367,8 @@ _ALL = (
         order=(1, -1) * 2, events=("infer", "step", "infer", "step", "step")),
     _program("inference-and-eager-training", (CACHED,), recipe="delayed", weights="cached", inference="first",
         not_captured=(0,), events=("step", "infer", "step", "infer", "step")),
+    _program("inference-mode-first", ("inference-mode-capture",), True, weights="cached", inference="first",
+        inference_mode=True, events=("infer", "step", "infer", "step")),
     _program("cached-after-other-recipe", (CACHED, EVALUATION), recipe="current", other="delayed", weights="cached",
         events=("step", "evaluate_in_other", "step", "evaluate_in_other", "step")),
     _program("checkpoint-after-bf16", (EVALUATION,), recipe="delayed", other="current", events=_EVALUATED),

@@ -257,7 +257,7 @@ class Captured:
         layer = self.layers[0]
         layer.eval()
         before = {name: vars(layer).get(name) for name in REPLACED}
-        with torch.no_grad():
+        with torch.inference_mode() if program.inference_mode else torch.no_grad():
             self.graph((layer,), ((sample(),),), enabled=self.fp8(0))
         self.infer, self.reset_inference = layer.forward, layer.reset
         restore(layer, before)

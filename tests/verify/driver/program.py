@@ -38,6 +38,7 @@ class Program:
     warmup_hook: str = ""  # the hook between warmup and capture "zeroes" or "replaces" each ``main_grad``
     own_pool: bool = False  # each capture has its own memory pool
     inference: str = ""  # "first" or "after": when a graph of the first layer for inference is captured
+    inference_mode: bool = False  # this capture runs under ``torch.inference_mode()``, not ``torch.no_grad()``
     calibrating: bool = False  # FP8 is calibrated, not used
     sets_flag: bool = False  # the caller sets TE's skip flag, as Megatron-Core does
     first: str = ""  # runs before the layers: an extra layer, or "distillation": the first layer without gradients;
