@@ -13,7 +13,12 @@ are no tensors, and the order of tensors in containers. It raises `TypeError` or
 forward-only graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except under
 `torch.autocast`: an eager module computes other numbers from an fp32 input than from a bf16 input (relative error
 0.002). An ignored keyword that holds a tensor raises `ValueError`. Plain ones are still ignored, because callers pass
-``is_first_microbatch``. An output needs a gradient only if it needed one in the capture."""
+``is_first_microbatch``. An output needs a gradient only if it needed one in the capture.
+
+Two differences may be harmless: a smaller tensor, such as a mask that broadcasts, and an input that needs a gradient
+although its sample argument needed none. The first such replay runs the eager forward without FP8, and then restores
+buffers, attributes, scales and random states. It raises if the forward computes other numbers from the smaller tensor,
+or uses the input in a way that autograd sees."""
 
 from ..fix import Fix
 from ..shapes import REPLAY_STEPS

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformer_engine.pytorch.distributed import get_all_rng_states
+from transformer_engine.pytorch.quantization import autocast
 
 from ._te_warn_once import warn_once
 
@@ -89,6 +92,77 @@ def refuse_backward(_ctx: Any) -> None:
     )
 
 
+def _scales(attributes: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the scales and amax histories of a module or operation with these attributes."""
+    metas = [attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()]
+    states = [state for meta in metas for state in (meta or {}).values()]
+    return [value for state in states for value in _fields(state).values() if isinstance(value, torch.Tensor)]
+
+
+def _reaches(output: Any, inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether the gradient of an output flows to one of the inputs, which are leaves of autograd."""
+    nodes, seen = [getattr(output, "grad_fn", None)], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if any(variable is value for value in inputs):
+                return True
+            nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_same_output(output: Any, other: Any) -> bool:
+    if isinstance(output, torch.Tensor):
+        return bool(output.dtype == other.dtype and torch.equal(output, other))
+    return bool(output == other)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+class _Module:
+    """Runs the eager forward of a captured module without a trace in the module, its FP8 state or random states."""
+
+    def __init__(self, module: Any) -> None:
+        self._modules, self._forward = [*module.modules()], module.forward
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return the outputs, without their containers. The module computes without FP8."""
+        unchanged = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)  # a checkpoint must not see it
+        with self._restored(), autocast(enabled=False), unchanged:
+            leaves: list[Any] = tree_flatten(self._forward(*args, **kwargs))[0]
+        return leaves
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        if any("backward_dw" in vars(module) for module in self._modules[1:]):
+            raise RuntimeError("a submodule has a graph of its own, which the forward would replay")
+        states = get_all_rng_states()
+        dicts: list[dict[Any, Any]] = [states, *(module.__dict__ for module in self._modules)]
+        dicts += [value for attributes in dicts for value in attributes.values() if type(value) is dict]
+        tensors = [buffer for module in self._modules for buffer in module.buffers(recurse=False)]
+        tensors += [tensor for module in self._modules for tensor in _scales(vars(module))]
+        generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+        generators += [state for state in states.values() if isinstance(state, torch.Generator)]
+
+        of_generators = [generator.get_state() for generator in generators]
+        of_dicts, of_tensors = [*map(dict, dicts)], [tensor.clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, of_generators, strict=True):
+                generator.set_state(state)
+            for current, old in zip(dicts, of_dicts, strict=True):
+                current.clear()
+                current.update(old)
+            with torch.no_grad():
+                for tensor, copy in zip(tensors, of_tensors, strict=True):
+                    tensor.copy_(copy)
+
+
 class SampleArguments:
     """The sample arguments of one graph: positional arguments, then the ``keywords``, in this order.
 
@@ -109,6 +183,8 @@ class SampleArguments:
         layer = getattr(function, "layer_number", None)
         self._graph = f"The graph of {type(function).__name__}{f', layer {layer},' if layer is not None else ''}"
         self._keywords, self._is_training = keywords, is_training
+        self._module = _Module(function)
+        self._answers: dict[Any, bool] = {}  # of the module, to the questions asked at replays
         positional, args_spec = tree_flatten(tuple(args))
         named, kwargs_spec = tree_flatten([kwargs[key] for key in keywords])
         self._specs = (args_spec, kwargs_spec)
@@ -137,7 +213,7 @@ class SampleArguments:
         """
         given = [*map(_of, call.inputs)]
         if given != self._samples:
-            self._compare(given)
+            self._compare(given, call.inputs, call.specs)
         for index, sample in self._values.items():
             if not sample.is_value_of(call.inputs[index]):
                 raise ValueError(
@@ -151,24 +227,23 @@ class SampleArguments:
             for key in call.keywords.keys() - set(self._keywords):
                 self._require_plain(key, call.keywords[key])
 
-    def _compare(self, given: list[tuple[Any, ...]]) -> None:
-        shapes, sample_shapes = ([shape for shape, _, _ in leaves] for leaves in (given, self._samples))
-        if shapes != sample_shapes:
+    def _compare(self, given: list[tuple[Any, ...]], leaves: Sequence[Any], specs: tuple[Any, Any]) -> None:
+        shapes, sample_shapes = ([shape for shape, _, _ in values] for values in (given, self._samples))
+        if shapes != sample_shapes and not self._is_broadcast(given, leaves, specs):
             raise (ValueError if len(shapes) == len(sample_shapes) else TypeError)(
                 f"{self._graph} was captured for positional arguments, then keywords {self._keywords}, with tensors of "
                 f"shapes {[shape and tuple(shape) for shape in sample_shapes]}, and got shapes "
                 f"{[shape and tuple(shape) for shape in shapes]}. Pass arguments like the sample arguments, or "
                 "capture again."
             )
-        grads, sample_grads = ([bool(grad) for _, grad, _ in leaves] for leaves in (given, self._samples))
-        more = any(grad and not sample for grad, sample in zip(grads, sample_grads, strict=True))
-        if more and self._is_training and torch.is_grad_enabled():
+        grads, sample_grads = ([bool(grad) for _, grad, _ in values] for values in (given, self._samples))
+        if torch.is_grad_enabled() and self._needs_more_grads(leaves, specs) and self._is_training:
             raise ValueError(
                 f"{self._graph} was captured for sample arguments with requires_grad {sample_grads}, and got "
                 f"{grads}. Capture again: a graph computes the gradient of an input only if its sample argument had "
                 "requires_grad=True."
             )
-        dtypes, sample_dtypes = ([dtype for _, _, dtype in leaves] for leaves in (given, self._samples))
+        dtypes, sample_dtypes = ([dtype for _, _, dtype in values] for values in (given, self._samples))
         if dtypes != sample_dtypes:
             if torch.is_autocast_enabled():
                 return
@@ -176,6 +251,61 @@ class SampleArguments:
                 f"{self._graph} was captured for inputs of {sample_dtypes}, and got {dtypes}. It casts them, but "
                 "eager training may not. Capture it with sample arguments of these dtypes, or cast the inputs first."
             )
+
+    def _ask(self, question: Any, answer: Callable[[], bool], if_unknown: bool) -> bool:
+        """Return the answer of the module, which is asked once for each question."""
+        if question not in self._answers:
+            try:
+                self._answers[question] = answer()
+            except Exception:  # the module does not run without FP8, or not with these arguments
+                self._answers[question] = if_unknown
+        return self._answers[question]
+
+    def _run(self, leaves: Sequence[Any], specs: tuple[Any, Any]) -> list[Any]:
+        count = specs[0].num_leaves
+        args, values = tree_unflatten(list(leaves[:count]), specs[0]), tree_unflatten(list(leaves[count:]), specs[1])
+        return self._module.run(*args, **dict(zip(self._keywords, values, strict=True)))
+
+    def _needs_more_grads(self, leaves: Sequence[Any], specs: tuple[Any, Any]) -> bool:
+        """Return whether eager training computes the gradient of an input whose sample argument needed none."""
+        more = self._more_grads(leaves)
+
+        def answer() -> bool:
+            inputs = [
+                leaf.detach().requires_grad_() if needs else leaf for leaf, needs in zip(leaves, more, strict=True)
+            ]
+            with torch.enable_grad():
+                given = [value.clone() if needs else value for value, needs in zip(inputs, more, strict=True)]
+                outputs = self._run(given, specs)
+            asked = [value for value, needs in zip(inputs, more, strict=True) if needs]
+            return any(_reaches(output, asked) for output in outputs)
+
+        return any(more) and self._ask(more, answer, True)
+
+    def _more_grads(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
+        return tuple(_of(leaf)[1] and not sample for leaf, (_, sample, _) in zip(leaves, self._samples, strict=False))
+
+    def _is_broadcast(self, given: list[tuple[Any, ...]], leaves: Sequence[Any], specs: tuple[Any, Any]) -> bool:
+        """Return whether the module computes the same from tensors that the replay broadcasts to the sample shapes."""
+        if len(given) != len(self._samples):
+            return False
+        pairs = [*zip(given, self._samples, strict=True)]
+        smaller = [shape != sample for (shape, _, _), (sample, _, _) in pairs]
+        takes_grads = self._is_training and torch.is_grad_enabled()
+        for (shape, needs_grad, _), (sample, _, _) in pairs:
+            if shape != sample and (shape is None or sample is None or (takes_grads and needs_grad)):
+                return False  # autograd would sum the gradient of the graph in another order than the module
+
+        def answer() -> bool:
+            full = [
+                leaf.expand(sample) if is_smaller else leaf
+                for leaf, (sample, _, _), is_smaller in zip(leaves, self._samples, smaller, strict=True)
+            ]
+            with torch.no_grad():
+                outputs = self._run(leaves, specs), self._run(full, specs)
+            return all(map(_is_same_output, *outputs))
+
+        return self._ask(tuple(shape for shape, _, _ in given), answer, False)
 
     def _compare_structures(self, specs: tuple[Any, Any]) -> None:
         structures = [
@@ -198,6 +328,6 @@ class SampleArguments:
 
     def mark_outputs(self, ctx: Any, outputs: Sequence[Any]) -> None:
         """Tell autograd which outputs need no gradient: those that needed none in the capture."""
-        pairs = zip(ctx.call.inputs, self._samples, strict=False)
-        if not any(_of(value)[1] and not needs_grad for value, (_, needs_grad, _) in pairs):
+        more = self._more_grads(ctx.call.inputs)
+        if not (any(more) and self._answers.get(more, True)):
             ctx.mark_non_differentiable(*[outputs[index] for index in self._without_grad])

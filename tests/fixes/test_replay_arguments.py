@@ -79,6 +79,8 @@ for forward in (teacher, router, state, chosen):
 for forward in (teacher, router):
     compare(forward, lambda: (random(),), lambda: (random(),), learn=False)
     compare(forward, lambda: (random(grad=False),), lambda: (random(grad=False),))
+    for learn in (True, False):
+        compare(forward, lambda: (random(grad=False),), lambda: (random(),), learn=learn)
 
 # In evaluation, a graph has no backward. Its outputs may need a gradient, but the gradient is refused.
 module = Module(lambda linear, x: linear(x)).eval()
@@ -245,12 +247,82 @@ for arguments in ((1, True, (True, False)), (2, True, (True, False, True)), (2, 
     assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager)
 """
 
+ASKED = """
+from torch.utils.checkpoint import checkpoint
+from transformer_engine.common.recipe import DelayedScaling
+
+class Layer(torch.nn.Module):
+    # Its forward leaves traces: a counter, a buffer, random numbers and the scales of FP8.
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function, self.calls = linear(), function, 0
+        self.register_buffer("mean", torch.zeros(1, device="cuda"))
+
+    def forward(self, x, other):
+        self.calls += 1
+        self.mean += 1
+        return self.linear(self.function(torch.nn.functional.dropout(self.linear(x)), other))
+
+def train(graphed, function, sample, others, recipe, checkpointed):
+    torch.manual_seed(1)
+    layer = run = Layer(function)
+    if graphed:
+        run, = te.make_graphed_callables(
+            (layer,), ((random(4, 8, 32), sample()),), enabled=recipe is not None, recipe=recipe
+        )
+    layer.mean.zero_()
+    torch.manual_seed(2)
+    found, calls = [], layer.calls
+    for other in others:
+        x = random(4, 8, 32)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            call = (lambda *args: checkpoint(run, *args, use_reentrant=False)) if checkpointed else run
+            out = call(x, other)
+        out.float().pow(2).mean().backward()
+        found += [out.detach().clone(), x.grad, torch.randn(2), torch.randn(2, device="cuda")]
+        found += [layer.linear.weight.grad.clone()]
+        layer.zero_grad()
+        assert other.grad is None
+    if graphed:
+        assert layer.calls == calls
+    return found if checkpointed else [*found, layer.mean]  # the checkpoint of an eager layer adds to it twice
+
+def compare(*arguments):
+    eager, graphed = train(False, *arguments), train(True, *arguments)
+    assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager)
+
+def whole(grad=False):
+    return random(4, 8, 1, grad=grad)
+
+for recipe, checkpointed in ((None, False), (None, True), (DelayedScaling(amax_history_len=4), False)):
+    # The module detaches an input that now needs a gradient.
+    others = [whole(), whole(True), whole(True)]
+    compare(lambda x, other: x * other.detach(), whole, others, recipe, checkpointed)
+    # A mask is broadcast.
+    others = [whole(), random(1, 8, 1, grad=False), random(8, 1, grad=False), random(1, grad=False)]
+    compare(lambda x, other: x * other, whole, others, recipe, checkpointed)
+
+refused(lambda: train(True, torch.mul, whole, [whole(), whole(True)], None, False), "and got [True, True]")
+part = random(1, 8, 1, grad=False)
+for function in (
+    lambda x, other: x * other / other.sum(), lambda x, other: x * other.size(0), lambda x, other: x * other[1],
+):
+    refused(lambda: train(True, function, whole, [whole(), part], None, False), "and got shapes")
+refused(lambda: train(True, torch.mul, lambda: part, [part, whole()], None, False), "and got shapes")
+
+# The output has the shape of the only input.
+layer = te.make_graphed_callables(linear(), (random(),))
+for x in (random(1, 32), random(1, 32, grad=False), random(16, 1)):
+    refused(lambda: layer(x), "and got shapes")
+"""
+
 PROGRAMS = {
     "outputs without gradients": WITHOUT_GRADS,
     "its own output": OWN_OUTPUT,
     "plain values": VALUES,
     "ignored keywords": IGNORED,
     "other containers": STRUCTURES,
+    "inputs that eager training shows to be equivalent": ASKED,
     "delayed wgrads of an input without a gradient": DELAYED,
 }
 
