@@ -6,15 +6,39 @@ For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class o
 instance by its ``id``, and enables FP8 for captured modules. All other instances run in ``autocast(enabled=False)``,
 even inside captured modules. In ``Sequential(Sequential(te.Linear), te.Linear)``, the inner modules run in bf16. So
 does a `te.Linear` inside a layer, if another `te.Linear` is captured together with the layer (relative error of outputs
-0.06 to 1.47, any recipe). With the fix, such modules run in the autocast of their caller.
+0.06 to 1.47, any recipe). If a layer and a block that contains it are captured in one call with different values of
+``enabled``, the layer ignores the autocast of the block. With the fix, only the outermost module enters the autocast of
+its capture. The modules that it calls run in the autocast of their caller. One module twice in a call, with different
+values of ``enabled``, raises `ValueError`, because TE knows only one value for each module.
 """
 
 from ..fix import Fix
 
 PATCH = """
+@@ graph.py make_graphed_callables
+ module_uses_fp8 = dict(...)
++if any(module_uses_fp8[id(m)] != use_fp8 for m, use_fp8 in zip(modules, enabled)):
++    raise ValueError(
++        "make_graphed_callables got one module twice, with different values of `enabled`. Capture a module for each."
++    )
+@@
++calls = []
++
++@contextlib.contextmanager
++def outermost(autocast_of_module):
++    # A module that another one calls, or recomputes in a backward, runs in the autocast of its caller.
++    is_nested = calls or torch._C._current_graph_task_id() != -1
++    calls.append(None)
++    try:
++        with contextlib.nullcontext() if is_nested else autocast_of_module:
++            yield
++    finally:
++        calls.pop()
++
+ old_call_funcs = {}
 @@ graph.py make_graphed_callables.call_func
 -with ..., ANY_AUTOCAST(..., _graph=True):
-+with ..., ANY_AUTOCAST(..., _graph=True) if id(self) in module_uses_fp8 else contextlib.nullcontext():
++with ..., outermost(ANY_AUTOCAST(..., _graph=True)):
      outputs = old_call_funcs[block_cls](self, *args, **kwargs)
 @@
  ANY_AUTOCAST(..., enabled=module_uses_fp8.get(id(self), False), _graph=True)
