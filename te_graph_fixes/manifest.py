@@ -69,13 +69,15 @@ class Manifest:
             data = json.loads(file.read_bytes() if file.is_file() else b"")
             manifest = cls(**{field.name: data[field.name] for field in fields(cls)})
             texts = [manifest.version, manifest.te_version or "", *manifest.fixes.values()]
-            is_valid = all(isinstance(text, str) for text in texts) and any(b for b, _ in manifest.files.values())
+            is_valid = all(isinstance(text, str) for text in texts)
+            is_valid &= any(before for before, _ in manifest.files.values())  # a bake changes at least one module
             for path, (before, after) in manifest.files.items():
-                is_valid &= bool(re.fullmatch(rf"{TE}(/\w+)+\.py", path, re.ASCII)) and before != after
-                is_valid &= all(re.fullmatch("[0-9a-f]{64}", each) for each in (before or after, after))
+                is_valid &= re.fullmatch(rf"{TE}(/\w+)+\.py", path, re.ASCII) is not None  # inside TE
+                is_valid &= before != after
+                is_valid &= all(re.fullmatch("[0-9a-f]{64}", text) is not None for text in (before or after, after))
             if is_valid:
                 return manifest
-            problem = "it is not a list of baked modules"
+            problem = "wrong content"
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
         advice = "Revert the change of this file, or delete it and reinstall TransformerEngine"

@@ -1,14 +1,15 @@
 """Write the fixes into files of TransformerEngine (TE): in place for ``bake``, in a folder for ``bake --overlay``.
 
-A bake in place first writes these files, and only then renames the new texts over the modules:
+A bake in place first writes these files:
 
-    te-graph-fixes.json                 the manifest, with digests of each module before and after the bake
-    graph.py.te-graph-fixes-original    beside each changed module, a copy of it
-    graph.py.te-graph-fixes-new         beside the place of each changed or added module, its new text
+    te-graph-fixes.json                 the manifest, with the digests of each module before and after the bake
+    graph.py.te-graph-fixes-original    a copy of each module that will change, beside it
+    graph.py.te-graph-fixes-new         the new text of each changed or added module, beside its place
 
-The renames begin with the added modules, which the others import, and end with graph.py. After each of them, TE can be
-imported and computes the same without graphs. ``bake --undo`` restores the modules in the reverse order, and so does a
-bake after an error or a signal. After a ``kill -9``, the next ``bake`` or ``bake --undo`` does.
+Then it renames each new text to its module. The added modules come first, because the others import them, and graph.py
+comes last, because it activates what the others contain. So TE can be imported after each rename, and computes the same
+without graphs. An undo renames the copies to their modules, in the reverse order. It runs for ``bake --undo``, after an
+error or a signal, and, if a bake or an undo was killed, at the start of the next command.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _lock_holder(folder: int) -> str:
-    """Name the process that has locked an open folder, if this process may know."""
+    """Name the process that has locked an open folder. It is unknown if it runs on another host, or as another user."""
     lock = re.compile(rf"^lock:.* FLOCK .*:{os.fstat(folder).st_ino} ", re.MULTILINE)
     for info in glob.iglob("/proc/[0-9]*/fdinfo/*"):
         with contextlib.suppress(OSError):
@@ -120,7 +121,7 @@ def write_in_place(source: Source, files: Mapping[str, tuple[str, str]]) -> None
             for path in modules:
                 _delete_bytecode(root / path)
                 os.replace(f"{root / path}{NEW}", root / path)
-                if not signal.sigpending().isdisjoint(_SIGNALS):
+                if signal.sigpending() & set(_SIGNALS):
                     raise BakeError("Nothing was changed, because a signal interrupted the bake.")
         except BaseException:
             undo(source)
@@ -138,19 +139,20 @@ def undo(source: Source, force: bool = False) -> str:
     if (manifest := Manifest.read(location)) is None:
         return ""
     states = manifest.states(location.parent)
-    if CHANGED in states.values() and not force and not manifest.is_overwritten(source.version, states):
-        read_manifest(source)  # raises the error
-    to_restore = [path for path, state in states.items() if state == AFTER or (state == CHANGED and force)]
-    originals = {path: file_digest(f"{location.parent / path}{ORIGINAL}") for path in to_restore}
-    if lost := [path for path, found in originals.items() if manifest.files[path][0] not in (found, None)]:
+    restored = {AFTER} if manifest.is_overwritten(source.version, states) else {AFTER, CHANGED}
+    if CHANGED in states.values() and CHANGED in restored and not force:
+        read_manifest(source)  # raises an error that names the modules
+    modules = [path for path, state in states.items() if state in restored]
+    originals = {path: file_digest(f"{location.parent / path}{ORIGINAL}") for path in modules}
+    if lost := [path for path, original in originals.items() if manifest.files[path][0] not in (original, None)]:
         raise BakeError(
             f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
             f"`patch -p1 -R`; to remove an overlay, its mounts. After a bake, reinstall TransformerEngine."
         )
     _require_inside(source, manifest.files)
     with _signals_held():
-        _restore(location, manifest, to_restore)
-    return f"Undid the bake of {manifest.by}: {len(to_restore)} modules restored or deleted in {location}"
+        _restore(location, manifest, modules)
+    return f"Undid the bake of {manifest.by}: {len(modules)} modules restored or deleted in {location}"
 
 
 def _restore(location: Path, manifest: Manifest, modules: Collection[str]) -> None:
@@ -176,7 +178,7 @@ def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], 
     for path, (before, after) in files.items():
         file, model = Path(f"{folder / path}{suffix}"), root / (path if before else f"{TE}/__init__.py")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)  # never write through a link
+        file.unlink(missing_ok=True)  # a link at this place could lead outside TE
         file.write_bytes(after.encode())
         shutil.copymode(model, file)
         _copy_owner(model, file)
