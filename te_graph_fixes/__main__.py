@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+from .commands import NOT_USABLE
+
 
 def main() -> int:
     """Run one command and return its exit status, even if its output cannot be written."""
@@ -17,7 +19,7 @@ def main() -> int:
         return status
     except ImportError as error:
         print(f"te-graph-fixes: {error}", file=sys.stderr)
-        return 2
+        return NOT_USABLE
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
         if isinstance(error, BrokenPipeError):

@@ -245,7 +245,7 @@ class _Activation:
 
 
 def _conflict(settings: Settings) -> str:
-    """Describe how a bake differs from this package's version or from the settings; "" if they agree."""
+    """Return how a bake differs from this package's version or the settings, as a sentence, or "" if they agree."""
     from .decision import settings_conflict
     from .manifest import installed_manifest
 
@@ -277,7 +277,7 @@ def _wait_for_other_threads() -> None:
 
 
 def loaded(name: str) -> bool:
-    """Return whether a module has been imported completely."""
+    """Return whether a module is in `sys.modules` and its import has ended."""
     module = sys.modules.get(name)
     return module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False) is not True
 
@@ -290,7 +290,7 @@ def _captured_graphs() -> int:
 
 
 def _copies_of_graphs() -> tuple[str, ...]:
-    """Return the imported modules that define `_COPIED`, except TE's own."""
+    """Return the names of the imported modules that define `_COPIED`, except TE's own; () if there are none."""
     copies = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)

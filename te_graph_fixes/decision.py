@@ -59,7 +59,7 @@ def verdicts(source: Source) -> dict[str, Verdict]:
 
 
 def read_installed() -> Reading:
-    """Read the installed TE. Without a TE, every fix is unrecognized."""
+    """Return the verdicts for the installed TE. If there is no TE, every verdict is ``unrecognized``."""
     try:
         return read(Source.installed())
     except TENotFoundError as error:
@@ -210,7 +210,7 @@ def _decided(verdict: Verdict, is_selected: bool, requires: Iterable[str], decid
 
 
 def with_required(fix_ids: Iterable[str]) -> set[str]:
-    """Return these fixes, and all fixes that they require directly or indirectly."""
+    """Return the ids of these fixes and of all fixes that they require, directly or through another fix."""
     required, pending = set[str](), list(fix_ids)
     while pending:
         fix_id = pending.pop()
@@ -220,7 +220,7 @@ def with_required(fix_ids: Iterable[str]) -> set[str]:
 
 
 def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
-    """Describe how the settings differ from the baked fixes; "" if they agree.
+    """Return how the settings differ from the baked fixes, as a sentence, or "" if they agree.
 
     The default settings, which neither select nor disable fixes, agree with every bake.
     """

@@ -90,10 +90,10 @@ class Fix:
     def described_by(self, name: str, docstring: str) -> Fix:
         """Return this record with the id from its file's ``name`` and the texts from the file's docstring.
 
-        The docstring begins with two paragraphs: ``ID: summary.``, and the upstream links.
+        The docstring begins with two paragraphs: ``Bug: ...``, which is the summary, and the upstream links.
         """
         title, upstream, *_ = [*docstring.split("\n\n"), "", ""]
-        summary = title.partition(": ")[2].removesuffix(".").replace("``", "")
+        summary = title.removesuffix(".").replace("``", "")
         links = re.findall(r"https://[\w./-]+\w", upstream)
         return replace(self, id=name.replace("_", "-"), summary=summary, upstream=tuple(links))
 

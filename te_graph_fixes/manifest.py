@@ -58,7 +58,7 @@ class Manifest:
 
     @classmethod
     def read(cls, location: Path) -> Manifest | None:
-        """Read the manifest of the TE in a folder; None if there is none. Ignore keys added by a newer version.
+        """Return the manifest of the TE in a folder, or None if there is none. Keys of a newer version are ignored.
 
         Raise `ManifestError` if the manifest is invalid, for example if it names a file outside TE.
         """

@@ -72,7 +72,7 @@ class Report:
         ]
 
     def having(self, *statuses: str) -> dict[str, str]:
-        """Return the reasons of the fixes with one of these statuses."""
+        """Return the reason of each fix that has one of these statuses, by id; {} if none has."""
         return {fix_id: fix.reason for fix_id, fix in self.fixes.items() if fix.status in statuses}
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def te_name(version: str | None) -> str:
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Group fixes by their reasons."""
+    """Return, for each reason, the ids of the fixes that have it."""
     fixes: dict[str, list[str]] = {}
     for fix_id, reason in reasons.items():
         fixes.setdefault(reason, []).append(fix_id)
@@ -175,7 +175,7 @@ def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def named(fixes: Sequence[str]) -> str:
-    """Return the names of the fixes if they are few, else their number."""
+    """Return the names of the fixes in one string if they are few, else their number, such as ``12 fixes``."""
     return ", ".join(fixes) if len(fixes) <= _MOST_NAMED else count(len(fixes), "fix")
 
 

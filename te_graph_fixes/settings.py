@@ -22,7 +22,7 @@ _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def rank() -> str | None:
-    """Return the rank of this process, as set by its launcher."""
+    """Return the rank that the launcher has set for this process, or None if it has set none."""
     return next((os.environ[name] for name in _RANKS if os.environ.get(name)), None)
 
 

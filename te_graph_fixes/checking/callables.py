@@ -150,7 +150,7 @@ class CheckedCallable:
         self._check.lifetimes.before_replay()
 
     def _after_replay(self, run: Microbatch, when: str, returned: Values, stream: Any = None) -> None:
-        """Compare all tensors written by a replay, in graph memory (``returned``) and elsewhere."""
+        """Compare every tensor that a replay has written: those that it ``returned`` and those elsewhere."""
         if stream is not None:  # the graph must have written the tensors
             torch.cuda.current_stream().wait_stream(stream)
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
@@ -173,7 +173,7 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work``, a part of the check. After an error in it, the callable is no longer checked."""
+        """Return the result of ``work``, a part of the check. If it raises, leave this callable out of the check."""
         reference = self._reference
         if self._check.finished:
             return None

@@ -108,7 +108,7 @@ class Check:
             self._pending.append((1.0, subject, UNEQUAL.get(graphed, "is not expected")))
 
     def note_changes(self, index: int, reference: Any) -> None:
-        """Record how the eager runs of a callable changed the job. The record is read at the end of the step."""
+        """Record how the eager runs of a callable changed the job, so that `_end_step` can print it."""
         self._changes.append((index, reference, reference.changes))
         reference.changes = {}
 
@@ -184,7 +184,7 @@ class Check:
 
     @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
-        """The fixes that this TransformerEngine needs but that are not applied."""
+        """Return the fixes that this TransformerEngine needs but that are not applied; [] if none is missing."""
         needed = [fix for fix, verdict in read_installed().verdicts.items() if verdict.status == Status.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
 

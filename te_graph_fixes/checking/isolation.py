@@ -124,7 +124,7 @@ class Engine:
 
 
 def _leaves(tensors: Sequence[Any]) -> list[Any]:
-    """List the leaves reached by a backward of ``tensors``."""
+    """Return the leaves that a backward of ``tensors`` reaches, or [] if it reaches none."""
     leaves, seen = [], set()
     nodes: list[Any] = [get_gradient_edge(x).node if isinstance(x, torch.Tensor) else x.node for x in tensors]
     while nodes:
@@ -186,12 +186,12 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
-    """List the tensors with memory of their own: quantized ones consist of such tensors."""
+    """Return the plain tensors of a tree. Quantized tensors have no memory of their own, but consist of plain ones."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
 
 
 def _storages(tree: Any) -> set[int]:
-    """Return the addresses of the storages in a tree of tensors."""
+    """Return the addresses of the storages of all tensors in a tree; an empty set if it has no tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(tree)}
 
 

@@ -83,7 +83,7 @@ class EagerReference:
             self.own[submodule] = own | copy.deepcopy(NO_CACHES)
 
     def first_microbatch_marks(self) -> dict[Module, bool | None]:
-        """Return the first-microbatch mark of each submodule. Modules of Megatron-Core have one."""
+        """Return ``is_first_microbatch`` of each submodule that has this attribute, as modules of Megatron-Core do."""
         return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_not_checked(self) -> str:
@@ -115,7 +115,7 @@ class EagerReference:
                 self.changes.setdefault(name, []).append(error)
 
     def _reverted(self, run: Microbatch, until: str, writes: Writes) -> Values:
-        """Run a microbatch once, and revert its writes to other tensors of the job."""
+        """Run a microbatch once, revert its writes to other tensors of the job, and return the new values."""
         values: Values = {}
         try:
             with writes:
@@ -277,12 +277,12 @@ def named_outputs(outputs: list[Any]) -> Values:
 
 
 def copied(tree: Any) -> Any:
-    """Copy a tree with all of its tensors. The copies are leaves."""
+    """Return a copy of a tree in which every tensor is a new leaf. Other objects are not copied."""
     return tree_map_only(torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
 
 
 def _megatron_flags() -> list[Any]:
-    """Return the imported modules of Megatron-Core that define `FLAG`."""
+    """Return the imported modules of Megatron-Core that define `FLAG`, or [] without Megatron-Core."""
     return [sys.modules[name] for name in CLIENTS if hasattr(sys.modules.get(name), FLAG)]
 
 

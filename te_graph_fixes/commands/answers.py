@@ -28,7 +28,7 @@ from .bake import baked_files
 
 
 def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
-    """Group the fixes for bugs that a TE has, had or may have, by outcome."""
+    """Return, for each outcome in words, the ids of its fixes. Outcomes without a fix are absent."""
     reading = decision.reading
     lists = {
         "may be there, but cannot be fixed": list(decision.cannot_apply),
@@ -83,7 +83,7 @@ def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
 
 
 def _side_effects(decision: Decision) -> Iterator[str]:
-    """Yield a line for each fix that is applied or disabled only because of other fixes."""
+    """Yield a line for each fix that is applied or disabled only because of another fix; nothing if there is none."""
     lines = [f"also applied: {fix_id}, required by {by}" for fix_id, by in decision.added.items()]
     lines += [f"also disabled: {fix_id}, which requires {required}" for fix_id, required in decision.dropped.items()]
     if lines:
@@ -148,7 +148,7 @@ def explain(fix: Fix) -> Iterator[str]:
     module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
     _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")  # without the title and the links
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
-    yield f"{fix.id} ({fix.group}): {fix.summary}\n"
+    yield f"{fix.id} ({fix.group})\n\n{fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
     yield f"\n{account}\n\nThe patch, with TE's own lines:\n{fix.patch.rstrip()}"
 

@@ -28,10 +28,9 @@ from ..report import by_reason, te_name
 from ..settings import DISABLE, Settings, fix_ids, unknown_variables
 from ..status import CANNOT_APPLY, Status
 from ..version import __version__
-from . import answers, bake
+from . import NOT_USABLE, answers, bake
 from .bake import BakeError
 
-NOT_USABLE = 2  # wrong usage, or no TE
 _EPILOG = """\
 use in this order:
   te-graph-fixes status                   list the bugs of your TE

@@ -22,6 +22,7 @@ from ..launcher.te_graph_fixes_run import FILTER
 from ..patching import TE
 from ..report import print_stderr
 from ..settings import CHECK, STRICT, Settings, unknown_variables
+from . import NOT_USABLE
 
 USAGE = """\
 usage: te-graph-fixes run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
@@ -39,11 +40,11 @@ example: te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LAUNCHER = os.path.join(ROOT, "te_graph_fixes", "launcher")
-BAD_USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replace this process with the program in ``arguments``. Return an exit status if this fails."""
+    """Replace this process with the program in ``arguments``. Return an exit status if no program is started."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         if "--print-env" in arguments:
             print("false")  # so that the `eval` of the output fails too
         _note(error)
-        return BAD_USAGE
+        return NOT_USABLE
     if importlib.util.find_spec(TE) is None:
         _note(f"{sys.executable} has no TransformerEngine. The fixes apply only to a Python that has it.")
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and the program would inherit that

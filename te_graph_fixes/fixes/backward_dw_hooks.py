@@ -1,4 +1,4 @@
-"""``backward-dw-hooks``: no hook runs after the replay of a delayed wgrad.
+"""Bug: no hook runs after the replay of a delayed wgrad.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2614 (TE 2.13), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/2999

@@ -1,4 +1,4 @@
-"""``backward-dw-order``: a capture records delayed wgrads out of order, or with another microbatch's inputs.
+"""Bug: a capture records delayed wgrads out of order, or with another microbatch's inputs.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) accepts wgrads in ``_order``.
 The rest is open.

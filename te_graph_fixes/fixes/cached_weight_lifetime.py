@@ -1,4 +1,4 @@
-"""``cached-weight-lifetime``: the FP8 weights that a graph caches are freed or outdated while the graph reads them.
+"""Bug: the FP8 weights that a graph caches are freed or outdated while the graph reads them.
 
 Upstream: none yet, TE 2.10 to main
 

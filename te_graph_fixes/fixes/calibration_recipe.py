@@ -1,4 +1,4 @@
-"""``calibration-recipe``: a capture that only calibrates uses the default recipe instead of the caller's.
+"""Bug: a capture that only calibrates uses the default recipe instead of the caller's.
 
 Upstream: none yet
 

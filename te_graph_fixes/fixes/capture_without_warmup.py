@@ -1,4 +1,4 @@
-"""``capture-without-warmup``: a capture for training with ``num_warmup_iters=0`` stops with KeyError.
+"""Bug: a capture for training with ``num_warmup_iters=0`` stops with KeyError.
 
 Upstream: none yet, TE 2.10 to main
 

@@ -1,4 +1,4 @@
-"""``delayed-wgrad-delivery``: gradients that a replayed ``backward_dw`` computes do not reach the parameters.
+"""Bug: gradients that a replayed ``backward_dw`` computes do not reach the parameters.
 
 Upstream: none yet
 

@@ -1,4 +1,4 @@
-"""``failed-capture-state``: a failed capture leaves the process in a damaged state and hides its error.
+"""Bug: a failed capture leaves the process in a damaged state and hides its error.
 
 Upstream: none yet
 
@@ -89,10 +89,12 @@ PATCH = """
 +capture = lambda: ANY_CAPTURE
 +
 +# If the capture fails, restore all changed state for which the device still responds.
++import traceback
++from ._te_first_microbatches import SavedMarks
++from ._te_fp8_state_at_replay import restore_after_failure
++
 +submodules = [m for module in modules for m in module.modules()]
-+first_microbatch = [
-+    (m, m.is_first_microbatch) for m in submodules if hasattr(m, "is_first_microbatch")
-+]
++marks = SavedMarks(submodules)
 +delayed_wgrads = [getattr(getattr(m, "wgrad_store", None), "context", None) for m in submodules]
 +delayed_wgrads = [(context, list(context.queue)) for context in delayed_wgrads if context]
 +try:
@@ -100,20 +102,26 @@ PATCH = """
 +    for module in modules:
 +        wrap_autocast(module)
 +    graphed_callables = capture()
-+except BaseException:
-+    for m, value in first_microbatch:
-+        m.is_first_microbatch = value
++except BaseException as error:
++    with contextlib.suppress(Exception):
++        marks.restore()
 +    for context, pending in delayed_wgrads:
 +        context.queue.clear()
 +        context.queue.extend(pending)
 +    with contextlib.suppress(Exception):
 +        restore_fp8_tensors(modules, saved_fp8_tensors)
 +    with contextlib.suppress(Exception):
++        restore_after_failure()
++    with contextlib.suppress(Exception):
 +        if graph_safe_rng_available():
 +            for gen, state in zip(generators, original_rng_states):
 +                gen.set_state(state)
 +        else:
 +            torch.cuda.set_rng_state(original_rng_states)
++    for frame, _ in traceback.walk_tb(error.__traceback__):
++        if frame.f_code.co_filename == _make_graphed_callables.__code__.co_filename:
++            with contextlib.suppress(RuntimeError):  # this frame still runs
++                frame.clear()  # frees the graphs, even if the caller keeps the error
 +    raise
 +finally:
 +    set_capture_end()

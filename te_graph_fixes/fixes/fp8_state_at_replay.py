@@ -1,4 +1,4 @@
-"""``fp8-state-at-replay``: replays omit the work of eager forwards on the scales of delayed scaling.
+"""Bug: replays omit the work of eager forwards on the scales of delayed scaling.
 
 Upstream: none yet, TE 2.10 to main
 
@@ -49,15 +49,22 @@ PATCH = """
 +
 +    end_autocast(enabled)
 
+@@ quantization.py FP8GlobalStateManager.is_first_fp8_module
+ ANY_FIRST = ANY_FLAG
+ ANY_FLAG = False
++if ANY_FIRST and hasattr(cls, "fp8_capture"):
++    from ._te_fp8_state_at_replay import take_first_module
++
++    take_first_module()
+
 @@ graph.py _make_graphed_callables
 +from ._te_fp8_state_at_replay import current_capture, with_fp8_state
 +
 +fp8_capture = current_capture()
-+used_fp8_states = {}
 +outside_of_autocast = set()
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
-+used_fp8_states[fwd_graph] = fp8_capture.begin_graph()
++fwd_graph.fp8_state = fp8_capture.begin_graph()
  with ..., _graph_context_wrapper(fwd_graph, ...):
      outputs = func(*args, **kwargs)
 @@
@@ -68,7 +75,7 @@ PATCH = """
 +te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
 @@
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
-+graphed = with_fp8_state(graphed, used_fp8_states[fwd_graphs[i]])
++graphed = with_fp8_state(graphed, fwd_graphs[i].fp8_state)
 
 @@ graph.py make_graphed_callables.call_func (at its start)
 +from ._te_fp8_state_at_replay import end_captured_forward
@@ -111,6 +118,6 @@ FIX = Fix(
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
     patch=PATCH,
-    requires=("nested-autocast",),
+    requires=("failed-capture-state", "nested-autocast"),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

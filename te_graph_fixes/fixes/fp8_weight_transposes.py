@@ -1,4 +1,4 @@
-"""``fp8-weight-transposes``: a replay computes dgrads with transposes of FP8 parameters from before the last update.
+"""Bug: a replay computes dgrads with transposes of FP8 parameters from before the last update.
 
 Upstream: none yet, TE 2.10 to main
 

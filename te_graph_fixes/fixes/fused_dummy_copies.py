@@ -1,4 +1,4 @@
-"""``fused-dummy-copies``: each replay copies parameter gradients that no code reads.
+"""Bug: each replay copies parameter gradients that no code reads.
 
 Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 mentions the slowdown,
 https://github.com/NVIDIA/Megatron-LM/pull/5893 turns all copies off in Megatron-LM, but is in no release up to 0.19.2.

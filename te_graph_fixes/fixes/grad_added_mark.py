@@ -1,4 +1,4 @@
-"""``grad-added-mark``: a replay does not set ``grad_added_to_main_grad``, the mark of a fused wgrad.
+"""Bug: a replay does not set ``grad_added_to_main_grad``, the mark of a fused wgrad.
 
 Upstream: none yet, reported as https://github.com/NVIDIA/TransformerEngine/issues/1204
 

@@ -1,4 +1,4 @@
-"""``grad-input-lifetime``: a grad input is overwritten while it is sent to the previous pipeline stage.
+"""Bug: a grad input is overwritten while it is sent to the previous pipeline stage.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; probably this bug)
 

@@ -1,4 +1,4 @@
-"""``grouped-linear-amax-reduction``: graphs of GroupedLinear contain the reduction of the backward's amaxes.
+"""Bug: graphs of GroupedLinear contain the reduction of the backward's amaxes.
 
 Upstream: none yet, TE 2.10 to main (TE up to 2.9 does not reduce in a capture)
 

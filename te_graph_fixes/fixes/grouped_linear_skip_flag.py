@@ -1,4 +1,4 @@
-"""``grouped-linear-skip-flag``: graphs of FP8 experts ignore the skip flag, which tells a graph whether to quantize.
+"""Bug: graphs of FP8 experts ignore the skip flag, which tells a graph whether to quantize.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3051,
 https://github.com/NVIDIA/TransformerEngine/pull/3052,

@@ -1,4 +1,4 @@
-"""``leaf-grad-lifetime``: the next replay overwrites the gradients that a graph returns for leaf inputs.
+"""Bug: the next replay overwrites the gradients that a graph returns for leaf inputs.
 
 Upstream: none yet, TE 2.10 to main
 

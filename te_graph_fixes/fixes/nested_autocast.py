@@ -1,4 +1,4 @@
-"""``nested-autocast``: modules in a captured module lose FP8 if their class or a base class is captured too.
+"""Bug: modules in a captured module lose FP8 if their class or a base class is captured too.
 
 Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 

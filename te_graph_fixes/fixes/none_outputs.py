@@ -1,4 +1,4 @@
-"""``none-outputs``: a callable with an output that is None cannot be captured.
+"""Bug: a callable with an output that is None cannot be captured.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2657 (TE 2.13)
 

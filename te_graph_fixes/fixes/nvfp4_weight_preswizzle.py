@@ -1,4 +1,4 @@
-"""``nvfp4-weight-preswizzle``: every graph swizzles the scales of cached NVFP4 weights once more.
+"""Bug: every graph swizzles the scales of cached NVFP4 weights once more.
 
 Upstream: none yet, TE 2.18 to main (upstream/nvfp4-weight-preswizzle.md); the remaining part of
 https://github.com/NVIDIA/TransformerEngine/issues/3220. Seen in the source and on a simulator, not on a GPU.

@@ -1,4 +1,4 @@
-"""``param-grad-lifetime``: the next replay overwrites the parameter gradients that a graph returns.
+"""Bug: the next replay overwrites the parameter gradients that a graph returns.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2937 (TE 2.19)
 

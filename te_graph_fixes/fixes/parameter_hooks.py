@@ -1,4 +1,4 @@
-"""``parameter-hooks``: hooks of parameters run in warmup and capture, and become part of the graph.
+"""Bug: hooks of parameters run in warmup and capture, and become part of the graph.
 
 Upstream: none yet, TE 2.10 to main.
 

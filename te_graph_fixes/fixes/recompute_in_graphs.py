@@ -1,4 +1,4 @@
-"""``recompute-in-graphs``: if a graph recomputes activations, its replays miss updates of FP8 scales.
+"""Bug: if a graph recomputes activations, its replays miss updates of FP8 scales.
 
 Upstream: none yet, TE 2.10 to main
 

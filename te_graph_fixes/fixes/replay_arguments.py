@@ -1,4 +1,4 @@
-"""``replay-arguments``: graphs silently accept arguments that differ from the sample arguments.
+"""Bug: graphs silently accept arguments that differ from the sample arguments.
 
 Upstream: none yet, TE 2.10 to main
 

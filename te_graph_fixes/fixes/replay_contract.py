@@ -1,4 +1,4 @@
-"""``replay-contract``: programs that violate the assumptions of a capture compute wrong numbers silently.
+"""Bug: programs that violate the assumptions of a capture compute wrong numbers silently.
 
 Upstream: none yet, TE 2.10 to main
 
@@ -32,21 +32,22 @@ PATCH = """
 +from ._te_module_tensors import WarmupRecord
 +from ._te_replay_contract import Preconditions
 +
-+warmup_run = WarmupRecord()
++warmup_run = WarmupRecord(callables, flatten_sample_args)
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
-+warmup_run.note(func_idx, module)
++warmup_run.note(func_idx, module, outputs)
 @@ graph.py _make_graphed_callables
 +replay_preconditions = {}
 +for i in range(len(graph_callables)):
 +    replay_preconditions[fwd_graphs[i]] = Preconditions(
 +        i,
 +        graph_callables,
++        _num_layers_per_chunk if _order is not None else [len(callables)],
 +        (fwd_graphs[i], bwd_graphs[i], bwd_dw_graphs[i]),
 +        per_callable_static_outputs[i],
 +        per_callable_static_grad_inputs[i],
 +        per_callable_len_user_args[i],
-+        per_callable_module_params[i],
++        per_callable_static_input_surfaces[i],
 +        need_bwd_dw_graph.get(i, False),
 +        retain_graph_in_backward,
 +        warmup_run,
@@ -71,8 +72,8 @@ PATCH = """
 @@ graph.py _make_graphed_callables
 +from ._te_own_copies import drop_graph_from_copies
 +
++drop_graph_from_copies(func, forward)
  func.forward = forward
-+drop_graph_from_copies(func)
 
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
 +preconditions = replay_preconditions[fwd_graphs[graph_idx]]

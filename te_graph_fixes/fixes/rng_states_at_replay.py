@@ -1,4 +1,4 @@
-"""``rng-states-at-replay``: replays draw from the generators that an RNG tracker had at the capture.
+"""Bug: replays draw from the generators that an RNG tracker had at the capture.
 
 Upstream: none yet, TE 2.10 to main
 

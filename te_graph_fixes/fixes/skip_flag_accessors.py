@@ -1,4 +1,4 @@
-"""``skip-flag-accessors``: Megatron-Core's own graphs call a setter that TE 2.15 and 2.16 lack.
+"""Bug: Megatron-Core's own graphs call a setter that TE 2.15 and 2.16 lack.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3015 (TE 2.17), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/4707

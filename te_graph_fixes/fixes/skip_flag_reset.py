@@ -1,4 +1,4 @@
-"""``skip-flag-reset``: ``FP8GlobalStateManager.reset()`` frees the skip flag that graphs with cached weights read.
+"""Bug: ``FP8GlobalStateManager.reset()`` frees the skip flag that graphs with cached weights read.
 
 Upstream: none yet
 

@@ -1,4 +1,4 @@
-"""``stale-fp8-weights``: a graph keeps using the FP8 weights of its capture.
+"""Bug: a graph keeps using the FP8 weights of its capture.
 
 Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
 

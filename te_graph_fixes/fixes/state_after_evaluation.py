@@ -1,4 +1,4 @@
-"""``state-after-evaluation``: an evaluation in bf16 or another recipe removes a graph's FP8 state from its modules.
+"""Bug: an evaluation in bf16 or another recipe removes a graph's FP8 state from its modules.
 
 Upstream: none yet, TE 2.10 to main
 
@@ -17,7 +17,7 @@ PATCH = """
 @@ graph.py _make_graphed_callables
 +from ._te_state_after_evaluation import RecipeStates
 +
-+graphed.recipe_states = RecipeStates(func.modules())
++graphed.recipe_states = RecipeStates(func.modules(), fwd_graphs[i].fp8_state)
  def make_graphed_forward(...):
      ...
 

@@ -1,4 +1,4 @@
-"""``static-buffer-reuse``: layers with different static buffers share them.
+"""Bug: layers with different static buffers share them.
 
 Upstream: none yet, TE 2.10 to main
 

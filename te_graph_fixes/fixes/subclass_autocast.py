@@ -1,4 +1,4 @@
-"""``subclass-autocast``: after a capture, modules of a captured subclass keep the recipe of the capture.
+"""Bug: after a capture, modules of a captured subclass keep the recipe of the capture.
 
 Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine/issues/1207 leaves this case open)
 

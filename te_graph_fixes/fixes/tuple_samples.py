@@ -1,4 +1,4 @@
-"""``tuple-samples``: with reused buffers, TE refuses sample arguments in a tuple.
+"""Bug: with reused buffers, TE refuses sample arguments in a tuple.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2426 (TE 2.12)
 

@@ -1,4 +1,4 @@
-"""``warmup-main-grads``: warmup adds its random wgrads to ``main_grad``.
+"""Bug: warmup adds its random wgrads to ``main_grad``.
 
 Upstream: none yet, TE 2.10 to main (upstream/warmup-main-grads.md).
 

@@ -1,4 +1,4 @@
-"""``warmup-outputs``: a warmup iteration retains the outputs of all forwards until it ends.
+"""Bug: a warmup iteration retains the outputs of all forwards until it ends.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 

@@ -1,4 +1,4 @@
-"""``warmup-reset``: every graph contains the behavior of the first microbatch.
+"""Bug: every graph contains the behavior of the first microbatch.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2715 (TE 2.14)
 

@@ -1,4 +1,4 @@
-"""``weak-reference-layout``: reused outputs and grad inputs lose their strides, and some dtypes raise an error.
+"""Bug: reused outputs and grad inputs lose their strides, and some dtypes raise an error.
 
 Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/Megatron-LM/issues/7155 and
 https://github.com/NVIDIA/Megatron-LM/issues/7410 are about float64

@@ -1,4 +1,4 @@
-"""``wgrad-hook-order``: after a replayed ``backward_dw``, ranks run their gradient hooks in different orders.
+"""Bug: after a replayed ``backward_dw``, ranks run their gradient hooks in different orders.
 
 Upstream: none yet (the hooks came with https://github.com/NVIDIA/TransformerEngine/pull/2614)
 

@@ -1,4 +1,4 @@
-"""``wgrad-memory-reuse``: in a capture of several callables, a dgrad overwrites inputs of another callable's wgrad.
+"""Bug: in a capture of several callables, a dgrad overwrites inputs of another callable's wgrad.
 
 Upstream: none yet, TE 2.10 to main
 

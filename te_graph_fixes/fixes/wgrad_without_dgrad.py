@@ -1,4 +1,4 @@
-"""``wgrad-without-dgrad``: no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads.
+"""Bug: no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads.
 
 Upstream: none yet, TE 2.10 to main
 

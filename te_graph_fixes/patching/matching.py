@@ -100,7 +100,7 @@ class Pattern:
                 yield from self._match_sequence(rest, nodes[1:], bound)
 
     def _match(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
-        """Return the bindings of each match of ``node``, including the earlier ``bindings``."""
+        """Return the bindings of each match of ``node``, which include the earlier ``bindings``; [] if none matches."""
         if isinstance(wanted, list) and isinstance(node, list):
             return [bound for bound, rest in self._match_sequence(wanted, node, bindings) if not rest]
         if is_any(wanted):
@@ -132,7 +132,7 @@ class Pattern:
         return self._match_named(ours, theirs, ways)
 
     def _match_named(self, wanted: Mapping[Any, Any], given: Mapping[Any, Any], ways: list[Bindings]) -> list[Bindings]:
-        """Match all wanted parts with parts of the same name."""
+        """Return the bindings of each way in which every wanted part matches the given part of the same name."""
         for name, part in wanted.items():
             ways = [bound for way in ways for bound in self._match(part, given.get(name), way)]
         return ways
@@ -176,7 +176,7 @@ def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
 
 @cache
 def _parts(wanted: Any) -> list[str]:
-    """Return the names of the fields to compare in a node of a pattern."""
+    """Return the names of those fields of a pattern's node that a match must compare."""
     ignored = [*_NO_SYNTAX]
     if isinstance(wanted, ast.Call):
         ignored.append("keywords")

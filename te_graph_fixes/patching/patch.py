@@ -87,7 +87,7 @@ def read(text: str) -> list[list[Hunk]]:
 
 
 def _sections(text: str) -> list[tuple[Line, list[Line]]]:
-    """Split a patch at its ``@@`` lines. Return each of these lines with the lines of its hunk."""
+    """Split a patch at its ``@@`` lines. Return pairs of an ``@@`` line and the lines of its hunk."""
     sections: list[tuple[Line, list[Line]]] = []
     for number, line in enumerate(textwrap.dedent(text).split("\n"), 1):
         if line.startswith("@@"):

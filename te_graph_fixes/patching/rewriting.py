@@ -77,11 +77,11 @@ class Side:
         ]
 
     def statements(self, lines: Sequence[Line]) -> list[Any]:
-        """Return the statements that start on these lines."""
+        """Return the statements that start on these lines, or [] if none does."""
         return [node for node in self._statements if self.lines[first_line(node) - 1] in lines]
 
     def spot(self, edge: int, line: Line, indent: int) -> Spot | None:
-        """Find the statement with this indent that starts or ends on a line."""
+        """Return the start or end of the statement with this indent on a line; None if there is no such statement."""
         for node in self._statements:
             number = first_line(node) if edge == START else node.end_lineno
             if node.col_offset == indent and self.lines[number - 1] == line and not (is_gap(node) and edge == END):
@@ -184,7 +184,7 @@ class _Comparison:
         return [Replacement(Spot(old, edge), Spot(old, edge), text, False) for edge, text in texts.items() if text]
 
     def _insert_items(self, old: ast.With, new: ast.With) -> Replacement | None:
-        """Insert items of a `with` before the next item, or after the last. Return None for other changes."""
+        """Return a replacement that adds items to a `with`, before the next item or at the end; None otherwise."""
         count, span = len(new.items) - len(old.items), self._new.module.span
         index = len([*takewhile(bool, map(_is_same, old.items, new.items))])
         if count < 1 or not _is_same(old.items[index:], new.items[index + count :]):
@@ -211,7 +211,7 @@ def _difference(old: Any, new: Any) -> tuple[Any, Any]:
 
 
 def _paired(ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
-    """Pair two values of a field, or their items if they are lists of the same length."""
+    """Pair the items of two lists of the same length. Otherwise return one pair with both values."""
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         return [*zip(ours, theirs, strict=True)]
     return [(ours, theirs)]

@@ -38,7 +38,7 @@ class TENotFoundError(Exception):
 
 
 class UnrecognizedError(Exception):
-    """A fix did not find its code, so it must not change this source."""
+    """The error if a fix does not find its code exactly as expected, so that it must not change this source."""
 
 
 def unrecognized(wanted: str, where: object, found: str = "none") -> UnrecognizedError:
@@ -103,7 +103,7 @@ class Source:
 
     @property
     def modules_read(self) -> list[str]:
-        """The names of the modules read so far."""
+        """The names of the modules that were read so far."""
         return sorted(name for name, module in self._modules.items() if module)
 
     def forget_modules(self) -> None:
@@ -237,7 +237,7 @@ class Definition:
         return nodes
 
     def matches(self, pattern: str | Pattern) -> list[Match]:
-        """Find all matches of a pattern, in the order of the source."""
+        """Return all matches of a pattern in the order of the source, or [] if there are none."""
         pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         matches: dict[object, Match] = {}  # with gaps, the same nodes can match in several ways
         for siblings, number in self._by_type[type(pattern.nodes[0])]:
@@ -267,7 +267,7 @@ class Definition:
         return matches
 
     def named(self, name: str) -> list[ast.FunctionDef | ast.ClassDef]:
-        """Return the functions and classes with this name inside this one."""
+        """Return the functions and classes with this name inside this definition, or [] if there are none."""
         inside = [siblings[i] for kind in (ast.FunctionDef, ast.ClassDef) for siblings, i in self._by_type[kind]]
         return [node for node in inside if node.name == name and node is not self.node]
 

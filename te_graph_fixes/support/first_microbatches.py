@@ -20,22 +20,50 @@ _thread = threading.local()
 """``listener`` receives ``is_first_microbatch`` of each call while this thread warms up or captures a forward."""
 
 
+MARK = "is_first_microbatch"
+_MISSING = object()
+
+
+class SavedMarks:
+    """The marks of modules, and the places that hold them: the module, its classes, or a property or slot."""
+
+    def __init__(self, modules: Iterable[Any]) -> None:
+        self._values = {module: getattr(module, MARK, _MISSING) for module in modules}
+        classes = {cls for module in self._values for cls in type(module).__mro__}
+        self._attributes = [(owner, vars(owner).get(MARK, _MISSING)) for owner in (*self._values, *classes)]
+
+    def restore(self) -> None:
+        """Restore each mark in its place. A mark of a class is not hidden by a mark of its instances."""
+        for owner, value in self._attributes:
+            if vars(owner).get(MARK, _MISSING) is value:
+                continue
+            if isinstance(owner, type):
+                delattr(owner, MARK) if value is _MISSING else setattr(owner, MARK, value)
+            elif value is _MISSING:
+                del vars(owner)[MARK]
+            else:
+                vars(owner)[MARK] = value
+        for module, value in self._values.items():
+            if getattr(module, MARK, _MISSING) is value:
+                continue
+            with contextlib.suppress(AttributeError):  # a property without a setter: its value is not the module's
+                delattr(module, MARK) if value is _MISSING else setattr(module, MARK, value)
+
+
 class FirstMicrobatches:
     """The marks of all modules in one call of `make_graphed_callables`, and the results of its warmup."""
 
     def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
         modules = [module for function in callables for module in _modules(function)]
-        self.marks = {
-            module: module.is_first_microbatch for module in modules if hasattr(module, "is_first_microbatch")
-        }
+        self._saved = SavedMarks(modules)
+        self.marks = {module: module.is_first_microbatch for module in modules if hasattr(module, MARK)}
         self.told_first: set[Any] = set()
         self._caches_weights = caches_weights
         self._needs_flags = True
 
     def restore_marks(self) -> None:
         """Restore the marks, which the warmup has cleared."""
-        for module, mark in self.marks.items():
-            module.is_first_microbatch = mark
+        self._saved.restore()
 
     @contextlib.contextmanager
     def during_warmup(self, state: Any) -> Iterator[None]:
@@ -111,7 +139,8 @@ class GraphFlags:
             if owner is None:
                 continue
             reuses = not owner.is_first_microbatch
-            owner.is_first_microbatch = False
+            with contextlib.suppress(AttributeError):  # a property without a setter
+                owner.is_first_microbatch = False
             if reuses != reused:
                 self._flags[owner].fill_(reuses)
                 self._reuses[owner] = reuses

@@ -42,24 +42,34 @@ class UsedState:
     from the recipe of the autocast, as in attention, else with None. ``of_modules`` lists the states that are copied
     for a recomputation. Operations of `te.ops` copy no state.
 
-    ``has_first_module``: the graph contains the first FP8 module of the autocast around it, and this module has a
-    backward. Its backward updates the scales of all backwards.
+    ``owners`` are the modules and operations of these states, and ``in_autocast`` the owners that use the recipe of the
+    autocast of the capture.
 
-    The other fields describe autocasts inside the captured module. ``has_own_backward``: FP8 modules in such an
-    autocast have a backward. ``updates_scales``: the end of such an autocast updates scales, unless the replay is
-    inside another autocast. ``updated_inside``: a state is used before and after such an end.
-    ``updated_in_backward``: eager training updates the scales between two backwards of one module, at the end of a
-    backward of an autocast's first FP8 module.
+    In an autocast, the backward of the first FP8 module updates the scales of all backwards. TE finds this module by a
+    flag, which the first module with a backward takes. Operations of `te.ops` take it without FP8 too.
+    ``has_first_module``: a module in the autocast of the capture took the flag. ``has_own_backward``: a module in an
+    autocast inside the captured module took it. The end of such an autocast restores the flag.
+
+    The other fields describe autocasts inside the captured module. ``updates_scales``: the end of such an autocast
+    updates scales, unless the replay is inside another autocast. ``updated_inside``: a state is used before and after
+    such an end. ``updated_in_backward``: eager training updates the scales between two backwards of one module, at the
+    end of a backward of an autocast's first FP8 module.
     """
 
     in_fp8: bool = False
     in_capture: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
     of_modules: list[dict[str, Any]] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
+    in_autocast: list[Any] = field(default_factory=list)
     has_first_module: bool = False
     has_own_backward: bool = False
     updates_scales: bool = False
     updated_inside: bool = False
     updated_in_backward: bool = False
+
+    @property
+    def takes_first_module(self) -> bool:
+        return self.has_first_module or self.has_own_backward
 
 
 class _Copies(deque[Any]):
@@ -87,8 +97,9 @@ class Capture:
         self._updates_before_use: dict[int, int] = {}
         self._first_modules_before_use: dict[int, int] = {}
         self._before: dict[int, tuple[dict[str, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self._was_first_module = _is_first_module()
         copies = _copies_for_recomputations()
-        self._restore_copies = weakref.finalize(self, _put_back, [*copies])
+        self._copies = [*copies]
         copies[:] = [deque() for _ in copies]
 
     def begin_graph(self) -> UsedState:
@@ -100,21 +111,22 @@ class Capture:
         self._graphs.append(UsedState())
         self._updates, self._updates_before_use = 0, {}
         self._first_modules, self._first_modules_before_use = 0, {}
+        _set_first_module(True)
         return self._graphs[-1]
 
-    def use(self, fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
-        """Note the states of a forward. In the warmup, save their values instead."""
+    def use(self, owners: list[Any], fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
+        """Note the states of a forward and their owners. In the warmup, save the values of the states instead."""
         if not torch.cuda.is_current_stream_capturing():
             for fp8_meta in fp8_metas:
                 self._save(fp8_meta)
             return
         used = self._graphs[-1]
+        used.owners += owners
         if FP8GlobalStateManager.get_autocast_state()[-1]:
-            for fp8_meta in fp8_metas:
-                recipe = fp8_meta["recipe"]
-                used.in_capture.append((fp8_meta, recipe if fp8_meta.get("global_recipe", recipe) != recipe else None))
+            own = [_own_recipe(fp8_meta) for fp8_meta in fp8_metas]
+            used.in_capture += zip(fp8_metas, own, strict=True)
+            used.in_autocast += [] if any(own) else owners
         else:
-            used.has_own_backward |= torch.is_grad_enabled()
             for number in map(id, fp8_metas):
                 used.updated_inside |= self._updates_before_use.setdefault(number, self._updates) != self._updates
         if needs_backward:
@@ -141,30 +153,44 @@ class Capture:
             self._graphs[-1].updates_scales = True
 
     def end_forward(self) -> None:
-        """Note whether the first FP8 module has run in the autocast of the capture, before this autocast ends."""
-        used = self._graphs[-1]
-        used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
-        used.has_first_module = not FP8GlobalStateManager.get_autocast_state()[-2]
+        """Note whether the autocast of the capture enables FP8, before it ends."""
+        self._graphs[-1].in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+
+    def take_first_module(self) -> None:
+        """Note that a module of the current forward took the flag of the first FP8 module."""
+        if _autocast_depth() == self._depth + 1:
+            self._graphs[-1].has_first_module = True
+        else:
+            self._graphs[-1].has_own_backward = True
 
     def end(self, is_training: bool) -> None:
-        """Restore the values from before the warmup.
+        """End the capture of all graphs.
 
         Raises RuntimeError if the graphs cannot compute the numbers of eager training.
         """
         mixed = [
             copies for copies in _copies_for_recomputations() if isinstance(copies, _Copies) and copies and copies.taken
         ]
-        self._restore_copies()
-        for fp8_meta, states in self._before.values():
-            for key, (scale, amax_history) in states.items():
-                fp8_meta[key].scale.copy_(scale)
-                fp8_meta[key].amax_history.copy_(amax_history)
+        self.restore()
         if is_training and mixed:
             raise RuntimeError(_MIXED_COPIES)
         if is_training and any(
             (used.updated_inside or used.updated_in_backward) and not used.in_fp8 for used in self._graphs
         ):
             raise RuntimeError(_UPDATED_INSIDE)
+
+    def restore(self) -> None:
+        """Restore the scales, histories, copies and the flag of the first FP8 module from before the warmup.
+
+        Modules registered during the capture get no copies.
+        """
+        copies = _copies_for_recomputations()
+        copies[:] = [*self._copies, *(deque() for _ in copies[len(self._copies) :])]
+        _set_first_module(self._was_first_module)
+        for fp8_meta, states in self._before.values():
+            for key, (scale, amax_history) in states.items():
+                fp8_meta[key].scale.copy_(scale)
+                fp8_meta[key].amax_history.copy_(amax_history)
 
 
 def begin_capture() -> Capture:
@@ -178,6 +204,13 @@ def _forget(capture: weakref.ref[Capture]) -> None:
     """Forget a finished capture, so that eager forwards do not look for it."""
     if getattr(FP8GlobalStateManager, "fp8_capture", None) is capture:
         del FP8GlobalStateManager.fp8_capture
+
+
+def restore_after_failure() -> None:
+    """Restore the state from before the warmup of a failed capture of this thread, and forget this capture."""
+    if capture := current_capture():
+        del FP8GlobalStateManager.fp8_capture
+        capture.restore()
 
 
 def current_capture() -> Capture | None:
@@ -196,7 +229,7 @@ def use_fp8_state(module: torch.nn.Module, inp: torch.Tensor) -> None:
     """Note the delayed-scaling state of a module during its forward with the input ``inp``."""
     if capture := _capture_of_forward():
         needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *module.parameters()))
-        capture.use([module.fp8_meta], needs_backward, of_module=True)
+        capture.use([module], [module.fp8_meta], needs_backward, of_module=True)
 
 
 def use_fp8_state_of_operations(fuser: Any) -> None:
@@ -210,7 +243,8 @@ def use_fp8_state_of_operations(fuser: Any) -> None:
     ]
     if capture := _capture_of_forward():
         fuser.was_captured = True
-        capture.use(metas, fuser.first_op_requiring_backward < len(fuser._basic_ops), of_module=False)
+        needs_backward = fuser.first_op_requiring_backward < len(fuser._basic_ops)
+        capture.use(fuser._basic_ops, metas, needs_backward, of_module=False)
     elif not is_graph_capturing():
         for fp8_meta in metas:
             fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
@@ -229,6 +263,12 @@ def end_captured_forward() -> None:
         capture.end_forward()
 
 
+def take_first_module() -> None:
+    """Note that a module took the flag of the first FP8 module of an autocast."""
+    if torch.cuda.is_current_stream_capturing() and (capture := _capture_of_forward()):
+        capture.take_first_module()
+
+
 def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
     """Return whether TE cannot save or restore a module's state in this capture.
 
@@ -245,7 +285,7 @@ def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
 
 def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[..., Any]:
     """Return a function that replays with ``graphed`` and does the work of an eager forward on the graph's state."""
-    if not (used.in_capture or used.of_modules or used.updates_scales):
+    if not (used.in_capture or used.of_modules or used.updates_scales or used.has_own_backward):
         return graphed
 
     def replay(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +303,7 @@ def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[...
                 manager.add_fp8_tensors_to_global_buffer(fp8_meta)
         if not _autocast_depth():
             _set_first_module(used.has_own_backward)
-        elif not (used.has_own_backward or used.has_first_module):
+        elif not used.takes_first_module:
             _set_first_module(False)
         if distributed.in_fp8_activation_recompute_phase():
             for fp8_meta in used.of_modules:
@@ -284,6 +324,12 @@ def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[...
     return replay
 
 
+def _own_recipe(fp8_meta: dict[str, Any]) -> Any:
+    """Return the recipe of a state if it differs from the recipe of the autocast, as in attention; None otherwise."""
+    recipe = fp8_meta["recipe"]
+    return recipe if fp8_meta.get("global_recipe", recipe) != recipe else None
+
+
 def _autocast_depth() -> int:
     state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     return state.autocast_depth if hasattr(state, "autocast_depth") else state.AUTOCAST_DEPTH  # type: ignore[no-any-return]
@@ -301,9 +347,3 @@ def _set_first_module(is_first: bool) -> None:
 def _copies_for_recomputations() -> list[deque[Any]]:
     state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     return state.fp8_tensors_recompute_buffer  # type: ignore[no-any-return]
-
-
-def _put_back(before: list[deque[Any]]) -> None:
-    """Restore the copies from before a capture. Modules registered during the capture get no copies."""
-    copies = _copies_for_recomputations()
-    copies[:] = [*before, *(deque() for _ in copies[len(before) :])]

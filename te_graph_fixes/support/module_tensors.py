@@ -7,6 +7,7 @@ from operator import getitem, is_
 from typing import Any
 
 import torch
+from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
@@ -19,13 +20,24 @@ Slot = tuple[Any, Any, str]
 
 
 class WarmupRecord:
-    """The modules run in the warmup and the recipes of FP8 callables, by the number of the callable."""
+    """Facts about the warmup of each callable, by its number: its modules, and the recipe if it computes in FP8.
 
-    def __init__(self) -> None:
+    The record also knows which tensors the forwards write. ``functions`` are the callables of the capture, and
+    ``inputs`` the tensors in their sample arguments.
+    """
+
+    def __init__(self, functions: Iterable[Any], inputs: Iterable[Iterable[Any]]) -> None:
         self.recipes: dict[int, Any] = {}
         self.modules: dict[int, set[torch.nn.Module]] = {}
+        self._draws: set[int] = set()
+        self._random_states = _random_states()
+        held = tensors_in(list(functions))
+        self._versions = {id(tensor): (tensor, version(tensor)) for tensor in [*held, *tensors_in(inputs)]}
+        buffers = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
+        self._buffers = {storage_of(tensor): tensor for tensor in buffers}
+        self._returned: dict[int, list[torch.Tensor]] = {}
 
-    def note(self, number: int, module: torch.nn.Module) -> None:
+    def note(self, number: int, module: torch.nn.Module, outputs: Any) -> None:
         """Note that a callable ran ``module``.
 
         If the module computes in FP8 in the autocast of the capture, note the recipe too.
@@ -38,6 +50,38 @@ class WarmupRecord:
             quantizes = hasattr(module, "fp8_meta") or any(of_operations)
             if quantizes and (recipe.fp8_dpa or not hasattr(module, "unfused_attention")):
                 self.recipes[number] = recipe
+        states, self._random_states = self._random_states, _random_states()
+        if not all(map(torch.equal, states, self._random_states)):
+            self._draws.add(number)
+        for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
+            self._returned.setdefault(key, []).append(self._buffers[key].detach().clone())
+
+    def repeats(self, number: int, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether a forward returns equal values whenever its inputs and ``tensors`` have equal values.
+
+        It then draws no random numbers, does not compute in FP8, whose scales change, and writes none of these tensors.
+        False if no forward ran in the warmup, or if the callable is a plain function, because then nothing is known.
+        """
+        modules = self.modules.get(number)
+        if not modules or number in self._draws or number in self.recipes or any(map(_has_fp8_state, modules)):
+            return False
+        tensors = [*tensors]
+        return len(self.unwritten(tensors)) == len(tensors)
+
+    def unwritten(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of ``tensors`` that existed before the warmup and that no forward has written since.
+
+        Batch norm writes its buffers without a new version. The values of a buffer that a module returns are therefore
+        compared too. If it was returned only once, nothing is known, and it counts as written.
+        """
+        return [tensor for tensor in tensors if self._is_unwritten(tensor)]
+
+    def _is_unwritten(self, tensor: torch.Tensor) -> bool:
+        _, version_before = self._versions.get(id(tensor), (None, None))
+        returned = self._returned.get(storage_of(tensor))
+        return version_before == version(tensor) and (
+            returned is None or (len(returned) > 1 and all(torch.equal(value, returned[0]) for value in returned))
+        )
 
 
 class CallableTensors:
@@ -123,6 +167,45 @@ def _moved(callable_name: str, what: str) -> RuntimeError:
         f"{callable_name}: {what} was added, replaced, moved or resized after this graph was captured, and the graph "
         "would use the old one. Copy into it in place, or capture again."
     )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, and the parameters, buffers and attributes of the modules in them."""
+    found: dict[int, Any] = {}
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if id(value) in found or not isinstance(value, (torch.Tensor, torch.nn.Module, dict, list, tuple, set)):
+            continue
+        found[id(value)] = value
+        if isinstance(value, torch.nn.Module):
+            rest += vars(value).values()
+        elif not isinstance(value, torch.Tensor):
+            rest += value.values() if isinstance(value, dict) else value
+    return [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+
+def version(tensor: torch.Tensor) -> Any:
+    """Return the number of in-place changes to a tensor; for an inference tensor, an object unlike all others."""
+    return object() if tensor.is_inference() else tensor._version
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 if it has none."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def _random_states() -> list[torch.Tensor]:
+    states = get_all_rng_states().values()
+    return [
+        torch.cuda.get_rng_state(),
+        *(state if isinstance(state, torch.Tensor) else state.get_state() for state in states),
+    ]
+
+
+def _has_fp8_state(module: torch.nn.Module) -> bool:
+    states = (getattr(module, "_fp8_metas", None) or {}).values()
+    return getattr(module, "fp8_initialized", False) or any(states)
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,27 +40,40 @@ def with_own_inputs(
     return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 
 
-def drop_graph_from_copies(module: torch.nn.Module) -> None:
+def drop_graph_from_copies(module: torch.nn.Module, graphed_forward: Callable[..., Any]) -> None:
     """Omit the graph from later copies of ``module``, because the graph reads the parameters of the original.
 
+    A copy has the attributes that the module had before its first capture, such as a ``forward`` of its own.
     `copy` and `pickle` call the methods set here on the module. The ``__deepcopy__`` of a class is still called.
     """
     kind: Any = type(module)
+    attributes = vars(module)
+    before = {name: attributes[name] for name in CAPTURE_ATTRIBUTES if name in attributes}
+    earlier = getattr(before.get("__reduce_ex__"), "earlier_capture", None)
+    if earlier:
+        own, graph = earlier
+        forward = (own if before.get("forward") is graph else before).get("forward")
+        before = {**own, "forward": forward}
+        if forward is None:
+            del before["forward"]
 
     def reduce(protocol: int) -> Any:
-        made = kind.__reduce_ex__(module, protocol)
+        made = before["__reduce_ex__"](protocol) if "__reduce_ex__" in before else kind.__reduce_ex__(module, protocol)
         if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
             state = {name: value for name, value in made[2].items() if name not in CAPTURE_ATTRIBUTES}
-            made = (*made[:2], state, *made[3:])
+            made = (*made[:2], state | before, *made[3:])
         return made
 
     def deep_copy(memo: dict[int, Any]) -> Any:
-        copied = kind.__deepcopy__(module, memo)
+        copied = before["__deepcopy__"](memo) if "__deepcopy__" in before else kind.__deepcopy__(module, memo)
         if copied is not module:
+            memo[id(module)] = copied  # a method of the module becomes one of the copy
             for name in CAPTURE_ATTRIBUTES:
                 vars(copied).pop(name, None)
+            vars(copied).update(copy.deepcopy(before, memo))
         return copied
 
-    vars(module)["__reduce_ex__"] = reduce
-    if hasattr(kind, "__deepcopy__"):
-        vars(module)["__deepcopy__"] = deep_copy
+    reduce.earlier_capture = before, graphed_forward  # type: ignore[attr-defined]
+    attributes["__reduce_ex__"] = reduce
+    if hasattr(kind, "__deepcopy__") or "__deepcopy__" in before:
+        attributes["__deepcopy__"] = deep_copy

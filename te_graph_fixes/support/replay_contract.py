@@ -36,6 +36,7 @@ training                               all else, also with other hooks, such    
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
@@ -47,10 +48,11 @@ from torch._C import _current_graph_task_id, _is_fwd_grad_enabled, _storage_Use_
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from ._te_module_tensors import CallableTensors, WarmupRecord, modules_of
+from ._te_module_tensors import CallableTensors, WarmupRecord, modules_of, storage_of, tensors_in, version
 from ._te_replay_order import ReplayOrder
 from ._te_warn_once import warn_once
 
+_NEVER = sys.maxsize
 _autograd = torch._C._autograd
 _requires_grad = attrgetter("requires_grad")
 
@@ -85,19 +87,20 @@ class Preconditions:
     """The replay preconditions of one callable and microbatch.
 
     ``functions`` lists the callables of a capture, once for each microbatch. ``number`` is the index of this callable
-    and microbatch. ``graphs`` are its forward, dgrad and wgrad. The inputs of these graphs are user inputs, with the
-    number ``inputs``, followed by the ``parameters``.
+    and microbatch, and ``chunks`` are the numbers of callables in each model chunk. ``graphs`` are its forward, dgrad
+    and wgrad. Their ``static_inputs`` are user inputs, with the number ``inputs``, followed by parameters.
     """
 
     def __init__(
         self,
         number: int,
         functions: Sequence[Any],
+        chunks: Sequence[int],
         graphs: Sequence[Any],
         outputs: Iterable[Any],
         grad_inputs: Sequence[Any] | None,
         inputs: int,
-        parameters: Sequence[torch.Tensor],
+        static_inputs: Sequence[torch.Tensor],
         delays_wgrad: bool,
         retains_graph: bool,
         warmup: WarmupRecord,
@@ -108,41 +111,62 @@ class Preconditions:
         # Without an order, `wgrad-memory-reuse` captures wgrads last, in a separate pool.
         self._wgrad = wgrad if wgrad_pool is self.pool else 0
         self._end = self._wgrad or self.pool.count + 1
-        self._delays_wgrad, self._retains_graph = delays_wgrad, retains_graph
+        self._delays_wgrad = delays_wgrad
+        self._outputs = _tensors(outputs)
+        self._end_of_forward, self._advice = _end_of_forward(self.backward, retains_graph, self._outputs)
+        self._is_reset = False
         self._dgrad_time = 0  # the time of the last dgrad until its wgrad is replayed, else 0
-        self._microbatch = sum(other is functions[number] for other in functions[:number])
+        microbatches = len(functions) // sum(chunks)
+        callable_number, self._microbatch = _place(number, chunks, microbatches)
         self.pool.captures += number == 0
-        self.name = _name(functions, number, self._microbatch, self.pool.captures)
+        self.name = _name(functions[number], callable_number)
+        if microbatches > 1:
+            self.name += f" of microbatch {self._microbatch}"
+        if self.pool.captures > 1:
+            self.name += f" of capture {self.pool.captures} in its memory pool"
         kinds = {self.forward: "forward", self.backward: "backward", self._wgrad: "backward_dw"}
         names = {position: f"the {kind} of {self.name}" for position, kind in kinds.items() if position}
         self.pool.names.update(names)
         self.pool.preconditions[self.forward] = self
         self._release_positions = weakref.finalize(self, self.pool.release, [*names])
 
-        self._tensors = CallableTensors(functions[number], parameters, warmup.modules.get(number, ()))
+        function, user_inputs, parameters = functions[number], static_inputs[:inputs], static_inputs[inputs:]
+        self._tensors = CallableTensors(function, parameters, warmup.modules.get(number, ()))
         self._frozen = self._tensors.frozen if self.backward else []
         self._is_fused = [parameter in self._tensors.fused for parameter in parameters]
         self._recipe = warmup.recipes.get(number)
-        self._recipe_states = [*_recipe_states(functions[number])]
+        self._recipe_states = [*_recipe_states(function)]
         self._inputs = range(inputs)
-        self._outputs = _tensors(outputs)
-        self._returned_outputs = _ReturnedTensors(self._outputs)
+        held = tensors_in(function)
+        self._written = _written_outputs(self._outputs, warmup.unwritten(held), warmup.unwritten(user_inputs))
+        self._returned_outputs = _ReturnedTensors(self._written)
         self._returned_grads = _ReturnedTensors((grad_inputs or ())[:inputs])
+        # A forward that repeats is judged by the last values: what it read, and the time of the first replay with them.
+        self._held = held if warmup.repeats(number, held) else None
+        self._read: list[weakref.ref[torch.Tensor]] = []
+        self._versions: list[Any] = []
+        self._since = _NEVER
         self._recomputed: list[int] = []  # the times of recomputations after the last backward
 
     def release(self) -> None:
         """Release the tensors and positions of reset graphs."""
+        self._is_reset = True
         self._tensors = CallableTensors(None, (), ())
-        self._outputs, self._frozen = [], []
+        self._outputs, self._written, self._frozen, self._held = [], [], [], None
         self.pool.preconditions.pop(self.forward, None)
         self._release_positions()
+
+    def _require_not_reset(self) -> None:
+        if self._is_reset:
+            raise RuntimeError(f"{self.name} was reset, so its graphs can no longer be replayed. Capture again.")
 
     def before_forward(self, inputs: Iterable[Any]) -> None:
         """Note the replay of the forward. Raise RuntimeError if its result would differ from the eager module.
 
         The table at the top of this module lists the kinds of forwards.
         """
-        pool, takes_grads = self.pool, torch.is_grad_enabled()
+        self._require_not_reset()
+        pool, takes_grads, inputs = self.pool, torch.is_grad_enabled(), _tensors(inputs)
         self._tensors.members.require_same(self.name)
         self._tensors.read.require_same(self.name)
         if takes_grads and any(map(_requires_grad, self._frozen)):
@@ -152,18 +176,24 @@ class Preconditions:
             )
         in_backward = _current_graph_task_id() != -1
         if in_backward:
-            self._require_recomputable({value.untyped_storage()._cdata for value in _tensors(inputs)})
+            self._require_recomputable({storage_of(value) for value in inputs})
         elif self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             warn_once(
                 f"{self.name}: this FP8 graph is replayed outside te.autocast. It still computes in FP8, unlike its "
                 "module, and its scales are not updated. Replay it in the autocast of the capture.",
                 "outside te.autocast",
             )
-        if not (in_backward and takes_grads):
-            # autograd then raises an error if an eager operation still needs the old values. A recomputation for a
-            # backward writes the same values again.
-            for output in self._outputs:
+        if in_backward and takes_grads:
+            # A recomputation for a backward writes the values of an earlier forward again.
+            self._since = _NEVER
+        elif not self._repeats_last_forward(inputs):
+            # autograd then raises an error if an eager operation still needs the old values.
+            for output in self._written:
                 torch.autograd.graph.increment_version(output)
+            if self._held is not None:
+                self._read = [*map(weakref.ref, inputs)]
+                self._versions = self._versions_of(inputs)
+                self._since = pool.now + 1
 
         has_hooks = _has_checkpoint_hooks()
         in_checkpoint = has_hooks or (not takes_grads and _in_autograd_function())
@@ -176,6 +206,23 @@ class Preconditions:
             self._recomputed.clear()
         elif takes_grads and has_hooks:
             self._recomputed.append(pool.now)
+
+    def _repeats_last_forward(self, inputs: list[torch.Tensor]) -> bool:
+        """Return whether this replay computes the values of the last one again, so that it overwrites nothing.
+
+        Optimizers may write parameters without a new version, but only after a backward.
+        """
+        return (
+            self._since > self.pool.time(self.backward)
+            and self._since != _NEVER
+            and len(inputs) == len(self._read)
+            and all(ref() is value for ref, value in zip(self._read, inputs, strict=True))
+            and self._versions == self._versions_of(inputs)
+        )
+
+    def _versions_of(self, inputs: list[torch.Tensor]) -> list[Any]:
+        """Return the versions of everything that a forward reads, and of the outputs, which the user may write."""
+        return [*map(version, inputs), *map(version, self._held or ()), *map(version, self._written)]
 
     def note_forward(self, ctx: Any) -> None:
         """Store in ``ctx`` the state that `before_backward` checks."""
@@ -210,7 +257,7 @@ class Preconditions:
         ran = pool.time(other.forward)
         backward_is_to_come = other.backward and pool.time(other.backward) < ran
         if outputs.include(inputs) or (backward_is_to_come and outputs.are_referenced()):
-            reader, end = f"forward of {self.name}", other.backward or pool.count + 1
+            reader, end = f"forward of {self.name}", other._end_of_forward if other.backward else _NEVER
             pool.require_untouched(reader, other.forward, ran, end, f"the forward of {other.name}")
 
     def _require_harmless(self, other: Preconditions) -> None:
@@ -232,6 +279,7 @@ class Preconditions:
 
     def before_backward(self, ctx: Any) -> None:
         """Note the replay of the dgrad. Raise RuntimeError if the data of its forward, at ``ctx.time``, is lost."""
+        self._require_not_reset()
         pool, since, scales = self.pool, ctx.time, ctx.scales
         trained = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(self._is_fused) :]
         if not all(compress(trained, self._is_fused)):
@@ -242,9 +290,10 @@ class Preconditions:
         if ctx.in_checkpoint and self._recomputed == [pool.time(self.forward)]:
             # A checkpoint without reentrant autograd has recomputed the forward once, for this backward.
             since, scales = pool.time(self.forward), self._scales()
-        # A backward that retains the data of its forward may be replayed again.
-        end = self.backward + self._retains_graph
-        pool.require_untouched(f"backward of {self.name}", self.forward, since, end, "its forward")
+        elif since >= self._since:
+            since = pool.time(self.forward)  # later forwards computed the same values
+        reader = f"backward of {self.name}"
+        pool.require_untouched(reader, self.forward, since, self._end_of_forward, "its forward", self._advice)
         if self._recipe_states and scales != self._scales():
             raise RuntimeError(
                 f"the backward of {self.name} cannot be replayed: after its forward, its modules ran in another "
@@ -333,15 +382,60 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _name(functions: Sequence[Any], number: int, microbatch: int, capture: int) -> str:
-    """Return the name of a callable and its microbatch for error messages."""
-    function = functions[number]
-    callables = [*dict.fromkeys(map(id, functions))]
+def _place(number: int, chunks: Iterable[int], microbatches: int) -> tuple[int, int]:
+    """Return the number of a callable and its microbatch. TE lists the microbatches of each model chunk together."""
+    first = 0
+    for callables in chunks:
+        if number < callables * microbatches:
+            break
+        number -= callables * microbatches
+        first += callables
+    return first + number % callables, number // callables
+
+
+def _name(function: Any, number: int) -> str:
+    """Return the name of a callable for error messages."""
     layer = f", layer {function.layer_number}" if hasattr(function, "layer_number") else ""
-    name = f"callable {callables.index(id(function))} ({type(function).__name__}{layer})"
-    if sum(other is function for other in functions) > 1:
-        name += f" of microbatch {microbatch}"
-    return name if capture == 1 else f"{name} of capture {capture} in its memory pool"
+    return f"callable {number} ({type(function).__name__}{layer})"
+
+
+def _written_outputs(
+    outputs: list[torch.Tensor], held: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the outputs whose values a replay overwrites. ``held`` and ``inputs`` are tensors that no forward writes.
+
+    A parameter or a buffer stays as it is. TE copies the next input into a static input, but thereby gives a new
+    version to this input and to its views.
+    """
+    held_storages, storages, inputs = {*map(storage_of, held)}, {*map(storage_of, inputs)}, {*map(id, inputs)}
+
+    def is_kept(output: torch.Tensor) -> bool:
+        is_view_of_input = storage_of(output) in storages and (output._is_view() or id(output) in inputs)
+        return storage_of(output) in held_storages or is_view_of_input
+
+    return [output for output in outputs if not is_kept(output)]
+
+
+def _end_of_forward(backward: int, retains_graph: bool, outputs: Iterable[torch.Tensor]) -> tuple[int, str]:
+    """Return the position from which graphs may have received memory that a forward wrote, and advice for an error.
+
+    With ``retains_graph``, autograd's graph of the outputs retains this memory until the end of the capture, unless TE
+    has released the outputs to reuse their memory. Functions of TE release in their backward what they saved.
+    """
+    if not retains_graph:
+        return backward, " For several backwards of one forward, capture with retain_graph_in_backward=True."
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    if not nodes:
+        return backward + 1, ""
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "tensor_objects") or hasattr(node, "backward_objects"):
+            return backward, " A module of TransformerEngine runs one backward for each forward: add the losses."
+        new = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        seen |= new
+        nodes += new
+    return _NEVER, ""
 
 
 def _recipe_states(function: Any) -> Iterator[Any]:

@@ -55,10 +55,11 @@ class ReplayOrder:
         self.position = position
         self.times[position] = self.now
 
-    def require_untouched(self, reader: str, first: int, since: int, end: int, writer: str) -> None:
+    def require_untouched(self, reader: str, first: int, since: int, end: int, writer: str, advice: str = "") -> None:
         """Raise RuntimeError unless every graph replayed after ``since`` was captured between ``first`` and ``end``.
 
-        The graph at ``first`` was replayed at ``since``. ``writer`` and ``reader`` name both graphs in the error.
+        The graph at ``first`` was replayed at ``since``. ``writer`` and ``reader`` name both graphs in the error, and
+        ``advice`` ends it.
         """
         if since >= self.run_began and self.position < end:
             return  # since then, positions only increased and did not reach the end
@@ -68,6 +69,5 @@ class ReplayOrder:
                 f"the {reader} cannot be replayed: {self.names.get(position, 'a released graph')} was replayed after "
                 f"{writer}, and may have overwritten the data that it reads. Replay graphs that share memory in the "
                 "sequence of their capture (`_order`), each once before its backward. For more microbatches than at "
-                "the capture, or another schedule, capture again. For several backwards of one forward, capture with "
-                "retain_graph_in_backward=True."
+                f"the capture, or another schedule, capture again.{advice}"
             )

@@ -14,16 +14,22 @@ STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class RecipeStates:
-    """The recipe states of the modules and operations in a graph."""
+    """The recipe states of the modules and operations that a graph uses.
 
-    def __init__(self, modules: Iterable[Any]) -> None:
-        modules = list(modules)
+    In delayed scaling, ``used`` is the record of the capture (`UsedState`). Other recipes have no values to own, and
+    the record does not contain them. Their states are those of all ``modules`` that last ran in FP8, and only serve to
+    refuse a replay in another recipe.
+    """
+
+    def __init__(self, modules: Iterable[Any], used: Any) -> None:
+        modules = [*dict.fromkeys((*modules, *used.owners))]
+        self._in_autocast = {*used.in_autocast}
         self._is_operation = hasattr(modules[0], "fuser_forward")
         self._held: dict[Any, list[_State]] = {}
         self._fusers: list[Any] = []
         for module in modules:
             states = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
-            if states and vars(module).get("fp8", True):
+            if states and (module in used.owners if states[0].is_delayed else vars(module).get("fp8", True)):
                 self._held[module] = states
             groups = getattr(module, "_module_groups", None) or ()
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
@@ -36,15 +42,17 @@ class RecipeStates:
         by ``module.forward(x)``, and attention without FP8, are resumed only in the recipe of the capture.
         """
         recipe = manager.get_fp8_recipe()
+        compared: list[Any] = [recipe]
         for module, states in self._held.items():
             is_outside = hasattr(module, "unfused_attention") and not (recipe.fp8_dpa or recipe.fp8_mha)
-            if self._is_operation or (module in known and not is_outside) or states[0].recipe == recipe:
-                self._resume(module, states, manager)
+            is_known = self._is_operation or module in self._in_autocast or (module in known and not is_outside)
+            if is_known or _equals(states[0].recipe, compared):
+                self._resume(module, states, manager, compared)
 
-    def _resume(self, module: Any, states: Sequence[_State], manager: Any) -> None:
+    def _resume(self, module: Any, states: Sequence[_State], manager: Any, compared: list[Any]) -> None:
         recipe = manager.get_fp8_recipe()
         is_module = "fp8_meta" in vars(module)
-        follows = not is_module or (module.fp8 and module.fp8_meta["recipe"] is recipe)
+        follows = not is_module or (module.fp8 and _equals(module.fp8_meta["recipe"], compared))
         if follows and all(map(_State.is_current, states)):
             return
         if is_module:
@@ -70,15 +78,15 @@ class _State:
         self._quantizers = list(_quantizers(module, mode))
         parameters = module.parameters(recurse=False) if mode == "forward" else ()
         self._of_parameters = [(own, own._quantizer) for own in parameters if hasattr(own, "update_quantizer")]
-        self._delayed = "amax_history" in vars(self._state)
-        if self._delayed:
+        self.is_delayed = "amax_history" in vars(self._state)
+        if self.is_delayed:
             self._scale, self._history = self._state.scale, self._state.amax_history
 
     def is_current(self) -> bool:
         state: Any = _meta(self._attributes, self._mode).get(STATES[self._mode])
         if type(state) is not type(self._state):
             return False
-        return not self._delayed or (state.scale is self._scale and state.amax_history is self._history)
+        return not self.is_delayed or (state.scale is self._scale and state.amax_history is self._history)
 
     def take_over(self, buffers: Any) -> None:
         """Copy the current values of the module to the graph's state, and make it the state of the module again."""
@@ -89,7 +97,7 @@ class _State:
                 f"a graph of {type(self._module).__name__} was captured with a {self._kind} and is replayed with a "
                 f"{_kind(state)}. Replay it in an autocast with the recipe of the capture."
             )
-        if not self._delayed:
+        if not self.is_delayed:
             return
         if state.scale is not self._scale:
             self._scale.copy_(state.scale)
@@ -119,6 +127,20 @@ class _State:
                     continue
                 buffers.global_amax_buffer[key][index] = history[0]
                 buffers.global_amax_history_buffer[key][index] = history
+
+
+def _equals(recipe: Any, compared: list[Any]) -> bool:
+    """Return whether ``recipe`` equals the first of the ``compared`` recipes, by value as in TE.
+
+    The other ``compared`` recipes are known to be equal. A new recipe object in each step is compared once, because all
+    modules have the object of the last step.
+    """
+    if any(recipe is other for other in compared):
+        return True
+    is_equal = bool(recipe == compared[0])
+    if is_equal:
+        compared.append(recipe)
+    return is_equal
 
 
 def _meta(attributes: dict[str, Any], mode: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ TE = {
 }
 
 FIX = '''
-    """``{module}``: it is wrong.\n\nUpstream: https://link"""
+    """Bug: it is wrong.\n\nUpstream: https://link"""
     from ..fix import Fix
 
     PATCH = """
@@ -714,7 +714,7 @@ assert found["te_version"] == "2.12.0+vendor"
 assert found["te_graph_fixes_version"] == te_graph_fixes.__version__
 assert found["fixes"]["graph"] == {
     "status": "applied",
-    "reason": "it is wrong",
+    "reason": "Bug: it is wrong",
     "upstream": ["https://link"],
     "targets": ["transformer_engine.pytorch.graph"],
     "earlier_graphs": 0,
@@ -723,7 +723,8 @@ print(te_graph_fixes.report())
 """)
     title, *lines = out.splitlines()[1:]
     assert title == f"te-graph-fixes {te_graph_fixes.__version__}, TransformerEngine 2.12.0+vendor"
-    assert [line.split() for line in lines] == [[fix, "applied", "it", "is", "wrong"] for fix in ("graph", "linear")]
+    expected = [[fix, "applied", "Bug: it is wrong"] for fix in ("graph", "linear")]
+    assert [line.split(None, 2) for line in lines] == expected
 
 
 def test_a_copy_of_te_graphs_under_another_name_is_said(world: World) -> None:

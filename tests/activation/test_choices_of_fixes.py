@@ -23,12 +23,16 @@ def decision(version: str, **variables: str) -> Decision:
 @pytest.mark.parametrize(
     ("disabled", "with_it"),
     [
-        ("stale-fp8-weights", ["warmup-reset", "skip-flag-reset"]),
-        ("grouped-linear-skip-flag", ["warmup-reset", "stale-fp8-weights", "skip-flag-reset"]),
+        ("stale-fp8-weights", ["backward-amax-reduction", "warmup-reset", "skip-flag-reset"]),
+        (
+            "grouped-linear-skip-flag",
+            ["backward-amax-reduction", "warmup-reset", "stale-fp8-weights", "skip-flag-reset"],
+        ),
         ("capture-without-warmup", ["backward-dw-order"]),
         ("wgrad-without-dgrad", ["delayed-wgrad-delivery"]),
-        ("fp8-state-at-replay", ["state-after-evaluation"]),
-        ("nested-autocast", ["fp8-state-at-replay", "state-after-evaluation"]),
+        ("fp8-state-at-replay", ["backward-amax-reduction", "state-after-evaluation"]),
+        ("nested-autocast", ["backward-amax-reduction", "fp8-state-at-replay", "state-after-evaluation"]),
+        ("failed-capture-state", ["backward-amax-reduction", "fp8-state-at-replay", "state-after-evaluation"]),
         ("param-grad-lifetime", ["warmup-reset", "delayed-wgrad-delivery"]),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_file_says_what_it_is_about(fix: Fix) -> None:
     text = str(module(fix).__doc__)
     title, upstream, account = text.split("\n\n", 2)
     assert "\n" not in title
-    assert title.startswith(f"``{fix.id}``: ")
+    assert title.startswith("Bug: ")
     assert title.endswith(".")
     assert upstream.startswith("Upstream: ")
     assert account

@@ -9,13 +9,14 @@ from tests.support.child import on_simulator, simulate
 pytestmark = pytest.mark.te
 
 SETUP = """
-import threading, torch
+import contextlib, threading, torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.graph import restore_fp8_tensors, save_fp8_tensors
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
 
 DELAYED, OPTIONS = DelayedScaling(amax_history_len=4), {"params_dtype": torch.bfloat16, "device": "cuda"}
+PLAIN = {"dtype": torch.bfloat16, "device": "cuda"}
 
 def autocast(recipe=DELAYED):
     return te.autocast(enabled=True, recipe=recipe)
@@ -227,6 +228,84 @@ print([bool((scale != 1).any()) for scale in layer.steps])
 """
 
 
+FIRST_MODULE = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.plain = linear(), torch.nn.Linear(32, 32, **PLAIN)
+        if Layer.forward is Layer.operation_without_fp8:
+            self.operation = te.ops.Sequential(te.ops.Linear(32, 32, **PLAIN))
+        self.hidden = [linear().requires_grad_(False)]
+        self.frozen = linear().requires_grad_(False)
+
+    def tied(self, x):
+        y = self.inner(x)
+        with te.autocast(enabled=False):
+            return self.inner(y)
+
+    def listed(self, x):
+        return self.plain(self.hidden[0](x))
+
+    def operation_without_fp8(self, x):
+        with te.autocast(enabled=False):
+            return self.operation(x)
+
+    def eager_branch(self, x):
+        return self.plain(x) if self.ran else self.inner(x)
+
+    def frozen_inside(self, x):
+        with autocast():
+            y = self.frozen(x.detach())
+        return self.plain(x) + y
+
+    def trained(self, x):
+        return self.inner(x)
+
+def losses(graph, forward, inside, in_autocast):
+    manager.reset()
+    torch.manual_seed(3)
+    Layer.forward, Layer.ran = getattr(Layer, forward), False
+    layer, before, after = Layer(), linear(), linear()
+    if forward == "eager_branch":
+        with autocast():
+            layer(sample()).sum().backward()
+        Layer.ran = True
+        layer.zero_grad()
+    with autocast() if in_autocast else contextlib.nullcontext():
+        if in_autocast:
+            before(sample())
+        options = {"enabled": True, "recipe": DELAYED} if inside else {}
+        run = te.make_graphed_callables(layer, (sample(),), **options) if graph else layer
+    torch.manual_seed(4)
+    for _ in range(4):
+        x = sample()
+        if inside:
+            with autocast():
+                y = after(run(x))
+        else:
+            with autocast():
+                y = before(x)
+            y = run(y)
+            with autocast():
+                y = after(y)
+        (y.float() ** 2).mean().backward()
+        yield from (y, x.grad, *scales(before), *scales(layer), *scales(after))
+
+for case in CASES:
+    eager, graph = ([t.detach().float() for t in losses(graphed, *case)] for graphed in (False, True))
+    print(case[0], [bool((a == b).all()) for a, b in zip(eager, graph, strict=True)].count(False))
+"""
+FIRST_MODULE_CASES = [
+    ("tied", True, False),
+    ("listed", True, False),
+    ("operation_without_fp8", True, False),
+    ("eager_branch", True, False),
+    ("frozen_inside", False, False),
+    ("frozen_inside", True, False),
+    ("trained", True, True),
+]
+
+
 def last_line(program: str, **environment: str) -> str:
     return simulate("-c", SETUP + program, **environment).splitlines()[-1]
 
@@ -264,6 +343,13 @@ def test_a_module_in_two_autocasts_inside_another() -> None:
     """Only the first module of an outer autocast that needs a backward updates the scales of backwards."""
     found = simulate("-c", SETUP + NESTED_AUTOCASTS, TE_GRAPH_FIXES="on").splitlines()
     assert found[-6:] == ["True"] * 4 + ["0"] * 2
+
+
+@pytest.mark.parametrize("fixes", ["on", "backward-amax-reduction"])
+def test_graphs_take_the_flag_of_the_first_module_as_their_forward_does(fixes: str) -> None:
+    program = f"{SETUP}CASES = {FIRST_MODULE_CASES}{FIRST_MODULE}"
+    found = simulate("-c", program, TE_GRAPH_FIXES=fixes).splitlines()[-len(FIRST_MODULE_CASES) :]
+    assert found == [f"{name} 0" for name, *_ in FIRST_MODULE_CASES]
 
 
 def test_another_thread_updates_its_scales_during_a_capture() -> None:

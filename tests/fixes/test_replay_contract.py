@@ -22,7 +22,7 @@ REFUSED = {
     "callable 0 (LayerNormMLP) of microbatch 0 was replayed after its forward",
     "other-recipe-under-way": "after its forward, its modules ran in another recipe",
     "graph-twice-before-its-backward": "the forward of callable 0 (LayerNormMLP) was replayed after its forward",
-    "module-twice-in-a-tuple": "the backward of callable 0 (LayerNormMLP) of microbatch 1 cannot be replayed",
+    "module-twice-in-a-tuple": "the backward of callable 1 (LayerNormMLP) cannot be replayed",
     "captures-nested-in-a-pool": "callable 0 (LayerNormMLP) of capture 2 in its memory pool was replayed after",
     "replaced-module": "callable 0 (Sequential): a module (2) was added, replaced, moved or resized",
     "added-module": "a module (3) was added, replaced, moved or resized after this graph was captured",
@@ -37,7 +37,7 @@ REFUSED = {
     "checkpoint-outside-of-the-autocast": "Use te.checkpoint, which enters the autocast again",
     "checkpoints-of-two-microbatches": "modified by an inplace operation",
     "checkpoints-of-one-module": "a checkpoint recomputes this graph from its own output",
-    "recomputed-for-another-microbatch": "the forward of callable 0 (LayerNormMLP) was replayed after its forward",
+    "recomputed-for-another-microbatch": "of callable 0 (LayerNormMLP) was replayed after its forward",
     "targets-of-two-microbatches": "modified by an inplace operation",
     "wgrad-after-the-next-forward": "the backward_dw of callable 0 (Linear) cannot be replayed: the forward of",
     "wgrad-before-the-backward": "callable 0 (Linear): backward_dw() was called without a backward before it",
@@ -554,8 +554,10 @@ for seed in range(1000):
     trios = [(graphs["forward", k], graphs["backward", k], None) for k in range(len(functions))]
     parameters = [list(function.parameters()) for function in functions]
     contracts = [
-        Preconditions(number, functions, trios[number], (), (), 0, parameters[number], False, retains, WarmupRecord())
-        for number in range(len(functions))
+        Preconditions(
+            k, functions, [number], trios[k], (), (), 0, parameters[k], False, retains, WarmupRecord((), ())
+        )
+        for k in range(len(functions))
     ]
     places = {each: place for place, each in enumerate(sequence)}
     log, forwards = [], []
@@ -855,6 +857,26 @@ with torch.no_grad():
 
 def test_autocast_may_give_other_dtypes() -> None:
     simulate("-c", AUTOCAST)
+
+
+WARNED = """
+import warnings, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+te.make_graphed_callables(layer, (torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True),))
+for action in ("error", "error", "default", "error"):
+    warnings.simplefilter(action)
+    try:
+        layer(torch.randn(32, 32, device="cuda"))
+    except UserWarning as warning:
+        print(str(warning)[-14:])
+"""
+
+
+def test_a_warning_as_an_error_is_raised_by_each_replay() -> None:
+    """Until it was shown as a warning."""
+    assert simulate("-c", WARNED).count("\n") == 2
 
 
 COPIED = """

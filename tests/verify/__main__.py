@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from te_graph_fixes.commands import NOT_USABLE
 from te_graph_fixes.manifest import ManifestError, read_manifest
 from te_graph_fixes.patching.source import Source, TENotFoundError
 from te_graph_fixes.report import print_stderr
@@ -16,8 +17,6 @@ from te_graph_fixes.settings import Settings, unknown_variables
 
 from . import runner
 from .cases import select
-
-NOT_USABLE = 2
 
 _EXIT_STATUS = """\
 exit status: 0 every replay is bit-identical with the fixes; 1 a replay is not, or could not be measured;

@@ -1,0 +1,266 @@
+"""``replay-contract`` raises no error where a replay computes the eager numbers, and copies are those of eager modules.
+
+On the simulator: each program trains with and without graphs, and prints how many tensors are not equal, or the error.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.support.child import simulate
+
+pytestmark = pytest.mark.te
+
+PROGRAMS = """
+import contextlib, copy, functools, pickle, types, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+H = 32
+
+def x(**options):
+    return torch.randn(16, H, device="cuda", **{"requires_grad": True, **options})
+
+def linear(**options):
+    return te.Linear(H, H, device="cuda", **options)
+
+class Own(torch.nn.Module):
+    def __init__(self, function, **attributes):
+        super().__init__()
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+def buffered(function, buffer, **attributes):
+    module = Own(function, **attributes)
+    module.register_buffer("buffer", buffer)
+    return module
+
+def grads(modules, *tensors):
+    tensors = [*tensors, *(p for module in modules for p in module.parameters())]
+    found = [tensor.grad.clone() for tensor in tensors if tensor.grad is not None]
+    for tensor in tensors:
+        tensor.grad = None
+    return found
+
+def block():
+    return torch.nn.Sequential(torch.nn.LayerNorm(H), torch.nn.Linear(H, H), torch.nn.GELU()).cuda()
+
+def losses(y):
+    return y.square().mean(), y[:, :4].abs().mean(), y.sin().sum()
+
+def several_losses(capture, **options):
+    options = {"retain_graph_in_backward": True, **options}
+    layers = [block() for _ in range(3)]
+    a, b, c = capture(tuple(layers), tuple((x(),) for _ in layers), **options)
+    for _ in range(2):
+        start = x()
+        middle = b(a(start))
+        all_losses = [middle.cos().mean(), *losses(c(middle))]
+        for loss in all_losses:
+            loss.backward(retain_graph=True)
+            yield from grads(layers, start)
+
+def several_losses_in_an_order(capture):
+    layers = [block() for _ in range(2)]
+    samples = [(x(),) for _ in range(4)]
+    graphs = capture(tuple(layers), samples, _order=[1, 1, -1, -1], retain_graph_in_backward=True)
+    if len(graphs) == 2:
+        graphs = [graphs[0], graphs[1]] * 2
+    starts = [x(), x()]
+    ends = [graphs[1](graphs[0](starts[0])), graphs[3](graphs[2](starts[1]))]
+    for end in ends:
+        for loss in losses(end):
+            loss.backward(retain_graph=True)
+        yield from grads(layers, *starts)
+
+def rotated(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+@torch.no_grad()
+def angles(self, positions):
+    each = positions[:, None] * torch.cat((self.buffer, self.buffer))
+    return each.cos(), each.sin()
+
+def same_positions(capture, between=lambda *_: None, function=angles):
+    rope, layers, positions = buffered(function, torch.rand(H // 2)), [linear() for _ in range(3)], torch.arange(16.0)
+    capture(rope, (torch.zeros(16),))
+    for _ in range(2):
+        start = hidden = x()
+        for layer in layers:
+            cos, sin = rope(positions)
+            hidden = hidden + rotated(layer(hidden), cos, sin)
+            between(rope, positions, cos)
+        hidden.square().mean().backward()
+        yield from grads(layers, start)
+
+def same_learned_positions(capture):
+    bias = Own(lambda self, p: self.e(p).sin(), e=torch.nn.Embedding(16, H))
+    layers, positions = [linear(), linear()], torch.arange(16)
+    capture(bias, (positions.clone(),), retain_graph_in_backward=True)
+    for _ in range(2):
+        start = hidden = x()
+        for layer in layers:
+            hidden = layer(hidden) * bias(positions)
+        hidden.square().mean().backward()
+        yield from grads([bias, *layers], start)
+
+def in_flight(capture, module, *inputs):
+    graphs = capture((module,), [(x(), *inputs) for _ in range(2)], _order=[1, 1, -1, -1])
+    graphs = graphs if len(graphs) == 2 else [*graphs] * 2
+    for _ in range(2):
+        starts = [x(), x()]
+        pairs = (graph(start, *inputs) for graph, start in zip(graphs, starts))
+        products = [(a * b).square().mean() for a, b in pairs]
+        for product in products:
+            product.backward()
+        yield from grads([module], *starts)
+
+def returned_bias(capture):
+    module = te.Linear(H, H, return_bias=True, device="cuda")
+    with torch.no_grad():
+        module.bias.normal_()
+    return in_flight(capture, module)
+
+def returned_view(capture):
+    return in_flight(capture, Own(lambda self, x: (self.l(x), self.l.weight[:1]), l=torch.nn.Linear(H, H)))
+
+def returned_buffer(capture):
+    return in_flight(capture, buffered(lambda self, x: (self.l(x), self.buffer), x(requires_grad=False), l=linear()))
+
+def returned_argument(capture):
+    return in_flight(capture, Own(lambda self, x, y: (self.l(x), y), l=linear()), x(requires_grad=False))
+
+def changed_buffer(capture):
+    def function(self, x):
+        self.buffer.add_(1)
+        return self.l(x), self.buffer
+    return in_flight(capture, buffered(function, x(requires_grad=False), l=linear()))
+
+def changed_statistics(capture):
+    function = lambda self, x: (self.bn(x), self.bn.running_mean)
+    return in_flight(capture, Own(function, bn=torch.nn.BatchNorm1d(H)))
+
+def with_adapter(self, x, scale=1.0):
+    return self.l(x) + scale * self.up(x)
+
+class Adapted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.up = torch.nn.Linear(H, H), torch.nn.Linear(H, H)
+
+    def forward(self, x):
+        return self.l(x)
+
+def copies(capture, forward=types.MethodType, copied=copy.deepcopy, again=False):
+    module = Adapted()
+    module.forward = forward(with_adapter, module)
+    capture(module, (x(),))
+    if again:
+        del module.forward
+        module.forward = forward(with_adapter, module, scale=2.0)
+        capture(module, (x(),))
+    module(x()).sum().backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter -= parameter.grad
+        copied = copied(module)
+        copied.l.weight.mul_(2)
+        yield copied(x())
+        yield copy.deepcopy(copied).eval()(x())
+
+def plain(function, module, *args):
+    return lambda x: function(module, x, *args)
+
+partial = functools.partial
+
+def loaded(module):
+    return pickle.loads(pickle.dumps(module))
+
+def inside(module):
+    return copy.deepcopy(torch.nn.ModuleList([module]))[0]
+
+class OwnMethods(torch.nn.Linear):
+    pass
+
+def own_methods(capture):
+    module = OwnMethods(H, H)
+    module.reset = module.tag = "own"
+    reduce = type(module).__reduce_ex__
+    module.__reduce_ex__ = lambda protocol: (module.tags.append(1), reduce(module, protocol))[1]
+    module.tags = []
+    capture(module, (x(),))
+    copied = copy.copy(module)
+    yield torch.tensor([len(module.tags), copied.reset == "own", "__reduce_ex__" in vars(copied)])
+
+def run(program):
+    def train(capture):
+        torch.manual_seed(1)
+        return [tensor.detach().clone() for tensor in program(capture)]
+    replayed = train(lambda modules, samples, **options: te.make_graphed_callables(modules, samples, **options))
+    eager = train(lambda modules, samples, **options: modules)
+    return sum(not torch.equal(*pair) for pair in zip(eager, replayed, strict=True))
+
+for name, program in {CASES}.items():
+    try:
+        print(name, run(program), sep="|")
+    except Exception as error:
+        print(name, " ".join(str(error).split()), sep="|")
+"""
+RIGHT = {
+    "several losses": "several_losses",
+    "several losses in an order": "several_losses_in_an_order",
+    "same positions": "same_positions",
+    "same learned positions": "same_learned_positions",
+    "returned bias": "returned_bias",
+    "returned view": "returned_view",
+    "returned buffer": "returned_buffer",
+    "returned argument": "returned_argument",
+    "method": "copies",
+    "function": "partial(copies, forward=partial)",
+    "shallow": "partial(copies, copied=copy.copy)",
+    "pickled": "partial(copies, forward=partial, copied=loaded)",
+    "inside another": "partial(copies, copied=inside)",
+    "captured twice": "partial(copies, forward=partial, again=True)",
+    "own methods": "own_methods",
+}
+"""Programs that TE alone runs right."""
+REFUSED = {
+    "several losses, not retained": (
+        "partial(several_losses, retain_graph_in_backward=False)",
+        "capture with retain_graph",
+    ),
+    "positions changed": ("partial(same_positions, between=lambda m, p, c: p.add_(1))", "inplace"),
+    "buffer changed": ("partial(same_positions, between=lambda m, p, c: m.buffer.mul_(2))", "inplace"),
+    "output changed": ("partial(same_positions, between=lambda m, p, c: c.detach().mul_(2))", "inplace"),
+    "dropout": (
+        "partial(same_positions, function=lambda self, p: torch.nn.functional.dropout(torch.stack(angles(self, p))))",
+        "inplace",
+    ),
+    "buffer changed in the forward": ("changed_buffer", "inplace"),
+    "statistics changed in the forward": ("changed_statistics", "inplace"),
+}
+"""Programs that a graph cannot compute, or whose eager run fails too, with a part of the error."""
+
+
+@functools.cache
+def results() -> dict[str, str]:
+    cases = {**RIGHT, **{name: program for name, (program, _) in REFUSED.items()}}
+    code = "{" + ", ".join(f"{name!r}: {program}" for name, program in cases.items()) + "}"
+    printed = simulate("-c", PROGRAMS.replace("{CASES}", code))
+    return dict(line.split("|", 1) for line in printed.splitlines())
+
+
+@pytest.mark.parametrize("program", RIGHT)
+def test_a_right_program_raises_nothing(program: str) -> None:
+    assert results()[program] == "0"
+
+
+@pytest.mark.parametrize("program", REFUSED)
+def test_a_wrong_program_raises(program: str) -> None:
+    assert REFUSED[program][1] in results()[program]
