@@ -13,6 +13,7 @@ graph before outputs and gradients are read, these are returned as copies (with 
 """
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _graph_context_wrapper (at its start)
@@ -37,9 +38,8 @@ PATCH = """
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +warmup_run.note(func_idx, module, outputs)
 @@ graph.py _make_graphed_callables
-+replay_preconditions = {}
 +for i in range(len(graph_callables)):
-+    replay_preconditions[fwd_graphs[i]] = Preconditions(
++    preconditions = Preconditions(
 +        i,
 +        graph_callables,
 +        _num_layers_per_chunk if _order is not None else [len(callables)],
@@ -52,36 +52,14 @@ PATCH = """
 +        retain_graph_in_backward,
 +        warmup_run,
 +    )
++    preconditions.add_to(replays[i])
  ret = []
-
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function
-+preconditions = replay_preconditions[fwd_graph]
- class Graphed(torch.autograd.Function):
-     ...
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
-+preconditions.before_forward((*flatten_user_args, *flatten_user_kwargs))
- func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
- out = Graphed.apply(...)
-+if preconditions.pool.copies_outputs:
-+    out = tuple(None if o is None else o.clone() for o in out)
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward (at its start)
-+preconditions.note_forward(ctx)
-@@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.backward (at its start)
-+preconditions.before_backward(ctx)
 
 @@ graph.py _make_graphed_callables
 +from ._te_own_copies import drop_graph_from_copies
 +
 +drop_graph_from_copies(func, forward)
  func.forward = forward
-
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
-+preconditions = replay_preconditions[fwd_graphs[graph_idx]]
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions.backward_dw
-+preconditions.before_wgrad()
- ANY_GRAPH.replay()
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset (at its start)
-+preconditions.release()
 """
 
 FIX = Fix(
@@ -90,5 +68,6 @@ FIX = Fix(
     affects="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="each replay compares the modules, parameters and addresses of its callable",
     patch=PATCH,
+    base=REPLAY_STEPS,
     requires=("leaf-grad-lifetime",),
 )

@@ -34,16 +34,16 @@ from operator import itemgetter
 from typing import Any
 
 ORDER: dict[str, tuple[str, ...]] = {
-    "forward check": ("arguments",),
+    "forward check": ("arguments", "contract"),
     "forward prepare": ("leaves", "transposes", "skip flag", "flags of modules", "cached weights"),
-    "forward record": ("outputs without gradients",),
-    "forward deliver": (),
-    "backward check": ("captured",),
+    "forward record": ("outputs without gradients", "order of replays"),
+    "forward deliver": ("copies",),
+    "backward check": ("captured", "contract"),
     "backward prepare": ("skip flag", "updates of scales"),
-    "backward deliver": ("updates of scales", "marks", "copies"),
-    "wgrad check": (),
-    "wgrad deliver": ("gradients",),
-    "reset": (),
+    "backward deliver": ("order of replays", "updates of scales", "marks", "copies"),
+    "wgrad check": ("contract",),
+    "wgrad deliver": ("order of replays", "gradients"),
+    "reset": ("contract",),
 }
 """The steps of each phase. A disabled fix adds none."""
 
@@ -56,7 +56,9 @@ class Call:
     arguments. They are dropped after the forward. ``skip_update`` is TE's argument: True if a graph that caches FP8
     weights reuses them, and None if it caches none. ``reuses_weights`` is the same, also for graphs with flags of their
     own. ``copied_inputs`` are the indexes of inputs whose gradients are returned as copies. ``updates_backward``: the
-    backward updates the scales of all backwards.
+    backward updates the scales of all backwards. The other attributes belong to `replay-contract`: how the forward was
+    run (in grad mode, in a backward, under the hooks of a checkpoint, in a checkpoint), whether its outputs are
+    returned as copies, the time of its replay, and how often the scales had been replaced by then.
     """
 
     skip_update: bool | None
@@ -66,10 +68,19 @@ class Call:
     reuses_weights: bool | None = None
     copied_inputs: Sequence[int] = ()
     updates_backward: bool = False
+    takes_grads: bool = True
+    in_backward: bool = False
+    has_hooks: bool = False
+    in_checkpoint: bool = False
+    copies_outputs: bool = False
+    time: int = 0
+    scales: int = 0
 
 
 class Replay:
-    """The steps of one callable."""
+    """The steps of one callable, and its ``name`` in errors."""
+
+    name = "This graphed callable"
 
     def __init__(self) -> None:
         self._steps: dict[str, list[tuple[int, Callable[..., Any]]]] = {phase: [] for phase in ORDER}
@@ -126,11 +137,10 @@ class Replay:
     def reset(self) -> None:
         """Run the steps of a reset, and drop all steps with their data. Later replays are refused."""
         self._run("reset")
-        self._steps = {phase: [(0, _refuse_after_reset)] if phase.endswith("check") else [] for phase in ORDER}
+        self._steps = {phase: [(0, self._refuse)] if phase.endswith("check") else [] for phase in ORDER}
 
-
-def _refuse_after_reset(*_: Any) -> None:
-    raise RuntimeError("This graphed callable was reset, so it cannot be replayed. Capture it again.")
+    def _refuse(self, *_: Any) -> None:
+        raise RuntimeError(f"{self.name} was reset, so its graphs can no longer be replayed. Capture again.")
 
 
 class Replays:

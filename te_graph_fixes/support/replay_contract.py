@@ -61,15 +61,14 @@ class _Pool(ReplayOrder):
     """The graphs of one memory pool, and their use in checkpoints.
 
     ``may_recompute``: in this run of replays, a checkpoint has run a forward and may run it again. Gradients, and the
-    outputs of forwards outside of checkpoints (``copies_outputs``), are then returned as copies.
-    ``in_checkpoint``: the last forward ran in a checkpoint without reentrant autograd.
+    outputs of forwards outside of checkpoints, are then returned as copies.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.captures = 0
         self.preconditions: weakref.WeakValueDictionary[int, Preconditions] = weakref.WeakValueDictionary()
-        self.may_recompute = self.copies_outputs = self.in_checkpoint = False
+        self.may_recompute = False
 
 
 # Captures own the pools. A reload of this module must not lose them.
@@ -114,7 +113,6 @@ class Preconditions:
         self._delays_wgrad = delays_wgrad
         self._outputs = _tensors(outputs)
         self._end_of_forward, self._advice = _end_of_forward(self.backward, retains_graph, self._outputs)
-        self._is_reset = False
         self._dgrad_time = 0  # the time of the last dgrad until its wgrad is replayed, else 0
         microbatches = len(functions) // sum(chunks)
         callable_number, self._microbatch = _place(number, chunks, microbatches)
@@ -138,7 +136,7 @@ class Preconditions:
         self._recipe_states = [*_recipe_states(function)]
         self._inputs = range(inputs)
         held = tensors_in(function)
-        self._written = _written_outputs(self._outputs, warmup.unwritten(held), warmup.unwritten(user_inputs))
+        self._written = _written_outputs(self._outputs, warmup.unwritten(held), warmup.unwritten(_tensors(user_inputs)))
         self._returned_outputs = _ReturnedTensors(self._written)
         self._returned_grads = _ReturnedTensors((grad_inputs or ())[:inputs])
         # A forward that repeats is judged by the last values: what it read, and the time of the first replay with them.
@@ -150,23 +148,26 @@ class Preconditions:
 
     def release(self) -> None:
         """Release the tensors and positions of reset graphs."""
-        self._is_reset = True
         self._tensors = CallableTensors(None, (), ())
         self._outputs, self._written, self._frozen, self._held = [], [], [], None
         self.pool.preconditions.pop(self.forward, None)
         self._release_positions()
 
-    def _require_not_reset(self) -> None:
-        if self._is_reset:
-            raise RuntimeError(f"{self.name} was reset, so its graphs can no longer be replayed. Capture again.")
+    def add_to(self, replay: Any) -> None:
+        """Add the steps to the replays of the graphs."""
+        replay.name = self.name
+        replay.add("forward check", "contract", self.check_forward)
+        replay.add("forward record", "order of replays", self.note_forward)
+        replay.add("forward deliver", "copies", self.copy_outputs)
+        replay.add("backward check", "contract", self.check_backward)
+        replay.add("backward deliver", "order of replays", self.note_backward)
+        replay.add("wgrad check", "contract", self.check_wgrad)
+        replay.add("wgrad deliver", "order of replays", self.note_wgrad)
+        replay.add("reset", "contract", self.release)
 
-    def before_forward(self, inputs: Iterable[Any]) -> None:
-        """Note the replay of the forward. Raise RuntimeError if its result would differ from the eager module.
-
-        The table at the top of this module lists the kinds of forwards.
-        """
-        self._require_not_reset()
-        pool, takes_grads, inputs = self.pool, torch.is_grad_enabled(), _tensors(inputs)
+    def check_forward(self, call: Any) -> None:
+        """Raise RuntimeError if the result of the forward would differ from the eager module."""
+        takes_grads = torch.is_grad_enabled()
         self._tensors.members.require_same(self.name)
         self._tensors.read.require_same(self.name)
         if takes_grads and any(map(_requires_grad, self._frozen)):
@@ -176,13 +177,20 @@ class Preconditions:
             )
         in_backward = _current_graph_task_id() != -1
         if in_backward:
-            self._require_recomputable({storage_of(value) for value in inputs})
+            self._require_recomputable({storage_of(value) for value in _tensors(call.inputs)})
         elif self._recipe and not FP8GlobalStateManager.is_fp8_enabled():
             warn_once(
                 f"{self.name}: this FP8 graph is replayed outside te.autocast. It still computes in FP8, unlike its "
                 "module, and its scales are not updated. Replay it in the autocast of the capture.",
                 "outside te.autocast",
             )
+        call.in_backward, call.takes_grads, call.has_hooks = in_backward, takes_grads, _has_checkpoint_hooks()
+        call.in_checkpoint = call.has_hooks or (not takes_grads and _in_autograd_function())
+
+    def note_forward(self, ctx: Any, _outputs: Any) -> None:
+        """Note the replay of the forward. The table at the top of this module lists the kinds of forwards."""
+        call, pool = ctx.call, self.pool
+        inputs, in_backward, takes_grads = _tensors(call.inputs), call.in_backward, call.takes_grads
         if in_backward and takes_grads:
             # A recomputation for a backward writes the values of an earlier forward again.
             self._since = _NEVER
@@ -195,16 +203,14 @@ class Preconditions:
                 self._versions = self._versions_of(inputs)
                 self._since = pool.now + 1
 
-        has_hooks = _has_checkpoint_hooks()
-        in_checkpoint = has_hooks or (not takes_grads and _in_autograd_function())
         is_same_run = self.forward > pool.position
-        pool.may_recompute = in_checkpoint or in_backward or (pool.may_recompute and is_same_run)
-        pool.copies_outputs = pool.may_recompute and takes_grads and not in_checkpoint
-        pool.in_checkpoint = has_hooks and not in_backward
+        pool.may_recompute = call.in_checkpoint or in_backward or (pool.may_recompute and is_same_run)
+        call.copies_outputs = pool.may_recompute and takes_grads and not call.in_checkpoint
         pool.note_replay(self.forward)
+        call.time, call.scales = pool.now, self._scales()
         if not in_backward:
             self._recomputed.clear()
-        elif takes_grads and has_hooks:
+        elif takes_grads and call.has_hooks:
             self._recomputed.append(pool.now)
 
     def _repeats_last_forward(self, inputs: list[torch.Tensor]) -> bool:
@@ -224,10 +230,9 @@ class Preconditions:
         """Return the versions of everything that a forward reads, and of the outputs, which the user may write."""
         return [*map(version, inputs), *map(version, self._held or ()), *map(version, self._written)]
 
-    def note_forward(self, ctx: Any) -> None:
-        """Store in ``ctx`` the state that `before_backward` checks."""
-        ctx.time, ctx.in_checkpoint = self.pool.now, self.pool.in_checkpoint
-        ctx.scales = self._scales() if self._recipe_states else 0
+    def copy_outputs(self, call: Any, outputs: Any) -> Any:
+        """Return the outputs, or copies of them if a recomputation may overwrite them."""
+        return tuple(None if o is None else o.clone() for o in outputs) if call.copies_outputs else outputs
 
     def _scales(self) -> int:
         """Return how often the dgrad's scales were replaced, for example by an evaluation in another recipe."""
@@ -277,17 +282,17 @@ class Preconditions:
                 "other graphs, or move the checkpoint into the captured module."
             )
 
-    def before_backward(self, ctx: Any) -> None:
-        """Note the replay of the dgrad. Raise RuntimeError if the data of its forward, at ``ctx.time``, is lost."""
-        self._require_not_reset()
-        pool, since, scales = self.pool, ctx.time, ctx.scales
+    def check_backward(self, ctx: Any) -> None:
+        """Raise RuntimeError if the data of the forward, at the time of ``ctx.call``, is lost."""
+        pool, call = self.pool, ctx.call
+        since, scales = call.time, call.scales
         trained = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(self._is_fused) :]
         if not all(compress(trained, self._is_fused)):
             raise RuntimeError(
                 f"{self.name}: a weight was frozen after this graph was captured, and the graph would still add to its "
                 "main_grad. Capture again."
             )
-        if ctx.in_checkpoint and self._recomputed == [pool.time(self.forward)]:
+        if call.has_hooks and not call.in_backward and self._recomputed == [pool.time(self.forward)]:
             # A checkpoint without reentrant autograd has recomputed the forward once, for this backward.
             since, scales = pool.time(self.forward), self._scales()
         elif since >= self._since:
@@ -310,14 +315,18 @@ class Preconditions:
                 "after every backward.",
                 "no backward_dw",
             )
-        self._recomputed.clear()
-        if pool.may_recompute:
-            ctx.call.copied_inputs = self._inputs
-        pool.note_replay(self.backward)
-        self._dgrad_time = pool.now
 
-    def before_wgrad(self) -> None:
-        """Note the replay of the wgrad. Raise RuntimeError if no dgrad preceded it, or its data was overwritten."""
+    def note_backward(self, ctx: Any, gradients: Any) -> Any:
+        """Note the replay of the dgrad. Its gradients are copied if a recomputation may overwrite them."""
+        self._recomputed.clear()
+        if self.pool.may_recompute:
+            ctx.call.copied_inputs = self._inputs
+        self.pool.note_replay(self.backward)
+        self._dgrad_time = self.pool.now
+        return gradients
+
+    def check_wgrad(self) -> None:
+        """Raise RuntimeError if no dgrad preceded the wgrad, or its data was overwritten."""
         pool, since = self.pool, self._dgrad_time
         if not since:
             raise RuntimeError(
@@ -325,8 +334,11 @@ class Preconditions:
             )
         pool.require_untouched(f"backward_dw of {self.name}", self.backward, since, self._end, "its backward")
         self._tensors.written.require_same(self.name)
+
+    def note_wgrad(self) -> None:
+        """Note the replay of the wgrad."""
         if self._wgrad:
-            pool.note_replay(self._wgrad)
+            self.pool.note_replay(self._wgrad)
         self._dgrad_time = 0
 
 

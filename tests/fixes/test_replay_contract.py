@@ -525,6 +525,7 @@ SEQUENCES = """
 import itertools, random, types, torch, te_graph_fixes
 from transformer_engine.pytorch._te_module_tensors import WarmupRecord
 from transformer_engine.pytorch._te_replay_contract import Preconditions, note_capture
+from transformer_engine.pytorch._te_replay import Call
 
 layers = [torch.nn.Linear(2, 2) for _ in range(3)]
 
@@ -565,11 +566,11 @@ for seed in range(1000):
     for _ in range(40):
         kind, k = next(steps) if r.random() < 0.97 else r.choice(sequence)
         if kind == "forward":
-            contract = contracts[k]
+            ctx = types.SimpleNamespace(call=Call(None, (), (), {}), needs_input_grad=(True,) * len(parameters[k]))
             with torch.set_grad_enabled(r.random() < 0.97):
-                contract.before_forward([])
-            ctx = types.SimpleNamespace(time=contract.pool.now, in_checkpoint=False, scales=0)
-            ctx.needs_input_grad = (True,) * len(parameters[k])
+                contracts[k].check_forward(ctx.call)
+                contracts[k].note_forward(ctx, ())
+            ctx.call.has_hooks = False
             forwards.append((k, ctx, len(log)))
         else:
             found = [each for each in forwards if each[0] == k]
@@ -580,12 +581,13 @@ for seed in range(1000):
             since = [place for place in log[time + 1 :] if not (retains and place == end)]
             is_intact = all(begin < place < end for place in since)
             try:
-                contracts[k].before_backward(ctx)
+                contracts[k].check_backward(ctx)
             except RuntimeError as error:
                 assert "cannot be replayed" in str(error) and not is_intact, (seed, sequence, log)
                 raised += 1
                 break
             assert is_intact, (seed, sequence, log)
+            contracts[k].note_backward(ctx, ())
             intact += 1
         log.append(places[kind, k])
 print(raised, intact)
