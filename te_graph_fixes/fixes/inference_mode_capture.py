@@ -1,4 +1,4 @@
-"""``inference-mode-capture``: a capture with cached weights under ``torch.inference_mode()`` breaks all later captures.
+"""Bug: a capture with cached weights under ``torch.inference_mode()`` breaks all later captures.
 
 Upstream: none yet
 
