@@ -37,6 +37,10 @@ PATCH = """
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +warmup_run.note(func_idx, module, outputs)
+@@ graph.py _make_graphed_callables (2 times)
+-with ..., _graph_context_wrapper(fwd_graph, ...):
++with warmup_run.during_forward(fwd_graphs.index(fwd_graph)), ..., _graph_context_wrapper(fwd_graph, ...):
+     ...
 @@ graph.py _make_graphed_callables
 +for i in range(len(graph_callables)):
 +    preconditions = Preconditions(

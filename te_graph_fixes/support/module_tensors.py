@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import getitem, is_
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -14,6 +18,10 @@ QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """The tensors of FP8 parameters, except their transposes: these may be recomputed."""
 FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
 """The module attributes with which a backward adds wgrads to the ``main_grad`` of weights."""
+
+_LOOKUP = torch.nn.Module.__getattr__.__code__
+_SETTERS = (torch.nn.Module.__setattr__.__code__, torch.nn.Module.__delattr__.__code__)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 Slot = tuple[Any, Any, str]
 """The place of a tensor: the dictionary or list that contains it, its key there, and its name in errors."""
@@ -36,13 +44,43 @@ class WarmupRecord:
         buffers = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
         self._buffers = {storage_of(tensor): tensor for tensor in buffers}
         self._returned: dict[int, list[torch.Tensor]] = {}
+        self._used: dict[int, UsedMembers] = {}
+
+    @contextmanager
+    def during_forward(self, number: int) -> Iterator[None]:
+        """Record the members that a captured forward uses, unless another profiler is active."""
+        is_free = sys.getprofile() is None
+        if is_free:
+            used = self._used[number] = UsedMembers(functools.partial(self._note_recipe, number))
+            sys.setprofile(used.note)
+        try:
+            yield
+        finally:
+            if is_free:
+                sys.setprofile(None)
+
+    def used_by(self, number: int, function: Any) -> UsedMembers:
+        """Return the members that the captured forward used: all of the callable if they were not recorded."""
+        modules = modules_of(function)
+        used = self._used.get(number)
+        if used is None:
+            used = UsedMembers(lambda _: None)
+            used.all_of.update(dict.fromkeys(modules))
+        used.complete(modules, self.modules.get(number, ()))
+        return used
 
     def note(self, number: int, module: torch.nn.Module, outputs: Any) -> None:
-        """Note that a callable ran ``module``.
-
-        If the module computes in FP8 in the autocast of the capture, note the recipe too.
-        """
+        """Note that a callable ran ``module``, and what it returned."""
         self.modules.setdefault(number, set()).add(module)
+        self._note_recipe(number, module)
+        states, self._random_states = self._random_states, _random_states()
+        if not all(map(torch.equal, states, self._random_states)):
+            self._draws.add(number)
+        for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
+            self._returned.setdefault(key, []).append(self._buffers[key].detach().clone())
+
+    def _note_recipe(self, number: int, module: torch.nn.Module) -> None:
+        """Note the recipe of the capture's autocast if a module computes in FP8 in it."""
         manager = FP8GlobalStateManager
         if manager.is_fp8_enabled() and manager.fp8_graph_capturing():
             recipe = manager.get_fp8_recipe()
@@ -50,11 +88,6 @@ class WarmupRecord:
             quantizes = hasattr(module, "fp8_meta") or any(of_operations)
             if quantizes and (recipe.fp8_dpa or not hasattr(module, "unfused_attention")):
                 self.recipes[number] = recipe
-        states, self._random_states = self._random_states, _random_states()
-        if not all(map(torch.equal, states, self._random_states)):
-            self._draws.add(number)
-        for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
-            self._returned.setdefault(key, []).append(self._buffers[key].detach().clone())
 
     def repeats(self, number: int, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether a forward returns equal values whenever its inputs and ``tensors`` have equal values.
@@ -84,20 +117,70 @@ class WarmupRecord:
         )
 
 
+class UsedMembers:
+    """The modules that a captured forward ran, and the members that it looked up, as a profiler sees them.
+
+    A lookup is ``module.name`` for any name that is no plain attribute, also if there is no such member. ``all_of`` are
+    modules whose members may all have been used, because an iteration or compiled code reads them without lookups.
+    ``note_forward`` is called for each module that runs.
+    """
+
+    def __init__(self, note_forward: Callable[[torch.nn.Module], None]) -> None:
+        self.lookups: dict[tuple[torch.nn.Module, str], None] = {}
+        self.all_of: dict[torch.nn.Module, None] = {}
+        self._ran: set[torch.nn.Module] = set()
+        self._note_forward = note_forward
+        self._reads_registries: dict[CodeType, bool] = {}
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        """Note the call of a Python function."""
+        code = frame.f_code
+        if event != "call" or not code.co_argcount:
+            return
+        if code is _LOOKUP:
+            self.lookups[frame.f_locals["self"], frame.f_locals["name"]] = None
+            return
+        if code not in self._reads_registries:
+            names = () if code in _SETTERS else code.co_names
+            self._reads_registries[code] = not {"_modules", "_parameters"}.isdisjoint(names)
+        if code.co_name == "forward" or self._reads_registries[code]:
+            module = frame.f_locals.get(code.co_varnames[0])
+            if not isinstance(module, torch.nn.Module):
+                return
+            if self._reads_registries[code]:
+                self.all_of[module] = None
+            if code.co_name == "forward":
+                self._ran.add(module)
+                self._note_forward(module)
+
+    def complete(self, modules: Iterable[torch.nn.Module], ran_in_warmup: Collection[torch.nn.Module]) -> None:
+        """Add to ``all_of`` each of ``modules`` whose use the profiler did not see."""
+        seen = self._ran.union(module for module, _ in self.lookups)
+        for module in modules:
+            if _is_compiled(module) or (module in ran_in_warmup and module not in seen):
+                self.all_of.update(dict.fromkeys(module.modules()))
+            ran = {name for name, child in module._modules.items() if child in self._ran or child in ran_in_warmup}
+            if any((module, name) not in self.lookups for name in ran):
+                self.all_of[module] = None
+
+
 class CallableTensors:
     """The ``members`` of one callable, and the tensors that its graphs read (``read``) or add to (``written``).
 
-    ``parameters`` are inputs of the graphs. ``ran`` are the modules that ran in the warmup of the callable.
+    ``parameters`` are inputs of the graphs. How a forward uses a parameter that it looked up cannot be seen, so each of
+    them counts as read. So does a parameter in a plain attribute, such as a list, because its use is no lookup.
     """
 
-    def __init__(self, function: Any, parameters: Iterable[torch.Tensor], ran: Iterable[torch.nn.Module]) -> None:
-        own = {parameter for module in ran for parameter in module.parameters(recurse=False) if parameter.numel()}
-        self.frozen = [parameter for parameter in own if not parameter.requires_grad]
-        fused = [module for module in ran if any(getattr(module, name, False) for name in FUSES_WGRADS)]
-        weights = [weight for module in fused for weight in module.parameters(recurse=False) if weight.requires_grad]
-        self.fused = {weight for weight in weights if weight.dim() > 1 and _address(vars(weight), "main_grad")}
-        self.members = Members(modules_of(function), {*own, *filter(torch.Tensor.numel, parameters)})
+    def __init__(self, function: Any, parameters: Iterable[torch.Tensor], used: UsedMembers) -> None:
+        modules = [*dict.fromkeys([*modules_of(function), *(module for module, _ in used.lookups)])]
+        plain = [value for module in modules for name, value in vars(module).items() if name not in _REGISTRIES]
+        self.members = Members(modules, {*parameters, *_parameters_in(plain)}, used)
         held, names = self.members.parameters, self.members.names
+        self.frozen = [parameter for parameter in held if parameter is not None and not parameter.requires_grad]
+        fused = [module for module in modules if any(getattr(module, name, False) for name in FUSES_WGRADS)]
+        weights = [weight for module in fused for weight in module.parameters(recurse=False) if weight.requires_grad]
+        weights = [weight for weight in weights if weight.dim() > 1 and _address(vars(weight), "main_grad")]
+        self.fused = {*weights}.intersection(weight for weight in held if weight is not None)
         slots: list[Slot] = [(held, number, f"a parameter ({name})") for number, name in enumerate(names)]
         quantized = [(vars(parameter), part) for parameter in held if parameter is not None for part in QUANTIZED]
         slots += [(attributes, part, f"the {part} of a parameter") for attributes, part in quantized]
@@ -106,31 +189,53 @@ class CallableTensors:
 
 
 class Members:
-    """The modules inside a callable, and the parameters that it ``reads``.
+    """The modules and parameters that a forward ``used`` or its graphs ``read``.
 
-    They must be the same objects as at the capture. A parameter may be added under a new name, because no graph reads
-    it.
+    They must be the same objects as at the capture. Others may be added, replaced or removed, because neither the graph
+    nor its module uses them.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], reads: Collection[torch.Tensor]) -> None:
-        self._children = [module._modules for module in modules]
-        self._children_at_capture = [*map(dict, self._children)]
-        slots = [(module._parameters, name, value) for module in modules for name, value in module._parameters.items()]
-        slots = [(registry, name, value) for registry, name, value in slots if value is None or value in reads]
-        self._registries, self.names = [registry for registry, _, _ in slots], [name for _, name, _ in slots]
-        self.parameters = [value for _, _, value in slots]
+    def __init__(self, modules: Sequence[torch.nn.Module], read: Collection[torch.Tensor], used: UsedMembers) -> None:
+        iterated = [module for module in modules if module in used.all_of]
+        self._iterated = [module._modules for module in iterated]
+        self._iterated_at_capture = [*map(dict, self._iterated)]
+        looked_up = [member for member in used.lookups if member[1] not in member[0]._parameters | member[0]._buffers]
+        self._of_children, self._children = (
+            [module._modules for module, _ in looked_up],
+            [name for _, name in looked_up],
+        )
+        self._children_at_capture = [*map(dict.get, self._of_children, self._children)]
+        slots = [(module, name, value) for module in modules for name, value in module._parameters.items()]
+        slots = [
+            (module, name, value)
+            for module, name, value in slots
+            if value in read or module in used.all_of or (module, name) in used.lookups
+        ]
+        # A parameter may take a name without a member.
+        slots += [(module, name, None) for module, name in looked_up if name not in module._modules]
+        slots = [(module, name, value) for module, name, value in slots if value is None or value.numel()]
+        self._registries = [module._parameters for module, _, _ in slots]
+        self.names, self.parameters = [name for _, name, _ in slots], [value for _, _, value in slots]
 
     def require_same(self, callable_name: str) -> None:
-        """Raise RuntimeError if a module or parameter was replaced, or added in place of None."""
+        """Raise RuntimeError if a module or parameter was replaced, or added in place of None or of nothing."""
         parameters = [*map(dict.get, self._registries, self.names)]
-        if self._children == self._children_at_capture and all(map(is_, parameters, self.parameters)):
+        children = [*map(dict.get, self._of_children, self._children)]
+        if (
+            self._iterated == self._iterated_at_capture
+            and all(map(is_, children, self._children_at_capture))
+            and all(map(is_, parameters, self.parameters))
+        ):
             return
-        for children, then in zip(self._children, self._children_at_capture, strict=True):
-            for name in {**then, **children}:
-                if children.get(name) is not then.get(name):
+        for registry, before in zip(self._iterated, self._iterated_at_capture, strict=True):
+            for name in {**before, **registry}:
+                if registry.get(name) is not before.get(name):
                     raise _moved(callable_name, f"a module ({name})")
-        for name, parameter, before in zip(self.names, parameters, self.parameters, strict=True):
-            if parameter is not before:
+        for name, child, then in zip(self._children, children, self._children_at_capture, strict=True):
+            if child is not then:
+                raise _moved(callable_name, f"a module ({name})")
+        for name, parameter, then in zip(self.names, parameters, self.parameters, strict=True):
+            if parameter is not then:
                 raise _moved(callable_name, f"a parameter ({name})")
 
 
@@ -183,6 +288,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         elif not isinstance(value, torch.Tensor):
             rest += value.values() if isinstance(value, dict) else value
     return [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+
+def _parameters_in(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if isinstance(tensor, torch.nn.Parameter)]
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a profiler cannot see the Python code of a module."""
+    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+        return True
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
 def version(tensor: torch.Tensor) -> Any:

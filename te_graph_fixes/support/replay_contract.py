@@ -48,7 +48,7 @@ from torch._C import _current_graph_task_id, _is_fwd_grad_enabled, _storage_Use_
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from ._te_module_tensors import CallableTensors, WarmupRecord, modules_of, storage_of, tensors_in, version
+from ._te_module_tensors import CallableTensors, UsedMembers, WarmupRecord, modules_of, storage_of, tensors_in, version
 from ._te_replay_order import ReplayOrder
 from ._te_warn_once import warn_once
 
@@ -129,7 +129,7 @@ class Preconditions:
         self._release_positions = weakref.finalize(self, self.pool.release, [*names])
 
         function, user_inputs, parameters = functions[number], static_inputs[:inputs], static_inputs[inputs:]
-        self._tensors = CallableTensors(function, parameters, warmup.modules.get(number, ()))
+        self._tensors = CallableTensors(function, parameters if self.backward else (), warmup.used_by(number, function))
         self._frozen = self._tensors.frozen if self.backward else []
         self._is_fused = [parameter in self._tensors.fused for parameter in parameters]
         self._recipe = warmup.recipes.get(number)
@@ -148,7 +148,7 @@ class Preconditions:
 
     def release(self) -> None:
         """Release the tensors and positions of reset graphs."""
-        self._tensors = CallableTensors(None, (), ())
+        self._tensors = CallableTensors(None, (), UsedMembers(lambda _: None))
         self._outputs, self._written, self._frozen, self._held = [], [], [], None
         self.pool.preconditions.pop(self.forward, None)
         self._release_positions()

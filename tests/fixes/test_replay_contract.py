@@ -881,6 +881,31 @@ def test_a_warning_as_an_error_is_raised_by_each_replay() -> None:
     assert simulate("-c", WARNED).count("\n") == 2
 
 
+BY_FORWARD = """
+import warnings, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+class Calls(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+
+    def forward(self, x):
+        return self.layer.forward(x)
+
+module, x = Calls(), torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+te.make_graphed_callables(module, (x,), enabled=True, recipe=recipe.Float8CurrentScaling())
+with warnings.catch_warnings(record=True) as caught:
+    module(x)
+print(caught[0].message)
+"""
+
+
+def test_a_module_run_by_forward_is_known_to_compute_in_fp8() -> None:
+    assert "is replayed outside te.autocast" in simulate("-c", BY_FORWARD)
+
+
 COPIED = """
 import contextlib, torch, te_graph_fixes
 import transformer_engine.pytorch as te

@@ -146,6 +146,45 @@ def changed_statistics(capture):
     function = lambda self, x: (self.bn(x), self.bn.running_mean)
     return in_flight(capture, Own(function, bn=torch.nn.BatchNorm1d(H)))
 
+class Spare(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.spare, self.beside = linear(), torch.nn.Linear(H, H), torch.nn.Sequential(linear())
+        self.unused, self.frozen = [torch.nn.Parameter(torch.ones(H)) for _ in range(2)]
+        self.frozen.requires_grad_(False)
+        self.read = torch.nn.Parameter(torch.ones(H), requires_grad=False)
+        self.lists = [self.read]
+        self.after = torch.nn.Sequential(torch.nn.Linear(H, H, bias=False).requires_grad_(False))
+
+    def forward(self, x):
+        return self.after[0].forward(self.layer(x) * self.lists[0])
+
+def changed(capture, change, **options):
+    module = Spare()
+    capture(module, (x(),), **options)
+    for _ in range(3):
+        start = x()
+        module(start).square().sum().backward()
+        yield from grads([module], start)
+        change(module)
+
+def evaluated(capture, change):
+    module = Spare().eval()
+    capture(module, (x(),))
+    for _ in range(2):
+        with torch.no_grad():
+            yield module(x())
+        change(module)
+
+def setting(path, make):
+    def change(module):
+        *owners, name = path.split(".")
+        setattr(functools.reduce(getattr, owners, module), name, make())
+    return change
+
+def parameter():
+    return torch.nn.Parameter(torch.ones(H))
+
 def with_adapter(self, x, scale=1.0):
     return self.l(x) + scale * self.up(x)
 
@@ -228,6 +267,17 @@ RIGHT = {
     "inside another": "partial(copies, copied=inside)",
     "captured twice": "partial(copies, forward=partial, again=True)",
     "own methods": "own_methods",
+    "unused parameter unfrozen": "partial(changed, change=lambda m: m.frozen.requires_grad_())",
+    "unused parameter frozen": "partial(changed, change=lambda m: m.unused.requires_grad_(False))",
+    "unused parameter replaced": "partial(changed, change=setting('unused', parameter))",
+    "unused frozen parameter replaced": "partial(changed, change=setting('frozen', parameter))",
+    "unused parameter removed": "partial(changed, change=setting('unused', lambda: None))",
+    "unused parameter moved": "partial(changed, change=lambda m: setattr(m.unused, 'data', m.unused.data.clone()))",
+    "unused module added": "partial(changed, change=setting('more', linear))",
+    "unused module replaced": "partial(changed, change=setting('spare', linear))",
+    "module added in an unused module": "partial(changed, change=lambda m: m.beside.append(linear()))",
+    "parameter of an unused module replaced": "partial(changed, change=setting('spare.bias', parameter))",
+    "unused parameter replaced in an evaluation": "partial(evaluated, change=setting('unused', parameter))",
 }
 """Programs that TE alone runs right."""
 REFUSED = {
@@ -242,6 +292,20 @@ REFUSED = {
         "partial(same_positions, function=lambda self, p: torch.nn.functional.dropout(torch.stack(angles(self, p))))",
         "inplace",
     ),
+    "parameter in a list moved": (
+        "partial(changed, change=lambda m: setattr(m.read, 'data', m.read.data * 2))",
+        "a parameter (read) was",
+    ),
+    "parameter in a list unfrozen": (
+        "partial(changed, change=lambda m: m.read.requires_grad_())",
+        "needed no gradient",
+    ),
+    "module run by forward unfrozen": (
+        "partial(changed, change=lambda m: m.after.requires_grad_())",
+        "needed no gradient",
+    ),
+    "module run by forward replaced": ("partial(changed, change=setting('after.0', linear))", "a module (0) was"),
+    "module replaced": ("partial(changed, change=setting('layer', linear))", "a module (layer) was"),
     "buffer changed in the forward": ("changed_buffer", "inplace"),
     "statistics changed in the forward": ("changed_statistics", "inplace"),
 }
