@@ -307,8 +307,8 @@ def version(tensor: torch.Tensor) -> Any:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage; 0 if it has none."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+    """Return the identity of a tensor's storage; 0 if it has none, as an FP8 tensor that consists of other tensors."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and tensor.data_ptr() else 0
 
 
 def _random_states() -> list[torch.Tensor]:

@@ -419,7 +419,7 @@ def _written_outputs(
     A parameter or a buffer stays as it is. TE copies the next input into a static input, but thereby gives a new
     version to this input and to its views.
     """
-    held_storages, storages, inputs = {*map(storage_of, held)}, {*map(storage_of, inputs)}, {*map(id, inputs)}
+    held_storages, storages, inputs = {*map(storage_of, held)} - {0}, {*map(storage_of, inputs)}, {*map(id, inputs)}
 
     def is_kept(output: torch.Tensor) -> bool:
         is_view_of_input = storage_of(output) in storages and (output._is_view() or id(output) in inputs)
