@@ -67,7 +67,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_warmup(self, state: Any) -> Iterator[None]:
-        """Record the ``is_first_microbatch`` of every module in the warmup (`flag_of`)."""
+        """While active, record the ``is_first_microbatch`` that each call of the warmup passes, through `flag_of`."""
         self._needs_flags = False
         with self._without_shared_flag(state, self):
             yield

@@ -325,5 +325,5 @@ def _has_fp8_state(module: torch.nn.Module) -> bool:
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:
-    """Return a callable and the modules inside it; none for a function."""
+    """Return the module and its submodules, or [] if ``function`` is a plain function."""
     return [*function.modules()] if isinstance(function, torch.nn.Module) else []
