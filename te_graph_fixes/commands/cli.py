@@ -160,13 +160,15 @@ def _check_bake(decision: Decision, where: str) -> int:
 
 
 def _bake_in_place(source: Source, where: str) -> str:
-    """Bake the fixes into TE, after undoing a bake that is outdated or not intact. Return a message for the user.
+    """Bake the fixes into TE, and return a message for the user.
 
-    Undo the bake if TE could be imported before it, but not after it.
+    First undo an earlier bake that is outdated, incomplete or not intact. If TE could be imported before the bake, but
+    not after it, undo the bake.
     """
     settings, location = _settings(), Path(source.location)
-    reading = read(source)
-    if Manifest.read(location) and (reading.manifest is None or reading.manifest.outdated):
+    reading, earlier = read(source), Manifest.read(location)
+    is_unrecognized = any(verdict.status == Status.UNRECOGNIZED for verdict in reading.verdicts.values())
+    if earlier and (earlier.outdated or is_unrecognized):
         _note(bake.undo(source))
         reading = read(Source(source.location, source.version))
     decision = decide(reading, settings)
