@@ -12,7 +12,8 @@ Environment variables:
   fixes, separated by commas
 - ``TE_GRAPH_FIXES_DISABLE``: the ids of fixes to disable, separated by commas
 - ``TE_GRAPH_FIXES_STRICT=1``: raise `FixNotAppliedError` if a needed fix cannot be applied, instead of warning
-- ``TE_GRAPH_FIXES_VERBOSE``: ``1`` prints the applied fixes in every process, not only on rank 0; ``0`` in no process
+- ``TE_GRAPH_FIXES_VERBOSE``: ``1`` prints the status line on every rank, not only on the first of each host; ``0`` only
+  if a fix is missing
 - ``TE_GRAPH_FIXES_CHECK=N``: compare graphs with eager runs in the first N training steps (see `check`)
 """
 
@@ -22,9 +23,9 @@ import os
 import sys
 
 from .activation import activate, deactivate, report
-from .checking import Options, check
+from .agreement import require_same_on_all_ranks
+from .checking import check, environment_options
 from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
-from .settings import CHECK
 from .version import __version__
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "check",
     "deactivate",
     "report",
+    "require_same_on_all_ranks",
 ]
 
 
@@ -50,7 +52,7 @@ def _is_own_command() -> bool:
 
 
 if not _is_own_command():  # a command needs no fixes, and prints errors in the settings itself
-    _options = Options.parse(os.environ.get(CHECK, ""))
+    _options = environment_options()
     activate()
     if _options:
         check(**vars(_options))

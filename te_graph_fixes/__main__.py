@@ -9,9 +9,23 @@ from .commands import NOT_USABLE
 
 
 def main() -> int:
-    """Run one command and return its exit status, even if its output cannot be written."""
-    with contextlib.suppress(FileNotFoundError):
-        _forget_current_folder()
+    """Run one command and return its exit status, even if its output cannot be written.
+
+    If ``run --print-env`` fails, its output ends the script that passes it to `eval`.
+    """
+    is_for_eval = sys.argv[1:2] == ["run"] and "--print-env" in sys.argv
+    status = 1
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            _forget_current_folder()
+        status = _run()
+    finally:
+        if status and is_for_eval:
+            print("exit 1", flush=True)
+    return status
+
+
+def _run() -> int:
     try:
         status = _start()
         if sys.stdout:  # None if it is closed
@@ -38,8 +52,10 @@ def _forget_current_folder() -> None:
 
 def _start() -> int:
     from .activation import require_wrapt
+    from .settings import is_off
 
-    require_wrapt()
+    if not is_off():
+        require_wrapt()
     if sys.argv[1:2] == ["run"]:  # `run` must start fast, so the other commands are not imported
         from .commands.run import main as run
 

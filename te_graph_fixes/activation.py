@@ -17,23 +17,31 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from .patching import PACKAGE, TE
-from .report import FixNotAppliedError, FixStatus, Report, announce, problem_summary, warn_once
+from .ranks import is_first_on_host, print_status_line
+from .report import FixNotAppliedError, FixStatus, Report, problem_summary, warn_once
 from .settings import Settings, unknown_variables
 from .status import Status
 
 if TYPE_CHECKING:
-    from .decision import Decision
+    from .decision import Decision, Reading
     from .patching.installation import Installation
 
 _COPIED = "_make_graphed_callables"
 """A function of TransformerEngine's graph.py. Any other module that defines it is a copy of graph.py."""
+_NOT_LOADED = (
+    "{} baked it into TransformerEngine's files, but this process runs other code. Either TransformerEngine was "
+    "imported before the bake, or its bytecode is old (delete __pycache__ and PYTHONPYCACHEPREFIX), or another package "
+    "has replaced the code"
+)
 _logger = logging.getLogger("te_graph_fixes")
 
 
@@ -56,7 +64,8 @@ class _Activation:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)
         self._is_watching = False
         self._settings: Settings | None = None
         self._decision: Decision | None = None
@@ -65,6 +74,10 @@ class _Activation:
         self._reverted: frozenset[str] = frozenset()
         self._earlier_graphs: int | None = None  # graphs of TE that were captured before any fix was applied
         self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graph.py
+
+    def _renew_lock(self) -> None:
+        """Create the lock. In a forked child, another thread of the parent may hold the old one for ever."""
+        self._lock = threading.RLock()
 
     def activate(
         self, only: Iterable[str] | None = None, disable: Iterable[str] | None = None, strict: bool | None = None
@@ -81,10 +94,19 @@ class _Activation:
         Raises ValueError for an unknown id or value. In strict mode raises `FixNotAppliedError` if a needed fix cannot
         be applied; TE is then unchanged.
         """
-        require_wrapt()
         settings = Settings.read(only, disable, strict)
+        if settings.off:
+            try:
+                self._start(settings)
+            except Exception:  # turning the fixes off must always work
+                print_status_line(self._report_if_off(), settings.verbose)
+            return
+        require_wrapt()
         for text in unknown_variables():
             warn_once(text)
+        self._start(settings)
+
+    def _start(self, settings: Settings) -> None:
         with self._lock:
             self._reset()
             self._settings, self._reverted = settings, frozenset()
@@ -118,10 +140,6 @@ class _Activation:
         if manifest := installed_manifest():
             warn_once(f"The fixes that {manifest.by} baked into TransformerEngine stay active until `{UNDO}`.")
 
-    def active_settings(self) -> Settings:
-        """Return the settings of the last `activate`; after `deactivate`, settings that select no fix."""
-        return self._settings or Settings(only=frozenset())
-
     def _watch(self) -> None:
         """Register the hook with wrapt, which calls it at the end of TE's next import.
 
@@ -152,32 +170,45 @@ class _Activation:
             raise
 
     def _apply(self) -> None:
-        """Apply the fixes to the imported TE."""
+        """Apply the fixes to the imported TE, and print the status line."""
         with self._lock:
             settings = self._settings
             if settings is None:  # deactivated
                 return
             self._reset()
-            if settings.off:
-                problems = _conflict(settings)
-            else:
-                try:
-                    self._install(settings)
-                except Exception as error:  # a bug of ours, which must not break the import of TE
-                    _logger.debug("the installation failed", exc_info=True)
-                    self._failure = f"nothing was changed: {type(error).__name__}: {error}"
-                problems = "\n".join(filter(None, [_conflict(settings), problem_summary(self.report())]))
+            try:
+                self._install(settings)
+            except Exception as error:  # a bug of ours, which must not break the import of TE
+                _logger.debug("the installation failed", exc_info=True)
+                self._failure = f"nothing was changed: {type(error).__name__}: {error}"
+            report = self._report_if_off() if settings.off else self.report()
+            problems = "" if settings.off else "\n".join(filter(None, [_conflict(settings), problem_summary(report)]))
             if problems and settings.strict:
                 self._uninstall()
                 self._failure = "nothing was changed: strict mode raised an error"
-                raise FixNotAppliedError(problems)
+                report = self.report()
+        from .manifest import UNDO
+
+        is_undone_by_bake = settings.off and report.mode == "baked"
+        print_status_line(report, settings.verbose, f' undo="{UNDO}"' if is_undone_by_bake else "")
+        if problems and settings.strict:
+            raise FixNotAppliedError(problems)
         warn_once(problems)
-        if not settings.off:
-            announce(self.report(), settings.verbose)
+        if is_first_on_host() and not settings.off:
+            warn_once("\n".join(report.copy_warnings()))
+
+    def _report_if_off(self) -> Report:
+        """Return the report, or an empty one after an error, because turning the fixes off must always work."""
+        with contextlib.suppress(Exception):
+            return self.report()
+        return Report(None, {}, mode="off")
 
     def _install(self, settings: Settings) -> None:
         from .decision import compose, decide, read_installed
+        from .manifest import installed_manifest
 
+        if settings.off and installed_manifest() is None:
+            return
         if self._earlier_graphs is None:
             self._earlier_graphs = _captured_graphs()
         self._copies = _copies_of_graphs()
@@ -200,7 +231,7 @@ class _Activation:
 
     def report(self) -> Report:
         """Return the status of every fix. A fix is reported as applied only if its code is active now."""
-        from .decision import read
+        from .decision import read, state_digest
         from .fixes import CATALOGUE
         from .manifest import installed_manifest
         from .patching.source import Source, TENotFoundError
@@ -212,15 +243,30 @@ class _Activation:
             except TENotFoundError:
                 missing = "TransformerEngine is not installed"
             # Without a decision, the source is not searched. Verdicts then come only from a manifest.
-            baked = read(source).verdicts if source and not decision and installed_manifest() else {}
+            reading = decision.reading if decision else read(source) if source and installed_manifest() else None
+            manifest = reading.manifest if reading else None
+            is_loaded = decision is not None or loaded(PACKAGE)
+            baked = _baked_statuses(reading, is_loaded) if reading and manifest else {}
             fixes = {}
             for fix in CATALOGUE.values():
-                verdict = baked.get(fix.id)
-                status, reason = (verdict.status, verdict.reason) if verdict else self._status_of(fix.id, missing)
+                status, reason = baked.get(fix.id) or self._status_of(fix.id, missing)
                 targets = decision.fixes[fix.id].targets if decision else ()
                 graphs = (self._earlier_graphs or 0) if status == Status.APPLIED else 0
                 fixes[fix.id] = FixStatus(status, reason, fix.upstream, targets, graphs)
-            return Report(source.version if source else None, fixes, copies=self._copies)
+            report = Report(source.version if source else None, fixes, copies=self._copies)
+            texts = self._installation.texts if self._installation else []
+            return replace(report, mode=self._mode(report), digest=state_digest(report, manifest, texts))
+
+    def _mode(self, report: Report) -> str:
+        """Return the `Report.mode` of a report that lacks it."""
+        statuses = {fix.status for fix in report.fixes.values()}
+        if report.active:
+            return "memory" if Status.APPLIED in statuses else "baked"
+        if report.missing:
+            return "failed"
+        if self._settings is None or self._settings.off:
+            return "off"
+        return "pending" if Status.PENDING in statuses else "memory"
 
     def _status_of(self, fix_id: str, missing: str) -> tuple[Status, str]:
         """Return the status of a fix and the reason. ``missing`` is the reason if there is no TE."""
@@ -242,6 +288,24 @@ class _Activation:
         if loaded(PACKAGE):
             return Status.FAILED, f"the import of {PACKAGE} was not noticed. Call te_graph_fixes.activate()"
         return Status.PENDING, missing or "TransformerEngine is not imported yet"
+
+
+def _baked_statuses(reading: Reading, is_loaded: bool) -> dict[str, tuple[Status, str]]:
+    """Return the status of every fix and the reason, for a baked TE and the functions that this process has loaded."""
+    from .patching.files import CodeInFiles
+
+    statuses = {fix_id: (verdict.status, verdict.reason) for fix_id, verdict in reading.verdicts.items()}
+    if (manifest := reading.manifest) is None:
+        return statuses
+    code = CodeInFiles(reading.source, manifest.code)
+    for fix_id in statuses.keys() & manifest.applied:
+        if not is_loaded:
+            reason = f"{statuses[fix_id][1]}. TransformerEngine is not imported yet"
+            statuses[fix_id] = Status.PENDING, reason
+        elif not code.is_live(manifest.places.get(fix_id, ())):
+            statuses[fix_id] = Status.FAILED, _NOT_LOADED.format(manifest.by)
+    reading.source.forget_modules()
+    return statuses
 
 
 def _conflict(settings: Settings) -> str:
@@ -302,4 +366,3 @@ def _copies_of_graphs() -> tuple[str, ...]:
 
 _activation = _Activation()
 activate, deactivate, report = _activation.activate, _activation.deactivate, _activation.report
-active_settings = _activation.active_settings

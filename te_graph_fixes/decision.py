@@ -19,10 +19,10 @@ from packaging.version import InvalidVersion, Version
 
 from .fix import OLDEST, Fix, Verdict
 from .fixes import CATALOGUE
-from .manifest import BAKE, UNDO, Manifest, ManifestError, read_manifest
+from .manifest import BAKE, UNDO, Manifest, ManifestError, digest, read_manifest
 from .patching.installation import Installation
 from .patching.source import Source, TENotFoundError
-from .report import named
+from .report import Report, named
 from .settings import Settings
 from .status import BAKED, CANNOT_APPLY, WITHOUT_BUG, Status
 
@@ -239,6 +239,13 @@ def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
     if not differences:
         return ""
     return f"The settings have no effect on baked fixes until `{UNDO}`: {' and '.join(differences)}."
+
+
+def state_digest(report: Report, manifest: Manifest | None, texts: Iterable[str]) -> str:
+    """Return the `Report.digest` of a report that lacks it. ``texts`` are the modules that were fixed in memory."""
+    files = [after for _, after in manifest.files.values()] if manifest else [digest(text.encode()) for text in texts]
+    state = [report.te_version or "", report.version, *sorted(report.active), *sorted(files)]
+    return digest("\n".join(state).encode())[:8]
 
 
 def compose(decision: Decision) -> tuple[Decision, Installation]:

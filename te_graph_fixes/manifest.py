@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -48,13 +49,16 @@ class Manifest:
 
     ``fixes`` maps each id to a status: ``applied``, ``disabled`` by the user, or the verdict ``not-needed`` or
     ``not-applicable``. ``files`` maps the path of each module to its digests before the bake (None: the bake added the
-    module) and after it. The paths are relative to the folder that contains TE.
+    module) and after it. The paths are relative to the folder that contains TE. ``places`` and ``code``
+    describe the changed functions, to compare them with the loaded functions (`patching.files.changed_code`).
     """
 
     version: str
     te_version: str | None
     fixes: dict[str, str]
     files: dict[str, tuple[str | None, str]]
+    places: dict[str, list[str]]
+    code: dict[str, str]
 
     @classmethod
     def read(cls, location: Path) -> Manifest | None:
@@ -75,6 +79,9 @@ class Manifest:
                 is_valid &= re.fullmatch(rf"{TE}(/\w+)+\.py", path, re.ASCII) is not None  # inside TE
                 is_valid &= before != after
                 is_valid &= all(re.fullmatch("[0-9a-f]{64}", text) is not None for text in (before or after, after))
+            places = itertools.chain.from_iterable(manifest.places.values())
+            is_valid &= all(re.fullmatch(rf"{TE}(\.\w+)+(:[\w.<>]+)?", place, re.ASCII) for place in places)
+            is_valid &= all(isinstance(text, str) for text in manifest.code.values())
             if is_valid:
                 return manifest
             problem = "wrong content"

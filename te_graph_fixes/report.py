@@ -1,15 +1,15 @@
-"""The report on this process: the status of every fix, as a table, a warning, or a line about applied fixes."""
+"""The report on this process: the status of every fix, as a table or a warning."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .settings import DISABLE, STRICT, rank
+from .settings import DISABLE, STRICT
 from .status import BAKED, CANNOT_APPLY, Status
 from .version import __version__
 
@@ -17,7 +17,6 @@ _MOST_NAMED = 5
 """A message names up to this number of fixes. If there are more, it contains only their number."""
 _BELOW = ("te_graph_fixes", "te_graph_fixes_run", "transformer_engine", "torch", "wrapt", "importlib")
 """The packages whose frames `warn_once` skips to find the line in the user's program."""
-_logger = logging.getLogger("te_graph_fixes")
 _printed: set[str] = set()
 
 
@@ -43,6 +42,10 @@ class FixStatus:
     targets: tuple[str, ...]
     earlier_graphs: int = 0
 
+    @property
+    def is_baked(self) -> bool:
+        return self.status == Status.NOT_NEEDED and self.reason.startswith(BAKED)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -50,12 +53,29 @@ class Report:
 
     ``te_version`` is None if TransformerEngine is not found or has no metadata. ``version`` is the version of
     te-graph-fixes. ``copies`` names modules that are copies of TransformerEngine's graph.py, which are not fixed.
+
+    ``mode`` is ``memory`` or ``baked`` by the place of the active fixes, ``failed`` if no fix is active although one is
+    missing, ``off``, or ``pending`` before the import of TransformerEngine. ``digest`` has eight hexadecimal digits. It
+    is equal in two processes if both versions, the active fixes and the text of the edited modules are equal. Fixes in
+    memory and baked fixes have the same digest.
     """
 
     te_version: str | None
     fixes: dict[str, FixStatus]
     version: str = __version__
     copies: tuple[str, ...] = ()
+    mode: str = "pending"
+    digest: str = "00000000"
+
+    @property
+    def active(self) -> list[str]:
+        """The fixes whose code runs in this process, from memory or from TransformerEngine's files."""
+        return [fix_id for fix_id, fix in self.fixes.items() if fix.status == Status.APPLIED or fix.is_baked]
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """The reasons of the fixes that TransformerEngine needs, or may need, but that cannot be applied."""
+        return self.having(*CANNOT_APPLY)
 
     def __str__(self) -> str:
         width = max(map(len, self.fixes), default=0)
@@ -85,7 +105,7 @@ class Report:
 
 def problem_summary(report: Report) -> str:
     """Describe the missing fixes and the graphs captured too early, with reasons and remedies; "" if there are none."""
-    missing, te = report.having(*CANNOT_APPLY), te_name(report.te_version)
+    missing, te = report.missing, te_name(report.te_version)
     lines = []
     if missing:
         number = count(len(missing), "fix")
@@ -119,47 +139,10 @@ def warn_once(text: str) -> None:
     warnings.warn(text, TEGraphFixesWarning, stacklevel=level)
 
 
-def announce(report: Report, verbose: bool | None) -> None:
-    """Report the applied fixes once, in a log at level INFO or else on stderr.
-
-    If ``verbose`` is None, only the first rank reports. Its daemon processes, such as the workers of a DataLoader,
-    do not, because they would only repeat the report.
-    """
-    from multiprocessing import current_process  # slow to import unless torch is loaded
-
-    text, wanted = _summary(report), verbose
-    if verbose is None:
-        is_first = rank() in (None, "0") and not current_process().daemon
-        wanted = is_first and len(report.having(Status.DISABLED)) < len(report.fixes)
-    if text in _printed or not wanted:
-        return
-    _printed.add(text)
-    if verbose is None and _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers():
-        _logger.info("%s", text)
-    else:
-        where = f", rank {rank()}" if rank() else ""
-        print_stderr(f"te-graph-fixes {report.version}{where}: {text}")
-
-
 def print_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _summary(report: Report) -> str:
-    te, applied = te_name(report.te_version), len(report.having(Status.APPLIED))
-    baked = [reason for reason in report.having(Status.NOT_NEEDED).values() if reason.startswith(BAKED)]
-    if applied:
-        text = f"{count(applied, 'fix')} applied to {te}"
-    elif baked:
-        text = f"{te} has {count(len(baked), 'fix')}, {baked[0]}"
-    else:
-        text = f"no fix applied to {te}"
-    for word, ids in (
-        ("cannot be applied", report.having(*CANNOT_APPLY)),
-        ("disabled", report.having(Status.DISABLED)),
-    ):
-        text += f"; {word}: {named(list(ids))}" if ids else ""
-    return "; ".join([text, *report.copy_warnings()])
+    """Print a line on standard error. Ignore errors: a full disk must not end a job."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        print(text, file=sys.stderr, flush=True)
 
 
 def te_name(version: str | None) -> str:

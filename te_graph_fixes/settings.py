@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .ranks import rank
+
 SWITCH = "TE_GRAPH_FIXES"
 DISABLE = "TE_GRAPH_FIXES_DISABLE"
 STRICT = "TE_GRAPH_FIXES_STRICT"
@@ -18,12 +20,6 @@ UPSTREAM = "upstream"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
-
-def rank() -> str | None:
-    """Return the rank that the launcher has set for this process, or None if it has set none."""
-    return next((os.environ[name] for name in _RANKS if os.environ.get(name)), None)
 
 
 @dataclass(frozen=True)
@@ -31,8 +27,8 @@ class Settings:
     """The user's choice of fixes, strict mode and output.
 
     The fixes in ``only`` are selected (None: all fixes), except those in ``disable``. If ``strict`` is true, a needed
-    fix that cannot be applied is an error. The applied fixes are printed by every process if ``verbose`` is True, by no
-    process if it is False, and by the first rank of a job if it is None.
+    fix that cannot be applied is an error. The status line is printed by every process if ``verbose`` is True, by the
+    first rank of each host if it is None, and only if a fix is missing if it is False.
     """
 
     only: frozenset[str] | None = None
@@ -60,14 +56,23 @@ class Settings:
     ) -> Settings:
         """Read the environment variables. An argument that is not None replaces its variable.
 
-        Raises ValueError for an unknown fix id or value.
+        Raises ValueError for an unknown fix id or value. If the variable `SWITCH` turns all fixes off, the other
+        variables are ignored, because turning the fixes off must always work.
         """
+        selected = _selected(environ) if only is None else fix_ids(only, "only")
+        if only is None and is_off(environ):
+            environ = {VERBOSE: environ.get(VERBOSE, "")} if _is_flag(environ.get(VERBOSE, "")) else {}
         return cls(
-            _selected(environ) if only is None else fix_ids(only, "only"),
+            selected,
             fix_ids(_split(environ, DISABLE), DISABLE) if disable is None else fix_ids(disable, "disable"),
             bool(_flag(environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")),
             _flag(environ.get(VERBOSE, ""), VERBOSE),
         )
+
+
+def is_off(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the variable `SWITCH` turns all fixes off."""
+    return environ.get(SWITCH, "").strip().lower() in _FALSE
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -95,7 +100,7 @@ def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
     word = environ.get(SWITCH, "").strip().lower()
     if word in _TRUE or not word:
         return None
-    if word in _FALSE:
+    if is_off(environ):
         return frozenset()
     if word == UPSTREAM:
         from .fixes import CATALOGUE
@@ -106,10 +111,14 @@ def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
 
 def _flag(value: object, where: str) -> bool | None:
     """Return True if a value means yes, False if it means no, and None if it is empty."""
-    word = str(value).strip().lower()
-    if word not in (*_TRUE, *_FALSE, ""):
+    if not _is_flag(value):
         raise ValueError(f"{where}={value!r} is invalid. Valid values: {', '.join(_TRUE + _FALSE)}")
+    word = str(value).strip().lower()
     return word in _TRUE if word else None
+
+
+def _is_flag(value: object) -> bool:
+    return str(value).strip().lower() in (*_TRUE, *_FALSE, "")
 
 
 def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> frozenset[str]:

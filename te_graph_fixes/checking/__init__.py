@@ -8,12 +8,13 @@ starts.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
-from ..activation import active_settings
 from ..patching import PACKAGE
-from ..settings import CHECK, Settings
+from ..report import print_stderr
+from ..settings import CHECK, is_off
 
 EXIT_MISMATCH = 86
 """The exit status of a process that a strict check has ended."""
@@ -48,6 +49,20 @@ class Options:
         return cls(cls.steps if steps in (None, "on") else int(steps), int(layers or 0), bool(strict))
 
 
+def environment_options() -> Options | None:
+    """Parse the variable `CHECK`; None for no check.
+
+    Raise ValueError if it is invalid. If all fixes are turned off, ignore it instead.
+    """
+    try:
+        return Options.parse(os.environ.get(CHECK, ""))
+    except ValueError as error:
+        if not is_off():
+            raise
+        print_stderr(f"te-graph-fixes: {error}")
+        return None
+
+
 def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) -> None:
     """Compare graphs captured after this call with eager runs in their first ``steps`` steps, and report.
 
@@ -55,10 +70,9 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
 
     With ``layers=K``, K modules are checked at a time, each group in ``steps`` steps. This needs less memory. With
     ``strict``, the process exits with status 86 after the first step with a mismatch. Raise ValueError for invalid
-    numbers, and if the active settings disable fixes baked into TransformerEngine's files.
+    numbers.
     """
     options = Options(steps, layers, strict)
-    require_comparable(active_settings())
     from wrapt import when_imported
 
     @when_imported(PACKAGE)
@@ -66,12 +80,3 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
         from .callables import start
 
         start(options)
-
-
-def require_comparable(settings: Settings) -> None:
-    """Raise ValueError if the fixes baked into TransformerEngine differ from the fixes that the settings select."""
-    from ..decision import settings_conflict
-    from ..manifest import installed_manifest
-
-    if problem := settings_conflict(settings, installed_manifest()):
-        raise ValueError(f"{problem} The check would run with other fixes than the settings select.")

@@ -29,6 +29,7 @@ from pathlib import Path
 from ..decision import Decision
 from ..manifest import AFTER, CHANGED, NAME, UNDO, Manifest, digest, file_digest, read_manifest
 from ..patching import PACKAGE, TE
+from ..patching.files import changed_code
 from ..patching.installation import patched
 from ..patching.source import Source
 from ..status import Status
@@ -65,7 +66,9 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     statuses = {fix_id: str(verdict.status) for fix_id, verdict in decision.reading.verdicts.items()}
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
     statuses |= dict.fromkeys(decision.disabled, str(Status.DISABLED))
-    manifest = Manifest(__version__, decision.source.version, statuses, digests)
+    manifest = Manifest(
+        __version__, decision.source.version, statuses, digests, *changed_code(source, decision.to_apply)
+    )
     return {**files, f"{TE}/{NAME}": ("", manifest.to_json())}
 
 

@@ -17,16 +17,17 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ..checking import Options, require_comparable
+from ..checking import Options
 from ..launcher.te_graph_fixes_run import FILTER
 from ..patching import TE
 from ..report import print_stderr
-from ..settings import CHECK, STRICT, Settings, unknown_variables
+from ..settings import CHECK, STRICT, SWITCH, Settings, is_off, unknown_variables
 from . import NOT_USABLE
+from .reach import unreached
 
 USAGE = """\
 usage: te-graph-fixes run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
-       te-graph-fixes run --print-env
+       te-graph-fixes run [--check[=...]] --print-env
 
 Start CMD (python, torchrun, a shell script) with the fixes active in it and in all its children. If a needed fix cannot
 be applied, importing TransformerEngine raises an error (with TE_GRAPH_FIXES_STRICT=0, a warning).
@@ -40,6 +41,8 @@ example: te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py
 """
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LAUNCHER = os.path.join(ROOT, "te_graph_fixes", "launcher")
+PRINT_ENV = "--print-env"
+_WITHOUT_RUN = "Add `import te_graph_fixes` to the program, or bake TransformerEngine (`te-graph-fixes bake`)."
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
@@ -55,24 +58,27 @@ def main(arguments: Sequence[str]) -> int:
     for text in unknown_variables():
         _note(text)
     try:
-        settings = Settings.read()
-        if list(arguments) == ["--print-env"]:
+        Settings.read()
+        checks = [_check_value(option) for option in options if option != PRINT_ENV]
+        if checks:
+            os.environ[CHECK] = checks[-1]
+        if checks or not is_off():
             Options.parse(os.environ.get(CHECK, ""))
+        if PRINT_ENV in options:
+            if command:
+                raise ValueError(f"{PRINT_ENV} takes no command: its output is for `eval`.")
             print(*(f"export {name}={shlex.quote(value)}" for name, value in variables().items()), sep="\n")
             return 0
-        for option in options:
-            os.environ[CHECK] = _check_value(option)
-        if Options.parse(os.environ.get(CHECK, "")):
-            require_comparable(settings)
         if not command or not command[0]:
             raise ValueError("No command. For example:\n  te-graph-fixes run python train.py")
     except ValueError as error:
-        if "--print-env" in arguments:
-            print("false")  # so that the `eval` of the output fails too
         _note(error)
         return NOT_USABLE
     if importlib.util.find_spec(TE) is None:
         _note(f"{sys.executable} has no TransformerEngine. The fixes apply only to a Python that has it.")
+    if not is_off():
+        for part in unreached(command):
+            _note(f"`{part}` drops the environment variables that activate the fixes. {_WITHOUT_RUN}")
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and the program would inherit that
         signal.signal(name, signal.SIG_DFL)
     try:
@@ -85,15 +91,13 @@ def main(arguments: Sequence[str]) -> int:
 def _check_value(option: str) -> str:
     """Return the value of the variable `CHECK` for an option ``--check[=...]``; raises ValueError for other options."""
     name, _, value = option.partition("=")
-    if option == "--print-env":
-        raise ValueError("--print-env takes no other arguments: its output is for `eval`.")
     if name != "--check":
         raise ValueError(f"Unknown option {option}. See `te-graph-fixes run -h`.")
     return value or "on"
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables to set: PYTHONPATH, PYTHONWARNINGS and strict mode.
+    """Return the environment variables to set: PYTHONPATH, PYTHONWARNINGS, strict mode, the check, and the fixes.
 
     PYTHONPATH begins with our folder, and PYTHONWARNINGS ends with our filter. A relative path to this package becomes
     absolute, because a child may change its working directory.
@@ -106,6 +110,7 @@ def variables() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([LAUNCHER, *entries]),
         "PYTHONWARNINGS": ",".join([*filters, FILTER]),
         STRICT: os.environ.get(STRICT) or "1",
+        **{name: os.environ[name] for name in (SWITCH, CHECK) if os.environ.get(name)},
     }
 
 

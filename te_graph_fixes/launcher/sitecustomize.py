@@ -3,7 +3,7 @@
 import os
 import sys
 
-import te_graph_fixes_run  # type: ignore[import-not-found]  # noqa: F401
+import te_graph_fixes_run  # type: ignore[import-not-found]
 
 folder = os.path.dirname(__file__)
 sys.path[:] = [entry for entry in sys.path if entry != folder]
@@ -14,3 +14,4 @@ except ImportError as error:
     if error.name != "sitecustomize":
         raise
     sys.modules["sitecustomize"] = ours
+te_graph_fixes_run.start()  # again, because the user's module may have replaced `sys.meta_path`

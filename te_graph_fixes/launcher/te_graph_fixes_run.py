@@ -10,10 +10,12 @@ such categories before it looks for a ``sitecustomize``. If a program replaces P
 module and print: ``Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'``.
 """
 
+import os
 import sys
 
 PACKAGE = "transformer_engine.pytorch"  # this module cannot import it from te_graph_fixes
 FILTER = "ignore::te_graph_fixes_run.Started"
+OFF = ("0", "false", "no", "off")  # these values of TE_GRAPH_FIXES turn all fixes off
 
 
 class Started(Warning):
@@ -33,6 +35,10 @@ class Activator:
         try:
             import te_graph_fixes  # noqa: F401
         except ImportError as error:
+            if os.environ.get("TE_GRAPH_FIXES", "").strip().lower() in OFF:
+                print_off_line()
+                sys.meta_path.remove(self)  # type: ignore[arg-type]
+                return None
             # Not an ImportError: TE would assume that torch is missing, and continue without its layers.
             raise RuntimeError(
                 "te-graph-fixes run: "
@@ -46,5 +52,21 @@ class Activator:
         return importlib.util.find_spec(name)
 
 
+def print_off_line() -> None:
+    """Print the status line of a process that turns the fixes off and lacks the package. Ignore errors."""
+    values = os.uname()[1], os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "-"
+    line = "te-graph-fixes: host=%s rank=%s te=unknown package=none mode=off applied=0 missing=0 digest=00000000\n"
+    try:
+        os.write(2, (line % values).encode("ascii", "replace"))
+    except OSError:
+        return
+
+
+def start() -> None:
+    """Insert the finder, unless it is there, or the package is imported already."""
+    if "te_graph_fixes" not in sys.modules and not any(isinstance(finder, Activator) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Activator())  # type: ignore[arg-type]
+
+
 if __name__ == "te_graph_fixes_run":  # false if `te-graph-fixes run` imports `FILTER`
-    sys.meta_path.insert(0, Activator())  # type: ignore[arg-type]
+    start()

@@ -105,7 +105,7 @@ class FunctionPatch(NamedTuple):
         return loaded_function(self.module, self.qualname, (self.after, self.before))
 
 
-def _runs(module: str, qualname: str, code: CodeType | None) -> bool:
+def runs(module: str, qualname: str, code: CodeType | None) -> bool:
     """Return whether a loaded function has this code. If ``code`` is None, return whether the function is missing."""
     function = loaded_function(module, qualname, (code,))
     return function is None if code is None else type(function) is FunctionType and function.__code__ == code
@@ -140,7 +140,7 @@ def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
 
 def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> Iterator[FunctionPatch]:
     """Compile the functions that the edits change or add. ``text`` is the edited module."""
-    old, new = _functions(_compiled(module.name, module.text)), _functions(_compiled(module.name, text))
+    old, new = functions_of(compiled(module.name, module.text)), functions_of(compiled(module.name, text))
     for name, (maker, inside) in _edited_functions(module, edits).items():
         owners = frozenset(owner for _, owner in inside)
         yield FunctionPatch(module.name, name, None if maker else old[name], new[name], owners, maker)
@@ -169,16 +169,16 @@ def _path(module: str) -> str:
     return f"<te_graph_fixes>/{module.replace('.', '/')}.py"
 
 
-def _compiled(name: str, text: str) -> CodeType:
+def compiled(name: str, text: str) -> CodeType:
     return compile(text, _path(name), "exec", dont_inherit=True)
 
 
-def _functions(block: CodeType, owner: str = "") -> dict[str, CodeType]:
+def functions_of(block: CodeType, owner: str = "") -> dict[str, CodeType]:
     """Collect the functions of a module and of its classes, by qualified name."""
     functions: dict[str, CodeType] = {}
     for code in (constant for constant in block.co_consts if isinstance(constant, CodeType)):
         is_class = not code.co_flags & inspect.CO_OPTIMIZED
-        functions |= _functions(code, f"{owner}{code.co_name}.") if is_class else {owner + code.co_name: code}
+        functions |= functions_of(code, f"{owner}{code.co_name}.") if is_class else {owner + code.co_name: code}
     return functions
 
 
@@ -202,7 +202,7 @@ def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> t
     if not classes or edit.start < edit.end or {type(node) for node in added} != {ast.FunctionDef}:
         where = f"{module.path}:{module.line_number(edit.start)}"
         raise InstallationError(f"an edit of {owner} at {where} is not in a function. Only methods can be added there")
-    maker = _compiled(module.name, f"class {classes[0]}:\n{textwrap.indent(text, ' ')}")
+    maker = compiled(module.name, f"class {classes[0]}:\n{textwrap.indent(text, ' ')}")
     return maker, [f"{classes[0]}.{cast(ast.FunctionDef, node).name}" for node in added]
 
 
@@ -226,6 +226,11 @@ class Installation:
         self._patches = compile_patches(source, changes)
         self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: none), new value
 
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the edited and added modules."""
+        return [after for _, after in self._texts.values()]
+
     def failing_changes(self) -> dict[str, str]:
         """Return a reason for each change that cannot be installed in this process.
 
@@ -241,7 +246,7 @@ class Installation:
                 reasons[name] = f"a support module cannot be imported here: {type(error).__name__}: {error}"
             self.revert()
         for patch in self._patches:
-            if not _runs(patch.module, patch.qualname, patch.before):
+            if not runs(patch.module, patch.qualname, patch.before):
                 place = f"{patch.qualname} of {patch.module}"
                 reason = f"another package has replaced {place}, or its file has changed since"
                 for name in patch.owners:
@@ -271,7 +276,7 @@ class Installation:
         self._put(package, child, module)
         sys.modules[name] = module
         if text != executed:
-            exec(_compiled(name, text), vars(module))
+            exec(compiled(name, text), vars(module))
             _provided[name] = package, module, text
 
     def _show(self, name: str, text: str) -> None:
@@ -300,7 +305,7 @@ class Installation:
         """Return whether the code and the support modules of a change are active."""
         added = [value for *_, value in self._attributes if isinstance(value, ModuleType)]
         return all(sys.modules.get(module) in added for module in self._changes[name].new_modules) and all(
-            _runs(patch.module, patch.qualname, patch.after) for patch in self._patches if name in patch.owners
+            runs(patch.module, patch.qualname, patch.after) for patch in self._patches if name in patch.owners
         )
 
     def revert(self) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import platform
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from te_graph_fixes import ranks
 from te_graph_fixes.decision import verdicts
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.report import FixStatus, Report, announce, problem_summary
+from te_graph_fixes.report import FixStatus, Report, problem_summary
 from te_graph_fixes.status import Status
+from tests.support.child import python
 from tests.support.published import VERSIONS, examined
 
 
@@ -66,32 +69,110 @@ def test_a_warning_names_the_problem_and_what_to_do() -> None:
     assert problem_summary(Report("2.12.0", {"none-outputs": right})) == ""
 
 
-def test_fixes_with_one_reason_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixes_with_one_reason_are_counted() -> None:
     shared = FixStatus(Status.FAILED, "AttributeError: no attribute '_cuda'", (), ())
     report = Report("2.99.0", dict.fromkeys(CATALOGUE, shared))
     assert problem_summary(report).splitlines()[5:] == [f"  {len(CATALOGUE)} fixes: {shared.reason}"]
-    announce(report, verbose=None)
-    printed = capsys.readouterr().err
-    assert printed.endswith(
-        f": no fix applied to TransformerEngine 2.99.0; cannot be applied: {len(CATALOGUE)} fixes\n"
-    )
+
+
+APPLIED = FixStatus(Status.APPLIED, "a reason", (), ())
+MISSING = FixStatus(Status.FAILED, "another reason", (), ())
 
 
 @pytest.mark.parametrize(
-    "variables", [{}, {"RANK": "0"}, {"RANK": "1"}, {"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_RANK": "12"}]
+    ("variables", "number", "is_first"),
+    [
+        ({}, "-", True),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, "8", True),
+        ({"RANK": "8", "LOCAL_RANK": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, "8", True),
+        ({"RANK": "1"}, "1", False),
+        ({"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}, "9", False),
+        ({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "4", True),
+        ({"PMI_RANK": "12", "MPI_LOCALRANKID": "0"}, "12", True),
+        ({"PMI_RANK": "12"}, "12", False),
+    ],
 )
-def test_the_first_rank_alone_says_what_was_applied(
-    variables: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_ranks_that_print_the_line(
+    variables: dict[str, str],
+    number: str,
+    is_first: bool,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Unless it is asked to be silent, or all are asked to speak."""
+    """The first of each host unless the setting differs, and every rank that misses a fix."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    (rank,) = variables.values() or [""]
-    report = Report("2.12.0", {"none-outputs": FixStatus(Status.APPLIED, "a reason", (), ())})
-    for verbose, said in ((None, rank in ("", "0")), (False, False), (True, True)):
-        monkeypatch.setattr(sys.modules[Report.__module__], "_printed", set())
-        announce(report, verbose)
-        line = (
-            f"te-graph-fixes {report.version}{', rank ' * bool(rank)}{rank}: 1 fix applied to TransformerEngine 2.12.0"
-        )
-        assert capsys.readouterr().err == f"{line}\n" * said
+    for fix, missing in (APPLIED, 0), (MISSING, 1):
+        mode = "failed" if missing else "memory"
+        report = Report("2.12.0", {"none-outputs": fix}, "0.1.0", mode=mode, digest="1a2b3c4d")
+        for verbose, is_printed in ((None, is_first), (False, False), (True, True)):
+            monkeypatch.setattr(ranks, "_printed", set())
+            for _ in range(2):
+                ranks.print_status_line(report, verbose)
+            line = (
+                f"te-graph-fixes: host={platform.node()} rank={number} te=2.12.0 package=0.1.0 mode={mode} "
+                f"applied={1 - missing} missing={missing} digest=1a2b3c4d\n"
+            )
+            assert capfd.readouterr().err == line * (is_printed or bool(missing))
+
+
+def test_a_daemon_does_not_repeat_the_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_printed", set())
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    ranks.print_status_line(Report("2.12.0", {"none-outputs": APPLIED}), verbose=True)
+    assert not capfd.readouterr().err
+    ranks.print_status_line(Report("2.12.0", {"none-outputs": MISSING}), verbose=False)
+    assert " missing=1 " in capfd.readouterr().err
+
+
+PRINT = """
+import os, sys
+from te_graph_fixes import Report, ranks
+
+{0}
+ranks.print_status_line(Report("2 12", {{}}), verbose=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)",
+        "read, write = os.pipe(); os.close(read); os.dup2(write, 2)",
+        "os.close(2)",
+        "sys.stderr.close()",
+        "os.environ['RANK'] = '\\udcff'",
+    ],
+)
+def test_the_line_never_raises(state: str) -> None:
+    done = python("-W", "error", "-c", PRINT.format(state))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    if "RANK" in state:
+        assert " rank=\\udcff te=212 " in done.stderr
+
+
+FORK = """
+import os, signal, threading
+import te_graph_fixes
+from te_graph_fixes.activation import _activation
+
+held, release = threading.Event(), threading.Event()
+def hold():
+    with _activation._lock:
+        held.set()
+        release.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+if os.fork() == 0:
+    signal.alarm(20)
+    os._exit(len(te_graph_fixes.report().fixes) == 0)
+status = os.wait()[1]
+release.set()
+thread.join()
+print(status)
+"""
+
+
+def test_a_fork_while_another_thread_applies_the_fixes() -> None:
+    assert python("-c", FORK).stdout == "0\n"

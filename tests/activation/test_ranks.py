@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 import te_graph_fixes
+from te_graph_fixes import agreement
 from te_graph_fixes.patching.source import Source
 
 pytestmark = pytest.mark.te
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "gather_reports.py"
 RUN = [sys.executable, "-m", "te_graph_fixes", "run"]
 
 
@@ -29,28 +31,40 @@ def start(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
+JOB = """
+import os, sys
+
+rank = os.environ["RANK"]
+for assignment in os.environ.get(f"OF_RANK_{rank}", "").split():
+    name, _, value = assignment.partition("=")
+    os.environ[name] = value
+    if name == "TE_PATH":
+        sys.path.insert(0, value)
+from tests.simulator import install
+
+install()
+import te_graph_fixes
+import transformer_engine.pytorch
+import torch.distributed as distributed
+
+distributed.init_process_group("gloo")
+group = distributed.new_group([1, 2]) if os.environ.get("GROUP") else None
+if rank == "0" and group is not None:
+    sys.exit()
+try:
+    te_graph_fixes.require_same_on_all_ranks(group, os.environ.get("DIGEST"))
+    text = f"same {te_graph_fixes.report().digest}"
+except te_graph_fixes.FixNotAppliedError as error:
+    text = str(error).replace("\\n", " |")
+os.write(1, f"rank {rank} {text}\\n".encode())
+"""
+
+
 @pytest.fixture
 def torchrun(tmp_path: Path) -> list[str]:
-    """The command that starts the example on two ranks; the variable OTHER_TE names where rank 1 finds its TE."""
-    job = tmp_path / "job.py"
-    job.write_text(
-        textwrap.dedent(
-            f"""
-            import logging, os, runpy, sys
-
-            rank = os.environ["RANK"]
-            logging.basicConfig(level=logging.INFO, format=f"rank {{rank}} %(levelname)s %(name)s %(message)s")
-            logging.captureWarnings(True)
-            if rank == "1" and "OTHER_TE" in os.environ:
-                sys.path.insert(0, os.environ["OTHER_TE"])
-            from tests.simulator import install
-
-            install()
-            runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
-            """
-        )
-    )
-    return [*RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(job)]
+    """The command that starts a job on two ranks. The variable OF_RANK_1 sets other variables of rank 1."""
+    (tmp_path / "job.py").write_text(JOB)
+    return [*RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "job.py")]
 
 
 @pytest.fixture
@@ -65,27 +79,77 @@ def other_te(tmp_path: Path) -> Path:
     return copied.parent
 
 
-@pytest.mark.full
+LINE = re.compile(
+    r"te-graph-fixes: host=\S+ rank=\S+ te=\S+ package=\S+ mode=(?:memory|baked|off|failed) applied=\d+ missing=\d+ "
+    r"digest=[0-9a-f]{8}"
+)
+
+
+def status_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if LINE.fullmatch(line)]
+
+
 def test_ranks_that_agree(torchrun: list[str]) -> None:
     found = start(*torchrun)
     assert found.returncode == 0, found.stderr
-    assert "2 ranks, 0 differ from rank 0" in found.stdout
-    ours = [line for line in found.stderr.splitlines() if " te_graph_fixes " in line]
-    assert len(ours) == 1, ours
-    assert re.match(r"rank 0 INFO te_graph_fixes \d+ fixes applied to TransformerEngine ", ours[0])
+    assert re.fullmatch(r"rank \d same (\w{8})\nrank \d same \1\n", found.stdout)
+    (line,) = status_lines(found.stderr)
+    assert re.search(r" rank=0 .* mode=memory applied=\d\d missing=0 digest=", line)
+    digest = line.rpartition("=")[2]
+    assert digest in found.stdout
+    found = start(*torchrun, DIGEST="1a2b3c4d")
+    assert re.findall(rf"rank \d The fixes .* ranks 0-1 .*digest={digest} instead of 1a2b3c4d", found.stdout)
 
 
 def test_a_rank_with_another_te(torchrun: list[str], other_te: Path) -> None:
-    found = start(*torchrun, OTHER_TE=str(other_te), TE_GRAPH_FIXES_STRICT="0")
-    assert found.returncode == 1
-    assert "2 ranks, 1 differ from rank 0" in found.stdout
-    assert ", unrecognized" in found.stdout
-    ours = [line for line in found.stderr.splitlines() if " INFO te_graph_fixes " in line]
-    assert [line.split(" te_graph_fixes ")[0] for line in ours] == ["rank 0 INFO"]
-    warned = [line for line in found.stderr.splitlines() if "TEGraphFixesWarning" in line]
-    assert all(line.startswith("rank 1 WARNING py.warnings") for line in warned)
-    assert len(warned) == 1
-    assert re.search(r"\d+ fixes that TransformerEngine \S+ needs cannot be applied", warned[0])
+    found = start(*torchrun, OF_RANK_1=f"TE_PATH={other_te} PYTHONWARNINGS=ignore", TE_GRAPH_FIXES_STRICT="0")
+    lines = found.stdout.splitlines()
+    assert len(lines) == 2, lines
+    for line in lines:
+        assert re.search(r"all ranks \(2 in the group\): \|  rank 1 \(host .*\d+ fixes missing: .*looked for", line)
+    assert sorted(re.findall(r" rank=(\d) .* mode=(\w+)", found.stderr)) == [("0", "memory"), ("1", "memory")]
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ("TE_GRAPH_FIXES=off", "mode=off instead of memory; .*without 3. fixes; .* missing: disabled by the settings"),
+        pytest.param("TE_GRAPH_FIXES_DISABLE=replay-arguments", "without replay-arguments", marks=pytest.mark.full),
+        ("DIGEST=1a2b3c4d", "expects digest 1a2b3c4d"),
+    ],
+)
+def test_a_rank_with_other_settings(torchrun: list[str], other: str, difference: str) -> None:
+    torchrun[torchrun.index("2")] = "3"
+    found = start(*torchrun, OF_RANK_2=other, GROUP="1")
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert len(lines) == 2, lines  # rank 0 is not in the group, in which rank 2 is the second
+    assert all(re.search(rf"rank 2 \(host \S+\): .*{difference}", line[6:]) for line in lines), lines
+
+
+def test_no_group_or_a_malformed_digest() -> None:
+    for digest in ("1A2B3C4D", "1a2b", 5, "1a2b3c4d\n"):
+        with pytest.raises(ValueError, match="is malformed"):
+            te_graph_fixes.require_same_on_all_ranks(digest=digest)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no process group"):
+        te_graph_fixes.require_same_on_all_ranks(digest="1a2b3c4d")
+
+
+def test_ten_thousand_ranks() -> None:
+    """Group and describe 160 KB of records."""
+    report = te_graph_fixes.Report("2.12.0", {}, mode="memory", digest="1a2b3c4d")
+    right = agreement._record(report, None)
+    wrong = agreement._record(dataclasses.replace(report, digest="ffffffff"), None)
+    records = b"".join(wrong if rank in (3, *range(17, 40), 9999) else right for rank in range(10_000))
+    assert len(records) == 160_000
+    tracemalloc.start()
+    begin = time.process_time()
+    states = agreement._states(records)
+    (problem,) = agreement._wrong(states)
+    assert time.process_time() - begin < 1
+    assert tracemalloc.get_traced_memory()[1] < 4e6
+    tracemalloc.stop()
+    assert agreement._ranks(states[problem]) == "ranks 3, 17-39, 9999"
 
 
 def test_reports_can_be_sent_and_compared() -> None:

@@ -37,7 +37,15 @@ def test_upstream_means_what_upstream_has_merged() -> None:
 def test_arguments_take_the_place_of_the_environment() -> None:
     environ = {SWITCH: "off", DISABLE: "warmup-reset", STRICT: "1"}
     assert Settings.read(["warmup-reset"], [], False, environ) == Settings(frozenset({"warmup-reset"}))
-    assert Settings.read(None, None, None, environ) == Settings(frozenset(), frozenset({"warmup-reset"}), True)
+    assert Settings.read(None, ["warmup-reset"], True, environ) == Settings(
+        frozenset(), frozenset({"warmup-reset"}), True
+    )
+
+
+@pytest.mark.parametrize("name", [DISABLE, STRICT, VERBOSE])
+def test_off_ignores_the_other_variables(name: str) -> None:
+    assert Settings.read(environ={SWITCH: "off", name: "nonsense"}) == Settings(frozenset())
+    assert Settings.read(environ={SWITCH: "off", STRICT: "1", VERBOSE: "1"}) == Settings(frozenset(), verbose=True)
 
 
 @pytest.mark.parametrize(("value", "said"), [("1", True), ("ON", True), ("0", False), ("off", False), ("", None)])

@@ -12,10 +12,11 @@ import pytest
 from te_graph_fixes.commands.bake import baked_files
 from te_graph_fixes.commands.cli import main
 from te_graph_fixes.decision import decide, read
+from te_graph_fixes.manifest import NAME
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
 from tests.fixes.test_core_fixes import CASES
-from tests.support.child import on_simulator, simulate
+from tests.support.child import on_simulator, python, simulate
 from tests.support.published import COVERED, copy_of, source
 
 pytestmark = pytest.mark.te
@@ -36,7 +37,8 @@ def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, setting: 
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {
         case: ("measured", 0.0, []) for case in CASES
     }
-    assert ("baked by te-graph-fixes" in done.stderr) == (setting == "on")
+    undo = ' undo="te-graph-fixes bake --undo"' if setting == "off" else ""
+    assert re.search(rf" mode=baked applied=\d+ missing=0 digest=\w{{8}}{undo}\n", done.stderr)
 
 
 TOUR = """
@@ -54,7 +56,7 @@ import te_graph_fixes
 def on_disk():
     return {fix for fix, status in te_graph_fixes.report().fixes.items() if status.reason.startswith("baked by")}
 
-assert on_disk(), te_graph_fixes.report()
+assert te_graph_fixes.report().having("pending").keys() == on_disk() != set()
 import transformer_engine.pytorch
 import transformer_engine.pytorch.graph as graph
 assert graph.make_graphed_callables.__code__.co_filename == graph.__file__
@@ -78,7 +80,7 @@ UNDO = "The settings have no effect on baked fixes until `te-graph-fixes bake --
     ("variables", "warned"),
     [
         ({}, ""),
-        ({"TE_GRAPH_FIXES": "off"}, rf"{UNDO}: \d+ fixes stay applied\."),
+        ({"TE_GRAPH_FIXES": "off"}, ""),
         (
             {"TE_GRAPH_FIXES_DISABLE": "replay-arguments"},
             rf"{UNDO}: replay-arguments stay applied\.",
@@ -88,22 +90,23 @@ UNDO = "The settings have no effect on baked fixes until `te-graph-fixes bake --
 def test_the_switches_and_the_report_tell_what_is_on_disk(baked: Path, variables: dict[str, str], warned: str) -> None:
     done = on_simulator("-c", TOUR, path=baked, imported=(), **variables)
     assert done.returncode == 0, done.stderr
-    first, after, strict = done.stdout.splitlines()
+    first, after, *strict = done.stdout.splitlines()
     assert re.fullmatch(warned, first)
     assert re.fullmatch(
         r"after: The fixes that te-graph-fixes \S+ baked into TransformerEngine stay active until `te-graph-fixes .*",
         after,
     )
-    assert re.match(f"strict: {UNDO}: ", strict)
+    is_off = "TE_GRAPH_FIXES" in variables
+    assert is_off if not strict else re.match(f"strict: {UNDO}: ", strict[0])
     assert "disabled" not in done.stderr
 
 
-def test_strict_mode_and_the_check_refuse_other_settings(baked: Path) -> None:
+def test_strict_mode_refuses_other_settings(baked: Path) -> None:
     program = "import te_graph_fixes, transformer_engine.pytorch"
-    done = on_simulator("-c", program, path=baked, imported=(), TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_STRICT="1")
+    done = on_simulator(
+        "-c", program, path=baked, imported=(), TE_GRAPH_FIXES_DISABLE="replay-arguments", TE_GRAPH_FIXES_STRICT="1"
+    )
     assert (done.returncode, len(re.findall(f"FixNotAppliedError: {UNDO}", done.stderr))) == (1, 1)
-    done = on_simulator("-c", program, path=baked, imported=(), TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_CHECK="2")
-    assert (done.returncode, len(re.findall(f"ValueError: {UNDO}", done.stderr))) == (1, 1)
 
 
 @pytest.mark.parametrize("state", ["interrupted", "by another version"])
@@ -130,29 +133,91 @@ def test_strict_mode_refuses_a_bake_that_is_not_whole_or_of_another_version(stat
     assert on_simulator("-c", program, path=tree, imported=(), TE_GRAPH_FIXES="off").returncode == 0
 
 
-ACTIVE = """
+def test_off_never_raises(baked: Path) -> None:
+    nonsense = dict.fromkeys(("DISABLE", "STRICT", "CHECK", "VERBOSE", "OTHER"), "nonsense")
+    program = (
+        "import warnings\nwarnings.filterwarnings('error', 'Ign')\nimport te_graph_fixes, transformer_engine.pytorch"
+    )
+    done = on_simulator(
+        *("-c", program),
+        path=baked,
+        imported=(),
+        TE_GRAPH_FIXES="off",
+        **{f"TE_GRAPH_FIXES_{name}": value for name, value in nonsense.items()},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('undo="te-graph-fixes bake --undo"') == 1
+
+
+CPU = """
+import gc, sys, time
+import transformer_engine.pytorch
+import transformer_engine.pytorch.graph as graph
+gc.collect()
+gc.disable()
+{0}
+begin = time.process_time()
 import te_graph_fixes
-
-def refused():
-    try:
-        te_graph_fixes.check()
-    except ValueError as error:
-        return str(error)
-
-made = {fix for fix, status in te_graph_fixes.report().fixes.items() if "baked by" in status.reason}
-assert "fixes stay applied" in refused()  # as the environment says
-te_graph_fixes.activate(only=made)
-assert not refused()
-te_graph_fixes.activate(only=made - {"replay-arguments"})
-assert ": replay-arguments stay applied" in refused()
-te_graph_fixes.activate(only=made)
-te_graph_fixes.deactivate()
-assert f"{len(made)} fixes stay applied" in refused()
+used = time.process_time() - begin
+report = te_graph_fixes.report()
+print(used, report.mode, len(report.active), len(report.missing), report.digest)
 """
 
 
-def test_the_check_asks_the_settings_that_are_active(baked: Path) -> None:
-    simulate("-c", ACTIVE, path=baked, imported=(), TE_GRAPH_FIXES="off")
+def test_what_runs_is_compared_with_the_files(baked: Path) -> None:
+    used, mode, active, missing, digest = simulate("-c", CPU.format(""), path=baked, imported=()).split()
+    assert (mode, missing) == ("baked", "0")
+    assert float(used) < 0.3  # 0.06 on an idle computer
+    replaced = "graph.make_graphed_callables.__code__ = (lambda *args: None).__code__"
+    _, mode, fewer, missing, other = simulate("-c", CPU.format(replaced), path=baked, imported=()).split()
+    assert (mode, int(fewer) + int(missing)) == ("baked", int(active))
+    assert int(missing) > 0
+    assert digest != other
+
+
+BAKED_LATER = """
+import os, subprocess, sys
+import transformer_engine.pytorch
+done = subprocess.run([sys.executable, "-m", "te_graph_fixes", "bake", "--source", sys.argv[1]], stdout=2)
+import te_graph_fixes
+report = te_graph_fixes.report()
+print(report.mode, len(report.active), len(report.missing) > 20, *list(report.missing.values())[:1])
+"""
+
+
+def test_a_te_that_was_imported_before_the_bake(tmp_path: Path) -> None:
+    tree = copy_of(Path(Source.installed().location).parent, tmp_path)
+    (tmp_path / "job.py").write_text(BAKED_LATER)
+    done = on_simulator(str(tmp_path / "job.py"), str(tree), path=tree, imported=())
+    assert re.match(r"failed 0 True te-graph-fixes \S+ baked it .* but this process runs other code", done.stdout)
+    assert " mode=failed applied=0 missing=" in done.stderr
+    done = on_simulator(str(tmp_path / "job.py"), str(tree), path=tree, imported=(), TE_GRAPH_FIXES_STRICT="1")
+    assert done.stdout.startswith("baked ")  # now the files were baked before the import
+
+
+def test_stale_bytecode(tmp_path: Path) -> None:
+    """Bytecode elsewhere that Python does not compare with the file."""
+    tree, prefix = copy_of(Path(Source.installed().location).parent, tmp_path / "te"), tmp_path / "prefix"
+    graph = tree / "transformer_engine" / "pytorch" / "graph.py"
+    mode = "py_compile.PycInvalidationMode.UNCHECKED_HASH"
+    program = f"import py_compile; py_compile.compile({str(graph)!r}, invalidation_mode={mode})"
+    assert python("-c", program, PYTHONPYCACHEPREFIX=str(prefix)).returncode == 0
+    assert main(["bake", "--source", str(tree)]) == 0
+    program = "import te_graph_fixes, transformer_engine.pytorch"
+    (tmp_path / "job.py").write_text(program)
+    found = python("-m", "tests.simulator", tmp_path / "job.py", path=tree, PYTHONPYCACHEPREFIX=str(prefix))
+    assert re.search(r" mode=baked applied=\d missing=\d\d ", found.stderr)
+
+
+def test_the_digest_is_that_of_the_fixes_in_memory(baked: Path, tmp_path: Path) -> None:
+    program = "import te_graph_fixes, transformer_engine.pytorch; print(te_graph_fixes.report().digest)"
+    tree = copy_of(baked, tmp_path / "elsewhere")
+    (tree / "transformer_engine" / NAME).write_bytes((baked / "transformer_engine" / NAME).read_bytes())
+    digests = {simulate("-c", program, path=path, imported=(), PYTHONHASHSEED="7") for path in (baked, tree)}
+    assert main(["bake", "--undo", "--source", str(baked)]) == 0
+    digests.add(simulate("-c", program, path=baked, imported=()))
+    assert main(["bake", "--source", str(baked)]) == 0
+    assert len(digests) == 1
 
 
 def test_a_check_on_it_finds_nothing(baked: Path) -> None:

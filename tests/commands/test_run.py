@@ -8,19 +8,19 @@ import shlex
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.commands.cli import main
 from te_graph_fixes.commands.run import LAUNCHER
 from te_graph_fixes.fixes import CATALOGUE
 from tests.support.child import ROOT, python
-from tests.support.published import copy_of, source
+from tests.support.published import source
 
 STATE = "import sys, transformer_engine.pytorch; print('te_graph_fixes' in sys.modules)"
-ALL = ",".join(CATALOGUE)
+QUIET = {"TE_GRAPH_FIXES_DISABLE": ",".join(CATALOGUE), "TE_GRAPH_FIXES_VERBOSE": "0"}
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path) -> Run:
     """Start a command below ``te-graph-fixes run``, in ``folder``."""
     start = functools.partial(python, "-m", "te_graph_fixes", "run", cwd=folder, path=folder / "site")
-    return functools.partial(start, TE_GRAPH_FIXES_DISABLE=ALL)
+    return functools.partial(start, **QUIET)
 
 
 def first(folder: Path, *paths: str | Path) -> str:
@@ -143,18 +143,45 @@ def test_a_variable_that_is_none_of_ours_stops_no_job(run: Run) -> None:
     assert "TEGraphFixesWarning: Ignoring TE_GRAPH_FIXES_VERSION: " in done.stderr
 
 
-def test_a_check_of_a_baked_te_without_the_fixes_is_refused(run: Run, tmp_path: Path) -> None:
-    tree = copy_of(source("2.14.1"), tmp_path / "baked")
-    assert main(["bake", "--source", str(tree)]) == 0
-    without = functools.partial(run, path=tree, TE_GRAPH_FIXES_STRICT="0", TE_GRAPH_FIXES_DISABLE="")
-    for done in (
-        without("--check", "echo", "started", TE_GRAPH_FIXES="off"),
-        without("--check", "echo", "started", TE_GRAPH_FIXES_DISABLE="param-grad-lifetime"),
-        without("echo", "started", TE_GRAPH_FIXES="off", TE_GRAPH_FIXES_CHECK="2"),
-    ):
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "run: The settings have no effect on baked fixes until `te-graph-fixes bake --undo`: " in done.stderr
-    assert outcome(without("--check", "echo", "started")) == (0, "started\n", "")
+UNREACHED = (
+    "drops the environment variables that activate the fixes. Add `import te_graph_fixes` to the program, or bake"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("{python} -I job.py", "-I"),
+        ("{python} -uE -W ignore job.py", "-E"),
+        ("env -i {python} job.py", "env -i"),
+        ("sh -c 'exec env -u PYTHONPATH -u PYTHONWARNINGS {python} job.py'", "env -u PYTHONPATH"),
+        ("./isolated.py", "-I"),
+        ("{python} job.py -I", ""),
+        ("env A=b {python} job.py", ""),
+    ],
+)
+def test_parts_of_a_command_that_are_not_reached(run: Run, folder: Path, command: str, part: str) -> None:
+    script(folder / "isolated.py", f"#!{sys.executable} -I\nprint(False)\n")
+    script(folder / "job.py", f"import sys; sys.path.insert(0, {str(folder / 'site')!r}); {STATE}")
+    done = run(*shlex.split(command.format(python=sys.executable)))
+    assert (done.returncode, done.stdout) == (0, f"{not part}\n"), done.stderr
+    assert (UNREACHED in done.stderr) == bool(part)
+    assert f"{part}` drops" in done.stderr or not part
+
+
+def test_a_pex_is_not_reached(run: Run, folder: Path) -> None:
+    with zipfile.ZipFile(folder / "job.pex", "w") as archive:
+        archive.writestr("PEX-INFO", "{}")
+        archive.writestr("__main__.py", "print(1)")
+    done = run(sys.executable, "job.pex")
+    assert done.stdout == "1\n"
+    assert f"`the PEX job.pex` {UNREACHED}" in done.stderr
+
+
+def test_a_sitecustomize_that_replaces_the_finders(run: Run, folder: Path) -> None:
+    text = "import sys\nsys.meta_path[:] = [each for each in sys.meta_path if isinstance(each, type)]\n"
+    script(folder / "own" / "sitecustomize.py", text)
+    assert outcome(run(sys.executable, "-c", STATE, path=first(folder, "own"))) == (0, "True\n", "")
 
 
 def test_the_users_own_sitecustomize_runs(run: Run, folder: Path) -> None:
@@ -172,7 +199,7 @@ def test_a_users_sitecustomize_that_fails_is_reported_as_python_does(folder: Pat
     script(folder / "own" / "sitecustomize.py", "import missing_module")
 
     def start(*paths: str) -> tuple[int, str, str]:
-        return outcome(python("-c", STATE, path=first(folder, *paths, folder / "own"), TE_GRAPH_FIXES_DISABLE=ALL))
+        return outcome(python("-c", STATE, path=first(folder, *paths, folder / "own"), **QUIET))
 
     status, state, errors = start()
     assert (status, state) == (0, "False\n")
@@ -249,8 +276,14 @@ def test_print_env(run: Run, folder: Path) -> None:
     set_by_it = variables(done.stdout)
     assert set(set_by_it) == {"PYTHONPATH", "PYTHONWARNINGS", "TE_GRAPH_FIXES_STRICT"}
     assert set_by_it.pop("PYTHONPATH").startswith(f"{LAUNCHER}:{path}:{ROOT}")
-    active = python("-c", STATE, path=f"{LAUNCHER}:{path}", TE_GRAPH_FIXES_DISABLE=ALL, **set_by_it)
+    active = python("-c", STATE, path=f"{LAUNCHER}:{path}", **{**QUIET, **set_by_it})
     assert outcome(active) == (0, "True\n", "")
+
+
+def test_print_env_of_a_check(run: Run, folder: Path) -> None:
+    done = run("--check=3", "--print-env", path=first(folder, ROOT), TE_GRAPH_FIXES="off")
+    set_by_it = variables(done.stdout)
+    assert (set_by_it["TE_GRAPH_FIXES_CHECK"], set_by_it["TE_GRAPH_FIXES"]) == ("3", "off")
 
 
 NEAR = "unknown fix warmup-rest. Did you mean warmup-reset"
@@ -264,7 +297,8 @@ NEAR = "unknown fix warmup-rest. Did you mean warmup-reset"
         ("--chek ls", 2, "Unknown option --chek. See `te-graph-fixes run -h`.\n"),
         ("--check=x ls", 2, "invalid TE_GRAPH_FIXES_CHECK: 'x'. Valid: on, off, N, N,layers=K, N,strict"),
         ("--check 3 ls", 127, "Cannot start 3: No such file or directory"),
-        ("--print-env ls", 2, "--print-env takes no other arguments"),
+        ("--print-env ls", 2, "--print-env takes no command"),
+        ("--check=x --print-env", 2, "invalid TE_GRAPH_FIXES_CHECK: 'x'"),
         ("no-such-command-anywhere", 127, "Cannot start no-such-command-anywhere: No such file or directory"),
         ("/etc", 126, "Cannot start /etc: Permission denied"),
         ("TE_GRAPH_FIXES=warmup-rest ls", 2, NEAR),
@@ -281,7 +315,7 @@ def test_what_cannot_be_started(run: Run, command: str, status: int, message: st
     assert found.returncode == status
     assert message in found.stderr
     assert "Traceback" not in found.stderr
-    assert found.stdout == "false\n" * ("--print-env" in words)  # so that `eval` fails too
+    assert found.stdout == "exit 1\n" * ("--print-env" in words)  # so that `eval` ends the script
 
 
 def test_the_options_of_a_check_are_handed_on(run: Run, folder: Path) -> None:
@@ -325,7 +359,7 @@ def test_a_relative_path_to_the_package_becomes_absolute(folder: Path) -> None:
     """A child that changes its folder still finds the package."""
     others = [entry for entry in sys.path if entry and Path(entry) != ROOT]
     path = os.pathsep.join([os.path.relpath(ROOT, folder), str(folder / "site"), *others])
-    environment = {**os.environ, "PYTHONPATH": path, "TE_GRAPH_FIXES_DISABLE": ALL}
+    environment = {**os.environ, "PYTHONPATH": path, **QUIET}
     command = [sys.executable, "-m", "te_graph_fixes", "run", "sh", "-c", f'cd / && "{sys.executable}" -c "{STATE}"']
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert outcome(done) == (0, "True\n", "")

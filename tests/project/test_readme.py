@@ -51,7 +51,6 @@ ELSEWHERE = {
     "git clone --depth 1 https://github.com/NVIDIA/TransformerEngine te": ".github/workflows/ci.yml",
     "python -m tools.newest; python -m tools.newest te": ".github/workflows/ci.yml",
     "te-graph-fixes bake --overlay /shared/te-fixes": "tests/commands/test_bake.py",
-    "te-graph-fixes run torchrun --nproc-per-node 2 examples/gather_reports.py": "tests/activation/test_ranks.py",
     "python tests/gpu/megatron_configs.py router-shared-late fp8-delayed": GPU,
     "torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py overlap-delayed-shared fp8-delayed": GPU,
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/commands/test_run.py",
@@ -84,7 +83,6 @@ ELSEWHERE = {
     "python examples/megatron_options.py ~/Megatron-LM": "tests/clients/test_megatron_lm_example.py",
     "python examples/megatron_moe.py": GPU,
     "TE_GRAPH_FIXES=off python examples/megatron_moe.py": GPU,
-    "torchrun --nproc-per-node 8 examples/gather_reports.py": "tests/activation/test_ranks.py",
 }
 
 
@@ -306,9 +304,12 @@ def test_readme_shows_the_output_of_status() -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "launchers.md"], ids=lambda page: page.name)
 def test_a_page_shows_the_line_of_run(page: Path) -> None:
-    """The words of the line are tested in tests/activation/test_activation.py."""
-    line = f"te-graph-fixes {NEXT}, rank 0: {len(needed('2.12.0'))} fixes applied to TransformerEngine 2.12.0\n"
-    assert line in page.read_text()
+    """The words of the line are tested in tests/activation/test_messages.py."""
+    applied = len(needed("2.12.0"))
+    line = (
+        rf"te-graph-fixes: host=\S+ rank=\d+ te=2.12.0 package={NEXT} mode=memory applied={applied} missing=0 digest="
+    )
+    assert re.search(rf"^ *{line}[0-9a-f]{{8}}$", page.read_text(), re.MULTILINE)
 
 
 def test_readme_shows_the_output_of_the_check() -> None:
