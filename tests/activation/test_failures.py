@@ -49,7 +49,7 @@ def child(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> sub
 
 
 def printed(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> list[str]:
-    """The lines that ``code`` prints in a child, which must not fail."""
+    """Return the lines that ``code`` prints in a child, which must not fail."""
     found = child(code, path=path, **variables)
     assert found.returncode == 0, found.stderr
     return found.stdout.splitlines()

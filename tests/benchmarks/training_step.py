@@ -106,7 +106,7 @@ def work(setting: str, case: dict[str, Any]) -> None:
 
 
 def measure(workers: dict[str, Worker], rounds: int) -> dict[str, Any]:
-    """The milliseconds of all rounds by setting, and the peak memory."""
+    """Return the milliseconds of all rounds by setting, and the peak memory."""
     for worker in workers.values():
         worker.steps(WARMUP)
     times: dict[str, list[list[float]]] = {setting: [] for setting in workers}

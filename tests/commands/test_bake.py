@@ -40,7 +40,7 @@ MANIFEST = f"transformer_engine/{manifest.NAME}"
 
 
 def copy(folder: Path, version: str = "2.12.0") -> Path:
-    """A site-packages folder with the Python files of a TE, some of them compiled."""
+    """Return a site-packages folder with the Python files of a TE, some of them compiled."""
     copy_of(source(version), folder)
     for name in ("graph.py", "__init__.py", "module/base.py"):
         py_compile.compile(str(folder / "transformer_engine" / "pytorch" / name))

@@ -58,7 +58,7 @@ def test_a_diff_fits_whatever_breaks_and_indents_the_lines(tmp_path: Path, cli: 
 
 
 def listed(out: str) -> dict[str, str]:
-    """The line of each fix in ``status``."""
+    """Return the line of each fix in ``status``."""
     return dict(line.split(maxsplit=1) for line in out.splitlines() if re.match("  [a-z]", line))
 
 

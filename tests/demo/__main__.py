@@ -91,7 +91,7 @@ def _norm(tensors: list[torch.Tensor]) -> float:
 
 
 def _error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """The norm of the difference over the norm of what is wanted."""
+    """Return the norm of the difference over the norm of what is wanted."""
     return _norm([a.double() - b.double() for a, b in zip(found, wanted, strict=True)]) / _norm(wanted)
 
 

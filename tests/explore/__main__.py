@@ -72,7 +72,7 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
 
 
 def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
-    """The verdict of what this process runs."""
+    """Return the verdict of what this process runs."""
     from tests.verify.driver.comparison import differences
     from tests.verify.driver.events import train
     from tests.verify.programs import REFUSED as CONTRACT
@@ -179,7 +179,7 @@ class Server:
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
 
     def __call__(self, program: Program, wanted: str | None = None) -> dict[str, Any]:
-        """The verdict of a program."""
+        """Return the verdict of a program."""
         found = self._ask("judge", program, wanted)
         if found["verdict"] in FINDINGS and not Server.forks:
             alone = self._ask("judge", program, wanted)
@@ -187,7 +187,7 @@ class Server:
         return found
 
     def measure(self, program: Program, graphs: bool = True) -> dict[str, Any]:
-        """The results and the costs of a program, see `regressions.measure`."""
+        """Return the results and the costs of a program, see `regressions.measure`."""
         return self._ask("measure", program, graphs)
 
     def _ask(self, task: str, program: Program, argument: Any) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def pause_before_replays(longest: float) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU, seen by a fork: a process that has used it has no usable forks."""
+    """Return whether there is a GPU, seen by a fork: a process that has used it has no usable forks."""
     import torch
 
     child = os.fork()
@@ -380,7 +380,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def search(options: argparse.Namespace) -> int:
-    """How many programs it takes to find each defect of the catalogue, or each edit of a fix that is left out.
+    """Return how many programs it takes to find each defect of the catalogue, or each edit of a fix that is left out.
 
     Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
     program finds a defect if its fix alone is left out and the graph differs, and does not where only the fixes that

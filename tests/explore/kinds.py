@@ -171,7 +171,7 @@ class TwoPrecisions(torch.nn.Module):
 
 @module
 def patched() -> Any:
-    """A block with another forward on the instance, as set by adapter libraries."""
+    """Return a block with another forward on the instance, as set by adapter libraries."""
     block = Block()
     block.forward = types.MethodType(lambda self, x: self.first(x) + self.second(x), block)
     return block

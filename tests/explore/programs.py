@@ -45,7 +45,7 @@ RECIPES = {
 
 
 def runs_twice(p: Program) -> bool:
-    """Whether forwards without a backward run before or between those with one."""
+    """Return whether forwards without a backward run before or between those with one."""
     return bool(p.checkpoints or p.inference or p.first == "distillation")
 
 
@@ -481,12 +481,12 @@ RARE_FIELDS = (
 
 
 def broken_rule(program: Program) -> str | None:
-    """The reason why a program is not run."""
+    """Return the reason why a program is not run."""
     return next((why for why, holds in RULES.items() if not holds(program)), None)
 
 
 def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
-    """The program of a seed, which keeps all rules; without ``ranks``, the same program in one process."""
+    """Return the program of a seed, which keeps all rules; without ``ranks``, the same program in one process."""
     r = random.Random(seed)
     group = r.choice(COMPANIONS) if r.random() < 0.5 else ()
     wanted = dict(each.partition(" ")[::2] for each in group)
@@ -641,7 +641,7 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """A program that still ``fails``, of which nothing can be left out."""
+    """Return a program that still ``fails``, of which nothing can be left out."""
     tried: set[Program] = set()
     found = True
     while found:

@@ -18,7 +18,7 @@ run({program})
 
 
 def as_python(program: Program) -> str:
-    """A program as Python, without what is as by default."""
+    """Return a program as Python, without what is as by default."""
     plain = Program()
     values = {field.name: getattr(program, field.name) for field in fields(program)}
     changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(plain, name)]
@@ -26,7 +26,7 @@ def as_python(program: Program) -> str:
 
 
 def script(program: Program, title: str = "") -> str:
-    """The text of a script that runs one program."""
+    """Return the text of a script that runs one program."""
     return TEXT.format(title=title, program=as_python(program))
 
 

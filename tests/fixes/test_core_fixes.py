@@ -79,7 +79,7 @@ def test_without_them_the_steps_are_wrong_that_are_on_a_gpu(
 
 
 def lost(found: dict[str, Any]) -> bool:
-    """Whether each step has lost the wgrads of two of three microbatches, the last of which is the largest."""
+    """Return whether each step has lost the wgrads of two of three microbatches, the last of which is the largest."""
     return all(0.55 < norm < 0.7 for norm in found["wgrad_norm"])
 
 

@@ -155,7 +155,7 @@ print(json.dumps({" ".join(map(str, each)): train(*each, os.environ["GRAPHED"] =
 
 
 def trainings(setting: str, graphed: str) -> dict[str, list[str | None]]:
-    """The gradients after each microbatch of each program, as digests."""
+    """Return the gradients after each microbatch of each program, as digests."""
     output = simulate("-c", TRAININGS, TE_GRAPH_FIXES=setting, GRAPHED=graphed)
     found: dict[str, list[str | None]] = json.loads(output.splitlines()[-1])
     return found

@@ -17,7 +17,7 @@ NEEDED = sorted(published.te("installed").needed)
 
 
 def gpu(case: Case) -> str:
-    """The simulated GPU: Hopper, or a Blackwell for the cases that Hopper cannot run."""
+    """Return the simulated GPU: Hopper, or a Blackwell for the cases that Hopper cannot run."""
     if PRESWIZZLE in case.fixes:
         return "blackwell-rtx"
     return "blackwell" if case.options.get("recipe") in BLACKWELL_RECIPES else "hopper"

@@ -96,7 +96,7 @@ def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
 
 
 def innermost(module: ModuleSource, node: ast.AST) -> ast.stmt:
-    """The innermost statement that a node is in."""
+    """Return the innermost statement that a node is in."""
     start, end = module.span(node)
     statements = [(module.span(part), part) for part in ast.walk(module.tree) if isinstance(part, ast.stmt)]
     around = [part for (first, last), part in statements if first <= start and end <= last]

@@ -43,7 +43,7 @@ def bodies(module: ModuleSource) -> Iterator[list[ast.stmt]]:
 
 
 def logs(module: ModuleSource) -> Insertions:
-    """A line of a log at the start of every function."""
+    """Return a line of a log at the start of every function."""
     for node in functions(module):
         start = [part for part in node.body if not isinstance(part, ast.Expr) or part is not node.body[0]]
         if start and is_alone(module, start[0]) and start[0].lineno > node.lineno:
@@ -51,7 +51,7 @@ def logs(module: ModuleSource) -> Insertions:
 
 
 def nvtx_ranges(module: ModuleSource) -> Insertions:
-    """A range of a profiler around everything that is captured, and each replay."""
+    """Return a range of a profiler around everything that is captured, and each replay."""
     for node in captures_and_replays(module):
         indent, end = " " * node.col_offset, (node.end_lineno or 0) + 1
         yield module.starts[node.lineno], f"{indent}torch.cuda.nvtx.range_push('harmless line')\n"
@@ -59,7 +59,7 @@ def nvtx_ranges(module: ModuleSource) -> Insertions:
 
 
 def nvtx_blocks(module: ModuleSource) -> Insertions:
-    """The same, as a block."""
+    """Return the same, as a block."""
     for node in captures_and_replays(module):
         indent, end = " " * node.col_offset, (node.end_lineno or 0) + 1
         yield module.starts[node.lineno], f"{indent}with torch.cuda.nvtx.range('harmless'):\n"
@@ -110,7 +110,7 @@ def parameters(module: ModuleSource) -> Insertions:
 
 
 def streams(module: ModuleSource) -> Insertions:
-    """A stream for everything that is captured."""
+    """Return a stream for everything that is captured."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_graph_context_wrapper":
             yield module.span([*node.args, *node.keywords][-1])[1], ", stream=harmless"
@@ -166,7 +166,7 @@ def inserted(*kinds: Callable[[ModuleSource], Insertions]) -> Kind:
 
 
 def reformatted(module: ModuleSource) -> str:
-    """The module without comments, in other lines, and its functions behind everything else."""
+    """Return the module without comments, in other lines, and its functions behind everything else."""
     body = sorted(module.tree.body, key=lambda node: isinstance(node, ast.FunctionDef) and not node.decorator_list)
     return ast.unparse(ast.Module(body, []))
 
@@ -195,7 +195,7 @@ def edited(tree: Source, kind: Kind, names: set[str]) -> Source:
 
 
 def made(decision: Decision) -> dict[str, list[str]]:
-    """The statements of the corrected modules, less what is harmless, in the order of the alphabet."""
+    """Return the statements of the corrected modules, less what is harmless, in the order of the alphabet."""
     texts = patched(decision.source, decision.to_apply)
     return {name: sorted(map(ast.unparse, ast.parse(HARMLESS.sub("", text)).body)) for name, (_, text) in texts.items()}
 

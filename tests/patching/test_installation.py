@@ -43,19 +43,19 @@ class StandIn:
         self.module: ModuleType = importlib.import_module(CODE)
 
     def edit(self, qualname: str, old: str, new: str) -> Verdict:
-        """A verdict that puts ``new`` in the place of the one ``old`` in a function, with its indent."""
+        """Return a verdict that puts ``new`` in the place of the one ``old`` in a function, with its indent."""
         module = self.source.module(CODE)
         start, end = module.span(module.definition(qualname).one(old))
         indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
         return change([Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
 
     def insert(self, qualname: str, below: str, text: str) -> Verdict:
-        """A verdict that puts lines above the one statement ``below`` of a function."""
+        """Return a verdict that puts lines above the one statement ``below`` of a function."""
         (edit,) = self.edit(qualname, below, f"{text}\n").edits
         return change([edit._replace(end=edit.start)])
 
     def add(self, after: str, text: str) -> Verdict:
-        """A verdict that adds a definition below the definition ``after``."""
+        """Return a verdict that adds a definition below the definition ``after``."""
         module = self.source.module(CODE)
         node = module.definition(after).node
         end = module.starts[(node.end_lineno or 0) + 1]

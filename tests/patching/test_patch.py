@@ -24,7 +24,7 @@ CODE = f"{PACKAGE}.code"
 
 
 def source_of(text: str) -> Source:
-    """A TE of one module."""
+    """Return a TE of one module."""
     source = Source("nowhere", None)
     source._modules[CODE] = ModuleSource(CODE, "code.py", text)
     return source
@@ -39,7 +39,7 @@ def change_of(edits: list[Edit]) -> Verdict:
 
 
 def applied(text: str, *patches: str) -> str:
-    """The text with the edits of patches that know nothing of each other."""
+    """Return the text with the edits of patches that know nothing of each other."""
     source = source_of(text)
     changes = {str(number): change_of(edits(source, patch)) for number, patch in enumerate(patches)}
     return patched(source, changes)[CODE][1]
@@ -71,7 +71,7 @@ HEADS = st.builds(
 
 @st.composite
 def blocks(draw: st.DrawFn, names: Iterator[int], depth: int = 0) -> list[Marked]:
-    """The lines of a block that keeps its first statement and its last."""
+    """Return the lines of a block that keeps its first statement and its last."""
     lines: list[Marked] = [(" ", depth, f"t{next(names)} = {draw(EXPRESSIONS)}")]
     kinds = ["keep", "insert", "delete", "change", "other"] + ["block", "new head", "new block"] * (depth < 2)
     for kind in draw(st.lists(st.sampled_from(kinds), max_size=5)):
@@ -96,7 +96,7 @@ def blocks(draw: st.DrawFn, names: Iterator[int], depth: int = 0) -> list[Marked
 
 
 def written(lines: list[Marked], marks: str, comments: bool = False) -> str:
-    """The statements with one of the marks; those that stay may have comments, which no patch knows of."""
+    """Return the statements with one of the marks; those that stay may have comments, which no patch knows of."""
     return "".join(
         f"{'    ' * indent}{text}{'  # a (comment' if comments and mark == ' ' else ''}\n"
         for mark, indent, text in lines

@@ -19,7 +19,7 @@ CODE = "transformer_engine.pytorch.code"
 
 
 def tree(folder: Path, version: str = "2.12.0+5671fd36", name: str = "transformer_engine") -> Path:
-    """A source tree with one module and the metadata of a distribution."""
+    """Return a source tree with one module and the metadata of a distribution."""
     package = folder / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")

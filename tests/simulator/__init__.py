@@ -42,5 +42,5 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Whether this process simulates."""
+    """Return whether this process simulates."""
     return _installed

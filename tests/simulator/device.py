@@ -71,7 +71,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _asked(device: Any) -> torch.device | None:
-    """The device that an argument asks for, None if it asks for none."""
+    """Return the device that an argument asks for, None if it asks for none."""
     if device is None:
         return None
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -42,7 +42,7 @@ class Generator(torch.Generator):
 
     @classmethod
     def of(cls, state: State) -> Generator:
-        """A generator that has ``state``."""
+        """Return a generator that has ``state``."""
         generator = cls()
         generator.state = state
         return generator
@@ -80,5 +80,5 @@ DEFAULT.state = State(torch.default_generator.get_state())
 
 
 def active() -> State:
-    """The state from which operations draw."""
+    """Return the state from which operations draw."""
     return DEFAULT.state

@@ -97,7 +97,7 @@ class CUDAGraph:
             self._leave_pool()
 
     def pool(self) -> memory.PoolId:
-        """The handle of the memory pool that this graph uses."""
+        """Return the handle of the memory pool that this graph uses."""
         self._require_graph("pool")
         assert self._pool_id is not None
         return self._pool_id
@@ -155,7 +155,7 @@ class Capture(TorchDispatchMode):
             state.numbers = numbers
 
     def refuse(self, what: str) -> GraphError:
-        """The error for something that cannot be captured; it spoils the capture, as on a GPU."""
+        """Return the error for something that cannot be captured; it spoils the capture, as on a GPU."""
         self.failure = self.failure or what
         return GraphError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
@@ -307,7 +307,7 @@ def mark_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether the program asked for this very tensor with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``."""
+    """Return whether the program asked for this very tensor with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``."""
     return "_simulator_on_host" in tensor.__dict__
 
 

@@ -138,12 +138,12 @@ address = torch.Tensor.data_ptr
 
 
 def new_pool_id() -> PoolId:
-    """A handle for a pool, as ``torch.cuda.graph_pool_handle`` gives it out."""
+    """Return a handle for a pool, as ``torch.cuda.graph_pool_handle`` gives it out."""
     return (0, next(_ids))
 
 
 def enter_pool(pool_id: PoolId) -> Pool:
-    """The pool of a handle, which one more graph uses from now on."""
+    """Return the pool of a handle, which one more graph uses from now on."""
     pool = _POOLS.setdefault(pool_id, Pool())
     pool.graphs += 1
     return pool
@@ -215,7 +215,7 @@ def reset_peak() -> None:
 
 
 def peak() -> int:
-    """The most bytes that there have been at once since `reset_peak`. Counting slows all down, and ends here."""
+    """Return the most bytes that there have been at once since `reset_peak`. Counting slows all down, and ends here."""
     global _is_counting
     if _count is None:
         return allocated()
@@ -226,7 +226,7 @@ def peak() -> int:
 
 
 def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int = 0) -> torch.Tensor:
-    """A tensor in ``storage`` with all of ``like`` but its memory, ``nbytes_offset`` bytes from its start."""
+    """Return a tensor in ``storage`` with all of ``like`` but its memory, ``nbytes_offset`` bytes from its start."""
     offset = nbytes_offset // like.element_size()
     made = torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
     made = made.conj() if like.is_conj() else made
@@ -242,11 +242,11 @@ class _Outside:
         self.__array_interface__ = {"version": 3, "shape": (storage.nbytes(),), "typestr": "|u1", "data": data}
 
     def unowned(self) -> torch.UntypedStorage:
-        """The same memory as a storage that does not own it, though it lives as long."""
+        """Return the same memory as a storage that does not own it, though it lives as long."""
         return torch.from_numpy(np.asarray(self)).untyped_storage()
 
     def is_freed(self) -> bool:
-        """Whether no tensor has this storage any more."""
+        """Return whether no tensor has this storage any more."""
         return torch._C._storage_Use_Count(self._storage._cdata) == 1  # type: ignore[attr-defined]
 
     def overwrite(self) -> None:
@@ -294,7 +294,7 @@ def address_taken(tensor: torch.Tensor) -> None:
 
 
 def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous tensor at an address which the program has just taken. It does not own what is there."""
+    """Return a contiguous tensor at an address which the program has just taken. It does not own what is there."""
     segment = _segment_at(at)
     if segment is not None:
         # A storage of its own, as on a GPU: who counts its uses counts those of this tensor.

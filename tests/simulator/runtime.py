@@ -33,12 +33,12 @@ PROPERTIES = SimpleNamespace(
 
 
 def sm_arch() -> int:
-    """The capability as TE's C++ compares it."""
+    """Return the capability as TE's C++ compares it."""
     return 10 * CAPABILITY[0] + CAPABILITY[1]
 
 
 def any_fp8_layout() -> bool:
-    """Whether per-tensor FP8 products take operands in any layout, so that no transposes are made for them."""
+    """Return whether per-tensor FP8 products take operands in any layout, so that no transposes are made for them."""
     return 100 <= sm_arch() < 120 or sm_arch() >= 130
 
 
@@ -59,11 +59,11 @@ class Stream:
         """Wait for an event, which has happened already."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event at this point of the stream."""
+        """Return an event at this point of the stream."""
         return event or Event()
 
     def query(self) -> bool:
-        """Whether all work of the stream is done."""
+        """Return whether all work of the stream is done."""
         refuse_in_capture("Stream.query")
         return True
 
@@ -93,7 +93,7 @@ class Event:
         """Let a stream wait for this event, which has happened already."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return whether it has happened."""
         refuse_in_capture("Event.query")
         return True
 
@@ -102,7 +102,7 @@ class Event:
         refuse_in_capture("Event.synchronize")
 
     def elapsed_time(self, end: Event) -> float:
-        """The time between two events, which is refused."""
+        """Return the time between two events, which is refused."""
         raise NotImplementedError("simulator: Event.elapsed_time: there is no GPU to time")
 
 

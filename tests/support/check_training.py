@@ -346,7 +346,7 @@ def a_weak_reference(module: Any) -> Any:
 
 
 def another_submodule(module: Any) -> Any:
-    """A tied parameter."""
+    """Return a tied parameter."""
     module.other = Module(lambda other, x: other.b(x) * other.scale)
     module.other.scale = module.scale
     return Helper(module.other).held
@@ -431,7 +431,7 @@ def a_global_sum(module: Any) -> Any:
 
 
 def a_sum_in_the_backward(module: Any) -> Any:
-    """The hook writes to a tensor in a closure."""
+    """Return the hook writes to a tensor in a closure."""
     SUMS["grad"] = torch.zeros(32, device="cuda")
 
     def add(grad: Any) -> None:

@@ -24,7 +24,7 @@ NAMED: dict[str, list[float]] = {
 
 
 def random_order(rng: random.Random, chunks: int, microbatches: int, delayed: Collection[int]) -> list[float]:
-    """A random legal order; the chunks in ``delayed`` (counted from 1) have wgrads."""
+    """Return a random legal order; the chunks in ``delayed`` (counted from 1) have wgrads."""
     done = {(kind, chunk): 0 for kind in "fdw" for chunk in range(1, chunks + 1)}
     order: list[float] = []
     while True:
@@ -55,7 +55,7 @@ def random_orders(seed: int, number: int) -> list[list[float]]:
 
 
 def legal(order: list[float]) -> bool:
-    """Whether an order of whole and half numbers is legal; looked at chunk by chunk."""
+    """Return whether an order of whole and half numbers is legal; looked at chunk by chunk."""
     chunks = {int(abs(value)) for value in order}
     if not order or chunks != set(range(1, len(chunks) + 1)) or any(value > 0 and value % 1 for value in order):
         return False

@@ -46,7 +46,7 @@ def convolve_and_scan(
     ngroups: int,
     **other: Any,
 ) -> torch.Tensor:
-    """A depthwise causal convolution, the recurrence of Mamba 2 as a masked product, and the gate."""
+    """Return a depthwise causal convolution, the recurrence of Mamba 2 as a masked product, and the gate."""
     heads, length, inner = decay.shape[0], given.shape[1], decay.shape[0] * headdim
     gate, mixed, dt = given.split([inner, given.shape[2] - inner - heads, heads], -1)
     mixed = conv1d(mixed.transpose(1, 2), weight[:, None], bias, padding=weight.shape[1] - 1, groups=weight.shape[0])

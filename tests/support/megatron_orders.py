@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 
 def interleaved(stages: int, stage: int, model_chunks: int, microbatches: int, group: int | None = None) -> list[int]:
-    """The order of model chunks on pipeline ``stage`` of ``stages`` under the interleaved 1F1B schedule.
+    """Return the order of model chunks on pipeline ``stage`` of ``stages`` under the interleaved 1F1B schedule.
 
     Each chunk runs for ``group`` microbatches (default ``stages``) before the next.
     """

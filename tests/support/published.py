@@ -53,14 +53,14 @@ class TE:
 
 @functools.cache
 def te(version: str) -> TE:
-    """A published version, or the one that is ``installed``."""
+    """Return a published version, or the one that is ``installed``."""
     path = "" if version == "installed" else str(source(version))
     return TE(examined(version)[0].version or version, path, frozenset(needed(version)))
 
 
 @functools.cache
 def source(version: str) -> Path:
-    """The folder with the sources of one version, or of the newest where ``version`` is ``newest``."""
+    """Return the folder with the sources of one version, or of the newest where ``version`` is ``newest``."""
     folder = Path(os.environ.get("TE_SOURCES") or Path(__file__).parents[2] / ".tox" / "te-sources").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -78,12 +78,12 @@ def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
 
 
 def needed(version: str) -> dict[str, Verdict]:
-    """The verdicts of the fixes that apply to one version."""
+    """Return the verdicts of the fixes that apply to one version."""
     return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.status == Status.APPLICABLE}
 
 
 def copy_of(root: Path, folder: Path) -> Path:
-    """A folder with the Python files of the TE that another holds, but those for JAX, and its metadata."""
+    """Return a folder with the Python files of the TE that another holds, but those for JAX, and its metadata."""
     python = [path for path in (root / "transformer_engine").rglob("*.py") if "jax" not in path.parts]
     for path in (*root.glob("transformer_engine-*.dist-info/METADATA"), *python):
         place = folder / path.relative_to(root)
@@ -93,7 +93,7 @@ def copy_of(root: Path, folder: Path) -> Path:
 
 
 def altered(folder: Path, version: str, old: str = "", new: str = "", module: str = "graph.py", says: str = "") -> Path:
-    """A copy of a TE with another text in a module, or whose metadata ``says`` another version."""
+    """Return a copy of a TE with another text in a module, or whose metadata ``says`` another version."""
     copy_of(source(version), folder)
     metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
     changes = [(folder / "transformer_engine" / "pytorch" / module, old, new)]

@@ -62,7 +62,7 @@ def combinations(part: str = "1/1", recipes: Sequence[str] = ()) -> list[tuple[s
 
 
 def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
-    """The largest errors of two steps, or what was raised."""
+    """Return the largest errors of two steps, or what was raised."""
     from tests.verify import programs
     from tests.verify.driver import modules
     from tests.verify.driver.program import Skipped
@@ -81,7 +81,7 @@ def measure(module: str, recipe: str, setting: str) -> dict[str, Any]:
 
 
 def layer(dropout: float = 0.0) -> Any:
-    """A layer with two sequences, whose attention is TE's own of plain torch operations."""
+    """Return a layer with two sequences, whose attention is TE's own of plain torch operations."""
     from tests.explore.kinds import Layer, options_of_attention
     from tests.verify.driver.setting import hidden
 
@@ -90,7 +90,7 @@ def layer(dropout: float = 0.0) -> Any:
 
 
 def recomputed() -> Any:
-    """A block whose activations are recomputed in its backward."""
+    """Return a block whose activations are recomputed in its backward."""
     import torch
     import transformer_engine.pytorch as te
 
@@ -143,7 +143,7 @@ def padded() -> Any:
 
 
 def operation() -> Any:
-    """A projection of te.ops."""
+    """Return a projection of te.ops."""
     import transformer_engine.pytorch as te
 
     from tests.verify.driver.setting import HIDDEN

@@ -93,7 +93,7 @@ def delayed_experts() -> dict[str, Any]:
 
 
 def with_splits(experts: Any) -> Any:
-    """A layer of two experts that get 32 tokens each, which only the GPU knows."""
+    """Return a layer of two experts that get 32 tokens each, which only the GPU knows."""
     import torch
 
     splits = torch.tensor([32, 32], device="cuda")
@@ -110,7 +110,7 @@ def with_splits(experts: Any) -> Any:
 
 
 def reductions_in_capture() -> int:
-    """How often experts whose tokens only the GPU knows reduce the backward's amaxes while they are captured."""
+    """Return how often experts whose tokens only the GPU knows reduce the backward's amaxes while they are captured."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
@@ -131,7 +131,7 @@ def reductions_in_capture() -> int:
 
 
 def captured_operations() -> int:
-    """How many kinds of operations can be captured: one by itself, and some in a `te.ops.Sequential`."""
+    """Return how many kinds of operations can be captured: one by itself, and some in a `te.ops.Sequential`."""
     import torch
     import transformer_engine.pytorch as te
 
@@ -247,7 +247,7 @@ def scales_after_an_evaluation() -> list[float]:
 
 
 def numbers_of_the_tracker() -> bool:
-    """Whether a wgrad that draws random numbers draws those that a tracker got after the capture."""
+    """Return whether a wgrad that draws random numbers draws those that a tracker got after the capture."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.distributed import CudaRNGStatesTracker

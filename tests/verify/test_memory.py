@@ -35,7 +35,7 @@ NEEDED = sorted(published.te("installed").needed)
 
 
 def peaks(setting: str) -> dict[str, int]:
-    """The bytes that the captures of `PROGRAMS` add at their peak."""
+    """Return the bytes that the captures of `PROGRAMS` add at their peak."""
     case = Case("peaks", (), "memory:compare", {"programs": PROGRAMS})
     found: dict[str, int] = measured(case, TE_GRAPH_FIXES=setting)["peaks"]["measures"]["peaks"]
     return found
@@ -182,7 +182,7 @@ def te_219() -> str:
 
 
 def outputs(path: str, setting: str) -> dict[str, int]:
-    """How many outputs warmup keeps that have been used, by program."""
+    """Return how many outputs warmup keeps that have been used, by program."""
     return json.loads(simulate("-c", OUTPUTS, path=path, TE_GRAPH_FIXES=setting))
 
 

@@ -145,7 +145,7 @@ def test_a_child_that_dies_is_a_failure_with_its_last_words() -> None:
 
 
 def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[str, object]]:
-    """The lines of a child on the simulator, in which ``prelude`` is run first."""
+    """Return the lines of a child on the simulator, in which ``prelude`` is run first."""
     program = f"{prelude}\nimport runpy, sys\nsys.argv = ['child', *{list(arguments)!r}]\n"
     program += "runpy.run_module('tests.verify.child', run_name='__main__')"
     done = on_simulator("-c", program, imported=(), **environment)

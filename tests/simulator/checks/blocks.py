@@ -68,7 +68,7 @@ def padded(scale: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The codes of the nearest finite values, of two equally near ones the even one."""
+    """Return the codes of the nearest finite values, of two equally near ones the even one."""
     codes = torch.arange(256).to(torch.uint8)
     table = codes.view(dtype).double()
     codes, table = codes[table.isfinite()], table[table.isfinite()]
@@ -125,7 +125,7 @@ def assert_as_reference(out: Any, quantizer: Any, x: torch.Tensor) -> None:
 
 
 def scales_columns() -> bool:
-    """Whether row-scaled tensors may have a column-wise part: TE 2.19 and later."""
+    """Return whether row-scaled tensors may have a column-wise part: TE 2.19 and later."""
     return "transb" in inspect.signature(te_gemm._nvfp4_row_scaled_gemm_inputs).parameters
 
 

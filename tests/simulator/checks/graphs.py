@@ -15,7 +15,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def capture(function: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of what ``function`` does, and what it returned."""
+    """Return a graph of what ``function`` does, and what it returned."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = function()
@@ -27,7 +27,7 @@ def gpu(*values: float) -> torch.Tensor:
 
 
 def weak(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory by its address, as TE's ``make_weak_ref`` does it."""
+    """Return the tensor's memory by its address, as TE's ``make_weak_ref`` does it."""
 
     class Address:
         __cuda_array_interface__ = {  # noqa: RUF012

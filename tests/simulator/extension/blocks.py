@@ -69,14 +69,14 @@ class Part(NamedTuple):
     """What a product is multiplied with besides: nothing."""
 
     def lines(self) -> torch.Tensor:
-        """The data as a matrix of bytes with blocks along its rows."""
+        """Return the data as a matrix of bytes with blocks along its rows."""
         if self.columnwise and not self.upright:
             return self.data.reshape(self.data.shape[0], -1)
         data = self.data.reshape(-1, self.data.shape[-1])
         return data.t() if self.upright else data
 
     def scales(self) -> torch.Tensor:
-        """The scales without padding, a row for each line of blocks; a view of them unless they are swizzled."""
+        """Return the scales without padding, a row for each line of blocks; a view of them unless they are swizzled."""
         lines, columns = self.lines().shape
         if self.kind == TILED:
             scale = self.scale if self.height > 1 else self.scale.t()
@@ -87,7 +87,7 @@ class Part(NamedTuple):
         return scale[:lines, : -(-columns // MX_BLOCK) if self.kind == MX else columns * 2 // NV_BLOCK]
 
     def matrix(self, to: torch.dtype = torch.float64) -> torch.Tensor:
-        """The values that data and scales stand for, as the tensor lies."""
+        """Return the values that data and scales stand for, as the tensor lies."""
         codes, scale = self.lines(), self.scales()
         if self.kind == NV:
             assert self.amax is not None
@@ -117,7 +117,7 @@ class Part(NamedTuple):
 
 
 def is_block_scaled(value: Any) -> bool:
-    """Whether it is a quantizer or a tensor of these formats."""
+    """Return whether it is a quantizer or a tensor of these formats."""
     return type(value).__name__.startswith((MX, NV, TILED))
 
 
@@ -126,7 +126,7 @@ def kind_of(value: Any) -> str:
 
 
 def shape_of(tensor: Any) -> list[int]:
-    """The shape of any tensor, quantized or not."""
+    """Return the shape of any tensor, quantized or not."""
     if getattr(tensor, "_data", tensor) is None:  # size() has one order of the dimensions for two of them only
         first, *rest = tensor._transpose.shape
         return [*rest, first]
@@ -140,7 +140,7 @@ def shape_of(tensor: Any) -> list[int]:
 
 
 def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """A tensor of TE's own class without content."""
+    """Return a tensor of TE's own class without content."""
     fields = {
         name: torch.empty(size, dtype=kind) if wanted else None
         for columnwise, wanted in usages_of(quantizer)
@@ -235,7 +235,7 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
 
 
 def nvfp4_data_transpose(data: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The transpose of a matrix of E2M1 codes, which are two to a byte before and after."""
+    """Return the transpose of a matrix of E2M1 codes, which are two to a byte before and after."""
     rows, columns = data.shape
     if rows % 2:
         raise RuntimeError(f"NVFP4 transpose requires an even number of rows (got {rows})")
@@ -273,14 +273,14 @@ def for_gemm(operands: Sequence[Any]) -> list[Any]:
 
 
 def operand(tensor: Any, columnwise: bool) -> Part:
-    """The part of ``tensor`` that a GEMM reads."""
+    """Return the part of ``tensor`` that a GEMM reads."""
     if getattr(tensor, f"_{_side(columnwise)}_data") is None:
         raise RuntimeError(f"simulator: the GEMM needs {_side(columnwise)} data, which the tensor does not have")
     return _part(tensor, columnwise)
 
 
 def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a block-scaled tensor in a wider type."""
+    """Return the values of a block-scaled tensor in a wider type."""
     if tensor._rowwise_data is None and kind_of(tensor) != MX:
         raise RuntimeError("simulator: dequantize: the tensor has no row-wise data")
     result = torch.empty(shape_of(tensor), dtype=dtype)
@@ -289,12 +289,12 @@ def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def skipped(noop: torch.Tensor | None) -> bool:
-    """Whether a no-op flag is there and set."""
+    """Return whether a no-op flag is there and set."""
     return noop is not None and noop.numel() > 0 and noop.item() == 1.0
 
 
 def _as_mxfp8(part: Part) -> Part:
-    """A part of block-scaled FP8 as one of MXFP8: the same codes, with new, swizzled scales."""
+    """Return a part of block-scaled FP8 as one of MXFP8: the same codes, with new, swizzled scales."""
     lines, columns = part.lines().shape
     scale = torch.empty([tiles(lines) * 128, tiles(columns) * 4], dtype=torch.uint8)
     launch(_convert_scales, [scale], scale, part)
@@ -468,7 +468,7 @@ def _sm_100_to_110() -> bool:
 
 
 def _kernel_swizzles(quantizer: Any, shape: Sequence[int], in_split: bool = False) -> bool:
-    """Whether the kernel that quantizes writes its scales in the order of a GEMM."""
+    """Return whether the kernel that quantizes writes its scales in the order of a GEMM."""
     if kind_of(quantizer) == TILED or not getattr(quantizer, "optimize_for_gemm", False):  # since TE 2.12
         return False
     if kind_of(quantizer) == MX:

@@ -22,7 +22,7 @@ LARGEST_E2M1, LARGEST_E4M3, LARGEST_FLOAT = 6.0, 448.0, torch.finfo(torch.float3
 
 
 def largest(values: torch.Tensor, *dims: int) -> torch.Tensor:
-    """The largest magnitudes, as the GPU's fmax has it: NaN does not count."""
+    """Return the largest magnitudes, as the GPU's fmax has it: NaN does not count."""
     return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims)
 
 
@@ -115,7 +115,7 @@ def encode_nvfp4(
 def decode_nvfp4(
     codes: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, to: torch.dtype, limit: float = LARGEST_E4M3
 ) -> torch.Tensor:
-    """The values of packed codes; ``amax`` and ``limit`` as in `encode_nvfp4`."""
+    """Return the values of packed codes; ``amax`` and ``limit`` as in `encode_nvfp4`."""
     values = _of_e2m1(torch.stack([codes & 15, codes >> 4], dim=-1).reshape(len(codes), -1), to)
     factor = scale.contiguous().view(torch.float8_e4m3fn).to(to) * amax.view(-1, 1).to(to)
     factor *= torch.tensor(1 / (LARGEST_E2M1 * limit), dtype=to)
@@ -140,12 +140,12 @@ def encode_tiles(
 
 
 def spread(scale: torch.Tensor, height: int, shape: torch.Size) -> torch.Tensor:
-    """A scale for each value of a matrix with blocks of ``height`` x 128."""
+    """Return a scale for each value of a matrix with blocks of ``height`` x 128."""
     return scale.repeat_interleave(height, dim=0).repeat_interleave(TILE, dim=1)[: shape[0], : shape[1]]
 
 
 def tiles(length: int) -> int:
-    """How many blocks of 128 cover it."""
+    """Return how many blocks of 128 cover it."""
     return -(-length // TILE)
 
 
@@ -156,7 +156,7 @@ def swizzle(scale: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle(scale: torch.Tensor) -> torch.Tensor:
-    """The inverse of `swizzle`."""
+    """Return the inverse of `swizzle`."""
     high, wide = scale.shape
     return scale.reshape(high // 128, wide // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(high, wide)
 
@@ -174,7 +174,7 @@ def _of_e2m1(codes: torch.Tensor, to: torch.dtype) -> torch.Tensor:
 
 
 def _e2m1(values: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-    """The codes of the nearest values, ties to even, beyond 6 that of 6; with ``random`` of either neighbour."""
+    """Return the codes of the nearest values, ties to even, beyond 6 that of 6; with ``random`` of either neighbour."""
     size = values.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     quotient = size / step

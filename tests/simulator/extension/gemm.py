@@ -117,7 +117,7 @@ class Operand(NamedTuple):
     scale_inv: torch.Tensor | None
 
     def matrix(self) -> torch.Tensor:
-        """The values in float64, without the scale."""
+        """Return the values in float64, without the scale."""
         if self.columns_first:  # a transpose that was made when the tensor was quantized
             stored = self.data.reshape(self.data.shape[0], -1).t()
         else:
@@ -132,7 +132,7 @@ class Factor(NamedTuple):
     transposed: bool
 
     def matrix(self) -> torch.Tensor:
-        """The values in float64, without the scale."""
+        """Return the values in float64, without the scale."""
         values = self.operand.matrix()
         return values.t() if self.transposed else values
 
@@ -156,7 +156,7 @@ def operand_of(tensor: Any, columnwise: bool) -> Operand | Part:
 
 
 def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[Factor, Factor, list[int]]:
-    """The two factors and the shape of the product."""
+    """Return the two factors and the shape of the product."""
     shape_a, shape_b = shape_of(A), shape_of(B)
     columns = math.prod(shape_a[:-1]) if transa else shape_a[-1]
     rows = [shape_b[-1]] if transb else shape_b[:-1]

@@ -33,27 +33,27 @@ def get_cudnn_version() -> int:
 
 
 def get_num_cublas_streams() -> int:
-    """How many streams a grouped GEMM is spread over."""
+    """Return how many streams a grouped GEMM is spread over."""
     return 4
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """The lowest and the highest priority of a stream."""
+    """Return the lowest and the highest priority of a stream."""
     return (0, -5)
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """Whether NVLink multicast is there."""
+    """Return whether NVLink multicast is there."""
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """Whether userbuffers were built with MPI."""
+    """Return whether userbuffers were built with MPI."""
     return False
 
 
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """A contiguous copy with the first two dimensions exchanged."""
+    """Return a contiguous copy with the first two dimensions exchanged."""
     if out is None:
         out = torch.empty([tensor.shape[1], tensor.shape[0], *tensor.shape[2:]], dtype=tensor.dtype)
     launch(_swap, [out], out, tensor)

@@ -144,7 +144,7 @@ def te_general_grouped_gemm_for_discrete_out(
     beta: torch.Tensor,
     *workspaces_and_options: Any,
 ) -> Any:
-    """The transpose of each group of rows of ``B``, times that of ``A``, into a matrix of its own."""
+    """Return the transpose of each group of rows of ``B``, times that of ``A``, into a matrix of its own."""
     if transa or not transb or bias is not None or bias_scale is not None:
         raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_out other than NT, or with a bias")
     launch(_multiply_each, list(D), list(D), _side(B, True), _side(A, True), B.first_dims, alpha, beta)

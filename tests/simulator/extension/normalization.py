@@ -24,7 +24,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """The normalized rows, their means and their reciprocal standard deviations."""
+    """Return the normalized rows, their means and their reciprocal standard deviations."""
     return _forward(tensor, weight, bias, eps, out, quantizer, out_dtype, zero_centered_gamma)
 
 
@@ -38,7 +38,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, None, torch.Tensor]:
-    """The normalized rows, nothing, and the reciprocal roots of their mean squares."""
+    """Return the normalized rows, nothing, and the reciprocal roots of their mean squares."""
     result, _, rsigma = _forward(tensor, weight, None, eps, out, quantizer, out_dtype, zero_centered_gamma)
     return result, None, rsigma
 
@@ -52,7 +52,7 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of the input, of the weight and of the bias."""
+    """Return the gradients of the input, of the weight and of the bias."""
     dx, dgamma, dbeta = torch.empty_like(tensor), torch.empty_like(weight), torch.empty_like(weight)
     launch(_backward, [dx, dgamma, dbeta], dx, dgamma, dbeta, dz, tensor, mu, rsigma, weight, zero_centered_gamma)
     return dx, dgamma, dbeta
@@ -66,7 +66,7 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the input and of the weight."""
+    """Return the gradients of the input and of the weight."""
     dx, dgamma = torch.empty_like(tensor), torch.empty_like(weight)
     launch(_backward, [dx, dgamma], dx, dgamma, None, dz, tensor, None, rsigma, weight, zero_centered_gamma)
     return dx, dgamma

@@ -96,14 +96,14 @@ def multi_tensor_quantize(tensors: Sequence[torch.Tensor], quantizers: Sequence[
 
 
 def bgrad_quantize(grad_output: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
-    """The bias gradient of ``grad_output`` and its quantized form."""
+    """Return the bias gradient of ``grad_output`` and its quantized form."""
     bias_grad = torch.empty(grad_output.shape[-1], dtype=grad_output.dtype)
     launch(_sum_rows, [bias_grad], bias_grad, grad_output)
     return bias_grad, cast(grad_output, quantizer)
 
 
 def dequantize(tensor: Any, dtype: int) -> torch.Tensor:
-    """The values of a quantized tensor in a wider type."""
+    """Return the values of a quantized tensor in a wider type."""
     if is_block_scaled(tensor):
         return blocks.dequantize(tensor, torch_dtype(dtype))
     if not hasattr(tensor, "_scale_inv"):
@@ -116,7 +116,7 @@ def dequantize(tensor: Any, dtype: int) -> torch.Tensor:
 
 
 def fp8_transpose(data: torch.Tensor, dtype: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The transpose of FP8 data, its leading dimensions taken together as rows."""
+    """Return the transpose of FP8 data, its leading dimensions taken together as rows."""
     if out is None:
         out = torch.empty(_transposed_shape(data.shape), dtype=torch.uint8)
     launch(_transpose, [out], out, data)
@@ -126,7 +126,7 @@ def fp8_transpose(data: torch.Tensor, dtype: int, *, out: torch.Tensor | None = 
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """A quantized tensor without content."""
+    """Return a quantized tensor without content."""
     return _empty(quantizer, shape, dtype)
 
 
@@ -235,7 +235,7 @@ def _match_usage(output: Any, quantizer: Any) -> None:
 
 
 def _needs(quantizer: Any) -> tuple[bool, bool]:
-    """Whether a tensor of per-tensor FP8 gets data and a transpose."""
+    """Return whether a tensor of per-tensor FP8 gets data and a transpose."""
     return quantizer.rowwise_usage or any_fp8_layout(), quantizer.columnwise_usage and not any_fp8_layout()
 
 
@@ -248,7 +248,7 @@ def _largest_magnitude(values: torch.Tensor) -> torch.Tensor:
 
 
 def _quotient(largest: float, amax: torch.Tensor) -> torch.Tensor:
-    """The scale, rounded once: ``number / tensor`` is in torch a product with the reciprocal, rounded twice."""
+    """Return the scale, rounded once: ``number / tensor`` is in torch a product with the reciprocal, rounded twice."""
     return torch.full_like(amax, largest).div(amax).clamp(max=_LARGEST_FLOAT)
 
 
