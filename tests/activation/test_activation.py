@@ -141,7 +141,7 @@ class World:
         write(folder, {f"te_graph_fixes/fixes/{name}.py": FIX.format(**record) for name, record in CATALOGUE.items()})
 
     def run(self, program: str, *options: str, **environment: str) -> str:
-        """What a program prints; it must end well."""
+        """Return the output of a program. Fail unless its exit status is 0."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
         done = subprocess.run(
             [sys.executable, *options, "-c", PRELUDE + program],

@@ -172,7 +172,7 @@ def small(folder: Path) -> Decision:
 
 
 def code(tree: Path, names: Iterable[str]) -> list[Any]:
-    """What Python would execute of each module, by its bytecode or its text; None where there is no such module."""
+    """Return the code that Python would run for each module, from its bytecode or text; None for a missing module."""
     return [SourceFileLoader("m", str(tree / name)).get_code("m") if (tree / name).exists() else None for name in names]
 
 
@@ -624,7 +624,7 @@ def test_a_te_that_was_installed_over_a_bake(version: str, command: str, tree: P
 
 
 def reinstall(tree: Path, version: str) -> None:
-    """What pip does: the files that its record names go, and those of another version come."""
+    """Reinstall TE as pip does: delete the files that its record names, and write those of another version."""
     for path in copy_of(source("2.12.0"), tree.parent / "record").rglob("*"):
         if path.is_file():
             (tree / path.relative_to(tree.parent / "record")).unlink(missing_ok=True)

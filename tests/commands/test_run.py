@@ -40,7 +40,7 @@ def run(folder: Path) -> Run:
 
 
 def first(folder: Path, *paths: str | Path) -> str:
-    """Paths before that of TE."""
+    """Return the value of PYTHONPATH, with ``paths`` before the folder of TE."""
     return os.pathsep.join(map(str, [*paths, folder / "site"]))
 
 
@@ -263,7 +263,7 @@ def test_a_run_in_a_run(run: Run) -> None:
 
 
 def variables(printed: str) -> dict[str, str]:
-    """What ``run --print-env`` sets, by a shell."""
+    """Return the variables that a shell has after the output of ``run --print-env``."""
     shell = ["sh", "-c", 'set -e; eval "$1"; exec env', "sh", printed]
     found = subprocess.run(shell, env={}, capture_output=True, text=True, check=True).stdout
     return {name: value for name, _, value in (line.partition("=") for line in found.splitlines()) if name != "PWD"}

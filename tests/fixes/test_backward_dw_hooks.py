@@ -20,7 +20,7 @@ NEEDED = FIX in published.te("installed").needed
 
 
 def replay(setting: str) -> dict[str, Any]:
-    """What `main` prints in a child process on the simulator."""
+    """Return the JSON that `main` prints in a child process on the simulator."""
     output = simulate(__file__, TE_GRAPH_FIXES=setting)
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found

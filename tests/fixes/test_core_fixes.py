@@ -41,7 +41,7 @@ def wrong_without(te: TE) -> dict[str, dict[str, list[bool]]]:
 
 
 def measure(te: TE, setting: str, *cases: str, **environment: str) -> dict[str, dict[str, Any]]:
-    """What a child says of the cases, with ``setting`` in ``TE_GRAPH_FIXES``."""
+    """Return the measurements of the cases, with ``setting`` in ``TE_GRAPH_FIXES``."""
     return measured(*cases, path=te.path, TE_GRAPH_FIXES=setting, **environment)
 
 

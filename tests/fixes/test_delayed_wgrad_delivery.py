@@ -86,7 +86,7 @@ def test_the_modules_of_a_wgrad_graph_do_not_share_memory() -> None:
 
 
 def run(setting: str) -> list[list[bool]]:
-    """What `main` prints in a child process on the simulator."""
+    """Return the JSON that `main` prints in a child process on the simulator."""
     return [json.loads(line) for line in simulate(__file__, TE_GRAPH_FIXES=setting).splitlines() if line[0] == "["]
 
 

@@ -44,7 +44,7 @@ def not_there(te: TE, module: str, why: object) -> bool:
 
 
 def run(te: TE, gpu: str, fixes: str, part: str, *recipes: str, **environment: str) -> dict[tuple[str, ...], object]:
-    """What is wrong, or why it was skipped, by combination; None where nothing is."""
+    """Return, for each combination, its mismatches, the reason why it was skipped, or None if it is equal."""
     environment |= {"TE_SIMULATOR_GPU": gpu, "TE_GRAPH_FIXES": fixes}
     output = simulate("-m", "tests.support.recipe_matrix", part, *recipes, path=te.path, **environment)
     lines = [json.loads(line) for line in output.splitlines()]

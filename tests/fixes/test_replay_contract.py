@@ -59,14 +59,14 @@ UNAFFECTED = {
 
 @functools.cache
 def run(disable: str) -> dict[str, Any]:
-    """What the cases measure in a child process on the simulator."""
+    """Return the measurements of the cases in a child process on the simulator."""
     done = on_simulator("-m", "tests.verify.child", *CONTRACT, TE_GRAPH_FIXES_DISABLE=disable)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line["case"]: line for line in lines}
 
 
 def measured(case: str, disable: str) -> dict[str, Any]:
-    """What a case measures; the test is skipped where this TE cannot run it."""
+    """Return the measurements of a case. Skip the test if this TE cannot run the case."""
     found = run(disable)[case]
     if found["outcome"] == "skipped":
         pytest.skip(found["detail"])

@@ -36,7 +36,7 @@ LAYOUTS = ("2.12.0", VERSIONS[-1])
 
 
 def wanted(fix: Fix, version: str) -> str:
-    """What the record of a fix leads one to expect."""
+    """Return the verdict that the record of a fix implies for a version."""
     if Version(version) < Version(OLDEST):
         return Status.UNRECOGNIZED
     lacks = Version(version) < Version(LACKS.get(fix.id, OLDEST))

@@ -17,7 +17,7 @@ class State:
 
     @property
     def numbers(self) -> torch.Tensor:
-        """What a generator of torch needs to draw the numbers that are to come."""
+        """Return the state from which a generator of torch draws the next numbers."""
         return torch.default_generator.get_state() if self is active() else self._numbers
 
     @numbers.setter

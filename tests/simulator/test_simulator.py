@@ -55,7 +55,7 @@ def test_graphs_that_use_freed_memory_get_what_others_write_there(fixes: str, wa
 
 
 def verify(gpu: str, *arguments: str) -> dict[str, Any]:
-    """What ``python -m tests.verify --json`` prints, whose exit status must be 0."""
+    """Return the output of ``python -m tests.verify --json``. Fail unless its exit status is 0."""
     command = ("-m", "tests.verify", "--json", *arguments)
     done = python(*command, path=EVERYWHERE, timeout=3600, TE_SIMULATOR_GPU=gpu)
     assert done.returncode == 0, done.stderr

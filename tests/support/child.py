@@ -71,7 +71,7 @@ def _forks() -> subprocess.Popen[str]:
 def on_simulator(
     *arguments: str | Path, path: str | Path = "", imported: Sequence[str] = TE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """As `python` with ``-m tests.simulator``, in a fork of a process that has imported torch: it is slow to import.
+    """Run a program like `python -m tests.simulator`, in a fork of a process that has imported torch already.
 
     ``-c PROGRAM`` runs the text of a program. What is ``imported`` has been before, once for all programs in the same
     environment; without it a program is the first to import TE, and to be told what was applied.
@@ -95,14 +95,14 @@ def on_simulator(
 
 
 def simulate(*arguments: str | Path, path: str | Path = "", imported: Sequence[str] = TE, **environment: str) -> str:
-    """What `on_simulator` prints; it must end well."""
+    """Return what the program prints on the simulator. Fail unless its exit status is 0."""
     done = on_simulator(*arguments, path=path, imported=imported, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:
-    """What a child of `verify` says of each case, by its name; after one that fails, another child goes on."""
+    """Return the outcome of each case by its name. After a case that fails, a new process runs the rest."""
     found: dict[str, Any] = {}
     while left := [each for each in cases if getattr(each, "name", each) not in found]:
         given = [case if isinstance(case, str) else case.to_json() for case in left]
@@ -114,6 +114,6 @@ def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> d
 
 
 def outcome(case: Case, **environment: str) -> Outcome:
-    """What a child of `verify` says of a case."""
+    """Return the outcome of one case, run in a child process of `verify`."""
     line = measured(case, **environment)[case.name]
     return Outcome(**{name: value for name, value in line.items() if name not in ("case", "last")})

@@ -231,7 +231,7 @@ IN_THE_DRIVER = {
 
 
 def main(*arguments: str) -> None:
-    """What the module's docstring says."""
+    """Run the combinations that the arguments name, and print a JSON line for each."""
     import transformer_engine.pytorch  # noqa: F401
 
     from tests.verify.driver import setting

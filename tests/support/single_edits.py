@@ -46,7 +46,7 @@ def alter(fix_id: str, altered: Callable[[Source, Verdict], Verdict]) -> None:
 
 
 def delivered() -> dict[str, Any]:
-    """What the two functions below give; the last one, where this TransformerEngine has such experts."""
+    """Return the results of the two functions below, of the second only if this TransformerEngine has such experts."""
     from transformer_engine.pytorch.module import grouped_linear
 
     found: dict[str, Any] = {"left": left_after_reset()}
@@ -56,7 +56,7 @@ def delivered() -> dict[str, Any]:
 
 
 def left_after_reset() -> int:
-    """Tensors of the weight's shape that are there after a graph with delayed wgrads was reset."""
+    """Return how many tensors of the weight's shape exist after a graph with delayed wgrads was reset."""
     import torch
     import transformer_engine.pytorch as te
 

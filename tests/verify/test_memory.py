@@ -120,7 +120,7 @@ print(json.dumps(changed))
 
 
 def changed_main_grads(setting: str) -> list[str]:
-    """In which programs a capture has changed a ``main_grad``, or memory beside it."""
+    """Return the programs in which a capture has changed a ``main_grad``, or memory next to one."""
     return json.loads(simulate("-c", MAIN_GRADS, TE_GRAPH_FIXES=setting))
 
 

@@ -125,7 +125,7 @@ def test_selection() -> None:
 
 
 def fake(script: str, **options: object) -> Outcome:
-    """What a child that runs ``script`` gives for a case."""
+    """Return the outcome of a case in a child process that runs ``script`` instead."""
     child = Child(os.environ, (sys.executable, "-c", script))
     try:
         return child.measure(CASES["linear-bf16"], **options)  # type: ignore[arg-type]

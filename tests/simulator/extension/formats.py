@@ -50,7 +50,7 @@ def decode_mxfp8(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, t
 
 
 def power_of_two(biased: torch.Tensor) -> torch.Tensor:
-    """What E8M0 bytes stand for; the smallest one is a subnormal float, the last one NaN."""
+    """Return the powers of two that E8M0 bytes encode. The smallest is a subnormal float, and the last byte is NaN."""
     bits = biased.int() << 23
     return bits.masked_fill(biased == 0, 0x400000).masked_fill(biased == 0xFF, 0x7FFFFFFF).view(torch.float32)
 

@@ -196,7 +196,7 @@ def gemm(
     gelu_in: torch.Tensor | None,
     accumulate: bool,
 ) -> None:
-    """The kernel. Sums are exact or nearly so in float64, whatever their order; then they are rounded once."""
+    """Run the kernel. Sums in float64 are exact or nearly so in any order, and are then rounded once."""
     rows = left.matrix()
     product = (rows @ right.matrix()) * alpha
     for factor in (left, right):

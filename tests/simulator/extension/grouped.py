@@ -53,7 +53,7 @@ def get_grouped_gemm_setup_workspace_size(number: int) -> int:
 
 
 def splits_to_offsets(splits: torch.Tensor, stride: int) -> torch.Tensor:
-    """Where each group begins, and the last one ends, in elements."""
+    """Return the first element of each group, and the end of the last group."""
     offsets = torch.empty(len(splits) + 1, dtype=torch.int64)
     launch(_sum_up, [offsets], offsets, splits, stride)
     return offsets
@@ -104,7 +104,7 @@ def group_quantize(
 def bgrad_group_quantize(
     tensor: torch.Tensor, quantizer: Any, number: int, first_dims: Any, tensor_offsets: torch.Tensor | None = None
 ) -> tuple[Any, torch.Tensor]:
-    """As `group_quantize`, and the sum of the rows of each group."""
+    """Return the result of `group_quantize`, and the sum of the rows of each group."""
     sums = torch.empty(number, tensor.shape[-1], dtype=tensor.dtype)
     launch(_sum_groups, [sums], sums, tensor, first_dims)
     return group_quantize(tensor, quantizer, number, first_dims, tensor_offsets), sums

@@ -28,7 +28,7 @@ def multi_tensor_adam(chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[t
 def multi_tensor_adam_fp8(
     chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *options: float
 ) -> None:
-    """As `multi_tensor_adam`, for FP8 weights: behind FP32 weights come scales, amaxes and inverse scales.
+    """Run `multi_tensor_adam` for FP8 weights: the FP32 weights are followed by scales, amaxes and inverse scales.
 
     ``options`` end with the type of the weights.
     """

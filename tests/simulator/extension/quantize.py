@@ -243,7 +243,7 @@ def _needs(quantizer: Any) -> tuple[bool, bool]:
 
 
 def _largest_magnitude(values: torch.Tensor) -> torch.Tensor:
-    """As the GPU's fmax has it: NaN does not count."""
+    """Return the largest magnitude, ignoring NaN as the GPU's fmax does."""
     return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax()
 
 
