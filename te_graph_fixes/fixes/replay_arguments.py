@@ -6,14 +6,16 @@ A replay flattens its arguments and copies them into the static inputs by positi
 passed as a keyword, or an argument is missing, the first *weight* is used as an input. If the keys of a dict are in
 another order, its tensors are mixed up. Inputs of another shape are broadcast. A number, a string or an object keeps
 the value of the capture. A keyword that is not among the sample arguments is ignored, although it may be a tensor or
-hold tensors (Megatron's ``packed_seq_params``). An output that its module detaches gets a gradient.
+hold tensors (Megatron's ``packed_seq_params``). An output that its module detaches gets a gradient. The gradient of an
+FP8 output (``fp8_output=True``) is quantized, and an FP8 input is quantized twice.
 
 With the fix, a replay compares its arguments with the sample arguments: number, shapes, ``requires_grad``, values that
 are no tensors, and the order of tensors in containers. It raises `TypeError` or `ValueError`. A backward through a
 forward-only graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except under
 `torch.autocast`: an eager module computes other numbers from an fp32 input than from a bf16 input (relative error
-0.002). An ignored keyword that holds a tensor raises `ValueError`. Plain ones are still ignored, because callers pass
-``is_first_microbatch``. An output needs a gradient only if it needed one in the capture.
+0.002). An FP8 output in training, and an FP8 input in delayed scaling, raise `ValueError`. So does an ignored keyword
+that is or holds a tensor. Plain ones are still ignored, because callers pass ``is_first_microbatch``. An output needs a
+gradient only if it needed one in the capture.
 
 Two differences may be harmless: a smaller tensor, such as a mask that broadcasts, and an input that needs a gradient
 although its sample argument needed none. The first such replay runs the eager forward without FP8, and then restores
@@ -25,9 +27,13 @@ from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_replay_arguments import SampleArguments
++from ._te_replay_arguments import SampleArguments, refuse_quantized_outputs
 +
  visited_te_modules = ANY_EMPTY
+@@ (2 times)
+ flatten_outputs, spec = _tree_flatten(outputs)
++if is_training:
++    refuse_quantized_outputs(func, flatten_outputs, _reuse_graph_input_output_buffers)
 @@
 +sample_arguments = SampleArguments(
 +    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformer_engine.pytorch.distributed import get_all_rng_states
-from transformer_engine.pytorch.quantization import autocast
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from ._te_warn_once import warn_once
 
@@ -21,9 +22,11 @@ _PLAIN = (bool, int, float, str, bytes, type, type(None), torch.nn.Module, torch
 def _of(leaf: Any) -> tuple[Any, ...]:
     """Return the properties of a tensor that a graph fixes: shape, ``requires_grad`` and dtype.
 
-    All three are empty for any other argument.
+    The class of a quantized tensor stands for its dtype. All three are empty for an argument that is no tensor.
     """
-    return (leaf.shape, leaf.requires_grad, leaf.dtype) if isinstance(leaf, torch.Tensor) else (None, False, None)
+    if not isinstance(leaf, torch.Tensor):
+        return None, False, None
+    return leaf.shape, leaf.requires_grad, type(leaf) if isinstance(leaf, QuantizedTensor) else leaf.dtype
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -83,6 +86,19 @@ def _structure(value: Any) -> Any:
     if isinstance(value, (list, tuple, deque)):
         return [*map(_structure, value)]
     return None if value is None else object()
+
+
+def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffers: bool) -> None:
+    """Refuse the training graph of a callable with quantized outputs, if TE would quantize their gradients too.
+
+    If TE reuses the memory of outputs, it also loses their scales.
+    """
+    if any(isinstance(output, QuantizedTensor) and (output.requires_grad or reuses_buffers) for output in outputs):
+        raise ValueError(
+            f"{type(function).__name__} returns a quantized tensor, as with fp8_output=True. A graph would also "
+            "quantize its gradient. Capture it together with the module that reads the tensor, or return a tensor in "
+            "high precision."
+        )
 
 
 def refuse_backward(_ctx: Any) -> None:
@@ -245,12 +261,28 @@ class SampleArguments:
             )
         dtypes, sample_dtypes = ([dtype for _, _, dtype in values] for values in (given, self._samples))
         if dtypes != sample_dtypes:
+            self._refuse_quantized(dtypes, sample_dtypes)
+            dtypes = [
+                sample if isinstance(dtype, type) else dtype
+                for dtype, sample in zip(dtypes, sample_dtypes, strict=True)
+            ]
+        if dtypes != sample_dtypes:
             if torch.is_autocast_enabled():
                 return
             warn_once(
                 f"{self._graph} was captured for inputs of {sample_dtypes}, and got {dtypes}. It casts them, but "
                 "eager training may not. Capture it with sample arguments of these dtypes, or cast the inputs first."
             )
+
+    def _refuse_quantized(self, dtypes: Sequence[Any], sample_dtypes: Sequence[Any]) -> None:
+        for name, dtype, sample in zip(self._names, dtypes, sample_dtypes, strict=True):
+            is_other = isinstance(dtype, type) and dtype is not sample
+            if is_other and FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.get_fp8_recipe().delayed():
+                raise ValueError(
+                    f"{self._graph} was captured with a tensor in {sample} as {name}, and got a {dtype.__name__}. In "
+                    "delayed scaling, the graph would quantize it again with another scale. Pass a tensor in high "
+                    "precision, such as its dequantize()."
+                )
 
     def _ask(self, question: Any, answer: Callable[[], bool], if_unknown: bool) -> bool:
         """Return the answer of the module, which is asked once for each question."""

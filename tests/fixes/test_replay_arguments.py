@@ -316,6 +316,37 @@ for x in (random(1, 32), random(1, 32, grad=False), random(16, 1)):
     refused(lambda: layer(x), "and got shapes")
 """
 
+QUANTIZED = """
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+def fp8_output(linear, x):
+    return linear(x, fp8_output=True)
+
+def train(graphed, recipe):
+    torch.manual_seed(1)
+    first, second = linear(), linear()
+    if graphed:
+        te.make_graphed_callables(second, (random(),), enabled=True, recipe=recipe)
+    torch.manual_seed(2)
+    found = []
+    for step in range(3):
+        with te.autocast(enabled=True, recipe=recipe):
+            out = second(first(random(), fp8_output=True))
+        out.float().pow(2).mean().backward()
+        for layer in (first, second):
+            found.append(layer.weight.grad.clone())
+            layer.zero_grad()
+    return found
+
+for recipe in (DelayedScaling(), Float8CurrentScaling()):
+    options = {"enabled": True, "recipe": recipe}
+    module = Module(fp8_output)
+    refused(lambda: te.make_graphed_callables(module, (random(),), **options), "returns a quantized tensor")
+
+refused(lambda: train(True, DelayedScaling()), "and got a Float8Tensor")
+assert all(map(torch.equal, train(False, Float8CurrentScaling()), train(True, Float8CurrentScaling())))
+"""
+
 PROGRAMS = {
     "outputs without gradients": WITHOUT_GRADS,
     "its own output": OWN_OUTPUT,
@@ -323,6 +354,7 @@ PROGRAMS = {
     "ignored keywords": IGNORED,
     "other containers": STRUCTURES,
     "inputs that eager training shows to be equivalent": ASKED,
+    "quantized tensors": QUANTIZED,
     "delayed wgrads of an input without a gradient": DELAYED,
 }
 
