@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from transformer_engine.pytorch.quantization import RecipeState
+
 STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
@@ -43,17 +45,28 @@ class RecipeStates:
         """
         recipe = manager.get_fp8_recipe()
         compared: list[Any] = [recipe]
+        resumed = []
         for module, states in self._held.items():
             is_outside = hasattr(module, "unfused_attention") and not (recipe.fp8_dpa or recipe.fp8_mha)
             is_known = self._is_operation or module in self._in_autocast or (module in known and not is_outside)
             if is_known or _equals(states[0].recipe, compared):
-                self._resume(module, states, manager, compared)
+                resumed.append((module, states))
+                if not (self._follows(module, compared) and all(map(_State.is_current, states))):
+                    for state in states:
+                        state.require_kind_in(recipe)
+        for module, states in resumed:
+            self._resume(module, states, manager, compared)
+
+    @staticmethod
+    def _follows(module: Any, compared: list[Any]) -> bool:
+        """Return whether an eager forward of the module would not look at its recipe again."""
+        is_module = "fp8_meta" in vars(module)
+        return not is_module or (module.fp8 and _equals(module.fp8_meta["recipe"], compared))
 
     def _resume(self, module: Any, states: Sequence[_State], manager: Any, compared: list[Any]) -> None:
         recipe = manager.get_fp8_recipe()
         is_module = "fp8_meta" in vars(module)
-        follows = not is_module or (module.fp8 and _equals(module.fp8_meta["recipe"], compared))
-        if follows and all(map(_State.is_current, states)):
+        if self._follows(module, compared) and all(map(_State.is_current, states)):
             return
         if is_module:
             module.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])
@@ -88,15 +101,26 @@ class _State:
             return False
         return not self.is_delayed or (state.scale is self._scale and state.amax_history is self._history)
 
-    def take_over(self, buffers: Any) -> None:
-        """Copy the current values of the module to the graph's state, and make it the state of the module again."""
-        meta = _meta(self._attributes, self._mode)
-        state: Any = meta.get(STATES[self._mode])
+    def require_kind_in(self, recipe: Any) -> None:
+        """Raise RuntimeError if a forward in ``recipe`` would create a state of another kind than the graph's.
+
+        Attention chooses its own recipe, so its state is compared only after the forward's work.
+        """
+        if not hasattr(self._module, "unfused_attention"):
+            self._require_kind(RecipeState.create(recipe, mode=self._mode))
+
+    def _require_kind(self, state: Any) -> None:
         if _kind(state) != self._kind:
             raise RuntimeError(
                 f"a graph of {type(self._module).__name__} was captured with a {self._kind} and is replayed with a "
                 f"{_kind(state)}. Replay it in an autocast with the recipe of the capture."
             )
+
+    def take_over(self, buffers: Any) -> None:
+        """Copy the current values of the module to the graph's state, and make it the state of the module again."""
+        meta = _meta(self._attributes, self._mode)
+        state: Any = meta.get(STATES[self._mode])
+        self._require_kind(state)
         if not self.is_delayed:
             return
         if state.scale is not self._scale:

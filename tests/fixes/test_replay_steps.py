@@ -68,3 +68,43 @@ print(json.dumps([refusal(late.sum().backward), refusal(lambda: run(sample()))])
 """)
     assert isinstance(found, list)
     assert all(text and "reset" in text for text in found)
+
+
+OTHER_RECIPE = """
+import json, te_graph_fixes, torch, transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+layers = [te.Linear(32, 32, device="cuda", params_dtype=torch.bfloat16) for _ in range(2)]
+layer = torch.nn.Sequential(*layers)
+sample = lambda: torch.randn(32, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
+autocast = getattr(te, "autocast", None) or te.fp8_autocast
+delayed, current = DelayedScaling(amax_history_len=2), Float8CurrentScaling()
+run = te.make_graphed_callables(layer, (sample(),), enabled=True, recipe=delayed)
+for _ in range(3):
+    with autocast(enabled=True, recipe=delayed):
+        loss = run(sample()).sum()
+    loss.backward()
+
+def state():
+    return [
+        (key, value.tolist())
+        for each in layers
+        for key in ("scaling_fwd", "scaling_bwd")
+        for value in (each.fp8_meta[key].scale, each.fp8_meta[key].amax_history)
+    ]
+
+before = state()
+try:
+    with autocast(enabled=True, recipe=current):
+        run(sample())
+    error = ""
+except RuntimeError as found:
+    error = str(found)
+print(json.dumps([error, hasattr(layers[0].fp8_meta["scaling_fwd"], "scale") and before == state()]))
+"""
+
+
+def test_a_replay_refused_for_its_recipe_keeps_the_scales() -> None:
+    error, is_kept = json.loads(simulate("-c", OTHER_RECIPE, TE_GRAPH_FIXES="on").splitlines()[-1])
+    assert "Replay it in an autocast with the recipe of the capture" in error
+    assert is_kept
