@@ -9,6 +9,7 @@ from the marks before each replay.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -58,11 +59,17 @@ class FirstMicrobatches:
         self._saved = SavedMarks(modules)
         self.marks = {module: module.is_first_microbatch for module in modules if hasattr(module, MARK)}
         self.told_first: set[Any] = set()
+        self.marked_by_class: set[Any] = set()
         self._caches_weights = caches_weights
         self._needs_flags = True
 
     def restore_marks(self) -> None:
-        """Restore the marks, which the warmup has cleared."""
+        """Restore the marks, which the warmup has cleared, except marks that are plain attributes of a class."""
+        self.marked_by_class = {
+            module
+            for module in self.marks
+            if MARK not in vars(module) and not hasattr(inspect.getattr_static(type(module), MARK, None), "__set__")
+        }
         self._saved.restore()
 
     @contextlib.contextmanager
@@ -134,13 +141,17 @@ class GraphFlags:
         return self._flags[owner]
 
     def fill(self, call: Any) -> None:
-        """Fill the flags for the next replay and clear the marks. Note whether the replay reuses all weights."""
+        """Fill the flags for the next replay and clear the marks. Note whether the replay reuses all weights.
+
+        A mark that is an attribute of a class remains, because no forward clears it.
+        """
         for owner, reused in self._reuses.items():
             if owner is None:
                 continue
             reuses = not owner.is_first_microbatch
-            with contextlib.suppress(AttributeError):  # a property without a setter
-                owner.is_first_microbatch = False
+            if owner not in self._found.marked_by_class or MARK in vars(owner):
+                with contextlib.suppress(AttributeError):  # a property without a setter
+                    owner.is_first_microbatch = False
             if reuses != reused:
                 self._flags[owner].fill_(reuses)
                 self._reuses[owner] = reuses

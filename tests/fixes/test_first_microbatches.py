@@ -68,6 +68,23 @@ def test_without_the_fix_marks_are_lost() -> None:
     assert float(simulate("-c", MARKED_AFTERWARDS, TE_GRAPH_FIXES_DISABLE="stale-fp8-weights")) > 0.01
 
 
+OF_A_CLASS = (
+    MARKED_AFTERWARDS.replace("        self.is_first_microbatch = True\n", "")
+    .replace("        self.is_first_microbatch = False\n", "")
+    .replace("def __init__", "is_first_microbatch = False\n\n    def __init__")
+    .replace(
+        "        for microbatch in x:\n",
+        "        for number, microbatch in enumerate(x):\n            Layer.is_first_microbatch = number == 0\n",
+    )
+    .replace("        layer.is_first_microbatch = True\n", "")
+)
+"""The training loop sets the mark of the class, which is False in the capture."""
+
+
+def test_a_mark_of_a_class_is_read_at_each_replay() -> None:
+    assert float(simulate("-c", OF_A_CLASS)) == 0.0
+
+
 OWN_CACHES = """
 import json
 import torch
