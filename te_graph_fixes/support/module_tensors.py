@@ -48,8 +48,8 @@ class WarmupRecord:
 
     @contextmanager
     def during_forward(self, number: int) -> Iterator[None]:
-        """Record the members that a captured forward uses, unless another profiler is active."""
-        is_free = sys.getprofile() is None
+        """Record the members that a captured forward uses, unless another profiler or `__getattr__` is in place."""
+        is_free = sys.getprofile() is None and _LOOKUP.co_varnames[:2] == ("self", "name")
         if is_free:
             used = self._used[number] = UsedMembers(functools.partial(self._note_recipe, number))
             sys.setprofile(used.note)
@@ -157,7 +157,8 @@ class UsedMembers:
         """Add to ``all_of`` each of ``modules`` whose use the profiler did not see."""
         seen = self._ran.union(module for module, _ in self.lookups)
         for module in modules:
-            if _is_compiled(module) or (module in ran_in_warmup and module not in seen):
+            has_own_lookup = type(module).__getattr__ is not torch.nn.Module.__getattr__
+            if has_own_lookup or _is_compiled(module) or (module in ran_in_warmup and module not in seen):
                 self.all_of.update(dict.fromkeys(module.modules()))
             ran = {name for name, child in module._modules.items() if child in self._ran or child in ran_in_warmup}
             if any((module, name) not in self.lookups for name in ran):
@@ -179,13 +180,14 @@ class CallableTensors:
         self.frozen = [parameter for parameter in held if parameter is not None and not parameter.requires_grad]
         fused = [module for module in modules if any(getattr(module, name, False) for name in FUSES_WGRADS)]
         weights = [weight for module in fused for weight in module.parameters(recurse=False) if weight.requires_grad]
-        weights = [weight for weight in weights if weight.dim() > 1 and _address(vars(weight), "main_grad")]
+        # A bias has a main_grad too, but a backward returns its gradient.
+        weights = [weight for weight in weights if weight.dim() > 1 and _address(*_main_grad(weight))]
         self.fused = {*weights}.intersection(weight for weight in held if weight is not None)
         slots: list[Slot] = [(held, number, f"a parameter ({name})") for number, name in enumerate(names)]
         quantized = [(vars(parameter), part) for parameter in held if parameter is not None for part in QUANTIZED]
         slots += [(attributes, part, f"the {part} of a parameter") for attributes, part in quantized]
         self.read = Addresses(slots)
-        self.written = Addresses((vars(weight), "main_grad", "the main_grad of a parameter") for weight in self.fused)
+        self.written = Addresses((*_main_grad(weight), "the main_grad of a parameter") for weight in self.fused)
 
 
 class Members:
@@ -265,6 +267,21 @@ def _address(owner: Any, key: Any) -> int:
     """Return the address of a tensor; 0 if it is missing or has no memory."""
     tensor = owner.get(key) if isinstance(owner, dict) else owner[key]
     return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else 0
+
+
+def _main_grad(weight: torch.Tensor) -> tuple[Any, str]:
+    """Return the place of a ``main_grad``. A property has none but the object itself."""
+    return (vars(weight) if "main_grad" in vars(weight) else _Properties(weight)), "main_grad"
+
+
+class _Properties:
+    """The properties of an object, which are read like the values of a dictionary."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._owner, name, None)
 
 
 def _moved(callable_name: str, what: str) -> RuntimeError:

@@ -185,6 +185,19 @@ def setting(path, make):
 def parameter():
     return torch.nn.Parameter(torch.ones(H))
 
+class WithProperty(torch.nn.Parameter):
+    main_grad = property(lambda self: self.buffers[-1], lambda self, value: None)
+
+def accumulated(capture, change):
+    layer = linear(bias=False, fuse_wgrad_accumulation=True)
+    layer.weight = WithProperty(layer.weight.data)
+    layer.weight.buffers = [torch.zeros(H, H)]
+    capture(layer, (x(),), allow_unused_input=True)
+    for _ in range(2):
+        layer(x()).sum().backward()
+        yield layer.weight.main_grad
+        change(layer.weight)
+
 def with_adapter(self, x, scale=1.0):
     return self.l(x) + scale * self.up(x)
 
@@ -267,6 +280,7 @@ RIGHT = {
     "inside another": "partial(copies, copied=inside)",
     "captured twice": "partial(copies, forward=partial, again=True)",
     "own methods": "own_methods",
+    "property main_grad": "partial(accumulated, change=lambda w: None)",
     "unused parameter unfrozen": "partial(changed, change=lambda m: m.frozen.requires_grad_())",
     "unused parameter frozen": "partial(changed, change=lambda m: m.unused.requires_grad_(False))",
     "unused parameter replaced": "partial(changed, change=setting('unused', parameter))",
@@ -305,6 +319,10 @@ REFUSED = {
         "needed no gradient",
     ),
     "module run by forward replaced": ("partial(changed, change=setting('after.0', linear))", "a module (0) was"),
+    "property main_grad replaced": (
+        "partial(accumulated, change=lambda w: w.buffers.append(torch.zeros(H, H)))",
+        "the main_grad of a parameter was",
+    ),
     "module replaced": ("partial(changed, change=setting('layer', linear))", "a module (layer) was"),
     "buffer changed in the forward": ("changed_buffer", "inplace"),
     "statistics changed in the forward": ("changed_statistics", "inplace"),
