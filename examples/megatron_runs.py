@@ -130,8 +130,8 @@ class Run:
                     run.norms[found[2]] = values
                 else:
                     run.versions = values
-            elif "te-graph-fixes check:" in line:
-                run.check.append(line.partition("te-graph-fixes check:")[2].strip())
+            elif "te-graph-fixes check" in line:
+                run.check.append(line.partition("te-graph-fixes check")[2].lstrip(":, ").strip())
         run.peak_mib = [float(mib) for mib in re.findall(r"peak memory of rank \d+: (\S+) MiB", log)]
         if status == TIMED_OUT:
             run.error = "took longer than --timeout"
@@ -299,7 +299,7 @@ def tensors_equal(run: Run) -> int:
 
     Processes that a rank starts, such as writers of checkpoints, print results of their own with 0 steps.
     """
-    results = [line for line in run.check if re.match(r"[1-9]\d* steps?, ", line)]
+    results = [line for line in run.check if re.match(r"fixes [^:]*: [1-9]\d* steps?, ", line)]
     if not all("all equal" in line for line in results):
         return 0
     return sum(int(re.findall(r"([\d,]+) tensors", line)[0].replace(",", "")) for line in results)

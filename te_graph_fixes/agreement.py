@@ -150,11 +150,13 @@ def _difference(
             values.append(f"without {named(lacking)}")
         _, _, asked, is_asked = struct.unpack(_RECORD, state)
         values += [f"expects digest {asked.hex()}"] if is_asked else []
-        lines.append(f"  {_ranks(states[state])} (host {found['host']}): {'; '.join([*values, *found['missing']])}")
+        lines.append(
+            f"  {numbered_ranks(states[state])} (host {found['host']}): {'; '.join([*values, *found['missing']])}"
+        )
     return "\n".join(lines)
 
 
-def _ranks(numbers: Sequence[int]) -> str:
+def numbered_ranks(numbers: Sequence[int]) -> str:
     """Return "rank 3", or a list such as "ranks 0-3, 7"; of many ranges, the first and the total number of ranks."""
     starts = [numbers[0], *(after for before, after in pairwise(numbers) if after > before + 1)]
     ends = [*(before for before, after in pairwise(numbers) if after > before + 1), numbers[-1]]

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
+from ..agreement import numbered_ranks
 from ..decision import read_installed
 from ..fix import Fix
 from ..fixes import CATALOGUE
@@ -49,9 +50,9 @@ JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
 _numbers = itertools.count()  # the same on all ranks
 
 
-def print_line(text: str, of_rank: bool = True) -> None:
+def print_line(text: str) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", "0"))
-    print_stderr(f"te-graph-fixes check: {f'rank {rank}, ' * of_rank}{text}")
+    print_stderr(f"te-graph-fixes check: rank {rank}, {text}")
 
 
 class Check:
@@ -130,6 +131,7 @@ class Check:
             self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
         if self._pending:
             self.totals["steps"] = self.step
+            _ = self._fixes  # of the checked steps, not of the end of the job
         self._print_changes()
         groups: defaultdict[tuple[str, bool], list[tuple[float, Subject, str]]] = defaultdict(list)
         for error, subject, text in self._pending:
@@ -146,7 +148,8 @@ class Check:
         for (_, different), alike in groups.items():
             self._print_mismatch(different, alike)
         if self._options.strict and self.totals["different"]:
-            print_line(f"strict check, ending with status {EXIT_MISMATCH}: {_sentence([self.totals])}")
+            text = _summary([self.totals], [self._fixes])
+            print_stderr(f"{text}; strict check of rank {self._job[1]}, ending with status {EXIT_MISMATCH}")
             sys.stdout.flush()
             os._exit(EXIT_MISMATCH)
 
@@ -183,10 +186,14 @@ class Check:
         return [fix.id for fix in hinted]
 
     @functools.cached_property
+    def _fixes(self) -> tuple[str, str]:
+        return _fixes()
+
+    @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
         """Return the fixes that this TransformerEngine needs but that are not applied; [] if none is missing."""
         needed = [fix for fix, verdict in read_installed().verdicts.items() if verdict.status == Status.APPLICABLE]
-        return [CATALOGUE[fix] for fix in needed if fix not in report().having("applied")]
+        return [CATALOGUE[fix] for fix in needed if fix not in report().active]
 
     def finish(self) -> Check:
         """End the check and release its references. Rank 0 reports for the job when all ranks have finished."""
@@ -213,23 +220,45 @@ class Check:
             return  # a child such as a checkpoint writer
         keys = [f"{self._name}/{rank}" for rank in range(size)]
         try:
-            store.set(keys[number], json.dumps(self.totals))
+            store.set(keys[number], json.dumps([self.totals, self._fixes]))
             while number == 0 and threading.main_thread().is_alive() and not store.check(keys):
                 time.sleep(0.2)
             if number == 0:
                 ended = hasattr(sys, "last_value")  # the process ended with an exception
                 store.wait(keys, timedelta(seconds=0.01 if ended else RANK_TIMEOUT_S))
-                print_line(f"not covered: {NOT_COVERED} (docs/check.md)", of_rank=False)
-                print_line(_sentence([Counter(json.loads(store.get(key))) for key in keys]), of_rank=False)
+                print_stderr(f"te-graph-fixes check: not covered: {NOT_COVERED} (docs/check.md)")
+                ranks = [json.loads(store.get(key)) for key in keys]
+                print_stderr(_summary([Counter(totals) for totals, _ in ranks], [tuple(fixes) for _, fixes in ranks]))
         except Exception as error:  # for example, the process that holds the store has ended
-            print_line(f"{_sentence([self.totals])}; there is no report for all ranks: {error}")
+            text = _summary([self.totals], [self._fixes])
+            print_stderr(f"{text}; there is no report for all ranks, this is rank {number}: {error}")
+
+
+def _fixes() -> tuple[str, str]:
+    """Return which fixes this process runs, and the digest of its report."""
+    found = report()
+    active, number = len(found.active), len(found.active) + len(found.missing) + len(found.having(Status.DISABLED))
+    if found.mode == "off":
+        return "off", found.digest
+    return "on" if active == number else f"{active} of {number}", found.digest
+
+
+def _summary(totals: list[Counter[str]], fixes: list[tuple[str, str]]) -> str:
+    """Return the last line of a check. If the fixes of ranks differ, it is an error instead of a verdict."""
+    if len(set(fixes)) == 1:
+        return f"te-graph-fixes check, fixes {fixes[0][0]}: {_sentence(totals)}"
+    ranks = {state: [rank for rank, each in enumerate(fixes) if each == state] for state in dict.fromkeys(fixes)}
+    states = [f"fixes {found} (digest {digest}) on {numbered_ranks(ranks)}" for (found, digest), ranks in ranks.items()]
+    text, _, _ = _sentence(totals).partition(":")
+    error = f"the ranks differ in their fixes, so nothing is proved: {', '.join(states)}"
+    return f"te-graph-fixes check, error: {error}; {text}"
 
 
 def _sentence(totals: list[Counter[str]]) -> str:
     """Return the summary of a check: the numbers of comparisons and mismatches on all ranks."""
     total, steps = sum(totals, Counter[str]()), max(counts["steps"] for counts in totals)
     counted = _count(steps, "step"), _count(total["callables"], "callable"), _count(total["tensors"], "tensor")
-    scope = f"{', '.join(counted)} compared"
+    scope = ", ".join(counted)
     verdict = f"{total['different']:,} differ" if total["different"] else "all equal"
     if len(totals) > 1:
         scope += f" on {len(totals)} ranks"

@@ -149,7 +149,7 @@ def test_ten_thousand_ranks() -> None:
     assert time.process_time() - begin < 1
     assert tracemalloc.get_traced_memory()[1] < 4e6
     tracemalloc.stop()
-    assert agreement._ranks(states[problem]) == "ranks 3, 17-39, 9999"
+    assert agreement.numbered_ranks(states[problem]) == "ranks 3, 17-39, 9999"
 
 
 def test_reports_can_be_sent_and_compared() -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +278,7 @@ def loop(
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    found = [line for line in done.stderr.splitlines() if line.startswith("te-graph-fixes check: ")]
-    return [line.removeprefix("te-graph-fixes check: ") for line in found]
+    return re.findall(r"^te-graph-fixes check(?:: |, (?=fixes|error))(.*)", done.stderr, re.MULTILINE)
 
 
 RECOMPUTED = """
@@ -296,7 +296,7 @@ fused = lambda: te.ops.Sequential(te.ops.LayerNorm(32, **options), te.ops.Linear
 layers = torch.nn.ModuleList(fused() for _ in layers)
 """
 AGAIN = "for _ in range(2): te.make_graphed_callables(te.Linear(32, 32, **options), (sample(),))\n"
-EQUAL = "2 steps, 4 callables, .* tensors compared: all equal"
+EQUAL = "fixes on: 2 steps, 4 callables, .* tensors: all equal"
 ONE_STEP = "all equal; one step cannot reveal stale weights: check at least 2"
 
 
@@ -304,9 +304,9 @@ ONE_STEP = "all equal; one step cannot reveal stale weights: check at least 2"
     ("job", "last"),
     [
         ({}, EQUAL),
-        ({"check": "2,layers=2", "steps": 6}, "4 steps, 4 callables, .*all equal"),
-        ({"check": "1"}, f"1 step, 4 callables, .*{ONE_STEP}"),
-        ({"steps": 1}, f"1 step, 4 callables, .*{ONE_STEP}"),
+        ({"check": "2,layers=2", "steps": 6}, "fixes on: 4 steps, 4 callables, .*all equal"),
+        ({"check": "1"}, f"fixes on: 1 step, 4 callables, .*{ONE_STEP}"),
+        ({"steps": 1}, f"fixes on: 1 step, 4 callables, .*{ONE_STEP}"),
         ({"first": "import transformer_engine.pytorch\n"}, EQUAL),
         ({"before": RECOMPUTED}, EQUAL),
         ({"before": FUSED}, EQUAL),
@@ -321,6 +321,25 @@ ONE_STEP = "all equal; one step cannot reveal stale weights: check at least 2"
 def test_the_last_line_of_a_job(job: dict[str, Any], last: str) -> None:
     done = loop(**{"first": "import sys\n", **job})
     assert re.fullmatch(last, lines(done)[-1]), done.stderr
+
+
+@pytest.mark.parametrize(("fixes", "said"), [("off", "off"), ("replay-arguments", r"\d of \d\d")])
+def test_the_last_line_names_the_fixes(fixes: str, said: str) -> None:
+    assert re.match(f"fixes {said}: 2 steps, 4 callables, ", lines(loop(first="import sys\n", fixes=fixes))[-1])
+
+
+def test_ranks_with_other_fixes_are_an_error() -> None:
+    from te_graph_fixes.checking.findings import _summary
+
+    totals = [Counter(steps=2, callables=8, tensors=100)] * 3
+    same, other = ("on", "1a2b3c4d"), ("off", "00000000")
+    assert _summary(totals, [same] * 3).endswith(
+        "check, fixes on: 2 steps, 24 callables, 300 tensors on 3 ranks: all equal"
+    )
+    for states in ([same, same, other], [same, same, ("on", "ffffffff")]):
+        line = _summary(totals, states)
+        assert re.search(r"check, error: the ranks differ .* fixes on .* on ranks 0-1, fixes .* on rank 2; ", line)
+        assert "all equal" not in line
 
 
 def test_a_process_that_the_job_starts_prints_no_result_of_its_own() -> None:
@@ -450,7 +469,7 @@ graph._make_graphed_callables = make_broken
             "forward: output 0 differs from the eager run (relative error 1)",
             "ending with status 86",
         ),
-        ({"in_step": "if step == 2: raise SystemError", "check": "3"}, 1, "", "^2 steps, 4 callables, "),
+        ({"in_step": "if step == 2: raise SystemError", "check": "3"}, 1, "", "^fixes on: 2 steps, 4 callables, "),
     ],
     ids=["a defect", "a strict check", "an error"],
 )
@@ -570,12 +589,12 @@ def test_one_report_for_all_ranks(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
     done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
     assert done.returncode == 0, done.stderr
-    ends = [i for i, line in enumerate(lines(done)) if " tensors compared" in line]
+    ends = [i for i, line in enumerate(lines(done)) if " tensors on 2 ranks" in line]
     reports = [lines(done)[i] for i in ends]
     assert len(reports) == 3, lines(done)
     for report, steps in zip(reports, (2, 2, 3), strict=True):
-        assert report.startswith(f"{steps} steps, 8 callables, ")
-        assert " tensors compared on 2 ranks: " in report
+        assert re.match(rf"fixes (on|\d+ of \d+): {steps} steps, 8 callables, ", report)
+        assert " tensors on 2 ranks: " in report
     assert reports[0].endswith(": all equal")
     assert reports[1].endswith(": all equal")
     assert reports[2].endswith(" differ, on rank 0")

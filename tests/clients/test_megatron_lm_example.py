@@ -17,9 +17,9 @@ WRONG = (*RIGHT[:4], "0.801", *RIGHT[5:])
 LINE = " [a time] iteration {0:8}/{1:8} | elapsed time per iteration (ms): {2} | lm loss: 9.2E+00 | grad norm: {3} |"
 EXPERT = "decoder.layers.0.mlp.experts.linear_fc1.weight0 of rank 0"
 NORMS = {EXPERT: 0.5, "decoder.layers.0.mixer.A_log of rank 0": 0.25}
-EQUAL = "te-graph-fixes check: 2 steps, 8 callables, 1,456 tensors compared on 2 ranks: all equal"
-DIFFERENT = "te-graph-fixes check: 2 steps, 8 callables, 1,456 tensors compared on 2 ranks: 3 differ, on rank 0"
-OF_CHILD = "te-graph-fixes check: 0 steps, 0 callables, 0 tensors compared: nothing was compared"
+EQUAL = "te-graph-fixes check, fixes on: 2 steps, 8 callables, 1,456 tensors on 2 ranks: all equal"
+DIFFERENT = "te-graph-fixes check, fixes on: 2 steps, 8 callables, 1,456 tensors on 2 ranks: 3 differ, on rank 0"
+OF_CHILD = "te-graph-fixes check, fixes on: 0 steps, 0 callables, 0 tensors: nothing was compared"
 CRASH = "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Could not infer dtype"
 
 
@@ -159,8 +159,8 @@ def test_norms_are_compared_and_shown_by_kind_of_parameter(
 @pytest.mark.parametrize(
     ("checked", "status", "printed"),
     [
-        (log(RIGHT, EQUAL, OF_CHILD), 0, "2 steps, 8 callables, 1,456 tensors compared on 2 ranks: all equal"),
-        (log(RIGHT, DIFFERENT), 1, "2 steps, 8 callables, 1,456 tensors compared on 2 ranks: 3 differ, on rank 0"),
+        (log(RIGHT, EQUAL, OF_CHILD), 0, "fixes on: 2 steps, 8 callables, 1,456 tensors on 2 ranks: all equal"),
+        (log(RIGHT, DIFFERENT), 1, "fixes on: 2 steps, 8 callables, 1,456 tensors on 2 ranks: 3 differ, on rank 0"),
         (log(WRONG, EQUAL), 1, "checked against with te-graph-fixes: differ: grad norm 1 of 8"),
         (log(RIGHT), 1, "checked against with te-graph-fixes: the same in every digit"),
     ],
