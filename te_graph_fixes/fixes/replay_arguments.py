@@ -1,4 +1,4 @@
-"""Bug: graphs silently accept arguments that differ from the sample arguments.
+"""Bug: graphs accept, without an error, arguments that differ from the sample arguments.
 
 Upstream: none yet, TE 2.10 to main
 

@@ -1,4 +1,4 @@
-"""Bug: programs that violate the assumptions of a capture compute wrong numbers silently.
+"""Bug: programs that violate the assumptions of a capture compute wrong numbers without an error.
 
 Upstream: none yet, TE 2.10 to main
 

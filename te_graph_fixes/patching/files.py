@@ -26,7 +26,7 @@ def changed_code(source: Source, changes: Changes) -> tuple[dict[str, list[str]]
         for module in {module for added in places.values() for module in added}
         for name, function in functions_of(compiled(module, texts[module][1])).items()
     }
-    for patch in compile_patches(source, changes):
+    for patch in compile_patches(source, changes, texts):
         code[f"{patch.module}:{patch.qualname}"] = patch.after
         for name in patch.owners:
             places[name].append(f"{patch.module}:{patch.qualname}")

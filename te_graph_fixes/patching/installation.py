@@ -38,13 +38,14 @@ class Change(Protocol):
 
 
 Changes = Mapping[str, Change]
+Texts = dict[str, tuple[str, str]]
 
 
 class InstallationError(Exception):
     """An error in composing, compiling or installing changes. The message names the changes."""
 
 
-def patched(source: Source, changes: Changes) -> dict[str, tuple[str, str]]:
+def patched(source: Source, changes: Changes) -> Texts:
     """Return, for every edited or added module, its text before and after the changes ("" before: the module is added).
 
     Insertions at the same place are sorted by the names of their changes. Raise `InstallationError` for conflicts.
@@ -125,12 +126,11 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
     return None
 
 
-def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
-    """Compile the functions that the ``changes`` edit or add.
+def compile_patches(source: Source, changes: Changes, texts: Texts) -> list[FunctionPatch]:
+    """Compile the functions that the ``changes`` edit or add. ``texts`` is the result of `patched`.
 
     Raise `InstallationError` for an edit that is outside the body of a function and does not add methods to a class.
     """
-    texts = patched(source, changes)
     return [
         patch
         for name, edits in _edits_by_module(changes).items()
@@ -223,7 +223,7 @@ class Installation:
     def __init__(self, source: Source, changes: Changes) -> None:
         self._changes = changes
         self._texts = patched(source, changes)
-        self._patches = compile_patches(source, changes)
+        self._patches = compile_patches(source, changes, self._texts)
         self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: none), new value
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.patching.installation import compile_patches
+from te_graph_fixes.patching.installation import compile_patches, patched
 from tests.support import published
 from tests.support.child import simulate
 
@@ -26,7 +26,8 @@ def is_capture_only(module: str, name: str) -> bool:
 def edited() -> list[tuple[str, str]]:
     """Return module and name of the functions that run in eager training too."""
     source, _ = published.examined("installed")
-    patches = compile_patches(source, published.needed("installed"))
+    needed = published.needed("installed")
+    patches = compile_patches(source, needed, patched(source, needed))
     names = [(patch.module, patch.qualname) for patch in patches]
     return [name for name in names if not is_capture_only(*name)]
 

@@ -49,7 +49,7 @@ def words(found: Mapping[str, Verdict]) -> dict[str, str]:
 
 def compiled(tree: Source, changes: Mapping[str, Verdict]) -> list[FunctionPatch]:
     """Compile the functions that fixes change. They must read no name that is undefined, and need no other closure."""
-    patches = compile_patches(tree, changes)
+    patches = compile_patches(tree, changes, patched(tree, changes))
     for patch in patches:
         module = tree.module(patch.module)
         in_module = compile(module.text, module.path, "exec", dont_inherit=True)

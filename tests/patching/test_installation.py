@@ -22,7 +22,6 @@ from te_graph_fixes.fix import Verdict
 from te_graph_fixes.patching.installation import (
     Installation,
     InstallationError,
-    compile_patches,
     patched,
 )
 from te_graph_fixes.patching.source import Edit, Source
@@ -326,7 +325,7 @@ def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn]
     start = text.index(pattern)
     verdict = change([Edit(CODE, start, start + len(pattern), new)])
     with pytest.raises(InstallationError, match="is not in a function"):
-        compile_patches(package.source, {"fix": verdict})
+        Installation(package.source, {"fix": verdict})
 
 
 @pytest.mark.parametrize("text", ["X = 1", "class B: pass", "def added(): pass\nX = 1"])
@@ -334,7 +333,7 @@ def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> N
     package = standin("class A:\n    def run(self):\n        return 1\n\ndef run():\n    return 1\n")
     for change in (package.add("A.run", text), package.add("run", "def added(): pass")):
         with pytest.raises(InstallationError, match="Only methods can be added there"):
-            compile_patches(package.source, {"fix": change})
+            Installation(package.source, {"fix": change})
 
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
