@@ -35,6 +35,7 @@ from .scripts import as_python, script
 
 REFUSED = {
     r"captured for": "a graph's arguments are not those of its samples",
+    r"returns a quantized tensor": "an FP8 output of a graph",
     r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
 }
 """Messages of documented refusals: no finding."""
@@ -340,29 +341,30 @@ def compare(options: argparse.Namespace) -> int:
     def work(numbers: Iterable[int]) -> None:
         alone, fixed = Server("off"), Server(options.switch, options.disable)
 
-        def compared(program: Program) -> tuple[str, list[str]]:
+        def compared(program: Program) -> tuple[str, str, list[str]]:
             before = alone.measure(program)
             if before["verdict"] == "crash":  # the process ended, so the result of the eager run is lost
                 before = {**alone.measure(program, graphs=False), "verdict": "crash"}
-            now = fixed.measure(program, graphs=before["verdict"] == "equal")
-            return before["verdict"], regressions(before, now)
+            now = fixed.measure(program)
+            return before["verdict"], now["verdict"], regressions(before, now)
 
         def is_as_bad(kinds: set[str], program: Program) -> bool:
-            return kinds <= {each.split(":")[0] for each in compared(program)[1]}
+            return kinds <= {each.split(":")[0] for each in compared(program)[2]}
 
         for seed in (options.seed + number for number in numbers):
             program = draw(seed, options.gpu, ranks=False)
-            verdict, worse = compared(program)
+            verdict, with_fixes, worse = compared(program)
             kinds = {each.split(":")[0] for each in worse}
             if kinds - {"cost"} and not Server.forks:  # it counts if new processes find it, too
                 alone.close()
                 fixed.close()
-                verdict, worse = compared(program)
+                verdict, with_fixes, worse = compared(program)
                 kinds = {each.split(":")[0] for each in worse}
             if kinds - {"cost"} and options.shrink:
                 program = shrink(program, functools.partial(is_as_bad, kinds))
-                verdict, worse = compared(program)
-            line = {"seed": seed, "verdict": verdict, "worse": worse, "program": as_python(program)}
+                verdict, with_fixes, worse = compared(program)
+            line = {"seed": seed, "verdict": verdict, "with the fixes": with_fixes, "worse": worse}
+            line["program"] = as_python(program)
             note(options, line, say=bool(kinds - {"cost"}))
         alone.close()
         fixed.close()
@@ -371,7 +373,14 @@ def compare(options: argparse.Namespace) -> int:
     lines = noted(options.results)[1:]
     total = {"programs": len(lines), **collections.Counter(line["verdict"] for line in lines)}
     kinds = [{each.split(":")[0] for each in line["worse"]} for line in lines]
-    total |= {
+    raising = ("raises", "crash")
+    seeds = {
+        "raises where TE alone is right": [
+            line["seed"] for line in lines if line["verdict"] == "equal" and line["with the fixes"] in raising
+        ],
+        "silently wrong": [line["seed"] for line in lines if line["with the fixes"] == "wrong"],
+    }
+    total |= seeds | {
         "regressions": sum(bool(each - {"cost"}) for each in kinds),
         "cost more": sum("cost" in each for each in kinds),
     }

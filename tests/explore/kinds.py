@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
 
-from tests.verify.driver.events import recapture
+from tests.verify.driver.events import Failing, failed_capture, misusing, recapture
 from tests.verify.driver.graphs import arguments, fused
 from tests.verify.driver.modules import Block, linear, module, operation, torch_linear
 from tests.verify.driver.setting import (
@@ -26,6 +26,7 @@ from tests.verify.driver.setting import (
     process_group,
     program,
     random,
+    sample,
     the_tracker,
 )
 from tests.verify.driver.training import Training, event
@@ -192,6 +193,14 @@ class Masked(Block):
 
 
 @module
+class Fp8Output(Block):
+    """A projection whose output is in FP8, as another projection takes it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x), fp8_output=True)
+
+
+@module
 class Adapted(Block):
     """Frozen projections with an adapter beside the first."""
 
@@ -280,6 +289,59 @@ def evaluate_copy(t: Training) -> None:
             out = layer(*given, **options)
             x = layer.finish(*out) if hasattr(layer, "finish") else out
     t.see("outputs", x)
+
+
+@event
+def infer_in_inference_mode(t: Training) -> None:
+    """Capture and run another layer in inference mode, with cached weights."""
+    layer, x = linear().eval(), random()
+    with torch.inference_mode():
+        if t.graphed:
+            t.graph(layer, (sample(),), cache_quantized_params=True)
+        for first in (True, False):
+            with autocast(t.recipe):
+                t.see("outputs of another", layer(x, is_first_microbatch=first))
+
+
+class FailingInFp8(Failing):
+    """A block that opens an autocast of its own, and fails in a capture."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with autocast(program.recipe):
+            return super().forward(x)
+
+
+@event
+def failed_capture_in_fp8(t: Training) -> None:
+    failed_capture(t, 0, 2, 3, kind=FailingInFp8, enabled=False)
+
+
+@event
+def nested_in_two_precisions(t: Training) -> None:
+    """Capture a block and its first layer in one call, one of them in FP8, and train both."""
+    for enabled in ((True, False), (False, True)):
+        block = Block()
+        t.prepare(-1, block)
+        if t.graphed:
+            samples = (sample().requires_grad_(),), (sample().requires_grad_(),)
+            t.graph((block.first, block), samples, enabled=enabled)
+        for call, in_fp8 in zip((block, block.first), reversed(enabled), strict=True):
+            x = random().requires_grad_()
+            with autocast(t.recipe if in_fp8 else "bf16"):
+                out = call(x)
+            out.backward(torch.randn_like(out))
+            t.see("outputs of another", out)
+            t.see("dgrads of another", x.grad)
+
+
+class Lengths:
+    """Lengths of packed sequences, as an object."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.lengths = torch.arange(len(x), device="cuda")
+
+
+misuse_object = misusing("misuse_object", lambda call, x, marks: call(x, packed=Lengths(x), **marks))
 
 
 @event

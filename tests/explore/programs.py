@@ -28,7 +28,12 @@ OF_RANKS = ("Parallel",)
 RARE_MODULES = ("Adapted", "Routed", "normed", "Wide", "Counting")
 ORDINARY_MODULES = ("Teacher", "Offset", "Buffered", "Detached", "TwoPrecisions", "patched", "Masked")
 """Modules of ordinary programs that TE alone runs right."""
-MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS, *RARE_MODULES, *ORDINARY_MODULES)
+SILENT_MODULES = ("Fp8Output",)
+"""Modules of programs that TE alone runs wrong without an error."""
+MODULES = (
+    *(*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS),
+    *(*RARE_MODULES, *ORDINARY_MODULES, *SILENT_MODULES),
+)
 EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
     *("infer", "save", "load", "recapture", "switch_recipe", "freeze", "reset_fp8", "raise_in_autocast"),
@@ -37,6 +42,7 @@ EVENTS = (
 )
 RARE_EVENTS = ("evaluate_average", "evaluate_in_inference_mode", "interrupted_step", "unfreeze")
 ORDINARY_EVENTS = ("step_of_losses", "evaluate_copy")
+SILENT_EVENTS = ("infer_in_inference_mode", "failed_capture_in_fp8", "nested_in_two_precisions", "misuse_object")
 RECIPES = {
     "hopper": ("delayed", "current", "block"),
     "blackwell": ("delayed", "current", "mxfp8", "nvfp4"),
@@ -323,6 +329,35 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a training loop sets the marks of all microbatches": lambda p: (
         p.weights != "set" or (p.recipe != "bf16" and not (p.checkpoints or p.inference or p.first or p.calibrating))
     ),
+    "a training loop sets the marks of classes as those of modules": lambda p: (
+        p.weights != "class"
+        or (
+            p.recipe != "bf16"
+            and not (p.checkpoints or p.inference or p.first or p.calibrating or p.inside)
+            and not {"evaluate_copy", "evaluate_average"} & {*p.events}
+            and {*p.modules} <= {*TE_LAYERS[:4]}
+        )
+    ),
+    "an FP8 output is of a captured layer before an eager one in delayed scaling": lambda p: (
+        "Fp8Output" not in p.modules
+        or (
+            p.modules[:2] == ("Fp8Output", "linear")
+            and p.not_captured == (1,)
+            and p.recipe == "delayed"
+            and not (p.in_bf16 or p.checkpoints or p.inside or p.inference or p.first or p.calibrating or p.hooks)
+            and not (p.residual or p.in_place or p.delay or p.autocasts != "one" or p.weights != "plain")
+        )
+    ),
+    "extra captures in FP8 need FP8 that trains, in a process without ranks": lambda p: (
+        not {*SILENT_EVENTS[:3]} & {*p.events}
+        or (p.recipe != "bf16" and not (p.calibrating or p.fp8_params or p.ranks or p.tracker or p.delay))
+    ),
+    "eager training in delayed scaling fails after FP8 in inference mode": lambda p: (
+        "infer_in_inference_mode" not in p.events or p.recipe != "delayed"
+    ),
+    "an object of tensors is a keyword of a graph": lambda p: (
+        "misuse_object" not in p.events or not ({*BLOCKS, *ORDINARY_MODULES} & {*p.modules} or 0 in p.not_captured)
+    ),
     "a misuse is of a graph": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
@@ -466,6 +501,12 @@ ORDINARY: tuple[tuple[str, ...], ...] = (
     *(("retain", "together", "step_of_losses"), ("weights set", "fused"), ("weights set", "fused", "order")),
 )
 """Of one in four programs, and drawn last."""
+SILENT: tuple[tuple[str, ...], ...] = (
+    *((each,) for each in SILENT_EVENTS),
+    *(("Fp8Output",), ("weights class",), ("weights class", "fused"), ("weights class", "order")),
+    *(("weights set", "fused"), ("weights cached", "infer_in_inference_mode"), ("fused", "failed_capture_in_fp8")),
+)
+"""Of one in ten programs, and drawn last."""
 RARE_FIELDS = (
     "inside",
     "strided",
@@ -542,6 +583,10 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
         plainer = Program(modules=program.modules, recipe=program.recipe, retain=program.retain, fused=program.fused)
         changed = with_change(r, program, name, value) or with_change(r, plainer, name, value)
         program = changed or program
+    silent = r.choice(SILENT) if r.random() < 1 / 10 else ()
+    for name, _, value in (each.partition(" ") for each in silent):
+        plainer = Program(recipe=r.choice(recipes), other=program.other, bias=program.bias)
+        program = with_change(r, program, name, value) or with_change(r, plainer, name, value) or program
     return program
 
 
@@ -550,11 +595,13 @@ def with_change(r: random.Random, program: Program, name: str, value: str) -> Pr
     change: dict[str, Any] = {name: int(value) if value.isdigit() else value or True}
     if name == "Teacher":
         change = {"modules": (name, *program.modules)}
+    elif name == "Fp8Output":
+        change = {"modules": (name, "linear"), "not_captured": (1,), "recipe": "delayed"}
     elif name in MODULES:
         change = {"modules": (name, *program.modules[1:])}
     elif name == "order":
         change = {"order": draw_order(r, 1, r.choice((1, 2, 3)), wgrads=False)}
-    elif name in (*EVENTS, *RARE_EVENTS, *ORDINARY_EVENTS):
+    elif name in (*EVENTS, *RARE_EVENTS, *ORDINARY_EVENTS, *SILENT_EVENTS):
         change = {"events": (*program.events, name, "step")}
     changed = replace(program, **change)
     return None if broken_rule(changed) else changed

@@ -300,11 +300,14 @@ def mark(module: Any) -> None:
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **{**kwargs, "is_first_microbatch": module.is_first_microbatch})
-        if program.weights != "set":
+        if program.weights not in ("set", "class"):
             module.is_first_microbatch = False
         return out
 
-    module.is_first_microbatch = True
+    if program.weights == "class":
+        module.__class__ = type("Marked", (type(module),), {"is_first_microbatch": False})
+    else:
+        module.is_first_microbatch = True
     module.forward = marked
 
 

@@ -22,7 +22,8 @@ class Program:
     fp8_attention: bool = False  # attention is in FP8 too, emulated by torch operations with its rounding
     built_without_grad: bool = False
     weights: str = "plain"  # "marked": modules mark first microbatches; "cached": graphs also cache weights;
-    # "set": the training loop sets the mark of each microbatch, and no forward clears it;
+    # "set": the training loop sets the mark of each microbatch, and no forward clears it; "class": as "set", but the
+    # mark is an attribute of the class, which is False in the capture;
     # "own": modules always use the FP8 weights of their first forward
     frozen: tuple[int, ...] = ()  # numbers of the layers that are not trained
     in_bf16: tuple[int, ...] = ()  # numbers of layers without FP8

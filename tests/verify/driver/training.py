@@ -49,7 +49,7 @@ class Training(Captured):
         return [module for module in modules if hasattr(module, "is_first_microbatch")]
 
     def mark_first(self, *layers: Any) -> None:
-        for module in self.marked(*layers):
+        for module in self.marked(*layers) if program.weights != "class" else ():
             module.is_first_microbatch = True
 
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
@@ -59,8 +59,9 @@ class Training(Captured):
             call = self.reducing[number]
         if program.weights == "cached" and graphed and number not in program.not_captured:
             options["is_first_microbatch"] = microbatch == 0
-        for module in self.marked(self.layers[number]) if program.weights == "set" else ():
-            module.is_first_microbatch = microbatch == 0
+        for module in self.marked(self.layers[number]) if program.weights in ("set", "class") else ():
+            owner = module if program.weights == "set" else type(module)
+            owner.is_first_microbatch = microbatch == 0
         in_bf16 = number in program.in_bf16
         if program.checkpoints and not in_bf16:
             call = checkpointed(program.checkpoints[number], call)
