@@ -319,7 +319,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         "evaluate_copy" not in p.events
         or (
             p.weights == "plain"
-            and not (p.fp8_params or p.module_hooks or p.ranks or p.inside or p.tracker or p.hooks)
+            and not (p.fp8_params or p.module_hooks or p.ranks or p.inside or p.tracker or p.hooks or p.delay)
             and not {*OPERATIONS, *DRAWING, "normed", "dropout", "WithNone", "Signed", "SignsFirst"} & {*p.modules}
         )
     ),
