@@ -362,4 +362,5 @@ class SampleArguments:
         """Tell autograd which outputs need no gradient: those that needed none in the capture."""
         more = self._more_grads(ctx.call.inputs)
         if not (any(more) and self._answers.get(more, True)):
-            ctx.mark_non_differentiable(*[outputs[index] for index in self._without_grad])
+            given = [outputs[index] for index in self._without_grad]
+            ctx.mark_non_differentiable(*[output for output in given if output is not None])

@@ -82,6 +82,11 @@ for forward in (teacher, router):
     for learn in (True, False):
         compare(forward, lambda: (random(grad=False),), lambda: (random(),), learn=learn)
 
+# None is no output that needs no gradient.
+module = Module(lambda linear, x: (linear(x), None, x.detach() + 1))
+output, none, detached = te.make_graphed_callables(module, (random(),))(random())
+assert (output.requires_grad, none, detached.requires_grad) == (True, None, False)
+
 # In evaluation, a graph has no backward. Its outputs may need a gradient, but the gradient is refused.
 module = Module(lambda linear, x: linear(x)).eval()
 te.make_graphed_callables(module, (random(),))
