@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from te_graph_fixes.patching.source import Source
 from tests.support.child import simulate
 
 pytestmark = pytest.mark.te
@@ -78,4 +79,7 @@ else:
     ],
 )
 def test_a_module_in_a_captured_module_runs_in_the_autocast_of_its_caller(kind: str, recipe: str) -> None:
+    graph = Source.installed().module("transformer_engine.pytorch.graph").text
+    if kind == "checkpoint" and "torch.autograd.grad(" in graph:
+        pytest.skip("this TransformerEngine cannot capture a te.checkpoint")
     simulate("-c", PROGRAM.replace("KIND", repr(kind)).replace("RECIPE", recipe))

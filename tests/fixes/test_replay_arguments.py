@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from te_graph_fixes.patching.source import Source
 from tests.support.child import simulate
 
 pytestmark = pytest.mark.te
@@ -78,9 +79,11 @@ for forward in (teacher, router, state, chosen):
     compare(forward, lambda: (random(),), lambda: (random(),))
 for forward in (teacher, router):
     compare(forward, lambda: (random(),), lambda: (random(),), learn=False)
-    compare(forward, lambda: (random(grad=False),), lambda: (random(grad=False),))
-    for learn in (True, False):
-        compare(forward, lambda: (random(grad=False),), lambda: (random(),), learn=learn)
+    compare(forward, lambda: (random(grad=False),), lambda: (random(),), learn=False)
+    if NEEDS_INPUTS:
+        continue
+    for grad in (False, True):
+        compare(forward, lambda: (random(grad=False),), lambda: (random(grad=grad),))
 
 # None is no output that needs no gradient.
 module = Module(lambda linear, x: (linear(x), None, x.detach() + 1))
@@ -232,7 +235,7 @@ def train(graphed, count, sample_needs_grad, needs_grad):
     layers = [linear(bias=False, delay_wgrad_compute=True) for _ in range(count)]
     module = run = torch.nn.Sequential(*layers)
     if graphed:
-        run, = te.make_graphed_callables((module,), ((random(grad=sample_needs_grad),),))
+        run, = te.make_graphed_callables((module,), ((random(grad=sample_needs_grad),),), allow_unused_input=True)
     torch.manual_seed(2)
     found = []
     for grad in needs_grad:
@@ -247,7 +250,7 @@ def train(graphed, count, sample_needs_grad, needs_grad):
             layer.weight.grad = None
     return found
 
-for arguments in ((1, True, (True, False)), (2, True, (True, False, True)), (2, False, (False, False))):
+for arguments in ((1, True, (True, False)), (2, True, (True, False, True)), (1, False, (False, False))):
     eager, graphed = train(False, *arguments), train(True, *arguments)
     assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager)
 """
@@ -344,9 +347,12 @@ def train(graphed, recipe):
     return found
 
 for recipe in (DelayedScaling(), Float8CurrentScaling()):
-    options = {"enabled": True, "recipe": recipe}
+    options = {"enabled": True, "recipe": recipe, "allow_unused_input": True}
     module = Module(fp8_output)
-    refused(lambda: te.make_graphed_callables(module, (random(),), **options), "returns a quantized tensor")
+    with te.autocast(enabled=True, recipe=recipe):
+        needs_grad = module(random()).requires_grad
+    if needs_grad:  # not on every TE
+        refused(lambda: te.make_graphed_callables(module, (random(),), **options), "returns a quantized tensor")
 
 refused(lambda: train(True, DelayedScaling()), "and got a Float8Tensor")
 assert all(map(torch.equal, train(False, Float8CurrentScaling()), train(True, Float8CurrentScaling())))
@@ -366,4 +372,6 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_replay_is_an_eager_call_or_an_error(name: str) -> None:
-    simulate("-c", START + PROGRAMS[name])
+    # TE 2.10 cannot capture a callable for training if no input needs a gradient.
+    needs_inputs = "torch.autograd.grad(" in Source.installed().module("transformer_engine.pytorch.graph").text
+    simulate("-c", START + PROGRAMS[name].replace("NEEDS_INPUTS", str(needs_inputs)))
