@@ -4,9 +4,10 @@ Upstream: none yet, TE 2.10 to main
 
 Forward hooks in the warmup show TransformerEngine (TE) which of its modules a callable runs. The backward of the warmup
 shows which parameters get gradients. A backward graph needs both, and without a warmup TE knows neither. With the fix,
-a capture for training runs at least one warmup iteration. A capture for evaluation runs as many iterations as its
-caller requests, but at least one if a module or operation with delayed scaling has no scales yet. Otherwise the capture
-would create these scales in graph memory, and each replay would reset them.
+a capture for training runs at least one warmup iteration. An iteration that the caller does not request changes no
+buffer, FP8 state or random state. A capture for evaluation runs as many iterations as its caller requests, but at least
+one if a module or operation with delayed scaling has no scales yet. Otherwise the capture would create these scales in
+graph memory, and each replay would reset them.
 """
 
 from ..fix import Fix
@@ -20,16 +21,21 @@ PATCH = """
 +
 +if isinstance(recipe, DelayedScaling) and any(lacks_scales(m) for module in modules for m in module.modules()):
 +    # Scales that a capture creates would be reset by each replay.
-+    num_warmup_iters = max(num_warmup_iters, 1)
++    num_warmup_iters = num_warmup_iters or True
  saved_fp8_tensors = save_fp8_tensors(...)
 
 @@ graph.py _make_graphed_callables
++from ._te_capture_without_warmup import preserve_buffers
++
 +if is_training:
 +    # A backward graph needs the modules and gradients found in a warmup.
-+    num_warmup_iters = max(num_warmup_iters, 1)
++    num_warmup_iters = num_warmup_iters or True
++# True is one iteration that the caller did not request, so it must leave no trace.
++preserved_buffers = preserve_buffers(callables if num_warmup_iters is True else ())
  visited_te_modules = {}
 @@
- for ANY_ITERATION in range(num_warmup_iters):
+-with ..., torch.cuda.stream(ANY):
++with ..., torch.cuda.stream(ANY), preserved_buffers:
      ...
 """
 

@@ -74,3 +74,68 @@ def test_a_module_of_delayed_scaling_without_scales_is_warmed_up() -> None:
     errors = [error for error, *_ in json.loads(simulate("-c", program, TE_GRAPH_FIXES="off"))]
     assert errors[0] == 0.0
     assert errors[1] > 0.05
+
+
+TRAINING = """
+import json
+import random
+import torch
+import te_graph_fixes
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+class Layer(torch.nn.Module):
+    in_warmup = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+        self.register_buffer("count", torch.zeros(1, device="cuda"))
+        self.register_buffer("mean", torch.zeros(32, device="cuda"))  # as in BatchNorm
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        if self.in_warmup and not torch.cuda.is_current_stream_capturing():
+            self.last = x.detach()
+            random.random(), torch.rand(1, device="cpu")
+        y = self.linear(x) + self.count.bfloat16()
+        self.count.add_(1)
+        self.mean.lerp_(y.detach().float().mean(0), 0.1)
+        return y - self.mean.bfloat16()
+
+def train(graph, enabled, is_training):
+    torch.manual_seed(1)
+    random.seed(1)
+    layer = Layer().train(is_training)
+    run, options = layer, {"enabled": enabled, "recipe": RECIPE}
+    if graph:
+        x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        state = random.getstate(), torch.get_rng_state()
+        layer.in_warmup = True
+        run = te.make_graphed_callables(layer, (x,), num_warmup_iters=0, **options)
+        layer.in_warmup = False
+        assert (random.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
+        assert layer.last is None
+    torch.manual_seed(2)
+    for _ in range(3):
+        x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        with te.autocast(**options), torch.set_grad_enabled(is_training):
+            y = run(x)
+        yield from (y, layer.count, layer.mean)
+        if is_training:
+            (y.float() ** 2).mean().backward()
+            yield from (x.grad, layer.linear.weight.grad)
+        if enabled:
+            yield layer.linear.fp8_meta["scaling_fwd"].amax_history
+        layer.zero_grad()
+
+for case in ((False, True), (True, True), (True, False)):
+    eager, graph = ([t.detach().clone().float() for t in train(graphed, *case)] for graphed in (False, True))
+    print([bool((a == b).all()) for a, b in zip(eager, graph, strict=True)].count(False))
+"""
+
+
+def test_a_warmup_that_was_not_requested_leaves_no_trace() -> None:
+    assert simulate("-c", TRAINING).splitlines()[-3:] == ["0"] * 3
