@@ -49,11 +49,11 @@ class RecipeStates:
         for module, states in self._held.items():
             is_outside = hasattr(module, "unfused_attention") and not (recipe.fp8_dpa or recipe.fp8_mha)
             is_known = self._is_operation or module in self._in_autocast or (module in known and not is_outside)
-            if is_known or _equals(states[0].recipe, compared):
+            is_resumed = is_known or _equals(states[0].recipe, compared)
+            if is_resumed and not (self._follows(module, compared) and all(map(_State.is_current, states))):
                 resumed.append((module, states))
-                if not (self._follows(module, compared) and all(map(_State.is_current, states))):
-                    for state in states:
-                        state.require_kind_in(recipe)
+                for state in states:
+                    state.require_kind_in(recipe)
         for module, states in resumed:
             self._resume(module, states, manager, compared)
 
@@ -159,7 +159,7 @@ def _equals(recipe: Any, compared: list[Any]) -> bool:
     The other ``compared`` recipes are known to be equal. A new recipe object in each step is compared once, because all
     modules have the object of the last step.
     """
-    if any(recipe is other for other in compared):
+    if recipe is compared[0] or recipe is compared[-1]:
         return True
     is_equal = bool(recipe == compared[0])
     if is_equal:

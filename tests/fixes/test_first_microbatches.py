@@ -302,3 +302,106 @@ def test_the_fixes_work_where_the_flag_is_of_one_capture(tmp_path: Path) -> None
     path = with_flag_of_one_capture(tmp_path)
     assert json.loads(simulate("-c", OWN_CACHES, path=path)) == [0.0] * 7
     assert json.loads(simulate("-c", f"TOGETHER, EAGER, OFF = True, True, False{FILLS}", path=path)) == [1, 1, 1, 1]
+
+
+KINDS_OF_MARKS = """
+import torch
+import te_graph_fixes
+import transformer_engine.pytorch as te
+from tests.verify.driver.setting import make_recipe
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device="cuda")
+
+    def forward(self, x):
+        return self.linear(x, is_first_microbatch=self.is_first_microbatch)
+
+class OfClass(Layer):
+    is_first_microbatch = False
+
+    def mark(self, first):
+        OfClass.is_first_microbatch = first
+
+class ReadOnly(Layer):
+    first = False
+    is_first_microbatch = property(lambda self: self.first)
+
+    def mark(self, first):
+        self.first = first
+
+class Property(Layer):
+    first = False
+    is_first_microbatch = property(lambda self: self.first, lambda self, first: vars(self).update(first=first))
+
+    def mark(self, first):
+        self.is_first_microbatch = first
+
+class Slot(Layer):
+    __slots__ = ("is_first_microbatch",)
+
+    def __init__(self):
+        super().__init__()
+        self.is_first_microbatch = False
+
+    mark = Property.mark
+
+class Stored(Layer):
+    def __init__(self):
+        super().__init__()
+        self.__dict__["stored"] = {"is_first_microbatch": False}
+
+    def __setattr__(self, name, value):
+        self.stored.update({name: value}) if name == "is_first_microbatch" else super().__setattr__(name, value)
+
+    def __getattr__(self, name):
+        return self.stored[name] if name == "is_first_microbatch" else super().__getattr__(name)
+
+    mark = Property.mark
+
+class Clearing(Layer):
+    is_first_microbatch = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        vars(self).pop("is_first_microbatch", None)
+        return y
+
+    mark = Property.mark
+
+class ClearingClass(OfClass):
+    def forward(self, x):
+        y = super().forward(x)
+        ClearingClass.is_first_microbatch = False
+        return y
+
+    def mark(self, first):
+        ClearingClass.is_first_microbatch = first
+
+def outputs(kind, graph):
+    torch.manual_seed(1)
+    layer, recipe = kind().eval(), make_recipe("current")
+    with torch.no_grad():
+        x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda")
+        layer.mark(True)
+        with te.autocast(enabled=True, recipe=recipe):
+            layer(x)
+        layer.mark(False)
+        if graph:
+            te.make_graphed_callables(layer, (x.clone(),), enabled=True, recipe=recipe)
+        for _ in range(2):
+            layer.linear.weight.mul_(-2)
+            for microbatch in range(2):
+                layer.mark(microbatch == 0)
+                with te.autocast(enabled=True, recipe=recipe):
+                    yield layer(x).clone()
+
+for kind in (OfClass, ReadOnly, Property, Slot, Stored, Clearing, ClearingClass):
+    print(kind.__name__, all(torch.equal(a, b) for a, b in zip(outputs(kind, False), outputs(kind, True), strict=True)))
+"""
+
+
+def test_marks_are_restored_in_the_place_that_holds_them() -> None:
+    found = simulate("-c", KINDS_OF_MARKS).splitlines()[-7:]
+    assert [line.split()[1] for line in found] == ["True"] * 7, found
