@@ -551,7 +551,7 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
         changes.append({"order": order})
     known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay", "ranks", *RARE_FIELDS}
     known |= {"takes_grads", "clean_start", "fit"}  # which are of `verify`: each of its cases shows one defect
-    known |= {"hidden", "freezes_first", "retain", "one_pool", "one_sample"}  # those of others
+    known |= {"hidden", "freezes_first", "retain", "one_pool", "one_sample", "inference_mode"}  # those of others
     names = [each.name for each in fields(program) if each.name not in known]
     for name in sorted(r.sample(names, len(names)), key=lambda name: name not in wanted):
         if name in wanted or r.random() < 0.2:
