@@ -35,7 +35,7 @@ class Verdict:
     """The ``status`` of one fix for one source, the ``reason``, and the edits if the fix is applicable.
 
     ``new_modules`` maps the full names of support modules to their texts. ``details`` explain at length why a source
-    is not recognized.
+    is not recognized. ``after`` is that of the fix.
     """
 
     status: Status
@@ -43,6 +43,7 @@ class Verdict:
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=dict)
     details: str = ""
+    after: tuple[str, ...] = ()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -59,6 +60,9 @@ class Fix:
     the versions expected to have the bug, for example ``>=2.10,<2.17``; one bound may be absent. ``requires`` names
     other fixes. This fix must not be applied unless each of them is applied or not needed. ``check_hints`` are
     words in a check's mismatch that indicate this bug.
+
+    ``after`` names the fixes whose edits come first where both edit one place. All other edits at one place are
+    independent (tests/patching/test_order.py).
 
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
     that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the
@@ -79,6 +83,7 @@ class Fix:
     cost: str = ""
     affected_versions: str = f">={OLDEST}"
     requires: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
     check_hints: tuple[str, ...] = ()
     absent: Sequence[tuple[str, str]] = ()
     corrected: Sequence[tuple[str, str]] = ()
@@ -155,7 +160,9 @@ class Fix:
             return Verdict(Status.UNRECOGNIZED, str(error), details=details)
         if upstream_fixes:
             raise UnrecognizedError("looked for the bug or an upstream fix, found both")
-        return Verdict(Status.APPLICABLE, self.summary, tuple(changes), imported_modules(self.base + self.patch))
+        return Verdict(
+            Status.APPLICABLE, self.summary, tuple(changes), imported_modules(self.base + self.patch), after=self.after
+        )
 
     def _edits(self, source: Source, text: str) -> list[Edit]:
         return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})

@@ -46,5 +46,6 @@ FIX = Fix(
     affects="callables that return None among their outputs, such as vision encoders",
     affected_versions="<2.13",
     patch=PATCH,
+    after=("backward-amax-reduction",),
     corrected=[(UPSTREAM, "outputs may be None")],
 )

@@ -37,5 +37,6 @@ FIX = Fix(
     affects="programs that call make_graphed_callables((a, b), ...) without _order, with delay_wgrad_compute",
     cost="a second memory pool, for the wgrads of several callables",
     patch=PATCH,
+    after=("delayed-wgrad-delivery",),
     check_hints=("wgrad .grad",),
 )

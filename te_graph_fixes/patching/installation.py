@@ -21,6 +21,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from functools import reduce
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast
@@ -29,12 +30,17 @@ from .source import Edit, ModuleSource, Source, first_line
 
 
 class Change(Protocol):
-    """Edits that belong together, with the texts of the support modules that they import, by module name."""
+    """Edits that belong together, with the texts of the support modules that they import, by module name.
+
+    ``after`` names the changes whose insertions come first at the same place.
+    """
 
     @property
     def edits(self) -> tuple[Edit, ...]: ...
     @property
     def new_modules(self) -> Mapping[str, str]: ...
+    @property
+    def after(self) -> tuple[str, ...]: ...
 
 
 Changes = Mapping[str, Change]
@@ -48,7 +54,7 @@ class InstallationError(Exception):
 def patched(source: Source, changes: Changes) -> Texts:
     """Return, for every edited or added module, its text before and after the changes ("" before: the module is added).
 
-    Insertions at the same place are sorted by the names of their changes. Raise `InstallationError` for conflicts.
+    Insertions at the same place are in the order that their changes declare. Raise `InstallationError` for conflicts.
     """
     texts = {name: ("", text) for change in changes.values() for name, text in change.new_modules.items()}
     for owner, change in changes.items():
@@ -80,7 +86,8 @@ def _made_once(edits: list[tuple[Edit, str]]) -> Iterator[Edit]:
 
 def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
     """Group the edits by module, sorted by position, each with the name of its change."""
-    edits = [(edit, name) for name, change in sorted(changes.items()) for edit in change.edits]
+    declared = {name: [other for other in sorted(changes[name].after) if other in changes] for name in sorted(changes)}
+    edits = [(edit, name) for name in TopologicalSorter(declared).static_order() for edit in changes[name].edits]
     by_module = defaultdict[str, list[tuple[Edit, str]]](list)
     for edit, name in sorted(edits, key=lambda pair: (*pair[0][:3], not pair[0].is_shared)):
         by_module[edit.module].append((edit, name))

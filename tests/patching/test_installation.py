@@ -11,6 +11,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -387,14 +388,15 @@ def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callab
     assert package.module.run(0) == (1, 2, 0)
 
 
-def test_insertions_at_one_place_come_in_the_order_of_the_fixes(standin: Callable[..., StandIn]) -> None:
+def test_insertions_at_one_place_come_in_the_declared_order(standin: Callable[..., StandIn]) -> None:
     package = standin("def run(x):\n    return x\n")
     first = package.insert("run", "return x", "x.append('z')\nx.append('a')")
     second = package.insert("run", "return x", "x.append(1)")
     text = "def run(x):\n    x.append('z')\n    x.append('a')\n    x.append(1)\n    return x\n"
-    for verdicts in ({"fix-a": first, "fix-b": second}, {"fix-b": second, "fix-a": first}):
+    for before, behind in (("a", "b"), ("b", "a")):
+        verdicts = {behind: replace(second, after=(before,)), before: first}
         assert patched(package.source, verdicts)[CODE][1] == text
-    package.install(**{"fix-b": second, "fix-a": first})
+    package.install(**verdicts)
     assert package.module.run([]) == ["z", "a", 1]
 
 

@@ -1,0 +1,42 @@
+"""The order of edits at one place: it is declared, or does not matter. The names of fixes decide nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.patching.installation import compile_patches, patched
+from tests.support.published import COVERED, examined, needed
+
+
+def renamed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+    """Return the verdicts under names that sort in the reverse order."""
+    names = dict(zip(sorted(verdicts), sorted(verdicts, reverse=True), strict=True))
+    names = {old: f"renamed-{new}" for old, new in names.items()}
+    return {
+        names[old]: replace(verdict, after=tuple(names[other] for other in verdict.after if other in names))
+        for old, verdict in verdicts.items()
+    }
+
+
+def words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+|[^\w\s]", text))
+
+
+@pytest.mark.parametrize("version", COVERED)
+def test_the_text_does_not_depend_on_the_names_of_fixes(version: str) -> None:
+    tree, verdicts = examined(version)[0], needed(version)
+    texts, others = patched(tree, verdicts), patched(tree, renamed(verdicts))
+    assert texts.keys() == others.keys()
+    for name, (_, text) in texts.items():
+        assert words(others[name][1]) == words(text)
+    assert compile_patches(tree, renamed(verdicts))
+
+
+def test_declared_names_are_fixes() -> None:
+    assert {name for fix in CATALOGUE.values() for name in fix.after} <= CATALOGUE.keys()
