@@ -108,3 +108,27 @@ def test_a_replay_refused_for_its_recipe_keeps_the_scales() -> None:
     error, is_kept = json.loads(simulate("-c", OTHER_RECIPE, TE_GRAPH_FIXES="on").splitlines()[-1])
     assert "Replay it in an autocast with the recipe of the capture" in error
     assert is_kept
+
+
+NO_OUTPUT = """
+import te_graph_fixes, torch, transformer_engine.pytorch as te
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = te.Linear(32, 32, device="cuda")
+
+    def forward(self, x):
+        return self.layer(x), None
+
+sample = lambda: torch.randn(16, 32, device="cuda").requires_grad_()
+run = te.make_graphed_callables(Layer(), (sample(),))
+x = sample()
+output, nothing = run(x)
+output.sum().backward()
+print(nothing is None and x.grad is not None)
+"""
+
+
+def test_an_output_that_is_none_stays_none() -> None:
+    assert simulate("-c", NO_OUTPUT, TE_GRAPH_FIXES="on").split()[-1] == "True"
