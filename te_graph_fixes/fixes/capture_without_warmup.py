@@ -44,5 +44,6 @@ FIX = Fix(
     group="crashes",
     affects="callers of make_graphed_callables(num_warmup_iters=0)",
     cost="one warmup iteration in a capture for training with num_warmup_iters=0",
+    after=("nested-autocast",),
     patch=PATCH,
 )

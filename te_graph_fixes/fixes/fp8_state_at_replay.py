@@ -119,5 +119,6 @@ FIX = Fix(
     affects="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
     patch=PATCH,
     requires=("failed-capture-state", "nested-autocast"),
+    after=("nested-autocast",),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),
 )

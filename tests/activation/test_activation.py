@@ -694,7 +694,8 @@ def test_one_line_says_what_was_applied(world: World) -> None:
     """On stderr, once, whatever the log and the warning filters are."""
     code = "import te_graph_fixes, transformer_engine.pytorch\nte_graph_fixes.activate()"
     line = (
-        f"te-graph-fixes: host={platform.node()} rank=8 te=2\\.12\\.0\\+vendor package={te_graph_fixes.__version__} "
+        f"te-graph-fixes: host={platform.node()} rank=8 te=2\\.12\\.0\\+vendor "
+        f"package={re.escape(te_graph_fixes.__version__)} "
         r"mode=memory applied=2 missing=0 digest=[0-9a-f]{8}\n"
     )
     for variables, is_printed in (

@@ -40,7 +40,8 @@ def infer(t: Training) -> None:
         t.mark_first()
     call = t.infer if t.graphed else t.forwards[0]
     t.layers[0].eval()
-    with torch.no_grad(), autocast(t.recipe if t.fp8(0) else "bf16"):
+    without_grad = torch.inference_mode() if program.inference_mode else torch.no_grad()
+    with without_grad, autocast(t.recipe if t.fp8(0) else "bf16"):
         marks = {"is_first_microbatch": first} if program.weights == "cached" and t.graphed else {}
         t.see("outputs", call(random(), **marks))
     t.layers[0].train()
