@@ -82,7 +82,10 @@ class WarmupRecord:
     def _note_recipe(self, number: int, module: torch.nn.Module) -> None:
         """Note the recipe of the capture's autocast if a module computes in FP8 in it."""
         manager = FP8GlobalStateManager
-        if manager.is_fp8_enabled() and manager.fp8_graph_capturing():
+        is_of_capture = manager.get_autocast_state()[
+            -1
+        ]  # `fp8_graph_capturing` is also true in a module's own autocast
+        if manager.is_fp8_enabled() and is_of_capture:
             recipe = manager.get_fp8_recipe()
             of_operations = (getattr(inner, "_fp8_metas", None) for inner in module.modules())
             quantizes = hasattr(module, "fp8_meta") or any(of_operations)

@@ -28,11 +28,14 @@ class RecipeStates:
         self._in_autocast = {*used.in_autocast}
         self._is_operation = hasattr(modules[0], "fuser_forward")
         self._held: dict[Any, list[_State]] = {}
+        self._in_bf16_last: list[Any] = []  # a forward in FP8 was followed by one without, as in a tied layer
         self._fusers: list[Any] = []
         for module in modules:
             states = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
             if states and (module in used.owners if states[0].is_delayed else vars(module).get("fp8", True)):
                 self._held[module] = states
+                if not vars(module).get("fp8", True):
+                    self._in_bf16_last.append(module)
             groups = getattr(module, "_module_groups", None) or ()
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
 
@@ -56,12 +59,14 @@ class RecipeStates:
                     state.require_kind_in(recipe)
         for module, states in resumed:
             self._resume(module, states, manager, compared)
+        for module in self._in_bf16_last:
+            module.fp8 = False
 
-    @staticmethod
-    def _follows(module: Any, compared: list[Any]) -> bool:
+    def _follows(self, module: Any, compared: list[Any]) -> bool:
         """Return whether an eager forward of the module would not look at its recipe again."""
         is_module = "fp8_meta" in vars(module)
-        return not is_module or (module.fp8 and _equals(module.fp8_meta["recipe"], compared))
+        runs_in_fp8 = not is_module or module.fp8 or module in self._in_bf16_last
+        return runs_in_fp8 and (not is_module or _equals(module.fp8_meta["recipe"], compared))
 
     def _resume(self, module: Any, states: Sequence[_State], manager: Any, compared: list[Any]) -> None:
         recipe = manager.get_fp8_recipe()

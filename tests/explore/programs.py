@@ -323,6 +323,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not {*OPERATIONS, *DRAWING, "normed", "dropout", "WithNone", "Signed", "SignsFirst"} & {*p.modules}
         )
     ),
+    "TE never updates the scales of a layer in two precisions again after another recipe (docs/limits.md)": lambda p: (
+        "TwoPrecisions" not in p.modules or not {"evaluate_in_other", "switch_recipe"} & {*p.events}
+    ),
     "a mask has another shape at a replay": lambda p: (
         "Masked" not in p.modules or not (p.inside or p.tuples or p.checkpoints or p.inference or p.same_input)
     ),

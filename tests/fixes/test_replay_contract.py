@@ -1074,3 +1074,30 @@ print(all(len(found) == len(eager) and all(map(torch.equal, found, eager)) for f
 def test_any_checkpoint_before_trained_layers_is_right(program: str) -> None:
     """Recomputed by hooks or by an autograd function, also with hooks of activation offloading inside or outside."""
     assert simulate("-c", CHECKPOINTED.replace("CHECKPOINT", program)) == "True\n"
+
+
+def test_a_module_in_its_own_autocast_needs_no_other() -> None:
+    """A replay outside an autocast warns only if the module would compute without FP8 there."""
+    assert simulate("-c", OWN_AUTOCAST) == ""
+
+
+OWN_AUTOCAST = """
+import warnings, torch, te_graph_fixes
+import transformer_engine.pytorch as te
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+
+    def forward(self, x):
+        with te.autocast(enabled=True):
+            return self.linear(x)
+
+def random():
+    return torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+graphed = te.make_graphed_callables(Own(), (random(),))
+warnings.simplefilter("error")
+graphed(random()).sum().backward()
+"""
