@@ -58,6 +58,8 @@ class FirstMicrobatches:
         modules = [module for function in callables for module in _modules(function)]
         self._saved = SavedMarks(modules)
         self.marks = {module: module.is_first_microbatch for module in modules if hasattr(module, MARK)}
+        # The nearest marked module around each module: inner modules come later.
+        self._owners = {inner: owner for owner in self.marks for inner in owner.modules()}
         self.told_first: set[Any] = set()
         self.marked_by_class: set[Any] = set()
         self._caches_weights = caches_weights
@@ -86,8 +88,14 @@ class FirstMicrobatches:
         if self._needs_flags and not self._caches_weights:
             flags = GraphFlags([module for module in _modules(function) if module in self.marks], self)
             replay.add("forward prepare", "flags of modules", flags.fill)
-        with self._without_shared_flag(state, flags):
-            yield
+        overwriting = _thread.overwriting = _Overwriting(self._owners)
+        try:
+            with self._without_shared_flag(state, flags):
+                yield
+        finally:
+            _thread.overwriting = None
+        if overwriting.owners:
+            replay.add("forward check", "first microbatch", overwriting.check)
 
     @contextlib.contextmanager
     def during_backward(self, state: Any) -> Iterator[None]:
@@ -113,6 +121,29 @@ class FirstMicrobatches:
         self._needs_flags |= is_first is not None
         if is_first:
             self.told_first.add(module)
+
+
+class _Overwriting:
+    """The marked modules (``owners``) whose graph overwrites ``main_grad``, because it was captured as a first one."""
+
+    def __init__(self, owners: dict[Any, Any]) -> None:
+        self._owners = owners
+        self.owners: list[Any] = []
+
+    def note(self, module: Any) -> None:
+        """Note that a module was called as in a first microbatch."""
+        if torch.is_grad_enabled() and getattr(module, "fuse_wgrad_accumulation", False):
+            owner = self._owners.get(module)
+            self.owners += [owner] if owner is not None and owner.is_first_microbatch else []
+
+    def check(self, call: Any) -> None:
+        """Raise RuntimeError if a replay in training is not of a first microbatch."""
+        if torch.is_grad_enabled() and not all(owner.is_first_microbatch for owner in self.owners):
+            raise RuntimeError(
+                "A graph was captured with is_first_microbatch=True and is replayed with False. Each replay of its "
+                "backward would overwrite main_grad, instead of adding the wgrads of this microbatch. Set "
+                "is_first_microbatch=False before the capture, and zero main_grad before each step."
+            )
 
 
 class GraphFlags:
@@ -161,6 +192,9 @@ class GraphFlags:
 def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:
     """Return the flag for a module called with ``is_first`` in a forward of this thread; None if it needs no flag."""
     listener = getattr(_thread, "listener", None)
+    overwriting = getattr(_thread, "overwriting", None)
+    if is_first and overwriting is not None:
+        overwriting.note(module)
     if listener is None or not FP8GlobalStateManager.is_fp8_enabled():
         return None
     flag: torch.Tensor | None = listener.flag_of(module, is_first)

@@ -34,7 +34,7 @@ from operator import itemgetter
 from typing import Any
 
 ORDER: dict[str, tuple[str, ...]] = {
-    "forward check": ("arguments", "contract"),
+    "forward check": ("arguments", "first microbatch", "contract"),
     "forward prepare": ("leaves", "transposes", "skip flag", "flags of modules", "cached weights"),
     "forward record": ("outputs without gradients", "order of replays"),
     "forward deliver": ("copies",),

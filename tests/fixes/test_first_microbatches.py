@@ -405,3 +405,46 @@ for kind in (OfClass, ReadOnly, Property, Slot, Stored, Clearing, ClearingClass)
 def test_marks_are_restored_in_the_place_that_holds_them() -> None:
     found = simulate("-c", KINDS_OF_MARKS).splitlines()[-7:]
     assert [line.split()[1] for line in found] == ["True"] * 7, found
+
+
+OVERWRITES = """
+import torch
+import te_graph_fixes
+import transformer_engine.pytorch as te
+
+class Layer(torch.nn.Module):
+    is_first_microbatch = True
+
+    def __init__(self):
+        super().__init__()
+        options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+        self.linear = te.Linear(32, 32, fuse_wgrad_accumulation=True, **options)
+        self.linear.weight.main_grad = torch.zeros(32, 32, device="cuda")
+
+    def forward(self, x):
+        return self.linear(x, is_first_microbatch=self.is_first_microbatch)
+
+def train(graph, captured, marks):
+    torch.manual_seed(1)
+    layer = Layer()
+    layer.is_first_microbatch = captured
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    run = te.make_graphed_callables(layer, (x.detach().clone().requires_grad_(),)) if graph else layer
+    for layer.is_first_microbatch in marks:
+        run(x).sum().backward()
+        yield layer.linear.weight.main_grad.clone()
+    with torch.no_grad():
+        layer.is_first_microbatch = False
+        y = run(x)
+    yield y
+
+for captured, marks in ((True, [True, True]), (False, [True, False]), (True, [True, False])):
+    try:
+        print(all(map(torch.equal, train(False, captured, marks), train(True, captured, marks))))
+    except RuntimeError as error:
+        print("captured with is_first_microbatch=True and is replayed with False" in str(error), "raises")
+"""
+
+
+def test_a_graph_that_overwrites_main_grad_refuses_later_microbatches() -> None:
+    assert simulate("-c", OVERWRITES).splitlines()[-3:] == ["True", "True", "True raises"]
