@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -86,6 +88,23 @@ def _structure(value: Any) -> Any:
     if isinstance(value, (list, tuple, deque)):
         return [*map(_structure, value)]
     return None if value is None else object()
+
+
+def _unread_parameters(module: Any) -> set[str]:
+    """Return the parameters that no instruction of a module's forward loads, such as the mask of a Mamba layer.
+
+    Return an empty set if the forward is not a function of Python, or looks at its own variables.
+    """
+    own = getattr(module, "__dict__", {}).get("forward", getattr(type(module), "forward", None))
+    code = getattr(inspect.unwrap(own) if callable(own) else None, "__code__", None)
+    if code is None or {"locals", "vars", "eval", "exec"} & {*code.co_names}:
+        return set()
+    names = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {*code.co_cellvars}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD_"):
+            loaded = instruction.argval
+            names -= {*loaded} if isinstance(loaded, tuple) else {loaded}
+    return names
 
 
 def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffers: bool) -> None:
@@ -199,6 +218,7 @@ class SampleArguments:
         layer = getattr(function, "layer_number", None)
         self._graph = f"The graph of {type(function).__name__}{f', layer {layer},' if layer is not None else ''}"
         self._keywords, self._is_training = keywords, is_training
+        self._unread = _unread_parameters(function)
         self._module = _Module(function)
         self._answers: dict[Any, bool] = {}  # of the module, to the questions asked at replays
         positional, args_spec = tree_flatten(tuple(args))
@@ -240,8 +260,9 @@ class SampleArguments:
         if call.specs != self._specs:
             self._compare_structures(call.specs)
         if len(call.keywords) > len(self._keywords):
-            for key in call.keywords.keys() - set(self._keywords):
-                self._require_plain(key, call.keywords[key])
+            for key, value in call.keywords.items():
+                if key not in self._keywords and key not in self._unread:
+                    self._require_plain(key, value)
 
     def _compare(self, given: list[tuple[Any, ...]], leaves: Sequence[Any], specs: tuple[Any, Any]) -> None:
         shapes, sample_shapes = ([shape for shape, _, _ in values] for values in (given, self._samples))
@@ -351,11 +372,22 @@ class SampleArguments:
             )
 
     def _require_plain(self, key: str, value: Any) -> None:
-        if _holds_tensors(value):
+        """Refuse an ignored keyword argument that holds tensors, and warn once about one that is a tensor.
+
+        Megatron passes its attention mask to every captured layer, also to layers that do not use it. A graph does not
+        show which layers these are.
+        """
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            warn_once(
+                f"{self._graph} got the tensor {key!r}, which is not in sample_kwargs. A replay ignores it, and uses "
+                "the values of the capture. If the module reads it, add it to sample_kwargs.",
+                f"ignored {key}",
+            )
+        elif _holds_tensors(value):
             raise ValueError(
-                f"{self._graph} got the keyword argument {key!r}, which is or holds a tensor but is not in "
-                "sample_kwargs. A replay would ignore it, and use the values of the capture. Add each of its tensors "
-                "to sample_kwargs as an argument of its own, or do not pass it."
+                f"{self._graph} got the keyword argument {key!r}, which holds a tensor but is not in sample_kwargs. A "
+                "replay would ignore it, and use the values of the capture. Add each of its tensors to sample_kwargs "
+                "as an argument of its own, or do not pass it."
             )
 
     def mark_outputs(self, ctx: Any, outputs: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from tests.support.child import simulate
 pytestmark = pytest.mark.te
 
 START = """
-import torch, te_graph_fixes
+import warnings, torch, te_graph_fixes
 import transformer_engine.pytorch as te
 
 def random(*shape, grad=True):
@@ -196,12 +196,32 @@ lengths = torch.ones(3, device="cuda")
 slots = Slots()
 slots.lengths = lengths
 for value in (
-    lengths, [lengths], (1, (lengths,)), {"a": lengths}, Pair(1, lengths), Packed(lengths), Packed([lengths]),
+    [lengths], (1, (lengths,)), {"a": lengths}, Pair(1, lengths), Packed(lengths), Packed([lengths]),
     Settings(lengths), [Packed(lengths)], slots,
 ):
-    refused(lambda: module(random(), other=value), "the keyword argument 'other', which is or holds a tensor")
+    refused(lambda: module(random(), other=value), "the keyword argument 'other', which holds a tensor")
 for value in (None, True, 3, "a", Kind.A, Packed(3), Settings({}), module, module.linear.weight, [], torch.bfloat16):
     module(random(), is_first_microbatch=True, other=value)
+
+# A tensor is ignored with one warning, because Megatron passes masks to layers that do not read them.
+masked = te.make_graphed_callables(Module(lambda linear, x, **ignored: linear(x)), (random(),))
+with warnings.catch_warnings(record=True) as messages:
+    warnings.simplefilter("always")
+    for graphed in (module, masked, masked):
+        graphed(random(), mask=lengths)
+assert [str(each.message).count("got the tensor 'mask'") for each in messages] == [1]
+
+class Unread(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x, mask=None, held=None):
+        return self.linear(x)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    te.make_graphed_callables(Unread(), (random(),))(random(), held=Packed(lengths))
 """
 
 STRUCTURES = """
