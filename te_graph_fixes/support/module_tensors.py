@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.nn.utils import _named_member_accessor
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -20,6 +21,8 @@ FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
 """The module attributes with which a backward adds wgrads to the ``main_grad`` of weights."""
 
 _LOOKUP = torch.nn.Module.__getattr__.__code__
+_ACCESSOR = _named_member_accessor.__file__
+"""The file of `torch.func.functional_call` that exchanges parameters for the time of a call."""
 _SETTERS = (torch.nn.Module.__setattr__.__code__, torch.nn.Module.__delattr__.__code__)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -123,13 +126,14 @@ class WarmupRecord:
 class UsedMembers:
     """The modules that a captured forward ran, and the members that it looked up, as a profiler sees them.
 
-    A lookup is ``module.name`` for any name that is no plain attribute, also if there is no such member. ``all_of`` are
+    A lookup is ``module.name`` for any name that is no plain attribute, also if there is no such member. Its value is
+    the parameter that was found, which is another one under `torch.func.functional_call`. ``all_of`` are
     modules whose members may all have been used, because an iteration or compiled code reads them without lookups.
     ``note_forward`` is called for each module that runs.
     """
 
     def __init__(self, note_forward: Callable[[torch.nn.Module], None]) -> None:
-        self.lookups: dict[tuple[torch.nn.Module, str], None] = {}
+        self.lookups: dict[tuple[torch.nn.Module, str], torch.Tensor | None] = {}
         self.all_of: dict[torch.nn.Module, None] = {}
         self._ran: set[torch.nn.Module] = set()
         self._note_forward = note_forward
@@ -141,10 +145,11 @@ class UsedMembers:
         if event != "call" or not code.co_argcount:
             return
         if code is _LOOKUP:
-            self.lookups[frame.f_locals["self"], frame.f_locals["name"]] = None
+            module, name = frame.f_locals["self"], frame.f_locals["name"]
+            self.lookups[module, name] = vars(module).get("_parameters", {}).get(name)
             return
         if code not in self._reads_registries:
-            names = () if code in _SETTERS else code.co_names
+            names = () if code in _SETTERS or code.co_filename == _ACCESSOR else code.co_names
             self._reads_registries[code] = not {"_modules", "_parameters"}.isdisjoint(names)
         if code.co_name == "forward" or self._reads_registries[code]:
             module = frame.f_locals.get(code.co_varnames[0])
@@ -214,7 +219,11 @@ class Members:
         slots = [
             (module, name, value)
             for module, name, value in slots
-            if value in read or module in used.all_of or (module, name) in used.lookups
+            if value in read
+            or (
+                (module in used.all_of or (module, name) in used.lookups)
+                and used.lookups.get((module, name), value) is value
+            )
         ]
         # A parameter may take a name without a member.
         slots += [(module, name, None) for module, name in looked_up if name not in module._modules]
