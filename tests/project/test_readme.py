@@ -35,7 +35,7 @@ LINKED = [page for page in COMMANDED if page != ROOT / "CHANGELOG.md"]
 CHECKOUT = "PYTHONPATH=CHECKOUT python -m te_graph_fixes"
 NOT_RUN = "not run: "
 LONG = f"{NOT_RUN}it takes minutes; tests/explore/test_explore.py runs the same with fewer programs"
-GPU = f"{NOT_RUN}it needs a GPU; the program is in tests/gpu"
+GPU = f"{NOT_RUN}it needs a GPU; the program is in examples"
 SETS_UP = f"{NOT_RUN}it sets up a machine"
 ELSEWHERE = {
     "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
@@ -51,8 +51,6 @@ ELSEWHERE = {
     "git clone --depth 1 https://github.com/NVIDIA/TransformerEngine te": ".github/workflows/ci.yml",
     "python -m tools.newest; python -m tools.newest te": ".github/workflows/ci.yml",
     "te-graph-fixes bake --overlay /shared/te-fixes": "tests/commands/test_bake.py",
-    "python tests/gpu/megatron_configs.py router-shared-late fp8-delayed": GPU,
-    "torchrun --nproc-per-node 2 tests/gpu/megatron_configs.py overlap-delayed-shared fp8-delayed": GPU,
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/commands/test_run.py",
     "te-graph-fixes bake": "tests/commands/test_bake.py",
     "pip install tox && tox run -e demo": ".github/workflows/ci.yml",
