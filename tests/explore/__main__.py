@@ -9,7 +9,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import multiprocessing
@@ -331,6 +330,11 @@ def find(options: argparse.Namespace) -> int:
     return 1 if findings else 0
 
 
+def more_than_costs(line: dict[str, Any]) -> set[str]:
+    """Return the kinds of what is worse with the fixes, without higher costs."""
+    return {each.split(":")[0] for each in line["worse"]} - {"cost"}
+
+
 def compare(options: argparse.Namespace) -> int:
     """Run programs with TE alone and with the fixes, and list the regressions. More costs are listed, too.
 
@@ -341,38 +345,30 @@ def compare(options: argparse.Namespace) -> int:
     def work(numbers: Iterable[int]) -> None:
         alone, fixed = Server("off"), Server(options.switch, options.disable)
 
-        def compared(program: Program) -> tuple[str, str, list[str]]:
+        def compared(program: Program) -> dict[str, Any]:
             before = alone.measure(program)
             if before["verdict"] == "crash":  # the process ended, so the result of the eager run is lost
                 before = {**alone.measure(program, graphs=False), "verdict": "crash"}
             now = fixed.measure(program)
-            return before["verdict"], now["verdict"], regressions(before, now)
-
-        def is_as_bad(kinds: set[str], program: Program) -> bool:
-            return kinds <= {each.split(":")[0] for each in compared(program)[2]}
+            verdicts = {"verdict": before["verdict"], "with the fixes": now["verdict"], "why": now.get("why", "")}
+            return {**verdicts, "worse": regressions(before, now), "program": as_python(program)}
 
         for seed in (options.seed + number for number in numbers):
             program = draw(seed, options.gpu, ranks=False)
-            verdict, with_fixes, worse = compared(program)
-            kinds = {each.split(":")[0] for each in worse}
-            if kinds - {"cost"} and not Server.forks:  # it counts if new processes find it, too
+            line = compared(program)
+            if more_than_costs(line) and not Server.forks:  # it counts if new processes find it, too
                 alone.close()
                 fixed.close()
-                verdict, with_fixes, worse = compared(program)
-                kinds = {each.split(":")[0] for each in worse}
-            if kinds - {"cost"} and options.shrink:
-                program = shrink(program, functools.partial(is_as_bad, kinds))
-                verdict, with_fixes, worse = compared(program)
-            line = {"seed": seed, "verdict": verdict, "with the fixes": with_fixes, "worse": worse}
-            line["program"] = as_python(program)
-            note(options, line, say=bool(kinds - {"cost"}))
+                line = compared(program)
+            if (kinds := more_than_costs(line)) and options.shrink:
+                line = compared(shrink(program, lambda p, kinds=kinds: kinds <= more_than_costs(compared(p))))
+            note(options, {"seed": seed, **line}, say=bool(kinds) or line["with the fixes"] == "wrong")
         alone.close()
         fixed.close()
 
     in_jobs(options, options.programs, work)
     lines = noted(options.results)[1:]
     total = {"programs": len(lines), **collections.Counter(line["verdict"] for line in lines)}
-    kinds = [{each.split(":")[0] for each in line["worse"]} for line in lines]
     raising = ("raises", "crash")
     seeds = {
         "raises where TE alone is right": [
@@ -381,8 +377,8 @@ def compare(options: argparse.Namespace) -> int:
         "silently wrong": [line["seed"] for line in lines if line["with the fixes"] == "wrong"],
     }
     total |= seeds | {
-        "regressions": sum(bool(each - {"cost"}) for each in kinds),
-        "cost more": sum("cost" in each for each in kinds),
+        "regressions": sum(map(bool, map(more_than_costs, lines))),
+        "cost more": sum(any(each.startswith("cost:") for each in line["worse"]) for line in lines),
     }
     print(json.dumps(total))
     return 1 if total["regressions"] else 0

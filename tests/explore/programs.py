@@ -509,7 +509,7 @@ SILENT: tuple[tuple[str, ...], ...] = (
     *(("Fp8Output",), ("weights class",), ("weights class", "fused"), ("weights class", "order")),
     *(("weights set", "fused"), ("weights cached", "infer_in_inference_mode"), ("fused", "failed_capture_in_fp8")),
 )
-"""Of one in ten programs, and drawn last."""
+"""Of one in five programs, and drawn last."""
 RARE_FIELDS = (
     "inside",
     "strided",
@@ -586,7 +586,7 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
         plainer = Program(modules=program.modules, recipe=program.recipe, retain=program.retain, fused=program.fused)
         changed = with_change(r, program, name, value) or with_change(r, plainer, name, value)
         program = changed or program
-    silent = r.choice(SILENT) if r.random() < 1 / 10 else ()
+    silent = r.choice(SILENT) if r.random() < 1 / 5 else ()
     for name, _, value in (each.partition(" ") for each in silent):
         plainer = Program(recipe=r.choice(recipes), other=program.other, bias=program.bias)
         program = with_change(r, program, name, value) or with_change(r, plainer, name, value) or program
