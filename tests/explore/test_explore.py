@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.explore import programs
 from tests.explore.programs import FOUND, broken_rule, draw, draw_broken, shrink
 from tests.explore.scripts import script
 from tests.support.child import on_simulator, simulate
@@ -109,11 +110,31 @@ def test_a_script_shows_the_defect(program: Program, tmp_path: Path) -> None:
 
 
 def test_a_program_follows_from_its_seed_and_keeps_the_rules() -> None:
-    programs = [draw(seed) for seed in range(300)]
-    assert programs == [draw(seed) for seed in range(300)]
-    assert not any(map(broken_rule, programs))
-    assert len({*programs}) > 290
+    drawn = [draw(seed) for seed in range(300)]
+    assert drawn == [draw(seed) for seed in range(300)]
+    assert not any(map(broken_rule, drawn))
+    assert len({*drawn}) > 290
     assert draw_broken(5) == draw_broken(5) != draw_broken(6)
+
+
+def test_each_kind_is_drawn() -> None:
+    p = programs
+    wanted = {*p.MODULES, *p.EVENTS, *p.RARE_EVENTS, *p.ORDINARY_EVENTS, *p.SILENT_EVENTS}
+    wanted |= {f"weights {value}" for value in ("marked", "cached", "set", "class", "own")} | {"retain"}
+    drawn = set[str]()
+    for program in map(draw, range(1500)):
+        drawn |= {*program.modules, *program.events, f"weights {program.weights}", "retain" * program.retain}
+    assert not wanted - drawn
+    rows = {*p.ORDINARY_MODULES, *p.ORDINARY_EVENTS, *p.SILENT_MODULES, *p.SILENT_EVENTS}
+    often = [name for program in map(draw, range(500)) for name in {*program.modules, *program.events} & rows]
+    assert min(map(often.count, rows)) > 3
+
+
+def test_the_summary_lists_errors_beside_wrong_results() -> None:
+    status, lines = explore("--regressions", "--switch", "off", "--programs", "4", "--no-shrink")
+    assert status == 0
+    assert lines[-1]["raises where TE alone is right"] == []
+    assert lines[-1]["silently wrong"] == [line["seed"] for line in lines[:-1]] != []
 
 
 def test_shrinking_leaves_what_fails() -> None:
