@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from operator import getitem, is_
 from types import CodeType, FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.nn.utils import _named_member_accessor
@@ -43,9 +44,10 @@ class WarmupRecord:
         self._draws: set[int] = set()
         self._random_states = _random_states()
         held = tensors_in(list(functions))
-        self._versions = {id(tensor): (tensor, version(tensor)) for tensor in [*held, *tensors_in(inputs)]}
+        # Weak references and copies in CPU memory, because a capture must not need more GPU memory than TE's.
+        self._versions = {id(tensor): (ref(tensor), version(tensor)) for tensor in [*held, *tensors_in(inputs)]}
         buffers = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
-        self._buffers = {storage_of(tensor): tensor for tensor in buffers}
+        self._buffers = {storage_of(tensor): ref(tensor) for tensor in buffers}
         self._returned: dict[int, list[torch.Tensor]] = {}
         self._used: dict[int, UsedMembers] = {}
 
@@ -80,7 +82,9 @@ class WarmupRecord:
         if not all(map(torch.equal, states, self._random_states)):
             self._draws.add(number)
         for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
-            self._returned.setdefault(key, []).append(self._buffers[key].detach().clone())
+            values, buffer = self._returned.setdefault(key, []), self._buffers[key]()
+            if buffer is not None and (len(values) < 2 or torch.equal(*values)):
+                values[1:] = [buffer.detach().to("cpu", copy=True)]  # the first value, and the last or another one
 
     def _note_recipe(self, number: int, module: torch.nn.Module) -> None:
         """Note the recipe of the capture's autocast if a module computes in FP8 in it."""
@@ -116,11 +120,10 @@ class WarmupRecord:
         return [tensor for tensor in tensors if self._is_unwritten(tensor)]
 
     def _is_unwritten(self, tensor: torch.Tensor) -> bool:
-        _, version_before = self._versions.get(id(tensor), (None, None))
+        known, version_before = self._versions.get(id(tensor), (None, None))
         returned = self._returned.get(storage_of(tensor))
-        return version_before == version(tensor) and (
-            returned is None or (len(returned) > 1 and all(torch.equal(value, returned[0]) for value in returned))
-        )
+        is_same = known is not None and known() is tensor and version_before == version(tensor)
+        return is_same and (returned is None or (len(returned) == 2 and torch.equal(*returned)))
 
 
 class UsedMembers:
