@@ -290,23 +290,32 @@ def address_taken(tensor: torch.Tensor) -> None:
     """The program takes a tensor's address, perhaps to make a weak reference of it."""
     global _last_taken
     if _segment_at(address(tensor)) is None:
-        _last_taken = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        _last_taken = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
 
 
 def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a contiguous tensor at an address which the program has just taken. It does not own what is there."""
     segment = _segment_at(at)
+    taken, start, nbytes = _last_taken or (None, 0, 0)
     if segment is not None:
         # A storage of its own, as on a GPU: who counts its uses counts those of this tensor.
         storage, start = torch.from_numpy(segment.memory).untyped_storage(), segment.address
-    elif _last_taken is not None and 0 <= at - _last_taken.data_ptr() < _last_taken.nbytes():
-        storage, start = _outside(_last_taken), _last_taken.data_ptr()
+    elif taken is not None and 0 <= at - start < nbytes and (owned := _storage(taken)) is not None:
+        storage = _outside(owned)
     else:
         raise NotImplementedError(f"simulator: a tensor at the address {at:#x}, which belongs to nobody known")
     return view(storage, torch.empty(shape, dtype=dtype, device="meta"), at - start)
 
 
-_last_taken: torch.UntypedStorage | None = None
+_last_taken: tuple[StorageWeakRef, int, int] | None = None
+"""The storage of the address taken last, where it begins, and its size. Whoever has an address owns no memory."""
+
+
+def _storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage, or None if it was freed."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined]
+    return found
 
 
 def _segment_at(address: int) -> _Segment | None:

@@ -46,7 +46,6 @@ def without() -> dict[str, int]:
     return peaks("off")
 
 
-@pytest.mark.xfail(reason="the peak of a capture of experts is up to 1.33 times TE's on the simulator")
 @pytest.mark.full
 def test_all_fixes_together_add_nothing_to_the_peak(without: dict[str, int]) -> None:
     found = peaks("on")
