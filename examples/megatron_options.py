@@ -4,7 +4,7 @@
     python examples/megatron_options.py ~/Megatron-LM --gpus 4               # those for four GPUs as well
     python examples/megatron_options.py ~/Megatron-LM multi-token router     # some of them
     python examples/megatron_options.py --list                               # their names and flags
-    python examples/megatron_options.py --table JSON ... [--page PAGE]       # the results of earlier runs as Markdown
+    python examples/megatron_options.py --table JSON ...                       # the results of earlier runs as Markdown
 
 Each option trains a small model on mock data in deterministic mode, in four runs: the three settings, and the fixes
 under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. After an interrupt, the runs end, and the
@@ -210,10 +210,7 @@ def main() -> int:
         print(*(f"{name}: {flags_of(name)}{option.ranks}" for name, option in OPTIONS.items()), sep="\n")
         return 0
     if options.table:
-        text = table([json.loads(path.read_text()) for path in options.table])
-        if options.page:
-            replace_table(options.page, text)
-        print(text)
+        print(table([json.loads(path.read_text()) for path in options.table]))
         return 0
     jobs: list[tuple[Training, str]] = []
     for name in options.names or [name for name, option in OPTIONS.items() if option.gpus <= options.gpus]:
@@ -240,7 +237,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("names", metavar="OPTION", nargs="*", help="default: all that --gpus permits")
     parser.add_argument("--list", action="store_true", help="print the options, and stop")
     parser.add_argument("--table", metavar="JSON", type=Path, nargs="+", help="print options.json of earlier runs")
-    parser.add_argument("--page", type=Path, help="with --table: also write the table into this Markdown page")
     parser.add_argument("--no-check", action="store_true", help="omit the runs under --check")
     parser.add_argument("--gpus", type=int, default=Option.gpus, help="the number of GPUs; default: %(default)s")
     parser.add_argument("--at-once", type=int, default=8, metavar="RUNS", help="default: %(default)s")
@@ -257,13 +253,6 @@ def parse() -> argparse.Namespace:
         parser.error(f"unknown options: {', '.join(sorted(unknown))}; --list prints the known options")
     require(parser, options.checkout, GPT)
     return options
-
-
-def replace_table(page: Path, text: str) -> None:
-    """Write a table between the lines `<!-- table -->` and `<!-- end -->` of a page."""
-    before, start, rest = page.read_text().partition("<!-- table -->\n")
-    _, end, after = rest.partition("<!-- end -->")
-    page.write_text(f"{before}{start}{text}\n{end}{after}")
 
 
 def is_good(recorded: Mapping[str, Any]) -> bool:

@@ -294,19 +294,21 @@ def test_an_option_that_fails_without_graphs_is_not_compared(runs: ModuleType) -
     assert options.outcomes(found) == ("without graphs: RuntimeError: Could not infer dtype", "-", "-")
 
 
-def test_the_table_of_options_is_written_into_a_page(
-    example: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_the_table_of_earlier_runs(
+    example: ModuleType,
+    runs: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     options = importlib.import_module("megatron_options")
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- table -->\nold\n<!-- end -->\nafter\n")
     print_instead(monkeypatch, runs, OFF, (log(WRONG), 0), OFF, OFF, (log(RIGHT, EQUAL), 0))
     out = tmp_path / "out"
     monkeypatch.setattr(sys, "argv", ["options", str(tmp_path), "multi-token", "local", "--out", str(out)])
     assert options.main() == 0
-    monkeypatch.setattr(sys, "argv", ["options", "--table", str(out / "options.json"), "--page", str(page)])
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["options", "--table", str(out / "options.json")])
     assert options.main() == 0
-    lines = page.read_text().splitlines()
-    assert lines[:2] + lines[-2:] == ["before", "<!-- table -->", "<!-- end -->", "after"]
+    lines = capsys.readouterr().out.splitlines()
     assert any(line.endswith("| 1 of 16 | 0 | 1,456 equal |") for line in lines)
     assert any("`--cuda-graph-impl local`" in line and line.endswith("| 1 of 16 | 0 | - |") for line in lines)

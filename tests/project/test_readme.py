@@ -187,7 +187,7 @@ def figures_of_real_runs() -> list[str]:
     run, parameters = rows(page, title, "recipe, scope")[0], rows(page, title, "parameters")
     assert run[0].startswith("2.12.0,")
     assert run[4].startswith("0 of ")
-    norm_ratio = next(row[5] for row in parameters if row[1] == "experts")
+    norm_ratio = next(row[3] for row in parameters if row[0] == "experts")
     return [
         f"the experts' gradients is {float(norm_ratio):.2f} of the correct norm",
         f"{run[2]} printed figures differ from the run with graphs off",
