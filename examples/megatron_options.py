@@ -4,7 +4,7 @@
     python examples/megatron_options.py ~/Megatron-LM --gpus 4               # those for four GPUs as well
     python examples/megatron_options.py ~/Megatron-LM multi-token router     # some of them
     python examples/megatron_options.py --list                               # their names and flags
-    python examples/megatron_options.py --table JSON ...                       # the results of earlier runs as Markdown
+    python examples/megatron_options.py --table JSON ...                     # the results of earlier runs as Markdown
 
 Each option trains a small model on mock data in deterministic mode, in four runs: the three settings, and the fixes
 under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. After an interrupt, the runs end, and the
