@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def tried_te(request: pytest.FixtureRequest) -> published.TE:
-    """The TE that a test runs on the simulator."""
+    """Return the TE that a test runs on the simulator."""
     return published.te(request.param)
 
 

@@ -163,7 +163,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def own_world(tmp_path: Path) -> World:
-    """A world that the test may change."""
+    """Return a world that the test may change."""
     return World(tmp_path)
 
 

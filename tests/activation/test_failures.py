@@ -64,7 +64,7 @@ def location(name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with this package and what it depends on, for interpreters that are started without site-packages."""
+    """Return a folder with this package and its dependencies, for interpreters that start without site-packages."""
     folder = tmp_path_factory.mktemp("bare")
     for name in ("te_graph_fixes", "wrapt", "packaging"):
         (folder / name).symlink_to(location(name))
@@ -73,7 +73,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of TE's Python sources and metadata."""
+    """Return a copy of TE's Python sources and metadata."""
     package = Path(Source.installed().location)
     folder = tmp_path_factory.mktemp("te")
     shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -84,7 +84,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def te(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of TE to damage."""
+    """Return a copy of TE that the test may damage."""
     shutil.copytree(pristine, tmp_path / "te")
     return tmp_path / "te"
 

@@ -62,14 +62,14 @@ os.write(1, f"rank {rank} {text}\\n".encode())
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> list[str]:
-    """The command that starts a job on two ranks. The variable OF_RANK_1 sets other variables of rank 1."""
+    """Return the command that starts a job on two ranks. The variable OF_RANK_1 sets other variables of rank 1."""
     (tmp_path / "job.py").write_text(JOB)
     return [*RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "job.py")]
 
 
 @pytest.fixture
 def other_te(tmp_path: Path) -> Path:
-    """A copy of TE whose `_make_graphed_callables` is defined twice, so that it is not recognised."""
+    """Return a copy of TE that defines `_make_graphed_callables` twice, so that the fixes do not recognize it."""
     copied = tmp_path / "other" / "transformer_engine"
     shutil.copytree(Source.installed().location, copied, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     metadata = next(Path(Source.installed().location).parent.glob("transformer_engine-*.dist-info"))

@@ -73,7 +73,7 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tree(baked: Path, tmp_path: Path) -> Path:
-    """A copy of what was baked."""
+    """Return a copy of the baked TE."""
     return shutil.copytree(baked, tmp_path / "tree")
 
 
@@ -166,7 +166,10 @@ def in_child(work: Callable[[], object], kill_at: int = 0) -> int:
 
 
 def small(folder: Path) -> Decision:
-    """One fix, which changes one module and adds one. Python takes the bytecode of TE without a look at its text."""
+    """Return the decision for one fix, which changes one module and adds one.
+
+    Python uses TE's bytecode without reading its text.
+    """
     compileall.compile_dir(copy(folder), quiet=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     return decide(read(Source.at(folder)), Settings(frozenset({"rng-states-at-replay"})))
 

@@ -26,7 +26,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder on PYTHONPATH with a TE that holds none of the functions that the fixes look for."""
+    """Return a folder for PYTHONPATH with a TE that has none of the functions that the fixes search for."""
     for name in ("transformer_engine", "transformer_engine/pytorch"):
         script(tmp_path / "site" / name / "__init__.py", "")
     return tmp_path

@@ -611,7 +611,7 @@ def with_change(r: random.Random, program: Program, name: str, value: str) -> Pr
 
 
 def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -> tuple[float, ...]:
-    """An order that a schedule can run: a chunk's forwards, dgrads and wgrads come one microbatch after the other."""
+    """Draw an order that a schedule can run: each chunk runs its microbatches one after the other."""
     order: list[float] = []
     done = {(chunk, part): 0 for chunk in range(1, chunks + 1) for part in range(3)}
     while True:

@@ -141,7 +141,7 @@ assert not seen
 
 
 def slots(te: TE) -> str:
-    """The program, with whose captures read the flag: upstream's correction reads it in `torch.cuda.graph`'s too."""
+    """Return the program with the captures that read the flag: on a fixed TE, also `torch.cuda.graph`'s."""
     return f"CAPTURES = {('TE',) if SKIP_FLAG in te.needed else ('torch', 'TE')}{SLOTS}"
 
 

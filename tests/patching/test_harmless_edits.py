@@ -101,7 +101,7 @@ def at_line_ends(module: ModuleSource) -> Insertions:
 
 
 def parameters(module: ModuleSource) -> Insertions:
-    """One more parameter with a default, which goes by its name where others do."""
+    """Yield an edit that adds a parameter with a default. Calls pass it by name if they pass others by name."""
     for node in functions(module):
         given = node.args
         parts = [*given.args, *given.defaults, given.vararg, *given.kwonlyargs, *given.kw_defaults]
@@ -117,7 +117,7 @@ def streams(module: ModuleSource) -> Insertions:
 
 
 def decorators(module: ModuleSource) -> Insertions:
-    """Two more: around all others, and within them."""
+    """Yield edits that add two decorators: one outside all others, and one inside them."""
     for node in functions(module):
         for line in (first_line(node), node.lineno):
             yield module.starts[line], f"{' ' * node.col_offset}@harmless  # harmless line {line}\n"

@@ -85,7 +85,7 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def state(function: Any) -> tuple[Any, ...]:
-    """All that a correction may change about a function."""
+    """Return the attributes of a function that a fix may change."""
     return (function.__code__, function.__defaults__, function.__kwdefaults__, dict(vars(function)))
 
 

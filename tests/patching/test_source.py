@@ -1,4 +1,4 @@
-"""Reading TransformerEngine (TE) as source: versions, definitions, patterns, edits."""
+"""TransformerEngine's (TE's) source: versions, definitions, patterns, edits."""
 
 from __future__ import annotations
 

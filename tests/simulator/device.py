@@ -82,7 +82,7 @@ def _real(device: torch.device | None) -> torch.device | None:
 
 
 def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a ``device`` which may be CUDA, and without pinned memory, which takes a GPU's driver."""
+    """Return the function with a ``device`` that may be CUDA, and without pinned memory, which needs a GPU's driver."""
 
     @functools.wraps(function)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def _data_ptr(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def _as_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.as_tensor``, which also takes an address in GPU memory (TE's weak references are made so)."""
+    """Return a ``torch.as_tensor`` that also accepts an address in GPU memory, as TE's weak references pass it."""
     plain = _factory(function)
 
     @functools.wraps(function)
@@ -189,7 +189,7 @@ def _cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _device_context(function: Callable[..., None]) -> Callable[..., None]:
-    """``torch.set_default_device`` and ``with torch.device(...)`` for CUDA."""
+    """Return the functions for ``torch.set_default_device`` and ``with torch.device(...)`` with CUDA."""
 
     @functools.wraps(function)
     def init(self: Any, device: Any) -> None:

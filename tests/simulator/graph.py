@@ -371,7 +371,7 @@ def _aliases(values: Any) -> Any:
 
 
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
-    """The tensors among the arguments that the operation writes into, by its schema, which collectives leave open."""
+    """Yield the arguments that the operation writes into, according to its schema. Collectives do not declare them."""
     if func.namespace == "c10d":
         yield from (one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
     for position, argument in enumerate(func._schema.arguments):

@@ -157,7 +157,7 @@ def leave_pool(pool_id: PoolId) -> None:
 
 
 def pools() -> list[Pool]:
-    """All pools which a graph uses."""
+    """Return all pools that a graph uses."""
     return list(_POOLS.values())
 
 
@@ -275,7 +275,7 @@ def overwrite_freed() -> None:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as ``tensor`` without being an owner of it; of a single number, maybe an argument, an owner."""
+    """Return a tensor that shares the memory but does not own it; for a single number, a tensor that owns it."""
     at = address(tensor)
     segment = _segment_at(at)
     if segment is not None:

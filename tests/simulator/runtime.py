@@ -184,7 +184,7 @@ def _memory_reserved(device: Any = None) -> int:
 
 
 def _compile(model: Any = None, **options: Any) -> Any:
-    """``torch.compile`` leaves the function as it is: compiled code would pass the recording by."""
+    """Return the function unchanged for ``torch.compile``, because compiled code would not be recorded."""
     return (lambda function: function) if model is None else model
 
 

@@ -62,7 +62,7 @@ def execute(arguments: list[str]) -> int:
 
 
 def prepared(request: dict[str, Any], base: list[str]) -> tuple[int, TextIO, TextIO]:
-    """A fork that has imported what a request names, and serves such requests: where to ask it, and its answers."""
+    """Start a fork that imports a request's modules and serves such requests. Return its process and two pipes."""
     (theirs, ours), (answers, answered) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:

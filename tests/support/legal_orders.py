@@ -45,7 +45,7 @@ def random_order(rng: random.Random, chunks: int, microbatches: int, delayed: Co
 
 
 def random_orders(seed: int, number: int) -> list[list[float]]:
-    """``number`` random legal orders of up to 4 chunks and 6 microbatches, all chunks with wgrads."""
+    """Return ``number`` random legal orders of up to 4 chunks and 6 microbatches, all chunks with wgrads."""
     rng = random.Random(seed)
     orders = []
     for _ in range(number):
@@ -71,7 +71,7 @@ def legal(order: list[float]) -> bool:
 
 
 def changed_order(order: list[float], choices: random.Random) -> list[float]:
-    """``order`` with one or two random changes; it may still be legal."""
+    """Return ``order`` with one or two random changes. The result may still be legal."""
     changed = list(order)
     for _ in range(choices.randint(1, 2)):
         position = choices.randrange(len(changed))

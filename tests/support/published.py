@@ -72,7 +72,7 @@ def source(version: str) -> Path:
 
 @functools.cache
 def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
-    """One version or the one that is ``installed``, read once for all tests of a process; every fix's verdict on it."""
+    """Return the source of a version, or of the ``installed`` TE, and each fix's verdict on it (read once)."""
     tree = Source.installed() if version == "installed" else Source.at(source(version))
     return tree, verdicts(tree)
 

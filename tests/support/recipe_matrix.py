@@ -123,7 +123,7 @@ def uneven() -> Any:
 
 
 def padded() -> Any:
-    """Two experts with numbers of tokens that no recipe takes, padded and unpadded by TE's modules."""
+    """Create two experts whose numbers of tokens no recipe accepts, so TE's modules pad and unpad them."""
     import transformer_engine.pytorch as te
 
     from tests.verify.driver.setting import HIDDEN, OPTIONS, TOKENS
@@ -152,7 +152,7 @@ def operation() -> Any:
 
 
 def grouped_operation() -> Any:
-    """Two experts of te.ops, without a bias, whose grad a Triton kernel sums up."""
+    """Create two experts of te.ops without a bias, because a Triton kernel sums the gradient of a bias."""
     import transformer_engine.pytorch as te
 
     from tests.verify.driver.program import Skipped
@@ -171,7 +171,7 @@ def grouped_operation() -> Any:
 
 
 def grouped_on_gpu() -> Any:
-    """Two experts, without a bias, with kernels of grouped tensors: only the GPU knows their tokens."""
+    """Create two experts without a bias with kernels of grouped tensors. Only the GPU knows their tokens."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.module import grouped_linear
 

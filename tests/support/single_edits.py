@@ -68,7 +68,7 @@ def left_after_reset() -> int:
 
 
 def delayed_experts() -> dict[str, Any]:
-    """Calls of hooks, and delayed wgrads, of experts whose tokens only the GPU knows, which cases train nowhere."""
+    """Return hook calls and delayed wgrads of experts whose tokens only the GPU knows. No case trains these."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.module import grouped_linear as modules

@@ -50,7 +50,7 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def contents(tensor: Any) -> list[bytes]:
-    """All bytes of a quantized tensor. The padding of its scales is never written, and may be NaN."""
+    """Return all bytes of a quantized tensor. The padding of its scales is never written, and may be NaN."""
     return [getattr(tensor, name).numpy().tobytes() for name in FIELDS]
 
 
@@ -130,7 +130,7 @@ def scales_columns() -> bool:
 
 
 def nvfp4_options() -> list[dict[str, Any]]:
-    """What quantizers of the installed TE may be told besides, and takes place: row scales and 4over6."""
+    """Return further options that the installed TE's quantizers accept, with effect: row scales and 4over6."""
     options: list[dict[str, Any]] = []
     if "row_scaled_nvfp4" in NVFP4Quantizer.__annotations__:
         options.append({"row_scaled_nvfp4": True, "columnwise": scales_columns()})

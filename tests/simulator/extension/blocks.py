@@ -330,7 +330,7 @@ def _part(tensor: Any, columnwise: bool) -> Part:
 
 
 def _marks(quantizer: Any) -> dict[str, Any]:
-    """What a tensor says about its quantization: row scales since TE 2.16, 4over6 since 2.17."""
+    """Return the attributes of a tensor that describe its quantization: row scales since TE 2.16, 4over6 since 2.17."""
     names = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
     return {name: getattr(quantizer, name) for name in names if hasattr(quantizer, name)}
 
@@ -430,7 +430,7 @@ def _refuse_shapes(quantizer: Any, tensor: torch.Tensor) -> None:
 
 
 def random_states(number: int) -> torch.Tensor:
-    """What seeds the random numbers of each kernel, itself drawn from the default generator at each replay."""
+    """Return the seed of each kernel's random numbers, drawn from the default generator at each replay."""
     states = torch.empty(number, 2, dtype=torch.int64)
     launch(_draw, [states], states)
     return states

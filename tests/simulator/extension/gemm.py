@@ -42,7 +42,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """``op(B) @ op(A)`` in the order of memory, as cuBLAS sees it: the output, bias gradient, GELU input."""
+    """Compute ``op(B) @ op(A)`` in the order of memory, as cuBLAS does. Return output, bias gradient, GELU input."""
     if comm_overlap is not None:
         raise NotImplementedError("simulator: generic_gemm with communication overlap")
     if accumulate and beta not in (None, 1.0):
@@ -81,7 +81,7 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[torch.Tensor]:
-    """One product for each pair of ``A`` and ``B``, into the given outputs or into consecutive rows of one."""
+    """Compute a product for each pair of ``A`` and ``B``, into the given outputs or into the rows of one output."""
     if D is None:
         raise NotImplementedError("simulator: te_general_grouped_gemm without outputs")
     factors = [_operands(a, transa, b, transb) for a, b in zip(A, B, strict=True)]
@@ -138,7 +138,7 @@ class Factor(NamedTuple):
 
 
 def operand_of(tensor: Any, columnwise: bool) -> Operand | Part:
-    """The representation of ``tensor`` that the GPU reads: on Hopper, FP8 products take only one layout of inputs."""
+    """Return what the GPU reads of ``tensor``: on Hopper, FP8 products take only one layout of inputs."""
     if is_block_scaled(tensor):
         return operand(tensor, columnwise)
     if not hasattr(tensor, "_scale_inv"):

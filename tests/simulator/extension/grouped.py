@@ -68,7 +68,7 @@ def splits_to_offsets_multi(
     dtypes: Sequence[torch.dtype],
     bulk_allocate: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The splits as int64 on the GPU, and offsets for each of ``strides``, some without the first one, which is 0."""
+    """Return the splits as int64 on the GPU, and offsets for each of ``strides``, some without the first offset, 0."""
     splits = splits.to(device=device, dtype=torch.int64)
     found = []
     for stride, zero, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
@@ -122,7 +122,7 @@ def te_general_grouped_gemm_for_discrete_in(
     beta: torch.Tensor,
     *workspaces_and_options: Any,
 ) -> Any:
-    """Each group of rows of ``B``, times the matrix of ``A`` that goes with it, into its rows of ``D``."""
+    """Multiply each group of rows of ``B`` by its matrix of ``A``, into its rows of ``D``."""
     if transb or bias_scale is not None:
         raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_in with transb or bias_scale")
     matrices = for_gemm([operand_of(one, not transa) for one in A])
@@ -163,7 +163,7 @@ class _Side(NamedTuple):
     columns: int
 
     def groups(self, first_dims: torch.Tensor) -> Iterator[Part | Operand | None]:
-        """What each group is, None where it has no rows."""
+        """Yield each group, or None if it has no rows."""
         at = scale_at = 0
         for number, rows in enumerate(_numbers(first_dims)):
             if not is_block_scaled(self.quantizer):

@@ -40,7 +40,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 
 
 def cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """``quantize`` as other functions of the extension call it."""
+    """Quantize a tensor, as other functions of the extension do."""
     if quantizer is None:
         return tensor
     kind = _kind(quantizer)
@@ -191,7 +191,7 @@ def _transposed_shape(shape: Sequence[int]) -> list[int]:
 
 
 def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """A tensor of TE's own class with the representations that the quantizer asks for (on Hopper: with a transpose)."""
+    """Return a tensor of TE's class with the representations that the quantizer requests (Hopper: with a transpose)."""
     if is_block_scaled(quantizer):
         return blocks.empty(quantizer, shape, dtype)
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor, Float8TensorStorage

@@ -1,4 +1,4 @@
-"""The modules of programs, by name."""
+"""The kinds of modules that a program can name."""
 
 from __future__ import annotations
 
