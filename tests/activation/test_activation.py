@@ -1,7 +1,7 @@
 """The life cycle of the package, in child processes, on a stand-in for TransformerEngine (TE) with fixes of its own.
 
-The stand-in holds a few functions under TE's module names, and the copy of te_graph_fixes beside it a catalogue for
-them. So every order of events is cheap to try and needs no torch. `test_lifecycle.py` does it with TE itself.
+The stand-in has a few functions under TE's module names, and a copy of te_graph_fixes next to it has fixes for them.
+Tests of every order of events are therefore fast and need no torch. `test_lifecycle.py` uses TE itself.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ for function in (te.capture, te.Linear.forward):
 
 
 def test_a_reload_of_a_module_of_te_shows_in_the_report(world: World) -> None:
-    """The reload itself is not noticed: docs/limits.md."""
+    """A reload is not noticed itself (docs/limits.md)."""
     world.run("""
 import te_graph_fixes
 assert results() == RIGHT

@@ -1,4 +1,4 @@
-"""Replays with arguments that differ from the sample arguments: eager numbers or an error, on the simulator."""
+"""Replays with other arguments than the samples compute the eager numbers or raise an error, on the simulator."""
 
 from __future__ import annotations
 

@@ -766,7 +766,7 @@ COMPARED = ["has its graph"] * 3 + ["True", "its own True True", "True"]
     ],
 )
 def test_copies_are_eager_and_the_original_keeps_its_graph(module: str, run: str, printed: list[str]) -> None:
-    """Copies of copies too; nothing is registered for the class, which may make deep copies in its own way."""
+    """Copies of copies are eager, too. The class stays unchanged, because it may define how to make deep copies."""
     assert simulate("-c", COPIES.replace("MODULE", module).replace("RUN", run)).splitlines() == printed
 
 

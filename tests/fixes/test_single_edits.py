@@ -1,6 +1,6 @@
-"""Every single edit of every fix is needed: left out, it changes what a case of `verify` gives, or how much memory.
+"""Each edit of each fix is needed: without it, a case of `verify` has another result, or uses more memory.
 
-What neither shows is in `tests.support.single_edits`.
+`tests.support.single_edits` has programs for edits that change neither.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Call :func:`install` before anything of TransformerEngine (TE) is imported, or start a program with
 ``python -m tests.simulator SCRIPT.py ARGS`` or ``python -m tests.simulator -m MODULE ARGS``. See README.md in this
-folder for what is stood in for and what is not.
+folder for what is simulated.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _installed = False
 
 
 def install() -> None:
-    """Make this process believe that it has a built TE and one GPU, that of ``TE_SIMULATOR_GPU``; once is enough.
+    """Make this process behave as with a built TE and one GPU, the one in ``TE_SIMULATOR_GPU``. Later calls do nothing.
 
-    New memory is full of NaN, so that nothing can depend on it, or, with ``TE_SIMULATOR_MEMORY=as found``, as torch
-    leaves it: mostly zeros.
+    New memory is full of NaN, so that no result can depend on it. With ``TE_SIMULATOR_MEMORY=as found``, it has what
+    torch leaves in it, mostly zeros.
     """
     global _installed
     if _installed:

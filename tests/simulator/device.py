@@ -1,8 +1,8 @@
-"""Tensors that say they are on the GPU: ``device="cuda"`` and its kin, on the CPU.
+"""Tensors on the CPU that report a GPU as their device: ``device="cuda"`` and similar arguments.
 
-Every tensor of the process is a CPU tensor and says that it is on ``cuda:0``. Only tensors which the program
-explicitly puts on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``) say that they are on the CPU; such tensors
-may be read while a graph is captured, the others may not.
+Every tensor of the process is a CPU tensor and reports that it is on ``cuda:0``. Only tensors that the program
+explicitly puts on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``) report that they are on the CPU. Only these
+may be read while a graph is captured.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _asked(device: Any) -> torch.device | None:
-    """Return the device that an argument asks for, None if it asks for none."""
+    """Return the device that an argument requests, or None."""
     if device is None:
         return None
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

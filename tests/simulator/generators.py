@@ -1,7 +1,7 @@
-"""Generators as on a GPU: objects that share states, of which the default generator has one at a time.
+"""Random generators as on a GPU: objects that share states. The default generator has one state at a time.
 
-The CPU's own default generator draws every random number. It holds the numbers to come of the state that the default
-generator of the GPU has; those of other states are kept here.
+The CPU's default generator draws every random number. Its state is that of the GPU's default generator; other states
+are stored here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 
 class State:
-    """Where the random numbers of some generators come from; graphs keep it, and draw from it at each replay."""
+    """The state of some generators. Graphs refer to it, and draw from it at each replay."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self._numbers = numbers
@@ -27,7 +27,7 @@ class State:
             torch.default_generator.set_state(numbers)
 
     def activate(self) -> State:
-        """Let all operations draw from this state; returns the one from which they did."""
+        """Let all operations draw from this state. Return the state from which they drew before."""
         before = active()
         before._numbers = before.numbers
         DEFAULT.state = self

@@ -34,7 +34,7 @@ on_launch: Callable[[Any], None] | None = None
 
 
 class GraphError(RuntimeError):
-    """The program did with a CUDA graph what a GPU, or this simulator, does not allow."""
+    """The program used a CUDA graph in a way that a GPU, or this simulator, does not allow."""
 
 
 class CUDAGraph:
@@ -50,7 +50,7 @@ class CUDAGraph:
     def capture_begin(
         self, pool: memory.PoolId | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
     ) -> None:
-        """Record, from now on, what this thread would run on the GPU."""
+        """Start to record the operations that this thread would run on the GPU."""
         if check_input_liveness:
             raise NotImplementedError("simulator: CUDAGraph.capture_begin(check_input_liveness=True)")
         if self._operations is not None:
@@ -63,7 +63,7 @@ class CUDAGraph:
         self._capture.begin()
 
     def capture_end(self) -> None:
-        """Stop recording; from now on the graph can be replayed."""
+        """Stop recording, so that the graph can be replayed."""
         if self._capture is None or self._capture is not Capture.current:
             raise GraphError("CUDA error: invalid argument: CUDAGraph.capture_end without CUDAGraph.capture_begin")
         capture, self._capture = self._capture, None
@@ -74,7 +74,7 @@ class CUDAGraph:
         self._operations = capture.operations
 
     def instantiate(self) -> None:
-        """Make a captured graph executable, which takes nothing here."""
+        """Make a captured graph executable. The simulator has nothing to do."""
         self._require_graph("instantiate")
 
     def replay(self) -> None:
@@ -89,7 +89,7 @@ class CUDAGraph:
                     on_launch(_kernel(operation))
 
     def reset(self) -> None:
-        """Forget the captured graph and let its memory pool go."""
+        """Delete the captured graph and release its memory pool."""
         if self._capture is not None:
             raise GraphError("CUDAGraph.reset during the capture of this graph")
         if self._operations is not None:
@@ -107,7 +107,7 @@ class CUDAGraph:
         self._random_states.append(generator.state)
 
     def enable_debug_mode(self) -> None:
-        """Keep debugging data, of which there is none."""
+        """Keep debugging data. The simulator has none."""
 
     def __del__(self) -> None:
         if self._operations is not None:
@@ -126,7 +126,7 @@ class CUDAGraph:
 
 
 class Capture(TorchDispatchMode):
-    """One capture under way: what it has recorded, and how to undo what it has written."""
+    """A capture in progress, with its recorded operations, and the content to restore at its end."""
 
     current: Capture | None = None
     """The capture that is under way; a process has at most one."""
@@ -155,7 +155,7 @@ class Capture(TorchDispatchMode):
             state.numbers = numbers
 
     def refuse(self, what: str) -> GraphError:
-        """Return the error for something that cannot be captured; it spoils the capture, as on a GPU."""
+        """Return the error for an operation that cannot be captured. It invalidates the capture, as on a GPU."""
         self.failure = self.failure or what
         return GraphError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
@@ -187,7 +187,7 @@ class Capture(TorchDispatchMode):
     def _take_apart(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Let a tensor subclass do the operation with plain tensors, and see what it does with them.
+        """Let a tensor subclass run the operation with plain tensors, and record those operations.
 
         It does so by calling operations, which come here, and at last ``torch.Tensor.__torch_dispatch__``, which would
         run the operation past this mode.
@@ -261,7 +261,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def _allocate(self, content: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Memory of the pool, holding what ``content`` holds until the capture ends."""
+        """Return memory of the pool with the values of ``content``, until the capture ends."""
         storage = self._pool.allocate(content.nbytes())
         block = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._keep(block)
@@ -269,7 +269,7 @@ class Capture(TorchDispatchMode):
         return storage
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        """Remember what is in the memory that is about to be written, to put it back when the capture ends."""
+        """Save the content of memory before an operation writes it, to restore it when the capture ends."""
         if not tensor.numel():
             return
         key = (memory.address(tensor), tensor.size(), tensor.stride(), tensor.dtype)
@@ -295,19 +295,19 @@ def launch(kernel: Callable[..., None], writes: Iterable[torch.Tensor], *argumen
 
 
 def refuse_in_capture(what: str) -> None:
-    """Raise the error that a GPU gives for something that must not happen during a capture."""
+    """Raise the GPU's error for an operation that must not run during a capture."""
     if Capture.current is not None:
         raise Capture.current.refuse(what)
 
 
 def mark_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that a tensor is in host memory: a program may read it during a capture."""
+    """Mark a tensor as host memory, which a program may read during a capture."""
     tensor._simulator_on_host = True  # type: ignore[attr-defined]
     return tensor
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Return whether the program asked for this very tensor with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``."""
+    """Return whether the program created this tensor with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``."""
     return "_simulator_on_host" in tensor.__dict__
 
 
@@ -318,7 +318,7 @@ def _takes_itself_apart(kind: type) -> bool:
 
 
 class _plain_execution:
-    """Operations in this context are run by the CPU and by nothing else: no autograd, no recording, no overriding."""
+    """Run operations in this context on the CPU only, without autograd, recording or overrides."""
 
     def __enter__(self) -> None:
         self._contexts = (_disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad())
@@ -331,7 +331,7 @@ class _plain_execution:
 
 
 def _collective(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run a collective, which is over when this returns: to wait for its work again does nothing."""
+    """Run a collective to its end. A later wait for its work does nothing."""
     values, spec = torch.utils._pytree.tree_flatten(func(*args, **kwargs))
     for position, work in enumerate(values):
         if isinstance(work, torch.ScriptObject):

@@ -1,14 +1,14 @@
-"""The memory of CUDA graphs: pools whose blocks are handed out again once the tensors in them are gone.
+"""The memory of CUDA graphs: pools that reuse a block once the tensors in it are gone.
 
 By the rules and the sizes of torch's caching allocator, a block is cut from a larger segment, the smallest free block
 that is large enough is taken, neighbouring free blocks are joined, and small and large blocks have their own segments.
-A block is free as soon as the last tensor that owns it is gone; who still looks at it through an address (TE's weak
-references, a captured graph) sees what the next owner writes there.
+A block is free as soon as the last tensor that owns it is gone. A reader that has only its address (TE's weak
+references, a captured graph) then reads what the next owner writes.
 
-Memory outside of pools is the CPU's, and is kept for those who have its address. Where they alone are left, a GPU would
-have given it to somebody else: `overwrite_freed` does what that one does.
+Memory outside of pools is the CPU's, and stays allocated while an address is in use. If only addresses are left, a
+GPU could have reused the memory: `overwrite_freed` overwrites it.
 
-Both are counted from `reset_peak` on: the bytes at the peak, as ``torch.cuda.max_memory_allocated`` says them.
+`peak` returns the most bytes of both since `reset_peak`, as ``torch.cuda.max_memory_allocated`` does.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _Block:
 
 
 class _Segment:
-    """One stretch of memory and the blocks that it is cut into, in the order of their addresses."""
+    """A range of memory and its blocks, in the order of their addresses."""
 
     def __init__(self, block_size: int) -> None:
-        """A segment for a block of ``block_size`` bytes, and for others that are small or large as it is."""
+        """Create a segment for a block of ``block_size`` bytes, and for others that are small or large as well."""
         self.small = block_size <= SMALL
         size = _segment_size(block_size)
         raw = np.full(size + BLOCK, POISON, dtype=np.uint8)
@@ -96,7 +96,7 @@ class Pool:
         self.graphs = 0
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """Storage of ``nbytes`` bytes which goes back to this pool when nothing owns it any more."""
+        """Return a storage of ``nbytes`` bytes, which returns to this pool when no tensor owns it any more."""
         size = _rounded(nbytes)
         fitting = [
             (block.size, segment.address + block.offset, segment, block)
@@ -125,7 +125,7 @@ class Pool:
         return sum(block.size for segment in self._segments for block in segment.blocks if not block.free)
 
     def reserved(self) -> int:
-        """Bytes taken from the system."""
+        """Return the bytes that the pool has reserved."""
         return sum(segment.end - segment.address for segment in self._segments)
 
 
@@ -138,7 +138,7 @@ address = torch.Tensor.data_ptr
 
 
 def new_pool_id() -> PoolId:
-    """Return a handle for a pool, as ``torch.cuda.graph_pool_handle`` gives it out."""
+    """Return a handle for a pool, like ``torch.cuda.graph_pool_handle``."""
     return (0, next(_ids))
 
 
@@ -150,7 +150,7 @@ def enter_pool(pool_id: PoolId) -> Pool:
 
 
 def leave_pool(pool_id: PoolId) -> None:
-    """One graph fewer uses the pool; with the last one the handle stands for a new, empty pool."""
+    """Count one graph less. After the last graph, the handle refers to a new, empty pool."""
     _POOLS[pool_id].graphs -= 1
     if not _POOLS[pool_id].graphs:
         del _POOLS[pool_id]
@@ -167,7 +167,7 @@ def allocated() -> int:
 
 
 class _Count(TorchDispatchMode):
-    """The bytes of pools, and of the tensors that operations have made outside of them since this has been entered."""
+    """The bytes of pools, and of tensors that operations created outside of pools since the start of the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Count(TorchDispatchMode):
                 self._outside[storage._cdata] = StorageWeakRef(storage), size
 
     def note(self) -> None:
-        """Look whether this is the peak."""
+        """Update the peak."""
         self._outside = {key: found for key, found in self._outside.items() if not found[0].expired()}
         self.peak = max(self.peak, allocated() + sum(size for _, size in self._outside.values()))
 
@@ -207,7 +207,7 @@ _is_counting = False
 
 
 def reset_peak() -> None:
-    """Count from now on, until `peak` is asked for; what is outside of pools already is left out."""
+    """Start to count, until a call of `peak`. Existing memory outside of pools is not counted."""
     global _count, _is_counting
     peak()
     _count, _is_counting = _Count(), True
@@ -215,7 +215,7 @@ def reset_peak() -> None:
 
 
 def peak() -> int:
-    """Return the most bytes that there have been at once since `reset_peak`. Counting slows all down, and ends here."""
+    """Return the most bytes at one time since `reset_peak`, and stop counting, which is slow."""
     global _is_counting
     if _count is None:
         return allocated()
@@ -226,7 +226,7 @@ def peak() -> int:
 
 
 def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int = 0) -> torch.Tensor:
-    """Return a tensor in ``storage`` with all of ``like`` but its memory, ``nbytes_offset`` bytes from its start."""
+    """Return a tensor like ``like`` in the memory of ``storage``, ``nbytes_offset`` bytes from its start."""
     offset = nbytes_offset // like.element_size()
     made = torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
     made = made.conj() if like.is_conj() else made
@@ -234,7 +234,7 @@ def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int =
 
 
 class _Outside:
-    """Memory outside of pools that graphs or weak references have the address of."""
+    """Memory outside of pools whose address graphs or weak references have."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -242,7 +242,7 @@ class _Outside:
         self.__array_interface__ = {"version": 3, "shape": (storage.nbytes(),), "typestr": "|u1", "data": data}
 
     def unowned(self) -> torch.UntypedStorage:
-        """Return the same memory as a storage that does not own it, though it lives as long."""
+        """Return a storage that shares the memory and lives as long, but does not own it."""
         return torch.from_numpy(np.asarray(self)).untyped_storage()
 
     def is_freed(self) -> bool:
@@ -250,7 +250,7 @@ class _Outside:
         return torch._C._storage_Use_Count(self._storage._cdata) == 1  # type: ignore[attr-defined]
 
     def overwrite(self) -> None:
-        """With NaN; a single number, which may be a flag, with 1.0."""
+        """Overwrite the memory with NaN, or a single number, which may be a flag, with 1.0."""
         content = np.asarray(self)
         content[:] = POISON
         if content.size == 4:
@@ -268,7 +268,7 @@ def _outside(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def overwrite_freed() -> None:
-    """Give other content to memory outside of pools that nobody owns any more."""
+    """Overwrite memory outside of pools that no tensor owns any more."""
     for memory in list(_OUTSIDE.values()):
         if memory.is_freed():
             memory.overwrite()
@@ -287,7 +287,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def address_taken(tensor: torch.Tensor) -> None:
-    """The program takes a tensor's address, perhaps to make a weak reference of it."""
+    """Note that the program reads a tensor's address, perhaps for a weak reference."""
     global _last_taken
     if _segment_at(address(tensor)) is None:
         storage = tensor.untyped_storage()
@@ -295,7 +295,7 @@ def address_taken(tensor: torch.Tensor) -> None:
 
 
 def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a contiguous tensor at an address which the program has just taken. It does not own what is there."""
+    """Return a contiguous tensor at an address that the program has just read. It does not own the memory."""
     segment = _segment_at(at)
     taken, start, nbytes = _last_taken or (None, 0, 0)
     if segment is not None:

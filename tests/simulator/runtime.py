@@ -1,4 +1,4 @@
-"""What TE and training scripts use of ``torch.cuda``, for a single GPU on which everything happens in order."""
+"""The functions of ``torch.cuda`` that TE and training scripts use, for one GPU that runs all operations in order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stream:
         self.device_index = 0
 
     def wait_stream(self, stream: Stream) -> None:
-        """Wait for what is in the other stream, which is done already."""
+        """Wait for the other stream, whose work is already done."""
 
     def wait_event(self, event: Event) -> None:
         """Wait for an event, which has happened already."""
@@ -81,28 +81,28 @@ class Stream:
 
 
 class Event:
-    """Stands in for ``torch.cuda.Event``. It keeps no time: there is no GPU whose time could be meant."""
+    """Stands in for ``torch.cuda.Event``. It measures no time, because there is no GPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def record(self, stream: Stream | None = None) -> None:
-        """Happen at this point of the stream."""
+        """Record the event at this point of the stream."""
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait for this event, which has happened already."""
 
     def query(self) -> bool:
-        """Return whether it has happened."""
+        """Return whether the event has happened."""
         refuse_in_capture("Event.query")
         return True
 
     def synchronize(self) -> None:
-        """Wait for it, which a capture does not allow."""
+        """Wait for the event, which a capture does not allow."""
         refuse_in_capture("Event.synchronize")
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the time between two events, which is refused."""
+        """Raise an error, because the simulator measures no time."""
         raise NotImplementedError("simulator: Event.elapsed_time: there is no GPU to time")
 
 
@@ -114,7 +114,7 @@ class Library(ctypes.CDLL):
 
 
 class Driver:
-    """Stands in for what programs ask of ``libcuda.so.1`` before they import torch: how many GPUs there are."""
+    """Stands in for ``libcuda.so.1``, from which programs read the number of GPUs before they import torch."""
 
     def cuInit(self, flags: int) -> int:
         """Start the driver."""
@@ -131,7 +131,7 @@ _DEFAULT_STREAM = _current.stream
 
 
 def install() -> None:
-    """Replace ``torch.cuda`` piece by piece; what is left of it fails as it does on any machine without a GPU."""
+    """Replace the functions of ``torch.cuda`` that are simulated. All others fail as on a machine without a GPU."""
     replace(torch.cuda, **_REPLACEMENTS)
     for module in (torch.cuda.graphs, torch.cuda.streams, torch.cuda.random, torch.cuda.memory):
         replace(module, **{name: _REPLACEMENTS[name] for name in vars(module).keys() & _REPLACEMENTS.keys()})

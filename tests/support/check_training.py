@@ -4,7 +4,7 @@
 
 A TRAINING is the options of a `Program` as JSON, the name of a case of `verify`, or ``others``: the functions below,
 which do what the driver does not. A line says whether the training was the same, bit for bit, as without the check,
-what the check found, how much it compared, and whether it had ended by itself.
+what the check found, how many tensors it compared, and whether it ended by itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def rand(*shape: int, grad: bool = True) -> Any:
 
 
 class Module(torch.nn.Module):
-    """Two layers, and a forward that is given."""
+    """Two layers with a forward that the caller passes."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Module(torch.nn.Module):
 
 
 def train(module: Any, *samples: Any, loss: Any = None, **options: Any) -> Iterator[Any]:
-    """Graph ``module`` as one and train it: what each microbatch and step computed."""
+    """Capture ``module`` as one graph and train it. Return what each microbatch and step computed."""
     samples = samples or (rand(),)
     kwargs = options.get("sample_kwargs") or {}
     graphed = te.make_graphed_callables(module, samples, allow_unused_input=True, **options)
@@ -81,7 +81,7 @@ def train(module: Any, *samples: Any, loss: Any = None, **options: Any) -> Itera
 
 
 def update(module: Any) -> list[Any]:
-    """Change each parameter by its gradient, and give the gradients."""
+    """Change each parameter by its gradient, and return the gradients."""
     grads = [parameter.grad for parameter in module.parameters()]
     with torch.no_grad():
         for parameter, grad in zip(module.parameters(), grads, strict=True):
@@ -126,7 +126,7 @@ def no_elements() -> Iterator[Any]:
 
 
 def infer(mode: Any) -> Iterator[Any]:
-    """Make, graph and replay a module without gradients."""
+    """Create, capture and replay a module without gradients."""
     with mode:
         graphed = te.make_graphed_callables(te.Linear(32, 32, **OPTIONS).eval(), (rand(grad=False),))
         for _ in range(4):
@@ -346,14 +346,14 @@ def a_weak_reference(module: Any) -> Any:
 
 
 def another_submodule(module: Any) -> Any:
-    """Return a tied parameter."""
+    """Return a forward of a submodule that shares a parameter with ``module``."""
     module.other = Module(lambda other, x: other.b(x) * other.scale)
     module.other.scale = module.scale
     return Helper(module.other).held
 
 
 def a_module_in_a_list(module: Any) -> Any:
-    """No graph returns the gradients of its parameters."""
+    """Return a forward that calls a frozen module in a list."""
     module.held = [te.Linear(32, 32, **OPTIONS).requires_grad_(False)]
     return lambda x: module.held[0](x) * module.scale
 
@@ -419,7 +419,7 @@ SUMS: dict[str, Any] = {}
 
 
 def a_global_sum(module: Any) -> Any:
-    """As Megatron-Core's tracker of auxiliary losses."""
+    """Return a forward that adds to a global tensor, as Megatron-Core's tracker of auxiliary losses does."""
     SUMS["loss"] = torch.zeros(2, 3, device="cuda")
 
     def use(x: Any) -> Any:
@@ -431,7 +431,7 @@ def a_global_sum(module: Any) -> Any:
 
 
 def a_sum_in_the_backward(module: Any) -> Any:
-    """Return the hook writes to a tensor in a closure."""
+    """Return a forward with a hook that writes into a tensor of a closure in the backward."""
     SUMS["grad"] = torch.zeros(32, device="cuda")
 
     def add(grad: Any) -> None:

@@ -27,7 +27,7 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
-    """That of a child which finds ``path`` first and has no settings but those given."""
+    """Return the environment of a child that searches ``path`` first and has only the given settings."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("TE_GRAPH_FIXES", "PYTEST_"))
     }
@@ -43,7 +43,7 @@ def python(
     stdin: str | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python for ``timeout`` seconds, with ``path`` first in its path and no settings but those given."""
+    """Run Python for at most ``timeout`` seconds, with ``path`` first in its path and only the given settings."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -39,7 +39,7 @@ def described(value: Any) -> str:
 
 
 class Operations(TorchDispatchMode):
-    """Adds the operations of torch to the log."""
+    """A dispatch mode that adds the operations of torch to the log."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         log.append(f"{function} {described(args)} {described(kwargs or {})}")

@@ -31,7 +31,7 @@ KEPT = 6
 
 
 def enter(request: dict[str, Any], base: list[str]) -> None:
-    """Be as a process that was started for this program."""
+    """Set up this process as if it was started for the program."""
     if "transformer_engine" not in sys.modules:  # else in this environment, to which imports have added
         os.environ.clear()
         os.environ.update(request["environment"])
@@ -42,7 +42,7 @@ def enter(request: dict[str, Any], base: list[str]) -> None:
 
 
 def execute(arguments: list[str]) -> int:
-    """Run the program in this process, which is for it alone; its exit status."""
+    """Run the program in this process, which runs no other. Return its exit status."""
     try:
         if arguments[0] == "-c":
             install()

@@ -1,4 +1,4 @@
-"""Orders to test with: named ones, and random ones. Plain lists, no torch."""
+"""Named and random orders for tests, as plain lists without torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def random_orders(seed: int, number: int) -> list[list[float]]:
 
 
 def legal(order: list[float]) -> bool:
-    """Return whether an order of whole and half numbers is legal; looked at chunk by chunk."""
+    """Return whether an order of whole and half numbers is legal, from a look at each chunk."""
     chunks = {int(abs(value)) for value in order}
     if not order or chunks != set(range(1, len(chunks) + 1)) or any(value > 0 and value % 1 for value in order):
         return False

@@ -46,7 +46,7 @@ class TE:
         return int(self.version.split(".")[1])
 
     def require(self, fix: str) -> None:
-        """Skip the test where the fix does not apply."""
+        """Skip the test if the fix does not apply."""
         if fix not in self.needed:
             pytest.skip(f"{fix} does not apply to TransformerEngine {self.version}")
 
@@ -60,7 +60,7 @@ def te(version: str) -> TE:
 
 @functools.cache
 def source(version: str) -> Path:
-    """Return the folder with the sources of one version, or of the newest where ``version`` is ``newest``."""
+    """Return the folder with the sources of one version; ``newest`` is the newest one."""
     folder = Path(os.environ.get("TE_SOURCES") or Path(__file__).parents[2] / ".tox" / "te-sources").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -83,7 +83,7 @@ def needed(version: str) -> dict[str, Verdict]:
 
 
 def copy_of(root: Path, folder: Path) -> Path:
-    """Return a folder with the Python files of the TE that another holds, but those for JAX, and its metadata."""
+    """Return a folder with copies of a TE's Python files, except those for JAX, and of its metadata."""
     python = [path for path in (root / "transformer_engine").rglob("*.py") if "jax" not in path.parts]
     for path in (*root.glob("transformer_engine-*.dist-info/METADATA"), *python):
         place = folder / path.relative_to(root)

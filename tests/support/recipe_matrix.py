@@ -1,4 +1,4 @@
-"""What is trained, in which recipe and how: graph replay against eager, on the GPU that the simulator stands in for.
+"""Compare graphs with eager runs for each module, recipe and setting, on the GPU that the simulator stands in for.
 
     TE_SIMULATOR_GPU=blackwell python -m tests.simulator -m tests.support.recipe_matrix [PART [RECIPE ...]]
 
@@ -51,7 +51,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 
 def combinations(part: str = "1/1", recipes: Sequence[str] = ()) -> list[tuple[str, str, str]]:
-    """Module, recipe and setting. Every part has all of each."""
+    """Yield module, recipe and setting. Every part contains all modules, recipes and settings."""
     every = [
         (module, recipe, setting)
         for module, settings in MODULES.items()
@@ -110,7 +110,7 @@ def recomputed() -> Any:
 
 
 def uneven() -> Any:
-    """Three experts, the last of which gets no tokens."""
+    """Create three experts, of which the last gets no tokens."""
     import transformer_engine.pytorch as te
 
     from tests.verify.driver.setting import HIDDEN, OPTIONS, TOKENS

@@ -1,6 +1,6 @@
-"""The cases of `verify` that are about a fix, with one edit of it left out, until one gives something else.
+"""Run the cases of `verify` that are about a fix without one of its edits, until a case has another result.
 
-What shows in none of them, because nothing that is computed depends on it, is in `OTHERS`.
+`OTHERS` contains programs for edits that change no result of a case.
 python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a line of JSON a case; -1 leaves nothing out.
 """
 
@@ -20,7 +20,7 @@ from te_graph_fixes.patching.source import Source
 
 
 def leave_out(fix_id: str, number: int) -> None:
-    """Let a fix go without one of its edits, from TransformerEngine's import on; ``-1`` leaves none out."""
+    """Omit one edit of a fix from TransformerEngine's import on; ``-1`` omits none."""
 
     def without_one(source: Source, verdict: Verdict) -> Verdict:
         kept = tuple(edit for place, edit in enumerate(verdict.edits) if place != number)
@@ -144,7 +144,7 @@ def captured_operations() -> int:
 
 
 def left_by_a_capture() -> tuple[int, bool]:
-    """Cached weights and the mark of a first microbatch in a module that keeps none, captured after one that does."""
+    """Return the number of cached weights and the mark of a module captured without caches, after one with caches."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
@@ -165,7 +165,7 @@ def left_by_a_capture() -> tuple[int, bool]:
 
 
 def kept_in_recomputations() -> list[float]:
-    """Gradients of second microbatches whose graphs recompute with the weights of the first, behind one that caches."""
+    """Return norms of gradients of second microbatches, recomputed in graphs captured after a graph that caches."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling

@@ -32,7 +32,7 @@ NVFP4 = {
 
 
 def reference() -> Any:
-    """TE's reference, which has had several names."""
+    """Return TE's reference quantizer, whose name differs between versions."""
     for name in ("reference_nvfp4", "quantization_ref_nvfp4", "quantization_nvfp4"):
         try:
             return importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{name}")
@@ -42,7 +42,7 @@ def reference() -> Any:
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Values of very different sizes, with blocks of zeros."""
+    """Return values of very different sizes, with blocks of zeros."""
     rows = torch.exp2(torch.arange(shape[0]) % 23 - 11.0).unsqueeze(1)
     x = gpu(*shape, dtype=torch.float32, seed=seed) * rows
     x[:32, :32] = 0
@@ -55,7 +55,7 @@ def contents(tensor: Any) -> list[bytes]:
 
 
 def cublas_order(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of lines x blocks, a multiple of 128 x 4, each put where cuBLAS's documentation says."""
+    """Return the scales in the order that cuBLAS documents. Their shape is a multiple of 128 x 4."""
     out, wide = torch.empty(scale.numel(), dtype=torch.uint8), scale.shape[1] // 4
     for line, block in itertools.product(*map(range, scale.shape)):
         tile = (line // 128 * wide + block // 4) * 512
@@ -78,7 +78,7 @@ def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mx_by_definition(x: torch.Tensor, dtype: torch.dtype, height: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks along rows: each with the smallest power of two that brings it into the range of the type."""
+    """Quantize blocks along rows, each with the smallest power of two that brings it into the type's range."""
     blocks = x.double().reshape(x.shape[0], -1, 32)
     scale = torch.zeros(blocks.shape[:2], dtype=torch.uint8)
     for line, block in itertools.product(range(0, x.shape[0], height), range(scale.shape[1])):
@@ -93,7 +93,7 @@ def fp8_blocks(**options: Any) -> Float8BlockQuantizer:
 
 
 def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks along rows: each with the largest power of two that keeps it within the range of E4M3."""
+    """Quantize blocks along rows, each with the largest power of two that keeps it within the range of E4M3."""
     high, wide = -(-x.shape[0] // height), -(-x.shape[1] // 128)
     data, scale_inv = torch.empty(x.shape, dtype=torch.uint8), torch.empty(high, wide)
     for row, column in itertools.product(range(high), range(wide)):
@@ -112,7 +112,7 @@ def nv_values(
 
 
 def assert_as_reference(out: Any, quantizer: Any, x: torch.Tensor) -> None:
-    """Data, scales and amaxes of ``out`` are those that TE's reference has for ``x``."""
+    """Assert that data, scales and amaxes of ``out`` are those that TE's reference computes for ``x``."""
     rows, columns = x.shape
     data, scale, data_t, scale_t, amax, amax_t = quantizer._quantize(x)
     assert torch.equal(out._amax_rowwise, amax)
@@ -509,7 +509,7 @@ def check_groups_are_quantized_and_multiplied_one_by_one_whatever_their_rows_are
 
 
 def check_the_swizzle_after_a_quantization_takes_new_memory_and_knows_no_flag() -> None:
-    """TE 2.17 and later do so where the kernel does not swizzle: TE 2.18's does, of SM 100 to 110."""
+    """TE 2.17 and later do this if the kernel does not swizzle. The kernel of TE 2.18 swizzles on SM 100 to 110."""
     te_217 = "nvfp4_use_4over6" in NVFP4Quantizer.__annotations__
     te_218 = hasattr(TransformerEngineBaseModule, "_enable_weight_preswizzle")
     quantizer = NVFP4Quantizer(with_2d_quantization=True)

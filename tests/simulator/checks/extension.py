@@ -1,4 +1,4 @@
-"""What the stand-in for TE's C extension computes, against plain torch; and TE's own modules on top of it."""
+"""Compare the stand-in for TE's C extension, and TE's modules that use it, with plain torch."""
 
 from __future__ import annotations
 

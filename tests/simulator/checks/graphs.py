@@ -1,4 +1,4 @@
-"""What a CUDA graph does on a GPU, and so must do here."""
+"""Check that a CUDA graph behaves as on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def capture(function: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a graph of what ``function`` does, and what it returned."""
+    """Return a graph of the operations of ``function``, and its result."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = function()
@@ -41,7 +41,7 @@ def weak(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refused(function: Callable[[], Any], named: str) -> None:
-    """``function`` cannot be captured, and both errors of it say why."""
+    """Assert that ``function`` cannot be captured, and that both errors name the reason."""
     graph = torch.cuda.CUDAGraph()
     expected = rf"failed due to a previous error during capture: .*{named}"
     with pytest.raises(RuntimeError, match=expected) as raised, torch.cuda.graph(graph):

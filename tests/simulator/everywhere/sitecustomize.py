@@ -1,4 +1,4 @@
-"""With this folder first on ``PYTHONPATH``, every Python of the environment runs on the simulator, children included.
+"""Run every Python process on the simulator, child processes included, if this folder is first on ``PYTHONPATH``.
 
 PYTHONPATH=$PWD/tests/simulator/everywhere:$PWD:$PYTHONPATH python -m tests.verify --json
 """

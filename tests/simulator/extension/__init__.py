@@ -1,8 +1,8 @@
-"""A stand-in for TE's C extension ``transformer_engine_torch``, with what the linear modules of TE call.
+"""A stand-in for TE's C extension ``transformer_engine_torch``, with the functions that TE's linear modules call.
 
 Each function does what the real one does: it allocates its results and launches a kernel. The kernels compute on the
 CPU: FP8 with the rounding of torch's float8 types, matrix products in float64, so that the order of summation does not
-matter and a replay gives the bits of the eager run. A name that is not here can be imported and looked at; to call it
+matter and a replay gives the bits of the eager run. A missing name can be imported and read, but a call of it
 raises an error that names it.
 """
 
@@ -23,7 +23,7 @@ _PARTS = (activation, blocks, enums, gemm, general, grouped, normalization, opti
 
 
 def install() -> None:
-    """Put the stand-in where TE imports its extension from, and keep TE from looking for the real one."""
+    """Install the stand-in under the name of TE's extension, and stop TE from searching for the real one."""
     module = ModuleType(MODULE, __doc__)
     for part in _PARTS:
         for name in part.__all__:
@@ -46,7 +46,7 @@ def _missing_from(module: ModuleType) -> Any:
 
 
 class _Missing(type):
-    """A name of the extension that is not implemented: fit for annotations and tables, not for calling."""
+    """A name of the extension that is not implemented. Annotations may contain it, but it cannot be called."""
 
     _numbers = itertools.count(1000)
 

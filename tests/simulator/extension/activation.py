@@ -15,7 +15,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gelu_value(x: torch.Tensor) -> torch.Tensor:
-    """GELU with the tanh approximation, TE's kind."""
+    """Return GELU with the tanh approximation, as in TE."""
     return F.gelu(x, approximate="tanh")
 
 

@@ -1,7 +1,7 @@
-"""Tensors of the block-scaled formats: what is allocated for them, where data and scales lie, who swizzles when.
+"""Tensors of the block-scaled formats: their memory, the layout of data and scales, and when scales are swizzled.
 
 A tensor has up to two parts, row-wise and column-wise, each quantized from the high-precision source. Column-wise data
-of MXFP8 lie as the tensor does, with blocks along columns; those of NVFP4 and block-scaled FP8 lie transposed. Scales
+of MXFP8 have the tensor's layout, with blocks along columns; those of NVFP4 and block-scaled FP8 are transposed. Scales
 of MXFP8 and NVFP4 are padded to tiles of 128 x 4, which a GEMM reads in cuBLAS's order ("swizzled"); those of
 block-scaled FP8 lie as cuBLAS reads them on Hopper, and on Blackwell a GEMM makes MXFP8's of them.
 
@@ -46,7 +46,7 @@ _EXCLUDED = {
 
 
 class Part(NamedTuple):
-    """The row-wise or the column-wise half of a tensor. ``dtype`` is that of FP8 data and ``amax`` NVFP4's.
+    """The row-wise or the column-wise half of a tensor. ``dtype`` is the type of FP8 data, and ``amax`` is for NVFP4.
 
     - ``upright``: data lie as the tensor does though their blocks lie along columns (column-wise MXFP8)
     - ``swizzled``: scales lie in the order of a GEMM
@@ -87,7 +87,7 @@ class Part(NamedTuple):
         return scale[:lines, : -(-columns // MX_BLOCK) if self.kind == MX else columns * 2 // NV_BLOCK]
 
     def matrix(self, to: torch.dtype = torch.float64) -> torch.Tensor:
-        """Return the values that data and scales stand for, as the tensor lies."""
+        """Return the values that data and scales encode, in the tensor's layout."""
         codes, scale = self.lines(), self.scales()
         if self.kind == NV:
             assert self.amax is not None
@@ -102,7 +102,7 @@ class Part(NamedTuple):
         return values.t() if self.columnwise else values
 
     def store(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Write codes and scales that have blocks along rows. Padding of unswizzled scales keeps what it has."""
+        """Write codes and scales that have blocks along rows. The padding of unswizzled scales does not change."""
         self.data.copy_((codes.t() if self.upright else codes).reshape(self.data.shape))
         if self.swizzled:
             self.scale.copy_(self.padded_and_swizzled(scale))
@@ -110,14 +110,14 @@ class Part(NamedTuple):
             self.scales().copy_(scale)
 
     def padded_and_swizzled(self, scale: torch.Tensor) -> torch.Tensor:
-        """Scales of this part in the order of a GEMM, padded with zeros."""
+        """Return the scales of this part in the order of a GEMM, padded with zeros."""
         padded = torch.zeros_like(self.scale.t() if self.upright else self.scale)
         padded[: scale.shape[0], : scale.shape[1]] = scale
         return formats.swizzle(padded).view(self.scale.shape)
 
 
 def is_block_scaled(value: Any) -> bool:
-    """Return whether it is a quantizer or a tensor of these formats."""
+    """Return whether the argument is a quantizer or a tensor of these formats."""
     return type(value).__name__.startswith((MX, NV, TILED))
 
 
@@ -150,7 +150,7 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 def empty_parts(quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Any]:
-    """Tensors for the parts of a split, with one buffer for all row-wise and one for all column-wise fields."""
+    """Return tensors for the parts of a split, with one buffer for all row-wise and one for all column-wise fields."""
     parts: list[dict[str, Any]] = [{} for _ in quantizers]
     for columnwise, wanted in usages_of(quantizers[0]):
         wished = [fields_of(quantizer, shape, columnwise) for quantizer, shape in zip(quantizers, shapes, strict=True)]
@@ -171,7 +171,7 @@ def empty_parts(quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtyp
 
 
 def match_usage(output: Any, quantizer: Any) -> None:
-    """Give an existing tensor the parts that the quantizer asks for, and take those it does not."""
+    """Add the parts that the quantizer requests to a tensor, and remove all others."""
     shape = shape_of(output)
     for columnwise, wanted in usages_of(quantizer):
         for name, size, kind in fields_of(quantizer, shape, columnwise):
@@ -187,7 +187,7 @@ def match_usage(output: Any, quantizer: Any) -> None:
 
 
 def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor | None) -> None:
-    """Quantize into ``output``, whose parts are those that the quantizer asks for; where ``noop`` is 1, do nothing."""
+    """Quantize into ``output``, which has the parts that the quantizer requests. If ``noop`` is 1, do nothing."""
     refuse(quantizer)
     parts = [_part(output, columnwise) for columnwise, wanted in usages_of(quantizer) if wanted]
     writes = [field for part in parts for field in part if isinstance(field, torch.Tensor)]
@@ -218,13 +218,13 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor |
 
 
 def swizzle_after_quantize(tensor: Any, quantizer: Any) -> None:
-    """What ``tex.quantize`` of TE 2.17 and later does last, no-op flag or not: new memory for the scales."""
+    """Move the scales to new memory, as ``tex.quantize`` of TE 2.17 and later does at its end, with any no-op flag."""
     if _swizzles_after() and quantizer.optimize_for_gemm:
         swizzle_scales_for_gemm_(tensor)
 
 
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
-    """Exchange the scales of a tensor for new ones in the order of a GEMM, unless they are in it."""
+    """Replace the scales of a tensor by new ones in the order of a GEMM, unless they have this order."""
     if not is_block_scaled(tensor) or kind_of(tensor) == TILED or _is_swizzled(tensor):
         return
     for columnwise in (False, True):
@@ -246,12 +246,12 @@ def nvfp4_data_transpose(data: torch.Tensor, *, out: torch.Tensor | None = None)
 
 
 def nvfp4_2d_scale_transpose(scale: torch.Tensor, out: torch.Tensor, high: int, wide: int) -> None:
-    """The scales of the transpose of ``high`` x ``wide`` blocks, of which each row has one; what pads them stays."""
+    """Return the scales of the transpose of ``high`` x ``wide`` blocks, one for each row. Their padding stays."""
     launch(_transpose_scales, [out], scale, out, high, wide)
 
 
 def for_gemm(operands: Sequence[Any]) -> list[Any]:
-    """Operands as a GEMM reads them: where scales are not swizzled, with swizzled ones, all in one new buffer."""
+    """Return operands as a GEMM reads them. Scales that are not swizzled are swizzled into one new buffer."""
     places, total = {}, 0
     for index, part in enumerate(operands):
         if isinstance(part, Part) and part.kind != TILED and not part.swizzled:
@@ -289,7 +289,7 @@ def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def skipped(noop: torch.Tensor | None) -> bool:
-    """Return whether a no-op flag is there and set."""
+    """Return whether a no-op flag exists and is set."""
     return noop is not None and noop.numel() > 0 and noop.item() == 1.0
 
 
@@ -343,7 +343,7 @@ def _error_of(quantizer: Any) -> formats.FourOverSix | None:
 
 
 def fields_of(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tuple[str, list[int], torch.dtype]]:
-    """Name, shape and type of what one part of a tensor consists of."""
+    """Return name, shape and type of the fields of one part of a tensor."""
     kind, side = kind_of(quantizer), _side(columnwise)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     lines, along = (columns, rows) if columnwise else (rows, columns)
@@ -397,7 +397,7 @@ def _construct(
 
 
 def refuse(quantizer: Any) -> None:
-    """Raise for what would change the numbers and is not simulated: options that a later TE adds as well."""
+    """Raise an error for options that would change the numbers and are not simulated, also those of a later TE."""
     for name in sorted(vars(quantizer).keys() - _KNOWN):
         if getattr(quantizer, name):
             raise NotImplementedError(f"simulator: {type(quantizer).__name__} with {name}")
@@ -414,7 +414,7 @@ def refuse(quantizer: Any) -> None:
 
 
 def _refuse_shapes(quantizer: Any, tensor: torch.Tensor) -> None:
-    """What row scales and 4over6 do not take: since TE 2.19 columns have scales too, for the wgrad."""
+    """Raise an error for shapes that row scales and 4over6 do not support. Since TE 2.19 columns have scales too."""
     four, rows = (_marks(quantizer).get(name) for name in ("nvfp4_use_4over6", "row_scaled_nvfp4"))
     even = tensor.dtype == torch.bfloat16 and not any(n % 32 for n in (math.prod(tensor.shape[:-1]), tensor.shape[-1]))
     if four and quantizer.with_2d_quantization and not even:  # another kernel
@@ -441,7 +441,7 @@ def random_states(number: int) -> torch.Tensor:
 
 @functools.cache
 def _swizzles_after() -> bool:
-    """TE 2.17 and later."""
+    """Return whether TE swizzles scales after the quantization (2.17 and later)."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     return "nvfp4_use_4over6" in NVFP4Quantizer.__annotations__
@@ -449,7 +449,7 @@ def _swizzles_after() -> bool:
 
 @functools.cache
 def _swizzles_2d() -> bool:
-    """TE 2.18 and later."""
+    """Return whether TE swizzles the scales of 2D blocks (2.18 and later)."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     return hasattr(TransformerEngineBaseModule, "_enable_weight_preswizzle")
@@ -457,7 +457,7 @@ def _swizzles_2d() -> bool:
 
 @functools.cache
 def _scales_columns() -> bool:
-    """TE 2.19 and later."""
+    """Return whether columns have scales, too (TE 2.19 and later)."""
     from transformer_engine.pytorch.cpp_extensions import gemm
 
     return "transb" in inspect.signature(gemm._nvfp4_row_scaled_gemm_inputs).parameters

@@ -10,7 +10,7 @@ __all__ = ["DType", "FP8BwdTensors", "FP8FwdTensors", "Float8BlockScaleTensorFor
 
 
 class DType(IntEnum):
-    """``transformer_engine::DType``."""
+    """The values of ``transformer_engine::DType``."""
 
     kByte = 0
     kInt32 = 2
@@ -23,7 +23,7 @@ class DType(IntEnum):
 
 
 class FP8FwdTensors(IntEnum):
-    """Which tensor of a forward pass a scale belongs to."""
+    """The tensors of a forward that have scales."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -37,7 +37,7 @@ class FP8FwdTensors(IntEnum):
 
 
 class FP8BwdTensors(IntEnum):
-    """Which tensor of a backward pass a scale belongs to."""
+    """The tensors of a backward that have scales."""
 
     GRAD_OUTPUT1 = 0
     GRAD_INPUT1 = 1
@@ -48,7 +48,7 @@ class FP8BwdTensors(IntEnum):
 
 
 class Float8BlockScaleTensorFormat(IntEnum):
-    """How block-scaled data lies in memory (TE 2.10)."""
+    """The layouts of block-scaled data in memory (TE 2.10)."""
 
     GEMM_READY = 0
     COMPACT = 1

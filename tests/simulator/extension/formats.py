@@ -1,4 +1,4 @@
-"""The block-scaled formats as arithmetic: values in, codes and scales out, and back. Blocks lie along rows here.
+"""The arithmetic of the block-scaled formats, from values to codes and scales and back. Blocks are along rows here.
 
 - MXFP8 (OCP Microscaling Formats 1.0): a power of two, E8M0, for each 32 values, or 32 x 32
 - NVFP4: E2M1 codes, two to a byte; an E4M3 scale for each 16 values, or 16 x 16, and one FP32 scale for the tensor, or
@@ -22,12 +22,12 @@ LARGEST_E2M1, LARGEST_E4M3, LARGEST_FLOAT = 6.0, 448.0, torch.finfo(torch.float3
 
 
 def largest(values: torch.Tensor, *dims: int) -> torch.Tensor:
-    """Return the largest magnitudes, as the GPU's fmax has it: NaN does not count."""
+    """Return the largest magnitudes. NaN does not count, as in the GPU's fmax."""
     return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims)
 
 
 def encode_mxfp8(values: torch.Tensor, dtype: torch.dtype, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks are ``height`` rows high, each with the smallest power of two that brings it into the range of ``dtype``.
+    """Return codes and scales. Each block of ``height`` rows has the smallest power of two that fits it into ``dtype``.
 
     Each row of a block has its scale.
     """
@@ -56,7 +56,7 @@ def power_of_two(biased: torch.Tensor) -> torch.Tensor:
 
 
 class FourOverSix(NamedTuple):
-    """The error of 4over6: a sum of squares or of magnitudes, of the values or of these in units of E4M3 scales."""
+    """The error of 4over6: a sum of squares or magnitudes, of the values or of the values in units of E4M3 scales."""
 
     squares: bool
     scaled: bool
@@ -70,7 +70,7 @@ def encode_nvfp4(
     limit: float = LARGEST_E4M3,
     error: FourOverSix | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks are ``height`` rows high; ``amax`` is that of the tensor or of each row, ``limit`` what its scale maps to.
+    """Encode blocks of ``height`` rows. ``amax`` belongs to the tensor or to each row; its scale maps it to ``limit``.
 
     ``random`` numbers round stochastically; ``error`` is what 4over6 compares.
     """
@@ -125,7 +125,7 @@ def decode_nvfp4(
 def encode_tiles(
     values: torch.Tensor, dtype: torch.dtype, height: int, power_of_two_scales: bool, epsilon: float, infinite: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block-scaled FP8 with blocks of ``height`` rows; ``infinite`` is the scale where a quotient overflows."""
+    """Encode block-scaled FP8 with blocks of ``height`` rows. ``infinite`` is the scale if a quotient overflows."""
     lines, columns = values.shape
     padded = torch.nn.functional.pad(values, (0, -columns % TILE, 0, -lines % height))
     amax = largest(padded.reshape(-1, height, tiles(columns), TILE), 1, 3).clamp(min=epsilon)
@@ -145,12 +145,12 @@ def spread(scale: torch.Tensor, height: int, shape: torch.Size) -> torch.Tensor:
 
 
 def tiles(length: int) -> int:
-    """Return how many blocks of 128 cover it."""
+    """Return how many blocks of 128 cover a size."""
     return -(-length // TILE)
 
 
 def swizzle(scale: torch.Tensor) -> torch.Tensor:
-    """Bytes of scales, a multiple of 128 x 4, in the order in which cuBLAS reads them; the shape stays."""
+    """Return scales in the order in which cuBLAS reads them, with the same shape, a multiple of 128 x 4."""
     high, wide = scale.shape
     return scale.reshape(high // 128, 4, 32, wide // 4, 4).permute(0, 3, 2, 1, 4).reshape(high, wide)
 
@@ -163,7 +163,7 @@ def unswizzle(scale: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _divides_by_six() -> bool:
-    """TE before 2.14: the scale of a block is rounded once more on its way."""
+    """Return whether TE rounds the scale of a block once more (before 2.14)."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 
     return "fake_dtype" not in (NVFP4TensorStorage.__new__.__kwdefaults__ or {})
@@ -174,7 +174,7 @@ def _of_e2m1(codes: torch.Tensor, to: torch.dtype) -> torch.Tensor:
 
 
 def _e2m1(values: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-    """Return the codes of the nearest values, ties to even, beyond 6 that of 6; with ``random`` of either neighbour."""
+    """Return the codes of the nearest values (ties to even, at most 6); with ``random``, of either neighbor."""
     size = values.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     quotient = size / step

@@ -109,7 +109,7 @@ def te_general_grouped_gemm(
 
 
 class Operand(NamedTuple):
-    """One side of a product: data as it lies in memory, how to read it as a matrix, and its scale."""
+    """One side of a product: its data in memory, the matrix that they form, and its scale."""
 
     data: torch.Tensor
     columns_first: bool
@@ -126,7 +126,7 @@ class Operand(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One side of a product as it is multiplied."""
+    """One side of a product, as the multiplication uses it."""
 
     operand: Operand | Part
     transposed: bool

@@ -1,4 +1,4 @@
-"""What the extension says about itself and the machine, and small helpers on plain tensors."""
+"""Functions of the extension that describe it and the machine, and small helpers for plain tensors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
 
 
 def get_cublasLt_version() -> int:
-    """cuBLASLt of CUDA 13.0 on Hopper, too old for products of grouped tensors, and of a later one on Blackwell."""
+    """Return cuBLASLt's version: on Hopper 13.0's, too old for products of grouped tensors, else a later one."""
     return 130000 if sm_arch() < 100 else 130600
 
 
 def get_cudnn_version() -> int:
-    """cuDNN 9.14."""
+    """Return the version of cuDNN 9.14."""
     return 91400
 
 
@@ -43,7 +43,7 @@ def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """Return whether NVLink multicast is there."""
+    """Return whether the GPU has NVLink multicast."""
     return False
 
 

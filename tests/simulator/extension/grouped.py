@@ -1,7 +1,7 @@
 """Grouped tensors: consecutive rows for each of several products, whose numbers only the GPU knows.
 
-The kernels read the numbers of rows at each replay. Data and scales of the groups follow each other, each group as a
-tensor of its own would lie, its scales padded; what lies behind the last group is nobody's.
+The kernels read the numbers of rows at each replay. The groups are stored one after the other, each in the layout of
+a separate tensor, with padded scales. The memory behind the last group is unused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CURRENT = "Float8CurrentScalingQuantizer"
 
 
 def get_grouped_gemm_setup_workspace_size(number: int) -> int:
-    """Bytes for the pointers of so many products."""
+    """Return the bytes for the pointers of ``number`` products."""
     return 128 * number
 
 
@@ -152,7 +152,7 @@ def te_general_grouped_gemm_for_discrete_out(
 
 
 class _Side(NamedTuple):
-    """The row-wise or the column-wise half of a grouped tensor; without a quantizer its data are plain."""
+    """The row-wise or the column-wise half of a grouped tensor. Without a quantizer, its data are not quantized."""
 
     quantizer: Any
     data: torch.Tensor
@@ -255,7 +255,7 @@ def _construct(
 
 
 def _most_scales(rows: int, columns: int, number: int, block: int, columnwise: bool) -> int:
-    """Bytes that the padded scales take at most, however the rows are split."""
+    """Return the most bytes that the padded scales can need, for any split of the rows."""
     if columnwise:
         return 128 * tiles(columns) * (rows // block + 3 * number)
     return (rows + 127 * number) * -(-(columns // block) // 4) * 4
@@ -354,6 +354,6 @@ def _product(
     alpha: torch.Tensor,
     beta: torch.Tensor,
 ) -> None:
-    """``alpha`` and ``beta`` are one number, or one for each product; ``beta`` is 0 or 1."""
+    """Compute a product. ``alpha`` and ``beta`` are one number, or one for each product; ``beta`` is 0 or 1."""
     accumulate = bool(beta[number % len(beta)] == 1)
     gemm(left, right, out, float(alpha[number % len(alpha)]), bias, False, None, accumulate)

@@ -105,7 +105,7 @@ def _normalize(
     eps: float,
     zero_centered_gamma: bool,
 ) -> None:
-    """Without a bias it is RMSNorm, whose mean is taken to be zero."""
+    """Normalize rows. Without a bias, this is RMSNorm, which assumes a mean of zero."""
     values = tensor.float().reshape(-1, tensor.shape[-1])
     if bias is None:
         mu.zero_()

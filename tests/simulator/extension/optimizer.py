@@ -1,4 +1,4 @@
-"""What ``te.optimizers.FusedAdam`` calls: Adam in float32 for lists of tensors, FP8 weights among them."""
+"""The functions of ``te.optimizers.FusedAdam``: Adam in float32 for lists of tensors, also FP8 weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _adam(
     rest: Sequence[torch.Tensor],
     options: tuple[float, ...],
 ) -> None:
-    """The kernel. ``rest``: both moments and, if there is one, the weight in FP32."""
+    """Run the kernel. ``rest`` contains both moments and, if it exists, the weight in FP32."""
     if noop.item() == 1:
         return
     rate, beta1, beta2, epsilon, step, mode, corrects, decay = options

@@ -32,7 +32,7 @@ _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """Cast ``tensor`` as the quantizer says; where the flag ``noop`` is 1 the output stays as it is."""
+    """Cast ``tensor`` with the quantizer. If the flag ``noop`` is 1, the output does not change."""
     output = cast(tensor, quantizer, output, noop)
     if is_block_scaled(quantizer):
         blocks.swizzle_after_quantize(output, quantizer)
@@ -145,7 +145,7 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """Shift every amax history by one step and derive the scales of the next step from it.
 
-    As in TE's kernel, a history and its scale stay as they are where there is no new amax.
+    As in TE's kernel, a history and its scale do not change if there is no new amax.
     """
     if algorithm not in ("max", "most_recent"):
         raise NotImplementedError(f"simulator: amax algorithm {algorithm!r}")
@@ -171,7 +171,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     power_of_two: bool,
     epsilon: float,
 ) -> None:
-    """The scale, and its inverse, that go with each of the largest magnitudes."""
+    """Compute the scale, and its inverse, of each largest magnitude."""
     for amax, scale, scale_inv in zip(*lists, strict=True):
         launch(_store_scale, [scale, scale_inv], amax, scale, scale_inv, largest, power_of_two, epsilon)
 
@@ -214,7 +214,7 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 def _match_usage(output: Any, quantizer: Any) -> None:
-    """Give an existing tensor the representations that the quantizer asks for, and take those it does not."""
+    """Add the representations that the quantizer requests to a tensor, and remove all others."""
     if is_block_scaled(quantizer):
         blocks.match_usage(output, quantizer)
         return
@@ -235,7 +235,7 @@ def _match_usage(output: Any, quantizer: Any) -> None:
 
 
 def _needs(quantizer: Any) -> tuple[bool, bool]:
-    """Return whether a tensor of per-tensor FP8 gets data and a transpose."""
+    """Return whether a tensor of per-tensor FP8 has data, and whether it has a transpose."""
     return quantizer.rowwise_usage or any_fp8_layout(), quantizer.columnwise_usage and not any_fp8_layout()
 
 
