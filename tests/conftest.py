@@ -1,4 +1,4 @@
-"""Which part of the tests runs, and with which TransformerEngine (TE).
+"""Select the tests to run, and the TransformerEngine (TE) for them.
 
 ``--part te`` runs the modules with ``pytestmark = pytest.mark.te``, which need torch and TE. ``--part text`` runs all
 others. The modules are read, not imported. Without the option everything runs, but only the part ``text`` if torch is

@@ -1,4 +1,4 @@
-"""The life cycle of the package, in child processes, on a stand-in for TransformerEngine (TE) with fixes of its own.
+"""Test the life cycle of the package in child processes, on a stand-in for TransformerEngine (TE) with its own fixes.
 
 The stand-in has a few functions under TE's module names, and a copy of te_graph_fixes next to it has fixes for them.
 Tests of every order of events are therefore fast and need no torch. `test_lifecycle.py` uses TE itself.
@@ -128,7 +128,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 class World:
-    """A folder to run programs in, with a TE and with te_graph_fixes."""
+    """A folder with a TE and with te_graph_fixes, in which tests run programs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -231,7 +231,7 @@ def test_the_order_of_imports_does_not_matter(world: World, order: str) -> None:
 
 @pytest.mark.parametrize("place", ["middle", "end"])
 def test_te_that_imports_the_package_itself_is_an_error(world: World, place: str) -> None:
-    """Not an ImportError, which TE swallows. The fixes could only be applied when the import of TE ends."""
+    """The error is no ImportError, which TE would catch. The fixes can only be applied when the import of TE ends."""
     world.run(
         f"""
 os.environ["FIXES_AT"] = "{place}"
@@ -532,7 +532,7 @@ SETTINGS = {
 
 
 def test_the_settings_choose_the_fixes(world: World) -> None:
-    """As variables, and as arguments."""
+    """Variables and arguments choose the same fixes."""
     out = world.run(f"""
 import te_graph_fixes
 for name, (switch, disable, values, expected) in {SETTINGS}.items():
@@ -691,7 +691,7 @@ assert "injected" in te_graph_fixes.report().fixes["linear"].reason
 
 
 def test_one_line_says_what_was_applied(world: World) -> None:
-    """On stderr, once, whatever the log and the warning filters are."""
+    """The line is printed once on stderr, with any log level and any warning filter."""
     code = "import te_graph_fixes, transformer_engine.pytorch\nte_graph_fixes.activate()"
     line = (
         f"te-graph-fixes: host={platform.node()} rank=8 te=2\\.12\\.0\\+vendor "
@@ -733,7 +733,7 @@ print(te_graph_fixes.report())
 
 
 def test_a_copy_of_te_graphs_under_another_name_is_said(world: World) -> None:
-    """In the report, and in a warning."""
+    """The report and a warning name the copy."""
     out = world.run(
         """
 import types, warnings
@@ -752,7 +752,7 @@ print(te_graph_fixes.report().as_dict()["copies"], *[each.message for each in wa
 
 
 def test_no_syntax_tree_of_te_stays_in_memory(world: World) -> None:
-    """Every later garbage collection would visit the nodes."""
+    """Otherwise, every later garbage collection would visit the nodes."""
     world.run("""
 import ast, gc
 import te_graph_fixes

@@ -1,4 +1,4 @@
-"""The rule of the settings: a fix brings the fixes that it requires; disabling a fix disables those that require it.
+"""Test that a selected fix adds the fixes that it requires, and that disabling a fix disables those that require it.
 
 `tools.choices_of_fixes` measures which fixes need another one.
 """
@@ -54,7 +54,7 @@ def test_a_fix_brings_the_fixes_that_it_requires(version: str) -> None:
 
 
 def test_no_choice_of_fixes_is_an_error() -> None:
-    """Neither is a fix that is named while one that it requires is disabled: the user's choice, in strict mode too."""
+    """A fix may also be named while a required fix is disabled. This is the user's choice, also in strict mode."""
     for fix_id in CATALOGUE:
         for required in CATALOGUE[fix_id].requires:
             found = decision("2.12.0", **{SWITCH: fix_id, DISABLE: required})
@@ -66,7 +66,7 @@ def test_no_choice_of_fixes_is_an_error() -> None:
 
 @pytest.mark.parametrize("disabled", ["warmup-reset", "stale-fp8-weights"])
 def test_a_disabled_fix_brings_no_other_fix(disabled: str) -> None:
-    """Disabled by its name, or with a fix that it requires."""
+    """The fix is disabled by its name, or because a fix that it requires is disabled."""
     found = decision("2.12.0", **{SWITCH: "warmup-reset", DISABLE: disabled})
     assert found.to_apply == found.added == {}
 

@@ -1,4 +1,4 @@
-"""What goes wrong around the package, each case in a process of its own, on TransformerEngine's (TE's) real sources.
+"""Test failures around the package, each in its own process, on TransformerEngine's (TE's) real sources.
 
 `test_activation.py` has the life cycle on a stand-in; here TE, torch and wrapt are missing, old, without source or
 imported by many threads at once.

@@ -1,4 +1,4 @@
-"""A test suite that knows nothing of this package, run with the fixes on: they work, and nothing is said."""
+"""Test that a test suite of another project runs with the fixes, which are applied without a message."""
 
 from __future__ import annotations
 

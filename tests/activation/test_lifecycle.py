@@ -1,4 +1,4 @@
-"""The life cycle of the package with TransformerEngine (TE) itself, on the simulator, in child processes."""
+"""Test the life cycle of the package with TransformerEngine (TE) on the simulator, in child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages: their parts, their length, and the processes that print them."""
+"""Test the parts and the length of messages, and the processes that print them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.published import VERSIONS, examined
 
 
 def test_a_record() -> None:
-    """One line each, so that ``status`` and ``list`` are readable: no line break, and a limited length."""
+    """Each text is one line of limited length, so that ``status`` and ``list`` are readable."""
     for fix in CATALOGUE.values():
         for text, longest in ((fix.summary, 120), (fix.symptom, 110), (fix.affects, 120)):
             assert 0 < len(text) <= longest, text
@@ -29,14 +29,14 @@ def test_a_record() -> None:
 
 @pytest.mark.parametrize("version", [VERSIONS[1], VERSIONS[-1]])
 def test_a_reason(version: str) -> None:
-    """The reasons on the oldest TransformerEngine that is tested, and on the newest."""
+    """The reasons are tested on the oldest and on the newest TransformerEngine."""
     for verdict in examined(version)[1].values():
         assert 0 < len(verdict.reason) <= 140, verdict.reason
         assert "\n" not in verdict.reason, verdict.reason
 
 
 def test_a_reason_of_what_is_not_recognized(tmp_path: Path) -> None:
-    """It says what was looked for, and what was found."""
+    """The reason names the code that the fix searched for, and the code that it found."""
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     for path in (package.parent / "__init__.py", package / "__init__.py", package / "graph.py"):
@@ -99,7 +99,7 @@ def test_the_ranks_that_print_the_line(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first of each host unless the setting differs, and every rank that misses a fix."""
+    """By default, the first rank of each host and every rank that misses a fix print the line."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for fix, missing in (APPLIED, 0), (MISSING, 1):

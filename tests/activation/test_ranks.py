@@ -1,4 +1,4 @@
-"""Many ranks: two processes of ``torchrun`` below ``te-graph-fixes run``, with TransformerEngine (TE) simulated."""
+"""Test two ranks of ``torchrun`` under ``te-graph-fixes run``, with TransformerEngine (TE) on the simulator."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_no_group_or_a_malformed_digest() -> None:
 
 
 def test_ten_thousand_ranks() -> None:
-    """Group and describe 160 KB of records."""
+    """The ranks of 160 KB of records are grouped and described."""
     report = te_graph_fixes.Report("2.12.0", {}, mode="memory", digest="1a2b3c4d")
     right = agreement._record(report, None)
     wrong = agreement._record(dataclasses.replace(report, digest="ffffffff"), None)

@@ -1,4 +1,4 @@
-"""The environment variables and their errors."""
+"""Test the environment variables and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``te_graph_fixes.check``: graph against eager in a training of the user's own, on the simulator."""
+"""Test ``te_graph_fixes.check``, which compares graphs with eager runs in the user's training, on the simulator."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
 
 
 def test_no_false_alarm() -> None:
-    """Nothing is left out but what has to be, results are those without the check, which ends after two steps."""
+    """No module is left out without need, results are those without the check, and it ends after two steps."""
     programs = {**CORRECT, **LEFT_OUT}
     given, others = [*map(json.dumps, programs.values())], ("others",)
     lines = trainings(*given, *others)
@@ -100,7 +100,7 @@ def test_no_false_alarm() -> None:
 
 
 def test_the_eager_run_changes_nothing_however_a_module_holds_a_parameter() -> None:
-    """Hooks of parameters are counted, and add to ``main_grad``, as those of Megatron's data parallelism do."""
+    """Hooks of parameters are counted, and add to ``main_grad``, like the hooks of Megatron's data parallelism."""
     found = trainings("held by ")
     assert len(found) == 3 * 14
     for line in found:
@@ -171,7 +171,7 @@ wrapped = [torch.nn.parallel.DistributedDataParallel(layer) for layer in layers]
 
 
 def test_hooks_of_torch_do_not_run() -> None:
-    """Those of DistributedDataParallel are in C++: no dictionary of hooks has them."""
+    """The hooks of DistributedDataParallel are in C++, so no dictionary of hooks contains them."""
     job = {"before": DDP, "after": "print([p.sum().item() for p in layers.parameters()])"}
     done = loop(**job)
     assert done.stdout == loop(**job, check="off").stdout
@@ -345,7 +345,7 @@ def test_ranks_with_other_fixes_are_an_error() -> None:
 
 
 def test_a_process_that_the_job_starts_prints_no_result_of_its_own() -> None:
-    """Writers of checkpoints import TE again, and would print last that nothing was compared."""
+    """Writers of checkpoints import TE, and would otherwise print at the end that no tensor was compared."""
     program = "from tests.simulator import install; install(); import te_graph_fixes, transformer_engine.pytorch"
     done = loop(first="import subprocess\n", after=f"subprocess.run({[sys.executable, '-c', program]}, check=True)")
     assert done.returncode == 0, done.stderr
@@ -586,7 +586,7 @@ dist.destroy_process_group()  # in the last step that is to be checked
 
 @pytest.mark.full
 def test_one_report_for_all_ranks(tmp_path: Path) -> None:
-    """Two ranks of torchrun below `run --check`, on gloo."""
+    """Two ranks of torchrun under `run --check` print one report, through gloo."""
     job = tmp_path / "job.py"
     job.write_text(RANKS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]

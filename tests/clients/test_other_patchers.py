@@ -1,4 +1,4 @@
-"""Other tools that patch TransformerEngine (TE), before and after this package: the table of docs/how.md.
+"""Test other tools that patch TransformerEngine (TE) before and after this package, as the table in docs/how.md.
 
 Each test changes a stand-in for TE by the means of a framework.
 """

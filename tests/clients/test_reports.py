@@ -1,4 +1,4 @@
-"""Programs from reports of users that are no bugs of graphs (docs/symptoms.md): correct with the fixes, or an error."""
+"""Test that programs of reports that are no bugs of graphs (docs/symptoms.md) are correct with the fixes, or raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``te-graph-fixes bake`` on copies of published TransformerEngines (TE): all, nothing, and back again."""
+"""Test ``te-graph-fixes bake`` and its undo on copies of published TransformerEngines (TE)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def copy(folder: Path, version: str = "2.12.0") -> Path:
 
 
 def content(tree: Path) -> dict[str, tuple[int, int, str]]:
-    """Every file of a tree but bytecode: its permissions, the time when it was changed, and its content."""
+    """Return permissions, time and content of every file in a tree, except bytecode."""
     return {
         str(path.relative_to(tree)): (path.lstat().st_mode, path.lstat().st_mtime_ns, digest(path))
         for path in tree.rglob("*")
@@ -123,7 +123,7 @@ def test_a_bake_is_what_diff_and_patch_make(baked: Path, tmp_path: Path, cli: Cl
 
 
 def test_permissions_and_links_stay(tmp_path: Path) -> None:
-    """A link is replaced by a file, so that whoever else has what it leads to sees no change."""
+    """A link is replaced by a file, so that its target does not change for other users."""
     tree = copy(tmp_path / "tree")
     graph, quantization = tree / GRAPH, tree / "transformer_engine/pytorch/quantization.py"
     graph.chmod(0o440)
@@ -145,7 +145,7 @@ WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symli
 
 
 def in_child(work: Callable[[], object], kill_at: int = 0) -> int:
-    """Call ``work`` in a fork that is killed at a write, counted from 1; returns how it ended."""
+    """Call ``work`` in a fork that is killed at a write, counted from 1. Return its status."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -180,7 +180,7 @@ def code(tree: Path, names: Iterable[str]) -> list[Any]:
 
 
 def test_killed_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first modules are baked, the others as before; the command that follows, and is not killed, does its work."""
+    """The first modules are baked, and the others unchanged. The next command, which is not killed, succeeds."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     decided = small(tmp_path)
     *names, _ = files = bake.baked_files(decided)
@@ -228,7 +228,7 @@ def at_rename(patch: pytest.MonkeyPatch, name: str, action: Callable[[str, Path]
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_within_the_renames(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bake puts the originals back, and an undo goes on to its end."""
+    """A bake restores the originals, and an undo continues to its end."""
     decided = small(tmp_path)
     files, before = bake.baked_files(decided), content(tmp_path)
     for name in (manifest.NAME, "_te_rng_states_at_replay.py", "graph.py"):
@@ -244,7 +244,7 @@ def test_a_signal_within_the_renames(number: signal.Signals, tmp_path: Path, mon
 
 @pytest.mark.parametrize("error", [errno.EBUSY, errno.EPERM, errno.ENOSPC])
 def test_a_file_that_cannot_be_replaced(error: int, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were mounted, immutable, or on a full disk: it is named, and TE is as it was."""
+    """The file may be mounted, immutable, or on a full disk. The error names it, and TE does not change."""
 
     def refuse(new: str, old: Path) -> None:
         raise OSError(error, os.strerror(error), new, None, old)
@@ -306,7 +306,7 @@ print(set(statuses), len(statuses))
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """A bake with ever more space left, from none on: nothing is changed, until all is. The undo needs no space."""
+    """With any amount of free space, a bake changes all modules or none. The undo needs no space."""
     command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL_DISK]
     done = subprocess.run([*command, tmp_path, source("2.12.0")], cwd=ROOT, capture_output=True, text=True, check=False)
     if "unshare: unshare failed" in done.stderr:
@@ -488,7 +488,7 @@ sys.exit(cli.main())
     ("name", "advice"), [(GRAPH, "discard it with `te-graph-fixes bake --undo --force`"), (ADDED, "")]
 )
 def test_a_later_edit_is_said(name: str, advice: str, tree: Path, cli: Cli) -> None:
-    """An edit is not taken for a new installation, even if the version of TE is another one."""
+    """An edit is not mistaken for a new installation, even if TE has another version."""
     (tree / name).write_text((tree / name).read_text() + "X = 1\n")
     metadata = next(tree.glob("*.dist-info/METADATA"))
     metadata.write_text(metadata.read_text().replace("Version: 2.12.0", "Version: 2.12.0+local"))
@@ -537,7 +537,7 @@ def test_an_original_that_was_changed(tree: Path, cli: Cli) -> None:
 
 @pytest.mark.parametrize("folder", ["", "pytorch/module", "pytorch/__pycache__"])
 def test_links_that_lead_outside(folder: str, tmp_path: Path, cli: Cli) -> None:
-    """No file is written there. A link from the place of TE to TE is allowed."""
+    """No file outside TE is written. A link to TE's folder is allowed."""
     tree, outside = copy(tmp_path / "tree"), tmp_path / "outside"
     (tmp_path / "file").write_text("")
     (tree / f"{GRAPH}{bake.NEW}").symlink_to(tmp_path / "file")
@@ -581,7 +581,7 @@ def test_a_te_in_the_current_folder_is_ignored(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_another_process(tree: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for, and named; after a minute, the command ends."""
+    """The command waits for a minute, and names the other process."""
     location, clock = tree / "transformer_engine", itertools.count(0, 5)
     monkeypatch.setattr(bake, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
     program = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(flush=True); input()"
@@ -611,7 +611,7 @@ def test_an_output_that_is_full_or_closed(output: str, unbuffered: str, tmp_path
 @pytest.mark.parametrize("version", ["2.14.0", "2.12.0"])
 @pytest.mark.parametrize("command", ["bake", "bake --undo", "bake --undo --force"])
 def test_a_te_that_was_installed_over_a_bake(version: str, command: str, tree: Path, tmp_path: Path, cli: Cli) -> None:
-    """Of the same version, it is like an interrupted bake."""
+    """If the version is the same, the result is an interrupted bake."""
     reinstall(tree, version)
     new = modules(copy_of(source(version), tmp_path / "new"))
     status, out, _ = cli("status", "--source", tree)
@@ -652,7 +652,7 @@ def test_an_overlay(tmp_path: Path, cli: Cli) -> None:
 def test_a_bake_with_which_te_cannot_be_imported_is_undone(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TE is a stand-in here that imports no module of its own, and fails where it is corrected."""
+    """TE is a stand-in here that imports none of its modules, and fails if it is fixed."""
     tree = copy(tmp_path)
     for name in ("transformer_engine", "transformer_engine/pytorch", "transformer_engine/pytorch/module"):
         (tree / name / "__init__.py").write_text("")

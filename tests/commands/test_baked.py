@@ -1,4 +1,4 @@
-"""A TransformerEngine (TE) that `te-graph-fixes bake` has corrected, on the simulator: graphs are eager bit for bit."""
+"""Test that graphs of a baked TransformerEngine (TE) are bit-identical to eager runs, on the simulator."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_te_that_was_imported_before_the_bake(tmp_path: Path) -> None:
 
 
 def test_stale_bytecode(tmp_path: Path) -> None:
-    """Bytecode elsewhere that Python does not compare with the file."""
+    """Python does not compare this bytecode, in another folder, with the file."""
     tree, prefix = copy_of(Path(Source.installed().location).parent, tmp_path / "te"), tmp_path / "prefix"
     graph = tree / "transformer_engine" / "pytorch" / "graph.py"
     mode = "py_compile.PycInvalidationMode.UNCHECKED_HASH"

@@ -1,4 +1,4 @@
-"""``te-graph-fixes status``, ``explain``, ``diff``, ``issue`` and ``list`` on published sources."""
+"""Test ``te-graph-fixes status``, ``explain``, ``diff``, ``issue`` and ``list`` on published sources."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_fix_is_explained(fix: str, cli: Cli) -> None:
 
 
 def test_an_explanation_is_for_users() -> None:
-    """No marks of reStructuredText, no paths of a checkout, and the patch itself in place of a whole diff."""
+    """It has no reStructuredText and no paths of a checkout, and contains the patch instead of a whole diff."""
     for fix in CATALOGUE.values():
         text = "\n".join(answers.explain(fix))
         account, _, patch = text.partition("\nThe patch, with TE's own lines:\n\n")
@@ -121,7 +121,7 @@ def test_an_explanation_is_for_users() -> None:
 
 
 def test_status_as_json(cli: Cli, tmp_path: Path) -> None:
-    """The source decides, against the version."""
+    """The source decides, not the version."""
     tree = altered(tmp_path, "2.15.0", says="2.17.0+vendor")
     status, out, _ = cli("status", "--json", "--source", tree)
     found = json.loads(out)
@@ -342,7 +342,7 @@ def test_the_usage_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("start", [["-m", "te_graph_fixes"], ["-mte_graph_fixes"], ["te-graph-fixes"]])
 def test_a_command_applies_no_fixes(start: list[str], tmp_path: Path) -> None:
-    """So an error in the settings is one line, and the command that needs no settings works."""
+    """An error in the settings is therefore one line, and a command without settings works."""
     if start == ["te-graph-fixes"]:
         start = [str(tmp_path / "te-graph-fixes")]
         Path(*start).write_text("import sys\nfrom te_graph_fixes.__main__ import main\nsys.exit(main())\n")

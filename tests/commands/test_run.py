@@ -1,4 +1,4 @@
-"""``te-graph-fixes run`` as users meet it: every test starts programs, and a stand-in for TransformerEngine (TE)."""
+"""Test ``te-graph-fixes run`` with programs that import a stand-in for TransformerEngine (TE)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(folder: Path) -> Run:
-    """Start a command below ``te-graph-fixes run``, in ``folder``."""
+    """Start a command under ``te-graph-fixes run``, in ``folder``."""
     start = functools.partial(python, "-m", "te_graph_fixes", "run", cwd=folder, path=folder / "site")
     return functools.partial(start, **QUIET)
 
@@ -110,7 +110,7 @@ print(found, "te_graph_fixes" in sys.modules, "sitecustomize" in sys.modules)
 
 
 def test_a_job_that_lacks_a_fix_ends_with_an_error(run: Run) -> None:
-    """Unless strict mode is switched off, or the program takes the error itself."""
+    """The job continues only if strict mode is off, or if the program catches the error."""
     said = (
         f"FixNotAppliedError: {len(CATALOGUE)} fixes that TransformerEngine (version unknown) needs cannot be applied"
     )
@@ -325,7 +325,7 @@ def test_the_options_of_a_check_are_handed_on(run: Run, folder: Path) -> None:
 
 
 def test_an_interpreter_without_the_package(folder: Path) -> None:
-    """It works until it imports TE, and then stops, also where that is tried again."""
+    """It runs until it imports TE. Then the import raises, also if it is repeated."""
     script(folder / "site" / "te_graph_fixes.py", "raise ModuleNotFoundError('not here')")
     code = """
 print("works")
@@ -344,7 +344,7 @@ for _ in range(2):
 
 
 def test_one_line_if_this_python_has_no_te(run: Run, folder: Path) -> None:
-    """From `run` itself, and none from its children."""
+    """`run` itself prints the line, and its children do not."""
     (folder / "site").rename(folder / "gone")
     child = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', 'print(1)'])"
     said = f"te-graph-fixes run: {sys.executable} has no TransformerEngine. "

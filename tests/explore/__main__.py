@@ -44,7 +44,7 @@ VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 
 def run_task(task: str, program: Program, argument: Any) -> dict[str, Any]:
-    """Do for a `Server` what it is asked for."""
+    """Run one request of a `Server`."""
     if task == "judge":
         return judge(program, argument)
     from .regressions import measure
@@ -202,7 +202,7 @@ class Server:
         return {**found, "seconds": round(time.monotonic() - start, 2)}
 
     def close(self) -> None:
-        """End the process; the next program would start another."""
+        """End the process. The next program starts another one."""
         if self.process:
             os.kill(self.process, signal.SIGKILL)
             os.waitpid(self.process, 0)
@@ -232,7 +232,7 @@ def activate(switch: str, disable: str, without_edit: tuple[str, int] | None) ->
 
 
 def pause_before_replays(longest: float) -> None:
-    """Let each replay of a graph wait for a random time, another one in each run: it must not change a verdict."""
+    """Let each replay wait for a random time, which differs in each run. This must not change a verdict."""
     import torch
 
     replay, chance = torch.cuda.CUDAGraph.replay, random.SystemRandom()
@@ -281,7 +281,7 @@ def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[in
 
 
 def note(options: argparse.Namespace, line: dict[str, Any], say: bool = True) -> None:
-    """Append a line to the results, at once, and say it."""
+    """Append a line to the file of results immediately, and print it."""
     text = json.dumps(line)
     with open(options.results, "a") as results:
         results.write(text + "\n")

@@ -44,7 +44,7 @@ def connect() -> None:
 
 
 class Sequences(torch.nn.Module):
-    """For attention the tokens are those of two sequences."""
+    """A module that gives attention the tokens of two sequences."""
 
     def forward(self, x: torch.Tensor, **marks: bool) -> Any:
         return super().forward(x.reshape(-1, 2, hidden()), **marks).view(x.shape)
@@ -85,7 +85,7 @@ def dropout() -> Any:
 
 @module
 class Unused(Block):
-    """One projection is not used."""
+    """A block with a projection that is not used."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(x)
@@ -93,7 +93,7 @@ class Unused(Block):
 
 @module
 class Counting(Block):
-    """Counts its forwards in a buffer, and scales its output with the count."""
+    """A module that counts its forwards in a buffer, and scales its output with the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Counting(Block):
 
 @module
 class Teacher(Block):
-    """Computes without gradients, although its input needs one."""
+    """A module that computes without gradients, although its input needs one."""
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> Any:
@@ -256,7 +256,7 @@ evaluate_in_inference_mode = event(
 @event
 @torch.no_grad()
 def evaluate_average(t: Training) -> None:
-    """With other weights, those and back, as with an average of them."""
+    """Evaluate with other weights, then restore them, as with averaged weights."""
     kept = [each.detach().clone() for each in t.parameters]
     for each in t.parameters:
         each.copy_(each.dequantize() / 2)
@@ -346,7 +346,7 @@ misuse_object = misusing("misuse_object", lambda call, x, marks: call(x, packed=
 
 @event
 def switch_recipe(t: Training) -> None:
-    """To the other recipe, and back the next time."""
+    """Switch to the other recipe, and back at the next call."""
     t.recipe = program.other if t.recipe == program.recipe else program.recipe
     recapture(t)
 
@@ -367,7 +367,7 @@ def unfreeze(t: Training) -> None:
 
 @event
 def raise_in_autocast(t: Training) -> None:
-    """A forward whose backward never comes, and an exception inside an autocast."""
+    """Run a forward without a backward, then raise an exception inside an autocast."""
     t.begin()
     with contextlib.suppress(ZeroDivisionError), autocast(t.recipe):
         t.forward(random(), t.chunk(0), 0)

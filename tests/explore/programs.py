@@ -1,4 +1,4 @@
-"""Programs: what they may say, what they may not, and how one is drawn and made smaller.
+"""The fields of random programs and their rules, and functions that draw a program and reduce it.
 
 Nothing here imports torch. To add a kind of module or an event: write it in `kinds`, name it here.
 """
@@ -632,7 +632,7 @@ CHANGES = ("replace_data", "assign", "replace_main_grads", "train_all", "write_i
 
 
 def draw_broken(seed: int) -> Program:
-    """Forwards by a graph, backwards of an open microbatch, evaluations and changes, in any sequence."""
+    """Draw forwards, backwards of open microbatches, evaluations and changes, in any sequence."""
     r = random.Random(seed)
     layers = tuple(r.choice(("linear", "layernorm_linear", "layernorm_mlp")) for _ in range(r.randint(1, 3)))
     graphs = r.randint(2, 3)
@@ -668,7 +668,7 @@ def draw_broken(seed: int) -> Program:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs that say less, by one thing each."""
+    """Yield programs with one field or event less."""
     plain = Program()
     for each in fields(program):
         value, default = getattr(program, each.name), getattr(plain, each.name)

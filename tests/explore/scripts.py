@@ -1,4 +1,4 @@
-"""A program as a script, which a person changes and runs again."""
+"""Write a program as a script that a person can edit and run again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def script(program: Program, title: str = "") -> str:
 
 
 def run(program: Program) -> None:
-    """Print by how much graphs and eager training differ, and exit with 1 if they do; two ranks make themselves."""
+    """Print the differences between graphs and eager training, and exit with 1 if any. Two ranks start themselves."""
     import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off shows TE as it is
     from tests.verify.driver import setting
     from tests.verify.driver.comparison import differences

@@ -1,4 +1,4 @@
-"""The explorer on the simulator: a bounded run of it, and that it finds what is wrong."""
+"""Test the explorer on the simulator: it finds known bugs in a limited number of programs."""
 
 from __future__ import annotations
 

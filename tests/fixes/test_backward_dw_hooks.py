@@ -40,7 +40,7 @@ def test_without_the_fix_no_hook_runs() -> None:
 
 
 def main() -> None:
-    """Two replays of one graph; each hook notes how many microbatches its module's ``main_grad`` holds."""
+    """Replay one graph twice. Each hook records how many microbatches its module's ``main_grad`` contains."""
     import torch
     import transformer_engine.pytorch as te
 

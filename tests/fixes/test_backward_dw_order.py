@@ -92,5 +92,5 @@ print(in_capture, shared, written, torch.equal(table, before), max(errors) < 1e-
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_constant_of_all_microbatches_is_shared(reuse: bool) -> None:
-    """As the rotary table of Megatron-Core: neither copied in the capture nor at a replay."""
+    """Such a constant, like Megatron-Core's rotary table, is copied neither in the capture nor at a replay."""
     assert simulate("-c", TABLE.replace("REUSE", str(reuse))) == "0 True 0 True True\n"

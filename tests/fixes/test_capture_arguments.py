@@ -1,4 +1,4 @@
-"""Arguments of `make_graphed_callables` and of its callables that frameworks pass beside those of training itself."""
+"""Test rare arguments of `make_graphed_callables` and of its callables that frameworks pass."""
 
 from __future__ import annotations
 

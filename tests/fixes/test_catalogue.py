@@ -1,4 +1,4 @@
-"""What every fix of the catalogue must keep to."""
+"""Test rules for every fix in the catalogue."""
 
 from __future__ import annotations
 

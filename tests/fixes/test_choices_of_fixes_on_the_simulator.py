@@ -1,4 +1,4 @@
-"""No choice of fixes is worse than TransformerEngine alone: cases of `tools.choices_of_fixes` that once were.
+"""Test that no choice of fixes is worse than TransformerEngine alone, with cases in which one was.
 
 All cases with all choices take half an hour of one core for each TransformerEngine.
 """

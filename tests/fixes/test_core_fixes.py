@@ -33,7 +33,7 @@ LOST_FP8 = {kind: [True] * 3 for kind in LOST}
 
 
 def wrong_without(te: TE) -> dict[str, dict[str, list[bool]]]:
-    """By the cases that are wrong without the fixes, which steps are: those that were on an H200."""
+    """Return, by case, the steps that are wrong without the fixes. They are the same as on an H200."""
     if WARMUP in te.needed:
         wrong = ("experts-fp8-current", "experts-bf16", "linear-bf16")
         return {"experts-fp8-delayed": LOST_FP8, **dict.fromkeys(wrong, LOST)}

@@ -167,7 +167,7 @@ def te_alone() -> dict[str, list[str | None]]:
 
 
 def test_eager_training_is_as_without_the_fixes(te_alone: dict[str, list[str | None]]) -> None:
-    """Also in loops that add the microbatches up themselves, because TE's eager `backward_dw` replaces ``.grad``."""
+    """This includes loops that sum the microbatches themselves, because TE's eager `backward_dw` replaces ``.grad``."""
     assert trainings("on", "no") == te_alone
 
 
@@ -197,7 +197,7 @@ print(json.dumps(added))
 
 @pytest.mark.skipif(MINOR == 10, reason="the order of TE 2.10 has no wgrads")
 def test_microbatches_share_the_memory_of_one_wgrad() -> None:
-    """A capture keeps no wgrad for each microbatch: six more of them take less memory than one weight."""
+    """A capture stores no wgrad per microbatch: six more microbatches need less memory than one weight."""
     two, eight = json.loads(simulate("-c", BYTES))
     assert eight - two < 512 * 512 * 2
 

@@ -1,4 +1,4 @@
-"""Without a capture nothing changes: every edited function of TransformerEngine, run with and without the package."""
+"""Test that nothing changes without a capture: edited functions of TransformerEngine run with and without fixes."""
 
 from __future__ import annotations
 

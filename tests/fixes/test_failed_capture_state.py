@@ -1,4 +1,4 @@
-"""``failed-capture-state`` on the simulator: the error of a failed capture. `verify` has the state afterwards."""
+"""Test the error of a failed capture on the simulator. `verify` tests the state afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that quantize FP8 weights at first microbatches only, or never; on the simulator."""
+"""Test graphs that quantize FP8 weights only at first microbatches, or never, on the simulator."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ print(error(*found))
 
 
 def test_marks_that_are_set_after_a_step_count_for_marked_modules_alone() -> None:
-    """A capture does not take the first mark, and a module that is not told of first microbatches keeps no weights."""
+    """A capture does not consume the first mark, and a module without marks caches no weights."""
     assert float(simulate("-c", MARKED_AFTERWARDS)) == 0.0
 
 
@@ -157,7 +157,7 @@ print(json.dumps([error(outputs(*case, False), outputs(*case, True)) for case in
 
 
 def test_modules_that_keep_weights_of_an_earlier_call_keep_them_in_a_graph() -> None:
-    """A module that always passes False is right without a fix; one with a mark, or that passes both, is not."""
+    """A module that always passes False is correct without a fix. A module with a mark, or that passes both, is not."""
     errors = json.loads(simulate("-c", OWN_CACHES))
     assert errors == [0.0] * 7
 

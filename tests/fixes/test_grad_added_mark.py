@@ -1,4 +1,4 @@
-"""``grad-added-mark`` on the simulator: after each backward and wgrad, a graph has set the marks that eager TE sets."""
+"""Test that a graph sets the marks of eager TE after each backward and wgrad, on the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``grad-input-lifetime``: the plan of lifetimes on its own. `verify` has programs that send gradients."""
+"""Test the plan of lifetimes of ``grad-input-lifetime``. `verify` has programs that send gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stages(draw: st.DrawFn) -> Stage:
 
 
 def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, int]:
-    """For each dgrad (by position) whose grad input is released, the position of the entry before which it is."""
+    """Map the position of each dgrad to the position of the entry before which its grad input is released."""
     microbatches = sum(entry == 1 for entry in order)
     first = [microbatches * before for before in accumulate(layers, initial=0)]
     seen = [0] * len(layers)
@@ -63,13 +63,13 @@ def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], l
 
 
 def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
-    """TE's own rule: a chunk's grad input is released as soon as the next chunk's dgrad has been captured."""
+    """Return the releases of TE: a chunk's grad input is released after the capture of the next chunk's dgrad."""
     dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry) and layers[-int(entry) - 1]]
     return {this: after + 1 for this, after in pairwise(dgrads) if after + 1 < len(order)}
 
 
 def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
-    """When Megatron has read each grad input, as the entry before which that is, for known model chunks.
+    """Return the entry before which Megatron has read each grad input, for known model chunks.
 
     The layer below reads it at the next dgrad. What leaves a model chunk is sent, and waited for when all of the step
     that holds the next model chunk's backward is issued: its dgrads and its forwards, but not its last wgrad.
@@ -108,7 +108,7 @@ def test_one_layer_a_model_chunk_keeps_the_rule_of_te(stage: Stage) -> None:
 @given(stages())
 @settings(deadline=None)
 def test_layers_as_chunks_are_released_as_megatron_reads_them(stage: Stage) -> None:
-    """The gradient of a model chunk's first layer after the next step, the others after the dgrad below."""
+    """The gradient of a model chunk's first layer is released after the next step, others after the dgrad below."""
     order = stage.order
     found = released_before(order, grad_input_releases(order, stage.ones), stage.ones)
     assert found == last_reads(order, stage.layers)
@@ -138,7 +138,7 @@ def test_the_last_send_before_the_cooldown_is_held_until_a_later_one_is_waited_f
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("wgrads", [False, True])
 def test_a_stage_with_one_model_chunk_needs_one_grad_input_more_than_te(microbatches: int, wgrads: bool) -> None:
-    """TE's own rule needs two at a time: the one that a layer reads, and the one that it returns."""
+    """TE's rule needs two grad inputs at a time: the one that a layer reads, and the one that it returns."""
     layers = 48
     order = layer_wise([1] * microbatches + [-1] * microbatches, [layers], wgrads)
     found = released_before(order, grad_input_releases(order, [1] * layers), [1] * layers)

@@ -1,4 +1,4 @@
-"""The order plan on its own: no torch, no TransformerEngine."""
+"""Test the plan of an order, without torch and TransformerEngine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADDRESSES = count(1)
 
 @st.composite
 def orders(draw: st.DrawFn, wgrads: bool = True) -> list[float]:
-    """Legal orders of up to 4 chunks and 6 microbatches, any of the chunks with wgrads."""
+    """Generate legal orders of up to 4 chunks and 6 microbatches, in which any chunk may have wgrads."""
     chunks = draw(st.integers(1, 4))
     delayed = draw(st.sets(st.integers(1, chunks))) if wgrads else ()
     return random_order(draw(CHOICES), chunks, draw(st.integers(1, 6)), delayed)
@@ -43,7 +43,7 @@ def largest_overlap(lifetimes: Sequence[tuple[int, int]]) -> int:
 
 @dataclass
 class Tensor:
-    """As much of a tensor as the plan looks at."""
+    """A stand-in for a tensor, with the attributes that the plan reads."""
 
     address: int = field(default_factory=lambda: next(ADDRESSES))
     shape: tuple[int, ...] = (2,)
@@ -85,7 +85,7 @@ def assign(plan: Plan, samples: list[list[Tensor]], reuse: bool) -> list[list[Te
 
 
 def check_entries(order: list[float]) -> None:
-    """Each entry stands for the next microbatch of its kind, and its buffer lives until its last reader."""
+    """Check that each entry belongs to the next microbatch of its kind, and its buffer lives until its last reader."""
     plan = plan_of(order)
     seen: dict[float, int] = {}
     for position, (value, entry) in enumerate(zip(order, plan.entries, strict=True)):
@@ -100,7 +100,7 @@ def check_entries(order: list[float]) -> None:
 
 
 def check_grad_outputs(order: list[float], shapes: random.Random) -> None:
-    """No buffer of grad outputs has two live owners, and there are as many as have to be alive at a time."""
+    """Check that no buffer of grad outputs has two live owners, and that their number is minimal."""
     plan = plan_of(order)
     used: dict[Any, list[tuple[int, int]]] = {}
     alive: dict[Any, list[tuple[int, int]]] = {}
@@ -117,7 +117,7 @@ def check_grad_outputs(order: list[float], shapes: random.Random) -> None:
 
 
 def check_inputs(order: list[float], choices: random.Random) -> None:
-    """No tensor has two live owners however the caller shared them; with reuse there are as few as possible."""
+    """Check that no tensor has two live owners, whatever the caller shares. With reuse, their number is minimal."""
     plan = plan_of(order)
     pool = [Tensor(shape=(choices.randint(1, 2),)) for _ in range(choices.randint(2, 6))]
     number = sum(entry.kind == FORWARD for entry in plan.entries)
@@ -145,7 +145,7 @@ def check_inputs(order: list[float], choices: random.Random) -> None:
 
 
 def check_mutated(order: list[float], choices: random.Random) -> None:
-    """A changed order is refused if and only if it is illegal, with one line that says where and why."""
+    """Check that a changed order raises only if it is illegal, with one line that names the entry and the rule."""
     changed = changed_order(order, choices)
     if legal(changed):
         assert len(parse(changed)) == len(changed)
@@ -222,7 +222,7 @@ def test_a_sample_that_two_microbatches_share_is_copied_for_the_second() -> None
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("order", [NAMED[name] for name in sorted(NAMED)], ids=sorted(NAMED))
 def test_a_constant_of_all_microbatches_and_layers_stays_one_tensor(order: list[float], reuse: bool) -> None:
-    """As the rotary table of Megatron-Core, which TE alone shares too."""
+    """An example is Megatron-Core's rotary table, which TE alone shares, too."""
     plan = plan_of(order)
     constant = Tensor(requires_grad=False)
     forwards = [position for position, entry in enumerate(plan.entries) if entry.kind == FORWARD]
@@ -245,7 +245,7 @@ def test_different_constants_stay_apart(reuse: bool) -> None:
 
 @pytest.mark.parametrize("handed_on", [[0, 1, 0, 1], [0, 0, 0, 0]])
 def test_inputs_without_a_gradient_that_the_caller_hands_on_stay_apart(handed_on: list[int]) -> None:
-    """The caller hands them on at the dgrad, but the wgrad reads them too. They are not constants."""
+    """The caller reuses them after the dgrad, but the wgrad reads them, too. They are not constants."""
     given = [[Tensor(), Tensor(requires_grad=False)] for _ in range(2)]
     plan = plan_of([1, 1, -1, 1, -1.5, -1, 1, -1.5, -1, -1.5, -1, -1.5])
     found = assign(plan, [given[number] for number in handed_on], False)

@@ -1,4 +1,4 @@
-"""A torch without a private name that a support module needs, on the simulator."""
+"""Test a torch without a private name that a support module needs, on the simulator."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ assert "ImportError: cannot import name 'NAME'" in reason, reason
     ],
 )
 def test_only_the_fixes_that_need_a_missing_name_fail(name: str, failed: list[str]) -> None:
-    """With the fixes that require them, and when TE is imported instead of in the middle of a capture."""
+    """The fixes that require them fail, too, at the import of TE and not in the middle of a capture."""
     assert simulate("-c", PROGRAM.replace("NAME", name), imported=()).split() == failed

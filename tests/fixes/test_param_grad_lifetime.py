@@ -1,4 +1,4 @@
-"""``param-grad-lifetime`` on the simulator: what is copied at a replay.
+"""Test the copies of ``param-grad-lifetime`` at a replay, on the simulator.
 
 The cases of `verify` say that the values are right.
 """
@@ -30,7 +30,7 @@ def test_weights_are_copied_one_by_one_and_vectors_together(kind: str) -> None:
 
 
 def main(kind: str) -> None:
-    """Print the copies at a replay: of plain grads, and beside fused wgrads."""
+    """Print the numbers of copies at a replay, without and with fused wgrads."""
     import torch
     import transformer_engine.pytorch as te
 

@@ -1,4 +1,4 @@
-"""Modules, recipes and ways of training on simulated GPUs: as eager with the package, and not without it.
+"""Test modules, recipes and settings on simulated GPUs: graphs equal eager runs with the package, and not without.
 
 Each TransformerEngine (TE) has another part of the combinations; the slow tests have all of them.
 """
@@ -85,7 +85,7 @@ def test_cached_nvfp4_weights_on_rtx(tried_te: TE) -> None:
     ids=["row-scales", "4over6"],
 )
 def test_nvfp4_with(tried_te: TE, since: int, options: dict[str, str]) -> None:
-    """What makes TE's recipe of NVFP4 ask for them."""
+    """Options of TE's NVFP4 recipe that environment variables select are as in eager training."""
     if tried_te.minor < since:
         pytest.skip(f"comes with TransformerEngine 2.{since}")
     if since == 16 and tried_te.minor < 19:

@@ -1,4 +1,4 @@
-"""``replay-contract`` and ``leaf-grad-lifetime``: what breaks what a capture has fixed is right, or it raises.
+"""Test that programs which break a replay precondition compute correct numbers or raise an error.
 
 On the simulator; the programs are those of ``python -m tests.verify``.
 """
@@ -118,7 +118,7 @@ print(found == {id(kept.weight), id(beside.weight)})
 
 
 def test_nothing_is_kept_alive() -> None:
-    """A ``main_grad`` that is given up is freed; after ``reset()`` only other callables' weights are held."""
+    """A replaced ``main_grad`` is freed. After ``reset()``, only the weights of other callables are referenced."""
     assert simulate("-c", RELEASED).splitlines() == ["True", "True"]
 
 
@@ -134,7 +134,7 @@ with graph._graph_context_wrapper():
 
 
 def test_a_context_without_a_graph_is_given_no_place() -> None:
-    """TE's own tests ask for the context of a capture in this way."""
+    """TE's own tests request the context of a capture in this way."""
     assert simulate("-c", WITHOUT_A_GRAPH) == "captured\n"
 
 
@@ -394,7 +394,7 @@ NEXT = "in the next step"
 
 
 def test_a_change_raises_at_once() -> None:
-    """Within a step too, and whatever the caller says of the microbatch."""
+    """It also raises within a step, with any mark of the microbatch."""
     found = simulate("-c", LATER).splitlines()
     assert found == [NEXT] * 3 + ["at once, in callable 3", IN_THE_FIRST, NEXT, IN_THE_FIRST]
 
@@ -595,7 +595,7 @@ print(raised, intact)
 
 
 def test_a_place_behind_another_is_replayed_as_the_rule_says() -> None:
-    """A run in which places only go up is judged as one whose times are compared one by one."""
+    """A run with increasing positions has the same result as one whose times are compared one by one."""
     raised, intact = map(int, simulate("-c", SEQUENCES).split())
     assert raised > 300
     assert intact > 3000
@@ -817,7 +817,7 @@ print(len(_te_replay_contract._pools))
 
 
 def test_released_captures_leave_nothing_in_their_pool() -> None:
-    """But for when one of them was last replayed."""
+    """Only the time of the last replay of one of them remains."""
     bounded, error, pools = simulate("-c", RELEASED_CAPTURES).splitlines()
     assert (bounded, pools) == ("True", "0")
     assert "cannot be replayed: a released graph was replayed after its forward" in error
@@ -877,7 +877,7 @@ for action in ("error", "error", "default", "error"):
 
 
 def test_a_warning_as_an_error_is_raised_by_each_replay() -> None:
-    """Until it was shown as a warning."""
+    """It is raised until it was shown as a warning."""
     assert simulate("-c", WARNED).count("\n") == 2
 
 

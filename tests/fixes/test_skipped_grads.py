@@ -1,4 +1,4 @@
-"""What TransformerEngine (TE) promises for a parameter with ``skip_backward_post_hook``: its grad is never copied.
+"""Test that the grad of a parameter with ``skip_backward_post_hook`` is never copied, as TransformerEngine documents.
 
 Whoever sets the attribute manages the grad's lifetime, and may hold its address: every replay gives the same storage.
 """

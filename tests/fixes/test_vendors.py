@@ -1,4 +1,4 @@
-"""Changes of vendors in TransformerEngine (TE), as far as they are known: they cost no fix, and the fixes work."""
+"""Test that known changes of vendors in TransformerEngine (TE) disable no fix, and that the fixes work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.te
 
 
 def one_stream(text: str) -> str:
-    """graph.py with one stream for warmup and all captures, by the description of ROCm's TransformerEngine #644."""
+    """Return graph.py with one stream for warmup and captures, as ROCm's TransformerEngine #644 describes it."""
     warmup = "    with torch.cuda.stream(torch.cuda.Stream()):"
     assert text.count(warmup) == 1
     text = text.replace(warmup, "    capture_stream = torch.cuda.Stream()\n    with torch.cuda.stream(capture_stream):")
@@ -29,7 +29,7 @@ def one_stream(text: str) -> str:
 
 
 def other_devices(text: str) -> str:
-    """utils.py of a TE for devices of several vendors, by the description of TransformerEngine-FL."""
+    """Return utils.py of a TE for devices of several vendors, as TransformerEngine-FL describes it."""
     text, conditions = re.subn(r"if x\.is_cuda(?=\s+else x)", "if x.device.type == te_device_type()", text)
     assert conditions == 1
     return text.replace("\ndef ", '\ndef te_device_type():\n    return "cuda"\n\n\ndef ', 1)

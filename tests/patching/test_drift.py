@@ -1,4 +1,4 @@
-"""Every fix against the sources of every published TransformerEngine (TE): verdicts, and that the edits fit.
+"""Test the verdicts and edits of every fix on the sources of every published TransformerEngine (TE).
 
 Nothing is imported from TE. What is fetched, and where it is kept, is in `tests.support.published`.
 """

@@ -1,4 +1,4 @@
-"""An edit of TransformerEngine (TE) that keeps a defect, or takes a part of a correction back, never hides the defect.
+"""Test that an edit of TransformerEngine (TE) that keeps a bug, or reverts part of its fix, never hides the bug.
 
 The edits are those of cherry-picks: an edit left out, a condition turned round, upstream's correction in part. What a
 fix says then is ``applicable`` or ``unrecognized``, never that all is well.
@@ -27,7 +27,7 @@ LAYOUTS = ("2.12.0", NEWEST)
 
 
 def turned_round(tree: Source, edits: Iterable[Edit]) -> Source:
-    """TE with each condition turned round that an edit of a fix stands in, or that begins on its line."""
+    """Return TE with each condition inverted that contains an edit of a fix, or begins on its line."""
     lines = defaultdict[str, set[int]](set)
     for edit in edits:
         lines[edit.module].add(tree.module(edit.module).line_number(edit.start))
@@ -77,7 +77,7 @@ def test_a_correction_with_one_edit_left_out_is_not_said_to_be_whole(version: st
 
 
 def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
-    """Fix, module and statement of each part of upstream's corrections that the newest TE has."""
+    """Yield fix, module and statement of each part of the upstream fixes in the newest TE."""
     tree, verdicts = examined(NEWEST)
     parts = {}
     for fix_id, verdict in verdicts.items():

@@ -1,4 +1,4 @@
-"""A harmless edit of TransformerEngine (TE), as vendors make them, costs no correction, in whatever function it is.
+"""Test that a harmless edit of TransformerEngine (TE), as vendors make them, disables no fix.
 
 Each edit is made everywhere in the modules that the fixes change, and then the fixes have to say what they say of TE
 itself. What they make, less the edits, is what they make of TE itself.
@@ -33,7 +33,7 @@ def functions(module: ModuleSource) -> list[ast.FunctionDef]:
 
 
 def bodies(module: ModuleSource) -> Iterator[list[ast.stmt]]:
-    """Every list of statements inside of functions."""
+    """Yield every list of statements in functions."""
     inside = [node for function in functions(module) for part in function.body for node in ast.walk(part)]
     for node in dict.fromkeys([*functions(module), *inside]):
         for name in ("body", "orelse", "finalbody"):
@@ -124,7 +124,7 @@ def decorators(module: ModuleSource) -> Insertions:
 
 
 def renamed(module: ModuleSource) -> Insertions:
-    """Functions and variables that this package does not know by name, under other names."""
+    """Yield edits that rename functions and variables whose names this package does not use."""
     own = {node.name for node in functions(module)} - WORDS
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef) and node.name in own:

@@ -1,4 +1,4 @@
-"""The engine on a stand-in package: every kind of function is corrected in place, and taken back."""
+"""Test the installation on a stand-in package: every kind of function is fixed in place, and reverted."""
 
 from __future__ import annotations
 
@@ -473,7 +473,7 @@ def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
 
 
 def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[..., StandIn]) -> None:
-    """Its text is run again where it is another; a package that is imported anew gets a new module."""
+    """Its text runs again if it differs. A package that is imported again gets a new module."""
     package = standin("def run():\n    return 1\n")
     first, second = (f"held = [*globals().get('held', ()), {number}]\n" for number in (1, 2))
     added = []

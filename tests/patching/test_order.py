@@ -1,4 +1,4 @@
-"""The order of edits at one place: it is declared, or does not matter. The names of fixes decide nothing."""
+"""Test that the order of edits at one place is declared or does not matter, so names of fixes decide nothing."""
 
 from __future__ import annotations
 

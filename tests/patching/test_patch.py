@@ -1,4 +1,4 @@
-"""Semantic patches: what they edit, what they refuse, and what their errors say."""
+"""Test semantic patches: their edits, and their errors."""
 
 from __future__ import annotations
 

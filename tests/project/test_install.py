@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 
 
 def test_no_page_installs_the_package_from_an_index() -> None:
-    """The package is on none, so the command would fail, or install an unrelated package."""
+    """The package is on no index, so the command would fail, or install an unrelated package."""
     for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
         blocks = re.findall(r"```.*?```|(?<!`)`[^`\n]+`", page.read_text(), re.DOTALL)
         commands = [
@@ -31,7 +31,7 @@ def test_every_command_exists(name: str) -> None:
 
 
 def test_images_shows_the_figures_of_nemo_26_04() -> None:
-    """Its TE is a build of 2.14.0, of which PyPI's is read here."""
+    """Its TE is a build of 2.14.0. The test reads PyPI's 2.14.0 instead."""
     page = (DOCS / "images.md").read_text()
     verdicts = needed("2.14.0")
     modules = {name for verdict in verdicts.values() for name in verdict.targets}

@@ -112,7 +112,7 @@ def version_of(folder: Path) -> str:
 
 
 def test_versions_of_commits_differ(tmp_path: Path) -> None:
-    """In a clone, a build of it, an sdist of a build, and a copy without git."""
+    """The versions of a clone, its build, the sdist of a build, and a copy without git are compared."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     dist = build(checkout)
@@ -176,7 +176,7 @@ def test_the_patches_of_a_release(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
-    """As in a container without network: one folder of wheels, and an installed TE."""
+    """The environment is that of a container without network: one folder of wheels, and an installed TE."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "download", "--quiet", "--dest", str(tmp_path / "wheels"), "wrapt<3", "packaging"], check=True

@@ -60,7 +60,7 @@ UNABLE = Outcome("unable", detail="ImportError: no such recipe")
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children find what this process finds, and ``tests``."""
+    """Let children import the modules of this process, and ``tests``."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
 
 
@@ -229,7 +229,7 @@ def test_te_that_does_not_import_is_said_for_each_case(tmp_path: Path) -> None:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, without: Outcome, with_fixes: Outcome) -> None:
-    """Let every case have these outcomes."""
+    """Replace the outcomes of every case."""
     monkeypatch.setattr(runner, "no_gpu", lambda: None)
     monkeypatch.setattr(runner, "measure", lambda cases, *_, **__: [Row(case, without, with_fixes) for case in cases])
 
