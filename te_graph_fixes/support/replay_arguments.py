@@ -20,6 +20,8 @@ from ._te_warn_once import warn_once
 _PLAIN = (bool, int, float, str, bytes, type, type(None), torch.nn.Module, torch.nn.Parameter)
 """Types of keyword arguments that hold no tensors, or only tensors that the graph reads anyway."""
 
+_CALL = torch.nn.Module.__call__
+
 
 def _of(leaf: Any) -> tuple[Any, ...]:
     """Return the properties of a tensor that a graph fixes: shape, ``requires_grad`` and dtype.
@@ -90,21 +92,25 @@ def _structure(value: Any) -> Any:
     return None if value is None else object()
 
 
-def _unread_parameters(module: Any) -> set[str]:
-    """Return the parameters that no instruction of a module's forward loads, such as the mask of a Mamba layer.
+def _read_keywords(function: Any) -> Callable[[str], bool]:
+    """Return a function that tells whether a module or function may read the keyword argument of a name.
 
-    Return an empty set if the forward is not a function of Python, or looks at its own variables.
+    It may, unless no instruction of its forward loads the parameter (such as the mask of a Mamba layer) or its
+    ``**kwargs``. If the forward is not a function of Python, or looks at its own variables, it may read every keyword.
     """
-    own = getattr(module, "__dict__", {}).get("forward", getattr(type(module), "forward", None))
+    own = getattr(function, "__dict__", {}).get("forward", getattr(type(function), "forward", function))
     code = getattr(inspect.unwrap(own) if callable(own) else None, "__code__", None)
     if code is None or {"locals", "vars", "eval", "exec"} & {*code.co_names}:
-        return set()
-    names = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {*code.co_cellvars}
+        return lambda name: True
+    count = code.co_argcount + code.co_kwonlyargcount
+    named, rest = code.co_varnames[:count], None
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        rest = code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)]
+    loaded = {*code.co_cellvars, None}
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith("LOAD_"):
-            loaded = instruction.argval
-            names -= {*loaded} if isinstance(loaded, tuple) else {loaded}
-    return names
+            loaded |= {*instruction.argval} if isinstance(instruction.argval, tuple) else {instruction.argval}
+    return lambda name: (name if name in named else rest) in loaded
 
 
 def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffers: bool) -> None:
@@ -218,7 +224,7 @@ class SampleArguments:
         layer = getattr(function, "layer_number", None)
         self._graph = f"The graph of {type(function).__name__}{f', layer {layer},' if layer is not None else ''}"
         self._keywords, self._is_training = keywords, is_training
-        self._unread = _unread_parameters(function)
+        self._function, self._reads = function, _read_keywords(function)
         self._module = _Module(function)
         self._answers: dict[Any, bool] = {}  # of the module, to the questions asked at replays
         positional, args_spec = tree_flatten(tuple(args))
@@ -261,7 +267,7 @@ class SampleArguments:
             self._compare_structures(call.specs)
         if len(call.keywords) > len(self._keywords):
             for key, value in call.keywords.items():
-                if key not in self._keywords and key not in self._unread:
+                if key not in self._keywords and self._reads(key):
                     self._require_plain(key, value)
 
     def _compare(self, given: list[tuple[Any, ...]], leaves: Sequence[Any], specs: tuple[Any, Any]) -> None:
@@ -372,12 +378,15 @@ class SampleArguments:
             )
 
     def _require_plain(self, key: str, value: Any) -> None:
-        """Refuse an ignored keyword argument that holds tensors, and warn once about one that is a tensor.
+        """Refuse an ignored keyword argument that is or holds a tensor.
 
-        Megatron passes its attention mask to every captured layer, also to layers that do not use it. A graph does not
-        show which layers these are.
+        Megatron's layers have a `__call__` of their own, so the capture ran another function than `forward`. Megatron
+        captures layers without attention from their hidden states alone, and still passes its attention mask to them.
+        So a tensor gives only one warning there.
         """
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+        own_call = isinstance(self._function, torch.nn.Module) and type(self._function).__call__ is not _CALL
+        if is_tensor and own_call and not self._keywords:
             warn_once(
                 f"{self._graph} got the tensor {key!r}, which is not in sample_kwargs. A replay ignores it, and uses "
                 "the values of the capture. If the module reads it, add it to sample_kwargs.",
@@ -385,9 +394,10 @@ class SampleArguments:
             )
         elif _holds_tensors(value):
             raise ValueError(
-                f"{self._graph} got the keyword argument {key!r}, which holds a tensor but is not in sample_kwargs. A "
-                "replay would ignore it, and use the values of the capture. Add each of its tensors to sample_kwargs "
-                "as an argument of its own, or do not pass it."
+                f"{self._graph} got the keyword argument {key!r}, which {'is' if is_tensor else 'holds'} a tensor but "
+                "is not in sample_kwargs. A replay would ignore it, and use the values of the capture. Add "
+                f"{'it' if is_tensor else 'each of its tensors'} to sample_kwargs as an argument of its own, or do "
+                "not pass it."
             )
 
     def mark_outputs(self, ctx: Any, outputs: Sequence[Any]) -> None:

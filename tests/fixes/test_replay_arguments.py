@@ -196,32 +196,60 @@ lengths = torch.ones(3, device="cuda")
 slots = Slots()
 slots.lengths = lengths
 for value in (
-    [lengths], (1, (lengths,)), {"a": lengths}, Pair(1, lengths), Packed(lengths), Packed([lengths]),
+    lengths, [lengths], (1, (lengths,)), {"a": lengths}, Pair(1, lengths), Packed(lengths), Packed([lengths]),
     Settings(lengths), [Packed(lengths)], slots,
 ):
-    refused(lambda: module(random(), other=value), "the keyword argument 'other', which holds a tensor")
+    refused(lambda: module(random(), other=value), "a tensor but is not in sample_kwargs")
 for value in (None, True, 3, "a", Kind.A, Packed(3), Settings({}), module, module.linear.weight, [], torch.bfloat16):
     module(random(), is_first_microbatch=True, other=value)
 
-# A tensor is ignored with one warning, because Megatron passes masks to layers that do not read them.
-masked = te.make_graphed_callables(Module(lambda linear, x, **ignored: linear(x)), (random(),))
-with warnings.catch_warnings(record=True) as messages:
-    warnings.simplefilter("always")
-    for graphed in (module, masked, masked):
-        graphed(random(), mask=lengths)
-assert [str(each.message).count("got the tensor 'mask'") for each in messages] == [1]
+class Layer(Module):
+    forward = None
 
-class Unread(torch.nn.Module):
     def __init__(self):
-        super().__init__()
-        self.linear = linear()
+        super().__init__(None)
 
+class Named(Layer):
     def forward(self, x, mask=None, held=None):
+        return self.linear(x if mask is None else x * mask)
+
+class PassesOn(Layer):
+    def forward(self, *args, **kwargs):
+        return (lambda x, mask=None: self.linear(x if mask is None else x * mask))(*args, **kwargs)
+
+class Closure(Layer):
+    def forward(self, x, mask=None):
+        return (lambda: self.linear(x if mask is None else x * mask))()
+
+class Unread(Layer):
+    def forward(self, x, *, held=None, **kwargs):
         return self.linear(x)
 
+class WithOwnCall(PassesOn):
+    # As in Megatron-Core, a capture does not run the forward.
+    def __call__(self, x, **kwargs):
+        return self.linear(x)
+
+mask = random(grad=False)
+for layer in (Named, PassesOn, Closure):
+    graphed = te.make_graphed_callables(layer(), (random(),))
+    refused(lambda: graphed(random(), mask=mask), "'mask', which is a tensor but is not in sample_kwargs")
+    graphed = te.make_graphed_callables(layer(), (random(),), sample_kwargs={"mask": mask})
+    graphed(random(), mask=mask)
+    refused(lambda: graphed(random(), mask=mask, x2=mask), "'x2', which is a tensor but is not in sample_kwargs")
 with warnings.catch_warnings():
     warnings.simplefilter("error")
-    te.make_graphed_callables(Unread(), (random(),))(random(), held=Packed(lengths))
+    te.make_graphed_callables(Named(), (random(),))(random(), held=Packed(mask))
+    te.make_graphed_callables(Unread(), (random(),))(random(), mask=mask, held=Packed(mask))
+with warnings.catch_warnings(record=True) as messages:
+    warnings.simplefilter("always")
+    graphed = te.make_graphed_callables(WithOwnCall(), (random(),)).forward
+    for _ in range(2):
+        graphed(random(), mask=mask)
+assert [str(each.message).count("got the tensor 'mask'") for each in messages] == [1]
+refused(lambda: graphed(random(), mask=[mask]), "'mask', which holds a tensor")
+graphed = te.make_graphed_callables(WithOwnCall(), (random(),), sample_kwargs={"mask": mask}).forward
+refused(lambda: graphed(random(), mask=mask, context=mask), "'context', which is a tensor")
 """
 
 STRUCTURES = """
