@@ -51,6 +51,8 @@ REPLAY_STEPS = """
  class Graphed(torch.autograd.Function):
      ...
 +replay.surround(Graphed)
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized (at its start)
++register_states = user_kwargs.pop("_register_states", None)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
 -flatten_user_args, _ = _tree_flatten(user_args)
 +flatten_user_args, args_spec = _tree_flatten(user_args)
@@ -63,6 +65,7 @@ REPLAY_STEPS = """
 +    (*flatten_user_args, *flatten_user_kwargs),
 +    (args_spec, kwargs_spec),
 +    user_kwargs,
++    register_states,
 +)
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
 @@
@@ -71,6 +74,18 @@ REPLAY_STEPS = """
 @@
  out = Graphed.apply(...)
 +out = replay.deliver(call, out)
+
+@@ graph.py _make_graphed_callables.make_graphed_forward.new_fwd
+-if FP8GlobalStateManager.is_fp8_enabled():
++def register_states():
+     ...
+@@
+-graphed(*user_args, **user_kwargs)
++graphed(
++    *user_args,
++    **user_kwargs,
++    _register_states=register_states if FP8GlobalStateManager.is_fp8_enabled() else None,
++)
 
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions (at its start)
 +replay = replays[graph_idx]

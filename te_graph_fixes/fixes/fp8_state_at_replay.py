@@ -23,6 +23,7 @@ forwards outside captures do not change.
 """
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule.prepare_forward
@@ -58,13 +59,13 @@ PATCH = """
 +    take_first_module()
 
 @@ graph.py _make_graphed_callables
-+from ._te_fp8_state_at_replay import current_capture, with_fp8_state
++from ._te_fp8_state_at_replay import current_capture
 +
 +fp8_capture = current_capture()
 +outside_of_autocast = set()
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
-+fwd_graph.fp8_state = fp8_capture.begin_graph()
++fp8_capture.begin_graph(replays.of(fwd_graph))
  with ..., _graph_context_wrapper(fwd_graph, ...):
      outputs = func(*args, **kwargs)
 @@
@@ -73,9 +74,6 @@ PATCH = """
 @@
 -te_modules = visited_te_modules.get(i, set())
 +te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
-@@
- ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
-+graphed = with_fp8_state(graphed, fwd_graphs[i].fp8_state)
 
 @@ graph.py make_graphed_callables.call_func (at its start)
 +from ._te_fp8_state_at_replay import end_captured_forward
@@ -118,6 +116,7 @@ FIX = Fix(
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed); attention in FP8 (fp8_dpa) in current scaling",
     patch=PATCH,
+    base=REPLAY_STEPS,
     requires=("failed-capture-state", "nested-autocast"),
     after=("nested-autocast",),
     check_hints=("fp8 gradient", "fp8 backward .grad", "fp8 backward main_grad"),

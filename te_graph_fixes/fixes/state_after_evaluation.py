@@ -12,21 +12,17 @@ this in eager training, and a graph computes the same numbers as eager training.
 """
 
 from ..fix import Fix
+from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables
 +from ._te_state_after_evaluation import RecipeStates
 +
-+graphed.recipe_states = RecipeStates(func.modules(), fwd_graphs[i].fp8_state)
- def make_graphed_forward(...):
-     ...
-
-@@ graph.py _make_graphed_callables.make_graphed_forward.new_fwd
-+graphed.recipe_states.resume(ANY_KNOWN, FP8GlobalStateManager)
- for m in func.modules():
-     if m not in ANY_KNOWN:
-         continue
-     ...
+ visited_te_modules = ANY_EMPTY
+@@
+ func = graph_callables[ANY_INDEX]
+ te_modules = visited_te_modules.get(ANY_INDEX, set())
++RecipeStates(replays[ANY_INDEX], func, te_modules)
 """
 
 FIX = Fix(
@@ -35,4 +31,5 @@ FIX = Fix(
     affects="an evaluation in bf16 or another recipe between two training steps",
     requires=("fp8-state-at-replay",),
     patch=PATCH,
+    base=REPLAY_STEPS,
 )

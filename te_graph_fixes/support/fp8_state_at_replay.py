@@ -3,14 +3,14 @@
 An eager forward registers the state (``fp8_meta``: scales and amax histories) of each module in buffers. The end of an
 autocast computes the next scales from these buffers. Under activation recompute, the forward also copies the state for
 the second forward. A replay runs no Python of the modules. Therefore, modules note their state during the capture, and
-`with_fp8_state` does this work at each replay.
+the steps of `UsedState` do this work at each replay.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +22,15 @@ from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 KEYS = ("scaling_fwd", "scaling_bwd")
+_POSITION = "global_fp8_buffer_pos_fwd_recompute"
 _UPDATED_INSIDE = (
     "A captured module runs an FP8 module twice, each time in an autocast of its own with delayed scaling. Eager "
     "training updates the scales in between, and a graph cannot. Enter one autocast around both calls, or capture the "
     "two calls separately"
+)
+_NO_COPY = (
+    "A graph in delayed scaling is recomputed by te.checkpoint, but its first forward ran without this checkpoint, so "
+    "its scales were not copied. Run both forwards in the same te.checkpoint."
 )
 _MIXED_COPIES = (
     "A captured module has a checkpoint inside a te.checkpoint, in delayed scaling. TransformerEngine then recomputes "
@@ -71,6 +76,70 @@ class UsedState:
     def takes_first_module(self) -> bool:
         return self.has_first_module or self.has_own_backward
 
+    def add_to(self, replay: Any) -> None:
+        """Add the work of an eager forward on this state to the replays of the graph."""
+        if self.updated_inside or self.updated_in_backward:
+            replay.add("forward check", "own autocasts", self.require_no_update_inside)
+        if self.in_capture:
+            replay.add("forward prepare", "registration", self.register)
+        if self.of_modules:
+            replay.add("forward check", "copied states", self.require_copies)
+            replay.add("forward prepare", "copied states", self.use_copies)
+        if self.updates_scales:
+            replay.add("forward deliver", "updates of scales", self.update_scales)
+
+    def require_no_update_inside(self, call: Any) -> None:
+        """Raise RuntimeError if eager training would update scales between two uses of a state."""
+        is_outermost = not autocast_depth()
+        if call.takes_grads and (
+            (self.updated_inside and is_outermost) or (self.updated_in_backward and (is_outermost or is_first_module()))
+        ):
+            raise RuntimeError(_UPDATED_INSIDE)
+
+    def register(self, _call: Any) -> None:
+        """Register the states for updates, in the recipe of the current autocast."""
+        manager = FP8GlobalStateManager
+        if manager.is_fp8_enabled():
+            for fp8_meta, own in self.in_capture:
+                fp8_meta["recipe"], fp8_meta["fp8_group"] = own or manager.get_fp8_recipe(), manager.get_fp8_group()
+                manager.add_fp8_tensors_to_global_buffer(fp8_meta)
+
+    def require_copies(self, _call: Any) -> None:
+        """Raise RuntimeError if a recomputation lacks the copies of its first forward."""
+        if distributed.in_fp8_activation_recompute_phase():
+            copies = _copies_for_recomputations()
+            positions = [fp8_meta.get(_POSITION, len(copies)) for fp8_meta in self.of_modules]
+            needed = Counter(positions)
+            if any(position >= len(copies) or len(copies[position]) < needed[position] for position in needed):
+                raise RuntimeError(_NO_COPY)
+
+    def use_copies(self, _call: Any) -> Callable[[], None] | None:
+        """Copy the states for a recomputation. In a recomputation, use the copies.
+
+        Return a function that restores the newer state after a recomputation, otherwise None.
+        """
+        manager = FP8GlobalStateManager
+        if distributed.in_fp8_activation_recompute_phase():
+            for number, fp8_meta in enumerate(self.of_modules):
+                if any(fp8_meta is earlier for earlier in self.of_modules[:number]):
+                    manager.restore_fp8_meta_tensors(fp8_meta)
+                manager.get_old_fp8_meta_tensors_for_recompute(fp8_meta)
+            return self._restore_newer_states
+        if distributed.is_fp8_activation_recompute_enabled():
+            for fp8_meta in self.of_modules:
+                manager.copy_forward_fp8_meta_tensors_for_recompute(fp8_meta)
+        return None
+
+    def _restore_newer_states(self) -> None:
+        for fp8_meta in self.of_modules:
+            FP8GlobalStateManager.restore_fp8_meta_tensors(fp8_meta)
+
+    def update_scales(self, call: Any, outputs: Any) -> Any:
+        """Update the scales as the end of an autocast inside the captured module, and return ``outputs``."""
+        if call.takes_grads and not autocast_depth():
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+        return outputs
+
 
 class _Copies(deque[Any]):
     """The copies of one state for recomputations. ``taken`` counts the copies that were used."""
@@ -91,28 +160,28 @@ class Capture:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self._graphs: list[UsedState] = []
-        self._depth = _autocast_depth()
+        self.graphs: dict[Any, UsedState] = {}
+        self._used = UsedState()
+        self._depth = autocast_depth()
         self._updates = self._first_modules = 0
         self._updates_before_use: dict[int, int] = {}
         self._first_modules_before_use: dict[int, int] = {}
         self._before: dict[int, tuple[dict[str, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]] = {}
-        self._was_first_module = _is_first_module()
+        self._was_first_module = is_first_module()
         copies = _copies_for_recomputations()
         self._copies = [*copies]
         copies[:] = [deque() for _ in copies]
 
-    def begin_graph(self) -> UsedState:
-        """Begin the capture of a forward, and return the record of its state."""
-        if not self._graphs:
+    def begin_graph(self, replay: Any) -> None:
+        """Begin the capture of the forward that ``replay`` replays."""
+        if not self.graphs:
             # A captured backward must not use a copy from the warmup, because this copy is not in graph memory.
             copies = _copies_for_recomputations()
             copies[:] = [_Copies() for _ in copies]
-        self._graphs.append(UsedState())
+        self._used = self.graphs[replay] = UsedState()
         self._updates, self._updates_before_use = 0, {}
         self._first_modules, self._first_modules_before_use = 0, {}
-        _set_first_module(True)
-        return self._graphs[-1]
+        set_first_module(True)
 
     def use(self, owners: list[Any], fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
         """Note the states of a forward and their owners. In the warmup, save the values of the states instead."""
@@ -120,7 +189,7 @@ class Capture:
             for fp8_meta in fp8_metas:
                 self._save(fp8_meta)
             return
-        used = self._graphs[-1]
+        used = self._used
         used.owners += owners
         if FP8GlobalStateManager.get_autocast_state()[-1]:
             own = [_own_recipe(fp8_meta) for fp8_meta in fp8_metas]
@@ -130,7 +199,7 @@ class Capture:
             for number in map(id, fp8_metas):
                 used.updated_inside |= self._updates_before_use.setdefault(number, self._updates) != self._updates
         if needs_backward:
-            self._first_modules += _is_first_module()
+            self._first_modules += is_first_module()
             for number in map(id, fp8_metas):
                 before = self._first_modules_before_use.setdefault(number, self._first_modules)
                 used.updated_in_backward |= before != self._first_modules
@@ -148,23 +217,23 @@ class Capture:
 
     def end_autocast(self, enabled: bool) -> None:
         """Note the end of an autocast inside a captured forward."""
-        if enabled and torch.is_grad_enabled() and _autocast_depth() == self._depth + 1:
+        if enabled and torch.is_grad_enabled() and autocast_depth() == self._depth + 1:
             self._updates += 1
-            self._graphs[-1].updates_scales = True
+            self._used.updates_scales = True
 
     def end_forward(self) -> None:
         """Note whether the autocast of the capture enables FP8, before it ends."""
-        self._graphs[-1].in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        self._used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
 
     def take_first_module(self) -> None:
         """Note that a module of the current forward took the flag of the first FP8 module."""
-        if _autocast_depth() == self._depth + 1:
-            self._graphs[-1].has_first_module = True
+        if autocast_depth() == self._depth + 1:
+            self._used.has_first_module = True
         else:
-            self._graphs[-1].has_own_backward = True
+            self._used.has_own_backward = True
 
     def end(self, is_training: bool) -> None:
-        """End the capture of all graphs.
+        """End the capture of all graphs, and add the work on their states to their replays.
 
         Raises RuntimeError if the graphs cannot compute the numbers of eager training.
         """
@@ -175,9 +244,11 @@ class Capture:
         if is_training and mixed:
             raise RuntimeError(_MIXED_COPIES)
         if is_training and any(
-            (used.updated_inside or used.updated_in_backward) and not used.in_fp8 for used in self._graphs
+            (used.updated_inside or used.updated_in_backward) and not used.in_fp8 for used in self.graphs.values()
         ):
             raise RuntimeError(_UPDATED_INSIDE)
+        for replay, used in self.graphs.items():
+            used.add_to(replay)
 
     def restore(self) -> None:
         """Restore the scales, histories, copies and the flag of the first FP8 module from before the warmup.
@@ -186,7 +257,7 @@ class Capture:
         """
         copies = _copies_for_recomputations()
         copies[:] = [*self._copies, *(deque() for _ in copies[len(self._copies) :])]
-        _set_first_module(self._was_first_module)
+        set_first_module(self._was_first_module)
         for fp8_meta, states in self._before.values():
             for key, (scale, amax_history) in states.items():
                 fp8_meta[key].scale.copy_(scale)
@@ -218,6 +289,12 @@ def current_capture() -> Capture | None:
     reference = getattr(FP8GlobalStateManager, "fp8_capture", None)
     capture = reference() if reference else None
     return capture if capture and capture.thread == threading.get_ident() else None
+
+
+def used_state(replay: Any) -> UsedState:
+    """Return the record of the FP8 state in a graph of the current capture."""
+    capture = current_capture()
+    return capture.graphs[replay] if capture else UsedState()
 
 
 def _capture_of_forward() -> Capture | None:
@@ -283,63 +360,25 @@ def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
     return any(not hasattr(meta[key], "amax_history") for meta in metas if meta for key in KEYS if key in meta)
 
 
-def with_fp8_state(graphed: Callable[..., Any], used: UsedState) -> Callable[..., Any]:
-    """Return a function that replays with ``graphed`` and does the work of an eager forward on the graph's state."""
-    if not (used.in_capture or used.of_modules or used.updates_scales or used.has_own_backward):
-        return graphed
-
-    def replay(*args: Any, **kwargs: Any) -> Any:
-        manager = FP8GlobalStateManager
-        was_first = _is_first_module()
-        is_outermost, has_grad = not _autocast_depth(), torch.is_grad_enabled()
-        updates_scales = is_outermost and has_grad
-        if (used.updated_inside and updates_scales) or (
-            used.updated_in_backward and has_grad and (is_outermost or was_first)
-        ):
-            raise RuntimeError(_UPDATED_INSIDE)
-        if manager.is_fp8_enabled():
-            for fp8_meta, own in used.in_capture:
-                fp8_meta["recipe"], fp8_meta["fp8_group"] = own or manager.get_fp8_recipe(), manager.get_fp8_group()
-                manager.add_fp8_tensors_to_global_buffer(fp8_meta)
-        if not _autocast_depth():
-            _set_first_module(used.has_own_backward)
-        elif not used.takes_first_module:
-            _set_first_module(False)
-        if distributed.in_fp8_activation_recompute_phase():
-            for fp8_meta in used.of_modules:
-                manager.get_old_fp8_meta_tensors_for_recompute(fp8_meta)
-        elif distributed.is_fp8_activation_recompute_enabled():
-            for fp8_meta in used.of_modules:
-                manager.copy_forward_fp8_meta_tensors_for_recompute(fp8_meta)
-        outputs = graphed(*args, **kwargs)
-        if distributed.in_fp8_activation_recompute_phase():
-            for fp8_meta in used.of_modules:
-                manager.restore_fp8_meta_tensors(fp8_meta)
-        if not used.has_first_module:
-            _set_first_module(was_first)  # the end of an inner autocast restores it for the outer one
-        if used.updates_scales and updates_scales:
-            manager.reduce_and_update_fp8_tensors(forward=True)
-        return outputs
-
-    return replay
-
-
 def _own_recipe(fp8_meta: dict[str, Any]) -> Any:
     """Return the recipe of a state if it differs from the recipe of the autocast, as in attention; None otherwise."""
     recipe = fp8_meta["recipe"]
     return recipe if fp8_meta.get("global_recipe", recipe) != recipe else None
 
 
-def _autocast_depth() -> int:
+def autocast_depth() -> int:
+    """Return the number of autocasts around the current code."""
     state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     return state.autocast_depth if hasattr(state, "autocast_depth") else state.AUTOCAST_DEPTH  # type: ignore[no-any-return]
 
 
-def _is_first_module() -> bool:
+def is_first_module() -> bool:
+    """Return the flag of the first FP8 module: whether no module of the current autocast has taken it."""
     return FP8GlobalStateManager.get_autocast_state()[-2]  # type: ignore[no-any-return]
 
 
-def _set_first_module(is_first: bool) -> None:
+def set_first_module(is_first: bool) -> None:
+    """Set the flag of the first FP8 module."""
     *state, _, is_capturing = FP8GlobalStateManager.get_autocast_state()
     FP8GlobalStateManager.set_autocast_state((*state, is_first, is_capturing))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +62,14 @@ class _Steps:
         if isinstance(ctx.call.skip_update, bool):
             self._flag.fill_(ctx.call.skip_update)
 
-    def take_update(self, ctx: Any) -> None:
-        """Take the update of the backward's scales from TE, because the update of the forward's scales comes first."""
-        ctx.call.updates_backward = ctx.is_first_module or "backward" in self._kinds
+    def take_update(self, ctx: Any) -> Callable[[], None]:
+        """Take the update of the backward's scales from TE, because the update of the forward's scales comes first.
+
+        Return a function that returns it.
+        """
+        ctx.call.updates_backward = updates = ctx.is_first_module or "backward" in self._kinds
         ctx.is_first_module = False
+        return partial(setattr, ctx, "is_first_module", updates)
 
     def update(self, ctx: Any, gradients: Any) -> Any:
         """Update the scales as in eager training: the recomputation's autocast ends before the backward."""
@@ -72,5 +77,4 @@ class _Steps:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
         if ctx.call.updates_backward:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-        ctx.is_first_module = ctx.call.updates_backward
         return gradients

@@ -9,11 +9,13 @@ phase             when                                                          
 forward check     after TE's own checks of the arguments                              call
 forward prepare   at the start of `Graphed.forward`, without grad mode                call
                   then TE copies the inputs and replays the forward
+                  then the prepared state is returned, also after an error
 forward record    at the end of `Graphed.forward`, before autograd records it         ctx, outputs
 forward deliver   after `Graphed.apply`                                               call, outputs -> outputs
 backward check    at the start of `Graphed.backward`                                  ctx (``ctx.call``: the call)
 backward prepare  next                                                                ctx
                   then TE copies the gradients of the outputs and replays the dgrad
+                  then the prepared state is returned, also after an error
 backward deliver  after that                                                          ctx, gradients -> gradients
 wgrad check       at the start of `backward_dw`                                       none
                   then TE replays the wgrad
@@ -22,23 +24,37 @@ reset             at the start of `reset`                                       
 ================  ==================================================================  ==============================
 
 Only a check may refuse a replay. It raises an error, and changes nothing: a refused replay leaves all state as it was.
-Within a phase, the steps run in the order of `ORDER`.
+A step that prepares a replay may borrow state from eager modules. It then returns a function that returns this state.
+Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+import torch
+
 ORDER: dict[str, tuple[str, ...]] = {
-    "forward check": ("arguments", "first microbatch", "contract"),
-    "forward prepare": ("leaves", "transposes", "skip flag", "flags of modules", "cached weights"),
-    "forward record": ("outputs without gradients", "order of replays"),
-    "forward deliver": ("copies",),
-    "backward check": ("captured", "contract"),
+    "forward check": ("arguments", "first microbatch", "recipe", "own autocasts", "contract", "copied states"),
+    "forward prepare": (
+        "leaves",
+        "recipe states",
+        "registration by TE",
+        "registration",
+        "copied states",
+        "first module",
+        "transposes",
+        "skip flag",
+        "flags of modules",
+        "cached weights",
+    ),
+    "forward record": ("outputs without gradients", "first module", "order of replays"),
+    "forward deliver": ("updates of scales", "copies"),
+    "backward check": ("captured", "contract", "recipe states"),
     "backward prepare": ("skip flag", "updates of scales"),
     "backward deliver": ("order of replays", "updates of scales", "marks", "copies"),
     "wgrad check": ("contract",),
@@ -54,27 +70,31 @@ class Call:
 
     ``inputs`` are the leaves of the user's arguments, ``specs`` are their structures, and ``keywords`` are all keyword
     arguments. They are dropped after the forward. ``skip_update`` is TE's argument: True if a graph that caches FP8
-    weights reuses them, and None if it caches none. ``reuses_weights`` is the same, also for graphs with flags of their
-    own. ``copied_inputs`` are the indexes of inputs whose gradients are returned as copies. ``updates_backward``: the
-    backward updates the scales of all backwards. The other attributes belong to `replay-contract`: how the forward was
-    run (in grad mode, in a backward, under the hooks of a checkpoint, in a checkpoint), whether its outputs are
-    returned as copies, the time of its replay, and how often the scales had been replaced by then.
+    weights reuses them, and None if it caches none. ``register_states`` is TE's registration of FP8 states for updates
+    of scales, or None outside of an FP8 autocast. ``takes_grads``: the forward was called in grad mode.
+
+    ``reuses_weights`` is ``skip_update``, also for graphs with flags of their own. ``resumed`` are the modules whose
+    recipe states are replaced by the graph's. ``copied_inputs`` are the indexes of inputs whose gradients are returned
+    as copies. ``updates_backward``: the backward updates the scales of all backwards. The other attributes belong to
+    `replay-contract`: how the forward was run (in a backward, under the hooks of a checkpoint, in a checkpoint),
+    whether its outputs are returned as copies, and the time of its replay.
     """
 
     skip_update: bool | None
     inputs: Sequence[Any]
     specs: tuple[Any, Any]
     keywords: Mapping[str, Any]
+    register_states: Callable[[], None] | None
+    takes_grads: bool = field(default_factory=torch.is_grad_enabled)
     reuses_weights: bool | None = None
+    resumed: Sequence[Any] = ()
     copied_inputs: Sequence[int] = ()
     updates_backward: bool = False
-    takes_grads: bool = True
     in_backward: bool = False
     has_hooks: bool = False
     in_checkpoint: bool = False
     copies_outputs: bool = False
     time: int = 0
-    scales: int = 0
 
 
 class Replay:
@@ -84,6 +104,7 @@ class Replay:
 
     def __init__(self) -> None:
         self._steps: dict[str, list[tuple[int, Callable[..., Any]]]] = {phase: [] for phase in ORDER}
+        self.add("forward prepare", "registration by TE", _register)
 
     def add(self, phase: str, name: str, step: Callable[..., Any]) -> None:
         """Add the step called ``name`` in `ORDER`."""
@@ -97,6 +118,18 @@ class Replay:
         for _, step in self._steps[phase]:
             tensors = step(context, tensors)
         return tensors
+
+    def _replay(self, phase: str, context: Any, replay: Callable[..., Any], *arguments: Any) -> Any:
+        """Prepare a replay, replay by TE's code, and return the borrowed state."""
+        returns = []
+        try:
+            for _, step in self._steps[phase]:
+                if (return_state := step(context)) is not None:
+                    returns.append(return_state)
+            return replay(*arguments)
+        finally:
+            for return_state in reversed(returns):
+                return_state()
 
     def check(self, *arguments: Any) -> Call:
         """Return the call of a forward, with the arguments of `Call`, unless a check refuses it."""
@@ -115,16 +148,15 @@ class Replay:
 
         def forward(ctx: Any, call: Call, *arguments: Any) -> Any:
             ctx.call = call
-            self._run("forward prepare", call)
-            outputs = te_forward(ctx, call.skip_update, *arguments)
+            outputs = self._replay("forward prepare", call, te_forward, ctx, call.skip_update, *arguments)
             self._run("forward record", ctx, outputs)
-            call.inputs, call.keywords = (), {}
+            call.inputs, call.keywords, call.register_states = (), {}, None
             return outputs
 
         def backward(ctx: Any, *gradients: Any) -> Any:
             self._run("backward check", ctx)
-            self._run("backward prepare", ctx)
-            return self._deliver("backward deliver", ctx, te_backward(ctx, *gradients))
+            grad_inputs = self._replay("backward prepare", ctx, te_backward, ctx, *gradients)
+            return self._deliver("backward deliver", ctx, grad_inputs)
 
         function.forward, function.backward = staticmethod(forward), staticmethod(backward)
 
@@ -141,6 +173,11 @@ class Replay:
 
     def _refuse(self, *_: Any) -> None:
         raise RuntimeError(f"{self.name} was reset, so its graphs can no longer be replayed. Capture again.")
+
+
+def _register(call: Call) -> None:
+    if call.register_states is not None:
+        call.register_states()
 
 
 class Replays:

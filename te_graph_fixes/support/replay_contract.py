@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter, gt
 from typing import Any
@@ -48,7 +48,7 @@ from torch._C import _current_graph_task_id, _is_fwd_grad_enabled, _storage_Use_
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from ._te_module_tensors import CallableTensors, UsedMembers, WarmupRecord, modules_of, storage_of, tensors_in, version
+from ._te_module_tensors import CallableTensors, UsedMembers, WarmupRecord, storage_of, tensors_in, version
 from ._te_replay_order import ReplayOrder
 from ._te_warn_once import warn_once
 
@@ -133,7 +133,6 @@ class Preconditions:
         self._frozen = self._tensors.frozen if self.backward else []
         self._is_fused = [parameter in self._tensors.fused for parameter in parameters]
         self._recipe = warmup.recipes.get(number)
-        self._recipe_states = [*_recipe_states(function)]
         self._inputs = range(inputs)
         held = tensors_in(function)
         self._written = _written_outputs(self._outputs, warmup.unwritten(held), warmup.unwritten(_tensors(user_inputs)))
@@ -167,7 +166,7 @@ class Preconditions:
 
     def check_forward(self, call: Any) -> None:
         """Raise RuntimeError if the result of the forward would differ from the eager module."""
-        takes_grads = torch.is_grad_enabled()
+        takes_grads = call.takes_grads
         self._tensors.members.require_same(self.name)
         self._tensors.read.require_same(self.name)
         if takes_grads and any(map(_requires_grad, self._frozen)):
@@ -184,7 +183,7 @@ class Preconditions:
                 "module, and its scales are not updated. Replay it in the autocast of the capture.",
                 "outside te.autocast",
             )
-        call.in_backward, call.takes_grads, call.has_hooks = in_backward, takes_grads, _has_checkpoint_hooks()
+        call.in_backward, call.has_hooks = in_backward, _has_checkpoint_hooks()
         call.in_checkpoint = call.has_hooks or (not takes_grads and _in_autograd_function())
 
     def note_forward(self, ctx: Any, _outputs: Any) -> None:
@@ -207,7 +206,7 @@ class Preconditions:
         pool.may_recompute = call.in_checkpoint or in_backward or (pool.may_recompute and is_same_run)
         call.copies_outputs = pool.may_recompute and takes_grads and not call.in_checkpoint
         pool.note_replay(self.forward)
-        call.time, call.scales = pool.now, self._scales()
+        call.time = pool.now
         if not in_backward:
             self._recomputed.clear()
         elif takes_grads and call.has_hooks:
@@ -233,10 +232,6 @@ class Preconditions:
     def copy_outputs(self, call: Any, outputs: Any) -> Any:
         """Return the outputs, or copies of them if a recomputation may overwrite them."""
         return tuple(None if o is None else o.clone() for o in outputs) if call.copies_outputs else outputs
-
-    def _scales(self) -> int:
-        """Return how often the dgrad's scales were replaced, for example by an evaluation in another recipe."""
-        return sum([getattr(state, "times_taken_over", 0) for state in self._recipe_states])
 
     def _require_recomputable(self, inputs: set[int]) -> None:
         """Raise RuntimeError if the forward must not run in a backward. ``inputs`` are the storages of its inputs."""
@@ -285,7 +280,7 @@ class Preconditions:
     def check_backward(self, ctx: Any) -> None:
         """Raise RuntimeError if the data of the forward, at the time of ``ctx.call``, is lost."""
         pool, call = self.pool, ctx.call
-        since, scales = call.time, call.scales
+        since = call.time
         trained = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(self._is_fused) :]
         if not all(compress(trained, self._is_fused)):
             raise RuntimeError(
@@ -294,17 +289,11 @@ class Preconditions:
             )
         if call.has_hooks and not call.in_backward and self._recomputed == [pool.time(self.forward)]:
             # A checkpoint without reentrant autograd has recomputed the forward once, for this backward.
-            since, scales = pool.time(self.forward), self._scales()
+            since = pool.time(self.forward)
         elif since >= self._since:
             since = pool.time(self.forward)  # later forwards computed the same values
         reader = f"backward of {self.name}"
         pool.require_untouched(reader, self.forward, since, self._end_of_forward, "its forward", self._advice)
-        if self._recipe_states and scales != self._scales():
-            raise RuntimeError(
-                f"the backward of {self.name} cannot be replayed: after its forward, its modules ran in another "
-                "recipe, which dropped the scales and cached weights that the backward reads. Evaluate in the recipe "
-                "of the capture, or between two steps."
-            )
         self._tensors.read.require_same(self.name)
         if not self._delays_wgrad:
             if self._tensors.fused:
@@ -448,12 +437,3 @@ def _end_of_forward(backward: int, retains_graph: bool, outputs: Iterable[torch.
         seen |= new
         nodes += new
     return _NEVER, ""
-
-
-def _recipe_states(function: Any) -> Iterator[Any]:
-    """Yield the recipe states with the FP8 scales of the gradients in a callable."""
-    for module in modules_of(function):
-        of_operation = (getattr(module, "_fp8_metas", None) or {}).get("backward")
-        state = (of_operation or getattr(module, "fp8_meta", {})).get("scaling_bwd")
-        if state is not None:
-            yield state

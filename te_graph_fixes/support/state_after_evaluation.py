@@ -7,10 +7,13 @@ capture.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Collection
+from typing import Any, ClassVar
 
-from transformer_engine.pytorch.quantization import RecipeState
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
+
+from ._te_fp8_state_at_replay import used_state
 
 STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
@@ -18,49 +21,83 @@ STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 class RecipeStates:
     """The recipe states of the modules and operations that a graph uses.
 
-    In delayed scaling, ``used`` is the record of the capture (`UsedState`). Other recipes have no values to own, and
-    the record does not contain them. Their states are those of all ``modules`` that last ran in FP8, and only serve to
-    refuse a replay in another recipe.
+    In delayed scaling, they are recorded in the capture (`UsedState`). Other recipes have no values to own, and the
+    record does not contain them. Their states are those of all modules of ``function`` that last ran in FP8, and only
+    serve to refuse a replay in another recipe. ``known`` are the modules seen by TE's forward hooks.
     """
 
-    def __init__(self, modules: Iterable[Any], used: Any) -> None:
-        modules = [*dict.fromkeys((*modules, *used.owners))]
-        self._in_autocast = {*used.in_autocast}
-        self._is_operation = hasattr(modules[0], "fuser_forward")
+    def __init__(self, replay: Any, function: Any, known: Collection[Any]) -> None:
+        """Add the steps to the replays of the graph."""
+        used = used_state(replay)
+        modules = [*dict.fromkeys((*function.modules(), *used.owners))]
+        self._known, self._in_autocast = known, {*used.in_autocast}
+        self._is_operation = hasattr(function, "fuser_forward")
         self._held: dict[Any, list[_State]] = {}
-        self._in_bf16_last: list[Any] = []  # a forward in FP8 was followed by one without, as in a tied layer
+        self._in_bf16_last: set[Any] = set()  # a forward in FP8 was followed by one without, as in a tied layer
         self._fusers: list[Any] = []
+        self._name, self._replacements_before = replay.name, 0
         for module in modules:
             states = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
             if states and (module in used.owners if states[0].is_delayed else vars(module).get("fp8", True)):
                 self._held[module] = states
                 if not vars(module).get("fp8", True):
-                    self._in_bf16_last.append(module)
+                    self._in_bf16_last.add(module)
             groups = getattr(module, "_module_groups", None) or ()
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
+        if self._held:
+            replay.add("forward check", "recipe", self.check)
+            replay.add("forward prepare", "recipe states", self.resume)
+            replay.add("backward check", "recipe states", self.check_backward)
 
-    def resume(self, known: Collection[Any], manager: Any) -> None:
-        """Do the work of an eager forward on the FP8 state of the modules, with the graph's tensors.
+    def check(self, call: Any) -> None:
+        """Find the modules whose eager forward would initialize their FP8 state again (``call.resumed``).
 
-        ``manager`` is TE's `FP8GlobalStateManager`. ``known`` are the modules seen by TE's forward hooks. Raise
-        RuntimeError if their recipe, or the recipe of operations, differs from the recipe of the capture. Modules run
-        by ``module.forward(x)``, and attention without FP8, are resumed only in the recipe of the capture.
+        Raise RuntimeError if they would get another kind of state than in the capture. Modules run by
+        ``module.forward(x)``, and attention without FP8, are resumed only in the recipe of the capture.
         """
-        recipe = manager.get_fp8_recipe()
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
         compared: list[Any] = [recipe]
         resumed = []
         for module, states in self._held.items():
             is_outside = hasattr(module, "unfused_attention") and not (recipe.fp8_dpa or recipe.fp8_mha)
-            is_known = self._is_operation or module in self._in_autocast or (module in known and not is_outside)
+            is_known = self._is_operation or module in self._in_autocast or (module in self._known and not is_outside)
             is_resumed = is_known or _equals(states[0].recipe, compared)
             if is_resumed and not (self._follows(module, compared) and all(map(_State.is_current, states))):
                 resumed.append((module, states))
                 for state in states:
                     state.require_kind_in(recipe)
-        for module, states in resumed:
-            self._resume(module, states, manager, compared)
-        for module in self._in_bf16_last:
-            module.fp8 = False
+        call.resumed = resumed
+
+    def resume(self, call: Any) -> None:
+        """Do the work of an eager forward on the FP8 state of the modules, with the graph's tensors."""
+        for module, states in call.resumed:
+            if "fp8_meta" in vars(module):
+                module.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])
+            else:
+                module.reset_recipe_state(recipe=FP8GlobalStateManager.get_fp8_recipe())
+                for fuser in self._fusers:
+                    fuser.recipe_type = None  # the next eager forward has to compare recipes again
+            if not all(map(_State.is_current, states)):
+                for state in states:
+                    state.take_over()
+        if self._in_bf16_last and FP8GlobalStateManager.is_fp8_enabled():
+            for module in self._in_bf16_last:
+                module.fp8 = False
+        self._replacements_before = _State.replacements
+
+    def check_backward(self, _ctx: Any) -> None:
+        """Raise RuntimeError if a scale that the backward reads was replaced after the last forward of the graph."""
+        before = self._replacements_before
+        if before != _State.replacements and any(
+            state.last_replacement() > before for states in self._held.values() for state in states
+        ):
+            raise RuntimeError(
+                f"the backward of {self._name} cannot be replayed: after its forward, its modules ran in another "
+                "recipe, which dropped the scales and cached weights that the backward reads. Evaluate in the recipe "
+                "of the capture, or between two steps."
+            )
 
     def _follows(self, module: Any, compared: list[Any]) -> bool:
         """Return whether an eager forward of the module would not look at its recipe again."""
@@ -68,24 +105,15 @@ class RecipeStates:
         runs_in_fp8 = not is_module or module.fp8 or module in self._in_bf16_last
         return runs_in_fp8 and (not is_module or _equals(module.fp8_meta["recipe"], compared))
 
-    def _resume(self, module: Any, states: Sequence[_State], manager: Any, compared: list[Any]) -> None:
-        recipe = manager.get_fp8_recipe()
-        is_module = "fp8_meta" in vars(module)
-        if self._follows(module, compared) and all(map(_State.is_current, states)):
-            return
-        if is_module:
-            module.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])
-        else:
-            module.reset_recipe_state(recipe=recipe)
-            for fuser in self._fusers:
-                fuser.recipe_type = None  # the next eager forward has to compare recipes again
-        if not all(map(_State.is_current, states)):
-            for state in states:
-                state.take_over(getattr(manager, "quantization_state", manager))
-
 
 class _State:
-    """The recipe state of a module or operation, forward or backward, and the tensors whose addresses a graph uses."""
+    """The recipe state of a module or operation, forward or backward, and the tensors whose addresses a graph uses.
+
+    ``replacements`` counts the replacements of all states. Several graphs may use the same state.
+    """
+
+    replacements = 0
+    _last_replacements: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
 
     def __init__(self, module: Any, mode: str) -> None:
         self._module, self._attributes, self._mode = module, vars(module), mode
@@ -106,46 +134,55 @@ class _State:
             return False
         return not self.is_delayed or (state.scale is self._scale and state.amax_history is self._history)
 
+    def last_replacement(self) -> int:
+        """Return the number of the last replacement of this state's values, or 0."""
+        return self._last_replacements.get(self._state, 0)
+
     def require_kind_in(self, recipe: Any) -> None:
-        """Raise RuntimeError if a forward in ``recipe`` would create a state of another kind than the graph's.
-
-        Attention chooses its own recipe, so its state is compared only after the forward's work.
-        """
-        if not hasattr(self._module, "unfused_attention"):
-            self._require_kind(RecipeState.create(recipe, mode=self._mode))
-
-    def _require_kind(self, state: Any) -> None:
-        if _kind(state) != self._kind:
+        """Raise RuntimeError if a forward in ``recipe`` would create a state of another kind than the graph's."""
+        state = self._state_of_attention() if hasattr(self._module, "unfused_attention") else None
+        kind = _kind(state or RecipeState.create(recipe, mode=self._mode))
+        if kind != self._kind:
             raise RuntimeError(
                 f"a graph of {type(self._module).__name__} was captured with a {self._kind} and is replayed with a "
-                f"{_kind(state)}. Replay it in an autocast with the recipe of the capture."
+                f"{kind}. Replay it in an autocast with the recipe of the capture."
             )
 
-    def take_over(self, buffers: Any) -> None:
+    def _state_of_attention(self) -> Any:
+        """Return the state that attention would create. Attention chooses its own recipe, so a copy of it is asked."""
+        module = self._module
+        copy = object.__new__(type(module))
+        new = {"fp8_meta": {}, "quantizers": {}, "fp8_initialized": False, "fp8_meta_tensors_initialized": False}
+        vars(copy).update(vars(module) | new)
+        copy.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])
+        return copy.fp8_meta[STATES[self._mode]]
+
+    def take_over(self) -> None:
         """Copy the current values of the module to the graph's state, and make it the state of the module again."""
-        meta = _meta(self._attributes, self._mode)
-        state: Any = meta.get(STATES[self._mode])
-        self._require_kind(state)
         if not self.is_delayed:
             return
+        meta = _meta(self._attributes, self._mode)
+        state: Any = meta.get(STATES[self._mode])
         if state.scale is not self._scale:
             self._scale.copy_(state.scale)
         if state.amax_history is not self._history:
             self._history.copy_(state.amax_history)
-        self._exchange(state, buffers)
-        self._state.times_taken_over = getattr(self._state, "times_taken_over", 0) + 1  # for `_te_replay_contract`
+        self._exchange(state)
+        _State.replacements += 1
+        self._last_replacements[self._state] = _State.replacements
         self._state.scale, self._state.amax_history = self._scale, self._history
         meta[STATES[self._mode]] = self._state
         _quantizers(self._module, self._mode)[:] = self._quantizers
         for parameter, quantizer in self._of_parameters:
             parameter.update_quantizer(quantizer)
 
-    def _exchange(self, state: Any, buffers: Any) -> None:
+    def _exchange(self, state: Any) -> None:
         """Exchange the tensors of a state with the graph's tensors in TE's buffers for scale updates.
 
         After a forward in another recipe, TE still updates the old state of a module, and never the new state. To match
         eager training, a replay must then not update the state of the graph either.
         """
+        buffers: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
         for key, scales in buffers.global_scale_buffer.items():
             for index, scale in enumerate(scales):
                 if scale is state.scale:

@@ -1,0 +1,38 @@
+"""The flag of the first FP8 module of an autocast, which a replay leaves as the eager module would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_module, used_state
+
+
+class FirstModule:
+    """The flag at the replays of one graph.
+
+    TE's replay takes the flag. The steps let it take the flag only if a module did so in the capture. In an autocast
+    inside the graph, the first module takes the flag of this autocast.
+    """
+
+    def __init__(self, replay: Any) -> None:
+        """Add the steps to the replays of the graph."""
+        self._used = used_state(replay)
+        replay.add("forward prepare", "first module", self.lend)
+        if self._used.has_first_module:
+            replay.add("forward record", "first module", self.take)
+
+    def lend(self, _call: Any) -> Callable[[], None]:
+        """Set the flag for TE's replay. Return a function that restores it."""
+        was_first = is_first_module()
+        if not autocast_depth():
+            set_first_module(self._used.has_own_backward)
+        elif not self._used.takes_first_module:
+            set_first_module(False)
+        return partial(set_first_module, was_first)
+
+    def take(self, ctx: Any, _outputs: Any) -> None:
+        """Take the flag of the replay's autocast if an eager module would: if its forward has a backward."""
+        if ctx.call.takes_grads and any(ctx.needs_input_grad):
+            set_first_module(False)
