@@ -35,7 +35,7 @@ class Verdict:
     """The ``status`` of one fix for one source, the ``reason``, and the edits if the fix is applicable.
 
     ``new_modules`` maps the full names of support modules to their texts. ``details`` explain at length why a source
-    is not recognized. ``after`` is that of the fix.
+    is not recognized. ``after`` is the fix's ``after``.
     """
 
     status: Status

@@ -125,7 +125,7 @@ class Source:
 
 
 def _version(folder: str) -> str | None:
-    """Read the version of the TE in ``folder``, from the metadata next to it or from a checkout's VERSION.txt."""
+    """Return the TE's version from the metadata next to it or a checkout's VERSION.txt; None if neither has it."""
     for name in _DISTRIBUTIONS:
         for distribution in importlib.metadata.distributions(name=name, path=[folder]):
             with contextlib.suppress(Exception):  # METADATA is unreadable, is not UTF-8, or has no version

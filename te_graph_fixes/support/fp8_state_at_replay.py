@@ -285,7 +285,7 @@ def restore_after_failure() -> None:
 
 
 def current_capture() -> Capture | None:
-    """Return the capture of this thread, if there is one."""
+    """Return the capture of this thread, or None."""
     reference = getattr(FP8GlobalStateManager, "fp8_capture", None)
     capture = reference() if reference else None
     return capture if capture and capture.thread == threading.get_ident() else None

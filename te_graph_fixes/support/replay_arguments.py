@@ -60,7 +60,7 @@ def _is_equal(value: Any, other: Any) -> bool:
     try:
         result = value == other
         return bool(result.all() if hasattr(result, "all") else result) and not isinstance(value, torch.Tensor)
-    except Exception:  # such as an array of another shape
+    except Exception:  # for example, NumPy arrays of different shapes
         return False
 
 

@@ -525,7 +525,7 @@ RARE_FIELDS = (
 
 
 def broken_rule(program: Program) -> str | None:
-    """Return the reason why a program is not run."""
+    """Return the reason why a program is not run, or None if it is run."""
     return next((why for why, holds in RULES.items() if not holds(program)), None)
 
 

@@ -111,5 +111,5 @@ if __name__ == "__main__":
     given = os.environ["PYTHONPATH"].split(os.pathsep)
     for name in IMPORTED:
         importlib.import_module(name)
-    gc.freeze()  # no fork looks through what is here
+    gc.freeze()  # garbage collections in forks skip these objects
     serve(sys.stdin, sys.stdout, [entry for entry in sys.path if entry not in given])
