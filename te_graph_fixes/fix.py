@@ -21,7 +21,7 @@ GROUPS = (
     "pipelines and delayed wgrads",
     "evaluation and checkpoints",
     "crashes",
-    "misuse",
+    "replay preconditions",
     "speed",
 )
 """The groups of fixes, by the harm of their bugs, in the order of ``te-graph-fixes status``."""

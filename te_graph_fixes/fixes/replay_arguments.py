@@ -55,7 +55,7 @@ PATCH = """
 
 FIX = Fix(
     symptom="graphed(inp=x) uses a weight instead of x, and a dict with its keys in another order mixes up its tensors",
-    group="misuse",
+    group="replay preconditions",
     affects="programs that call a graph with arguments that differ from its sample arguments",
     cost="3 µs of CPU time for each call, 9 µs with a dict of tensors",
     patch=PATCH,

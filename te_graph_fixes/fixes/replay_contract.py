@@ -68,7 +68,7 @@ PATCH = """
 
 FIX = Fix(
     symptom="wrong numbers after the number of microbatches has grown, or after weights were offloaded and reloaded",
-    group="misuse",
+    group="replay preconditions",
     affects="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="each replay compares the modules, parameters and addresses of its callable",
     patch=PATCH,

@@ -398,7 +398,7 @@ def test_fixes_that_a_bake_disabled_are_known(tmp_path: Path, cli: Cli, monkeypa
         for command in ("status", "bake", "bake --check"):
             status, out, _ = cli(*command.split(), "--source", tree)
             assert (status, ", 1 disabled in the bake." in out) == (0, True)
-    assert "\nmisuse: disabled in the bake\n  replay-arguments " in cli("status", "--source", tree)[1]
+    assert "\nreplay preconditions: disabled in the bake\n  replay-arguments " in cli("status", "--source", tree)[1]
     verdict = read(Source.at(tree)).verdicts["replay-arguments"]
     reason = f"disabled when te-graph-fixes {__version__} baked this TransformerEngine"
     assert (verdict.status, verdict.reason) == ("disabled", reason)

@@ -190,11 +190,11 @@ def figures_of_real_runs() -> list[str]:
     norm_ratio = next(row[3] for row in parameters if row[0] == "experts")
     return [
         f"the experts' gradients is {float(norm_ratio):.2f} of the correct norm",
-        f"{run[2]} printed figures differ from the run with graphs off",
+        f"{run[2]} printed losses and norms differ from the run with graphs off",
     ]
 
 
-def figures_of_misuse() -> list[str]:
+def figures_of_mistakes() -> list[str]:
     kinds = len(rows(doc("limits.md"), "Wrong without an error", "action of the program"))
     return [f"[{kinds} other mistakes](docs/limits.md#wrong-without-an-error)"]
 
@@ -276,7 +276,7 @@ def figures_of_versions() -> list[str]:
     "figures",
     [
         figures_of_real_runs,
-        figures_of_misuse,
+        figures_of_mistakes,
         figures_of_random_programs,
         figures_of_megatron_core,
         figures_of_cost,
